@@ -1,0 +1,48 @@
+"""Paceline plans, proves and runs distributed training of an ordinary PyTorch model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.cluster import Cluster, Device
+    from paceline.errors import PacelineError
+    from paceline.job import Job
+    from paceline.jobfile import load
+    from paceline.plan import Plan
+    from paceline.train import evaluate, predict, train
+    from paceline.verify import verify
+
+__version__ = "0.1.0"
+
+# Where each public name lives; loaded when first used, so that `import paceline` stays fast.
+_HOMES = {
+    "Cluster": "paceline.cluster",
+    "Device": "paceline.cluster",
+    "Job": "paceline.job",
+    "PacelineError": "paceline.errors",
+    "Plan": "paceline.plan",
+    "evaluate": "paceline.train",
+    "load": "paceline.jobfile",
+    "predict": "paceline.train",
+    "train": "paceline.train",
+    "verify": "paceline.verify",
+}
+
+__all__ = [
+    "Cluster", "Device", "Job", "PacelineError", "Plan", "evaluate", "load", "predict", "train", "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline' has no attribute '{name}'")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

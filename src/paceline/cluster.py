@@ -1,0 +1,147 @@
+"""What there is: devices with their memory and speed, and the links between them. It knows no models."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.errors import ClusterError, nearest
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two devices."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+# Two processes over loopback with gloo: 2.4-3.9 GB/s for 25 MB messages, measured on 2 cores; latency of a
+# small all-reduce is some 100 us. See docs/prediction.md.
+LOOPBACK = Link(bytes_per_s=3e9, latency_s=1e-4)
+# NVLink 4, one direction a GPU, at the 71 % an all-gather reaches (public nccl-tests, H100).
+NVLINK = Link(bytes_per_s=320e9, latency_s=1e-5)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One place where a rank can run.
+
+    memory_bytes: What one rank may use.
+    flops_per_s: Matrix products in float32 with one rank's share of the cores, all ranks busy; None if not known.
+    memory_bytes_per_s: Streaming bandwidth of one rank; None if not known.
+    """
+
+    kind: DeviceKind
+    index: int
+    memory_bytes: int
+    name: str = ""
+    flops_per_s: float | None = None
+    memory_bytes_per_s: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The devices of a run, one a rank, in rank order, and the slowest link between them."""
+
+    devices: tuple[Device, ...]
+    link: Link = LOOPBACK
+
+    @classmethod
+    def local(cls, devices: str | None = None, *, num_ranks: int | None = None) -> Cluster:
+        """This machine: its GPUs if it has any, else one CPU device a core (8 at most).
+
+        Args:
+            devices: Names such as "cpu:0,cpu:1" or "cuda:0-3", one a rank.
+            num_ranks: Ranks to make room for; CPU ranks may outnumber cores, GPU ranks may not outnumber GPUs.
+
+        Raises:
+            ClusterError: a device doesn't exist or a name can't be read.
+        """
+        gpus = _gpus()
+        if devices is not None:
+            named = _parse_names(devices)
+            for kind, index in named:
+                if kind == "cuda" and index >= len(gpus):
+                    raise ClusterError(f"there is no cuda:{index}: this machine has {len(gpus)} GPUs",
+                                       hint="--devices cpu:0,cpu:1 runs on the CPU")
+        elif gpus and (num_ranks or 1) <= len(gpus):
+            named = [("cuda", i) for i in range(num_ranks or len(gpus))]
+        elif gpus:
+            raise ClusterError(f"{num_ranks} ranks need {num_ranks} GPUs and this machine has {len(gpus)}",
+                               hint=f"a plan of at most {len(gpus)} ranks, or --devices cpu:0-{(num_ranks or 1) - 1}")
+        else:
+            named = [("cpu", i) for i in range(num_ranks or min(usable_cores(), 8))]
+        num_cpu = sum(kind == "cpu" for kind, _ in named)
+        return cls(
+            devices=tuple(gpus[i] if kind == "cuda" else _cpu(i, num_cpu) for kind, i in named),
+            link=NVLINK if all(kind == "cuda" for kind, _ in named) else LOOPBACK,
+        )
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_memory_bytes() -> int:
+    """Memory this process and its ranks may use together: the machine's, or less where a cgroup limits it."""
+    import psutil
+
+    limits = [psutil.virtual_memory().total]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def _cpu(index: int, num_cpu_ranks: int) -> Device:
+    return Device("cpu", index, usable_memory_bytes() // num_cpu_ranks, name="CPU")
+
+
+def _gpus() -> list[Device]:
+    # Only NVIDIA's driver node is looked at first, so that a machine without GPUs pays no torch import here.
+    if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")):
+        return []
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(Device("cuda", index, properties.total_memory, name=properties.name))
+    return found
+
+
+def _parse_names(text: str) -> list[tuple[DeviceKind, int]]:
+    named: list[tuple[DeviceKind, int]] = []
+    for word in filter(None, re.split(r"[\s,]+", text)):
+        match = re.fullmatch(r"([a-z]+)(?::(\d+)(?:-(\d+))?)?", word)
+        if not match:
+            raise ClusterError(f"can't read device '{word}'", hint="devices are named cpu:0,cpu:1 or cuda:0-3")
+        kind, first, last = match[1], int(match[2] or 0), int(match[3] or match[2] or 0)
+        if kind not in ("cpu", "cuda"):
+            raise ClusterError(f"unknown device kind '{kind}', {nearest(kind, ['cpu', 'cuda'])}")
+        if last < first:
+            raise ClusterError(f"device range '{word}' runs backwards")
+        named += [(kind, index) for index in range(first, last + 1)]  # type: ignore[misc]
+    if not named:
+        raise ClusterError("no device is named", hint="devices are named cpu:0,cpu:1 or cuda:0-3")
+    if len(set(named)) < len(named):
+        raise ClusterError(f"a device is named twice in '{text}'", hint="one device a rank")
+    if len({kind for kind, _ in named}) > 1:
+        raise ClusterError(f"'{text}' mixes CPU and CUDA devices", hint="one kind of device a run")
+    return named

@@ -1,0 +1,80 @@
+"""What a user can get wrong or be hit by, each with its exit code and a way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PacelineError(Exception):
+    """The work failed. The message says what was given and what is allowed; `hint` says what to do."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return f"{message}\n\nhint: {self.hint}" if self.hint else message
+
+
+class UsageError(PacelineError, ValueError):
+    """The request makes no sense; nothing was started."""
+
+    exit_code = 2
+
+
+class JobError(UsageError):
+    """A job that can't be loaded, built or trained as it is written."""
+
+
+class PlanError(UsageError):
+    """A plan that is unknown, contradictory, or doesn't suit this job or these devices."""
+
+
+class ClusterError(UsageError):
+    """Devices that don't exist or can't be read."""
+
+
+class TrainingError(PacelineError):
+    """Training can't go on: a loss that is not a number, a bad sample, a parameter without a gradient."""
+
+
+class DriftError(TrainingError):
+    """Replicas that should be equal are not."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint that can't be written, or none that can be read."""
+
+
+class OutOfMemory(PacelineError):
+    """A device's memory is exhausted."""
+
+    exit_code = 3
+
+
+class PeerLost(PacelineError):
+    """Another rank died or stopped answering."""
+
+    exit_code = 4
+
+
+class Preempted(PacelineError):
+    """The scheduler asked the run to stop; it saved a checkpoint and can be resumed."""
+
+    exit_code = 5
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """The ending of a message about an unknown name: the closest known one, then all of them.
+
+    >>> nearest("shrad", ["data", "shard"])
+    "did you mean 'shard'? Known: data, shard"
+    """
+    known = list(known)
+    close = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+    listed = f"Known: {', '.join(known)}" if known else "none are known"
+    return f"did you mean '{close[0]}'? {listed}" if close else listed

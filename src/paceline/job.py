@@ -1,0 +1,118 @@
+"""The experiment: model, data, loss, optimizer, global batch and length. It knows no hardware and no ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from paceline.errors import JobError, nearest
+
+Precision = Literal["float32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained, the same on any number of devices.
+
+    Args:
+        model: Builds the `torch.nn.Module`; called where and when it is needed, with the seed already set.
+        data: A torch dataset (or any sequence); an item is (input, target). A tuple input is passed as *args,
+            a mapping as **kwargs. An iterable dataset works with `steps` or a finite stream.
+        loss: (output, target) -> a scalar, the mean over the samples along dim 0; or (sum, count) for
+            anything else (ignored targets, tokens). The whole window's count normalises once.
+        optimizer: Builds the optimizer from (name, parameter) pairs.
+        batch: Samples an optimizer step, over all devices.
+        epochs: Passes over the data; give either this or `steps`.
+        steps: Optimizer steps; give either this or `epochs`.
+        precision: "float32", or "bf16" for autocast.
+        lr_schedule: Builds a learning-rate scheduler from the optimizer; stepped once an optimizer step.
+        clip: Greatest global norm of the gradients.
+        validation: Dataset that is evaluated at the end of every epoch and of the run, every sample once.
+        metrics: Name to (output, target) -> a mean over dim-0 samples, or (sum, count).
+        seed: Of initial weights, data order and random layers.
+        drop_last: Leave out the short last batch of an epoch.
+
+    Raises:
+        JobError: a field has a value it can't have; the message names all of them.
+    """
+
+    model: Callable[[], Any]
+    data: Any
+    loss: Callable[[Any, Any], Any]
+    optimizer: Callable[[Any], Any]
+    batch: int
+    epochs: int | None = None
+    steps: int | None = None
+    precision: Precision = "float32"
+    lr_schedule: Callable[[Any], Any] | None = None
+    clip: float | None = None
+    validation: Any = None
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    seed: int = 0
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        problems = list(_problems(self))
+        if problems:
+            raise JobError("; ".join(problems))
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples an epoch; None for a stream of unknown length."""
+        try:
+            return len(self.data)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps an epoch; None for a stream of unknown length."""
+        if self.num_samples is None:
+            return None
+        whole, rest = divmod(self.num_samples, self.batch)
+        return whole + (1 if rest and not self.drop_last else 0)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole job; None when a stream's end decides."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return None if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
+
+
+def _problems(job: Job) -> Any:
+    """Everything that is wrong with a job's fields, in words."""
+    for name in ("model", "loss", "optimizer"):
+        if not callable(getattr(job, name)):
+            yield f"{name} must be callable, got {type(getattr(job, name)).__name__}"
+    if type(job.model).__module__.startswith("torch.") or hasattr(job.model, "named_parameters"):
+        yield "model must be a function that builds the module (lambda: Net()), not the module itself"
+    if job.lr_schedule is not None and not callable(job.lr_schedule):
+        yield f"lr_schedule must be a function of the optimizer, got {type(job.lr_schedule).__name__}"
+    for name in ("batch", "epochs", "steps"):
+        value = getattr(job, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            yield f"{name} must be a whole number of at least 1, got {value!r}"
+    if (job.epochs is None) == (job.steps is None):
+        given = "both" if job.epochs is not None else "neither"
+        yield f"give either epochs or steps, got {given}"
+    if job.precision not in ("float32", "bf16"):
+        yield f"precision {job.precision!r}: {nearest(str(job.precision), ['float32', 'bf16'])}"
+    if job.clip is not None and not (isinstance(job.clip, int | float) and math.isfinite(job.clip) and job.clip > 0):
+        yield f"clip must be a positive number, got {job.clip!r}"
+    if not isinstance(job.seed, int) or isinstance(job.seed, bool):
+        yield f"seed must be a whole number, got {job.seed!r}"
+    if not (hasattr(job.data, "__getitem__") or hasattr(job.data, "__iter__")):
+        yield f"data must be a torch dataset, got {type(job.data).__name__}"
+    elif isinstance(job.batch, int) and job.batch >= 1:
+        if job.num_samples == 0:
+            yield "data has no samples"
+        elif job.num_samples is not None and job.steps_per_epoch == 0:
+            yield f"drop_last leaves nothing: data has {job.num_samples} samples and batch is {job.batch}"
+    if not isinstance(job.metrics, Mapping) or not all(callable(f) for f in job.metrics.values()):
+        yield "metrics must map names to functions (output, target)"
+    elif job.metrics and job.validation is None:
+        yield "metrics are computed on the validation data, and there is none: give validation="

@@ -1,0 +1,242 @@
+"""How a job is spread over devices: a small frozen value a person can read, write, diff and keep in a file.
+
+A plan is axes (how data and model are split), synchronisation (how updates meet) and modifiers.
+The text form ("data=2 shard=2 zero=2 accumulate=4") is parsing and printing only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.errors import PlanError, nearest
+
+ZeroStage = Literal[1, 2, 3]
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Sizes of the mesh axes, outermost first. An axis of size 1 is not there.
+
+    data: replicas whose gradients meet by all-reduce.
+    shard: replicas that also share optimizer state, gradients and parameters.
+    """
+
+    data: int = 1
+    shard: int = 1
+
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, outermost first."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """Every update waits for the gradients of all replicas.
+
+    zero: what the shard axis splits: 1 optimizer state, 2 and gradients, 3 and parameters.
+    """
+
+    zero: ZeroStage = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Modifiers:
+    """What any plan can carry.
+
+    accumulate: micro-batches an update, or "auto": as few as fit each device's memory.
+    recompute: "full" keeps only each block's input for backward and computes the rest again.
+    shares: how the global batch is cut over the replicas: "equal", by the devices' "speed" or "memory",
+        or one positive whole number a replica.
+    """
+
+    accumulate: int | Literal["auto"] = 1
+    recompute: Literal["none", "full"] = "none"
+    shares: Literal["equal", "speed", "memory"] | tuple[int, ...] = "equal"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One way to run a job. `Plan.parse(str(plan)) == plan` for every plan.
+
+    Raises:
+        PlanError: a value is out of range or two contradict each other; the message names all of them.
+    """
+
+    axes: Axes = field(default_factory=Axes)
+    sync: AllReduce = field(default_factory=AllReduce)
+    modifiers: Modifiers = field(default_factory=Modifiers)
+
+    def __post_init__(self) -> None:
+        problems = _problems(self)
+        if problems:
+            raise PlanError("; ".join(problems), hint=f"the keys of a plan are {_known_keys()}")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks the plan needs."""
+        return math.prod(self.axes.sizes().values())
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that see different samples."""
+        return self.axes.data * self.axes.shard
+
+    @property
+    def relaxed(self) -> str | None:
+        """What the plan gives up against one device; None for an exact plan. All plans so far are exact."""
+        return None
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Read the text form; keys in any order, parted by spaces or commas.
+
+        >>> str(Plan.parse("accumulate=4, shard=2 data=2"))
+        'data=2 shard=2 accumulate=4'
+        """
+        given: dict[str, str] = {}
+        words = [word for word in re.split(r"[\s,]+", text.strip()) if word]
+        if not words:
+            raise PlanError("the plan is empty", hint="'single' is one device; 'data=2' is two replicas")
+        for word in words:
+            key, equals, value = word.partition("=")
+            if word == "single":
+                continue
+            if word == "auto":
+                raise PlanError("plan 'auto' needs a planner, which this version does not have yet",
+                                hint="name a plan, such as 'data=2'")
+            if key not in _KEYS:
+                raise PlanError(f"unknown plan key '{key}', {nearest(key, [*_KEYS, 'single'])}")
+            if not equals or not value:
+                raise PlanError(f"plan key '{key}' needs a value", hint=f"{key}={_KEYS[key].allowed}")
+            if key in given:
+                raise PlanError(f"plan key '{key}' is given twice: {given[key]} and {value}")
+            given[key] = value
+        if "single" in words and (split := [k for k in given if k in Axes().sizes() and given[k] != "1"]):
+            raise PlanError(f"'single' is one device and contradicts {', '.join(f'{k}={given[k]}' for k in split)}")
+        return cls.of(**{key: _KEYS[key].read(key, value) for key, value in given.items()})
+
+    @classmethod
+    def of(cls, **values: Any) -> Plan:
+        """A plan from its keys: `Plan.of(data=2, accumulate="auto")`."""
+        for key in values:
+            if key not in _KEYS:
+                raise PlanError(f"unknown plan key '{key}', {nearest(key, _KEYS)}")
+        if "zero" in values and values.get("shard", 1) == 1:
+            raise PlanError(f"zero={values['zero']} splits the shard axis, and the plan has none", hint="add shard=N")
+        parts = {group: {k: v for k, v in values.items() if _KEYS[k].group == group} for group in _GROUPS}
+        return cls(**{group: kind(**parts[group]) for group, kind in _GROUPS.items()})
+
+    @classmethod
+    def read(cls, source: str | Path | Plan) -> Plan:
+        """A plan from a plan, its text, or a JSON file such as a run's `plan.json`."""
+        if isinstance(source, Plan):
+            return source
+        if isinstance(source, Path) or str(source).endswith(".json"):
+            try:
+                document = json.loads(Path(source).read_text())
+                return cls.parse(document["plan"] if isinstance(document, dict) else document)
+            except (OSError, ValueError, KeyError, AttributeError) as error:
+                if isinstance(error, PlanError):
+                    raise
+                raise PlanError(f"can't read a plan from {source}: {error}",
+                                hint='a plan file is {"plan": "data=2"}') from error
+        return cls.parse(source)
+
+    def values(self) -> dict[str, Any]:
+        """The keys that differ from their defaults, in the canonical order."""
+        values = {key: getattr(getattr(self, k.group), key) for key, k in _KEYS.items()}
+        return {key: value for key, value in values.items() if value != _KEYS[key].default}
+
+    def with_(self, **values: Any) -> Plan:
+        """This plan with some modifiers replaced by what they were resolved to."""
+        return replace(self, modifiers=replace(self.modifiers, **values))
+
+    def __str__(self) -> str:
+        values = self.values()
+        words = [f"{key}={_text(value)}" for key, value in values.items()]
+        split = any(key in values for key in Axes().sizes())
+        return " ".join(words if split else ["single", *words])
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """One key of the text form: where its value lives, what it may be, how it is read."""
+
+    group: str
+    default: Any
+    allowed: str
+    read: Callable[[str, str], Any]
+
+
+def _whole(key: str, text: str) -> int:
+    if not re.fullmatch(r"\d+", text):
+        raise PlanError(f"{key}={text} is not a whole number", hint=f"{key}={_KEYS[key].allowed}")
+    return int(text)
+
+
+def _whole_or_auto(key: str, text: str) -> int | str:
+    return text if text == "auto" else _whole(key, text)
+
+
+def _word(key: str, text: str) -> str:
+    return text
+
+
+def _shares(key: str, text: str) -> str | tuple[int, ...]:
+    if re.fullmatch(r"[a-z]+", text):
+        return text
+    return tuple(_whole(key, part) for part in text.split(":"))
+
+
+_GROUPS: dict[str, Callable[..., Any]] = {"axes": Axes, "sync": AllReduce, "modifiers": Modifiers}
+# Canonical order of the text form: axes outermost first, then synchronisation, then modifiers.
+_KEYS: dict[str, _Key] = {
+    "data": _Key("axes", 1, "N", _whole),
+    "shard": _Key("axes", 1, "N", _whole),
+    "zero": _Key("sync", 3, "1|2|3", _whole),
+    "accumulate": _Key("modifiers", 1, "K|auto", _whole_or_auto),
+    "recompute": _Key("modifiers", "none", "none|full", _word),
+    "shares": _Key("modifiers", "equal", "equal|speed|memory|A:B:...", _shares),
+}
+
+
+def _known_keys() -> str:
+    return ", ".join(f"{key}={spec.allowed}" for key, spec in _KEYS.items())
+
+
+def _text(value: Any) -> str:
+    return ":".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _problems(plan: Plan) -> list[str]:
+    """Everything that is wrong with a plan's values, in words."""
+    mods = plan.modifiers
+    found = [f"{axis}={size} must be a whole number of at least 1"
+             for axis, size in plan.axes.sizes().items() if not _is_count(size)]
+    if plan.sync.zero not in (1, 2, 3):
+        found.append(f"zero={plan.sync.zero} must be 1, 2 or 3")
+    elif plan.sync.zero != 3 and plan.axes.shard == 1:
+        found.append(f"zero={plan.sync.zero} splits the shard axis, and the plan has none: add shard=N")
+    if mods.accumulate != "auto" and not _is_count(mods.accumulate):
+        found.append(f"accumulate={mods.accumulate} must be a whole number of at least 1, or auto")
+    if mods.recompute not in ("none", "full"):
+        found.append(f"recompute={mods.recompute}: {nearest(str(mods.recompute), ['none', 'full'])}")
+    if isinstance(mods.shares, tuple):
+        if not all(map(_is_count, mods.shares)):
+            found.append(f"shares={_text(mods.shares)} must be whole numbers of at least 1")
+        if not found and len(mods.shares) != plan.replicas:
+            found.append(f"shares={_text(mods.shares)} has {len(mods.shares)} parts and the plan has "
+                         f"{plan.replicas} replicas")
+    elif mods.shares not in ("equal", "speed", "memory"):
+        found.append(f"shares={mods.shares}: {nearest(str(mods.shares), ['equal', 'speed', 'memory'])}")
+    return found

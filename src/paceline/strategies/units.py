@@ -1,0 +1,43 @@
+"""The pieces a model falls into: the repeated blocks that are sharded, recomputed and profiled one at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def find_units(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost listed modules (children of a ModuleList or Sequential) that own parameters, by name.
+
+    A module that shares a parameter with the rest of the model is left out (its parameter belongs to both), and
+    so is one that the model holds twice. What no unit holds belongs to the root. The order is the model's own.
+
+    >>> from torch import nn
+    >>> list(find_units(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])})))
+    ['layers.0', 'layers.2']
+    """
+    from torch import nn
+
+    found: dict[str, nn.Module] = {}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        listed = isinstance(module, nn.ModuleList | nn.Sequential)
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if listed and not isinstance(child, nn.ModuleList) and any(True for _ in child.parameters()):
+                found[path] = child
+            else:
+                visit(child, f"{path}.")
+
+    visit(model, "")
+    return {name: unit for name, unit in found.items() if not _is_tied(unit, model)}
+
+
+def _is_tied(unit: nn.Module, model: nn.Module) -> bool:
+    """Whether a parameter of the unit is also reached by a path outside it."""
+    own = {id(p) for p in unit.parameters()}
+    inside = sum(1 for _, p in unit.named_parameters(remove_duplicate=False) if id(p) in own)
+    everywhere = sum(1 for _, p in model.named_parameters(remove_duplicate=False) if id(p) in own)
+    return everywhere != inside
