@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from paceline.job import Job
     from paceline.jobfile import load
     from paceline.plan import Plan
-    from paceline.train import evaluate, predict, train
-    from paceline.verify import verify
+    from paceline.verbs.inference import evaluate, predict
+    from paceline.verbs.train import train
+    from paceline.verbs.verify import verify
 
 __version__ = "0.1.0"
 
@@ -22,11 +23,11 @@ _HOMES = {
     "Job": "paceline.job",
     "PacelineError": "paceline.errors",
     "Plan": "paceline.plan",
-    "evaluate": "paceline.train",
+    "evaluate": "paceline.verbs.inference",
     "load": "paceline.jobfile",
-    "predict": "paceline.train",
-    "train": "paceline.train",
-    "verify": "paceline.verify",
+    "predict": "paceline.verbs.inference",
+    "train": "paceline.verbs.train",
+    "verify": "paceline.verbs.verify",
 }
 
 __all__ = [

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from paceline.errors import ClusterError, nearest
 
 DeviceKind = Literal["cpu", "cuda"]
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,13 @@ class Cluster:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process and its ranks may use together: the machine's, or less by affinity or a cgroup's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return allowed
+    return allowed if quota == "max" else max(1, min(allowed, int(quota) // int(period)))
 
 
 def usable_memory_bytes() -> int:
@@ -96,10 +104,9 @@ def usable_memory_bytes() -> int:
     import psutil
 
     limits = [psutil.virtual_memory().total]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
-            with open(path) as file:
-                text = file.read().strip()
+            text = (_CGROUP / name).read_text().strip()
         except OSError:
             continue
         if text.isdigit():
@@ -113,7 +120,7 @@ def _cpu(index: int, num_cpu_ranks: int) -> Device:
 
 def _gpus() -> list[Device]:
     # Only NVIDIA's driver node is looked at first, so that a machine without GPUs pays no torch import here.
-    if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")):
+    if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")):
         return []
     import torch
 

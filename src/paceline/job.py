@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from paceline.errors import JobError, nearest
 
-Precision = Literal["float32", "bf16"]
+Precision = Literal["float32", "bf16", "float64"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Job:
         batch: Samples an optimizer step, over all devices.
         epochs: Passes over the data; give either this or `steps`.
         steps: Optimizer steps; give either this or `epochs`.
-        precision: "float32", or "bf16" for autocast.
+        precision: "float32"; "bf16" for autocast; "float64" for the model and every floating-point input.
         lr_schedule: Builds a learning-rate scheduler from the optimizer; stepped once an optimizer step.
         clip: Greatest global norm of the gradients.
         validation: Dataset that is evaluated at the end of every epoch and of the run, every sample once.
@@ -83,12 +83,12 @@ class Job:
         return None if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
 
 
-def _problems(job: Job) -> Any:
+def _problems(job: Job) -> Iterator[str]:
     """Everything that is wrong with a job's fields, in words."""
     for name in ("model", "loss", "optimizer"):
         if not callable(getattr(job, name)):
             yield f"{name} must be callable, got {type(getattr(job, name)).__name__}"
-    if type(job.model).__module__.startswith("torch.") or hasattr(job.model, "named_parameters"):
+    if not isinstance(job.model, type) and hasattr(job.model, "named_parameters"):
         yield "model must be a function that builds the module (lambda: Net()), not the module itself"
     if job.lr_schedule is not None and not callable(job.lr_schedule):
         yield f"lr_schedule must be a function of the optimizer, got {type(job.lr_schedule).__name__}"
@@ -99,15 +99,20 @@ def _problems(job: Job) -> Any:
     if (job.epochs is None) == (job.steps is None):
         given = "both" if job.epochs is not None else "neither"
         yield f"give either epochs or steps, got {given}"
-    if job.precision not in ("float32", "bf16"):
-        yield f"precision {job.precision!r}: {nearest(str(job.precision), ['float32', 'bf16'])}"
-    if job.clip is not None and not (isinstance(job.clip, int | float) and math.isfinite(job.clip) and job.clip > 0):
+    if job.precision not in get_args(Precision):
+        yield f"precision {job.precision!r}: {nearest(str(job.precision), get_args(Precision))}"
+    if job.clip is not None and (isinstance(job.clip, bool) or not isinstance(job.clip, int | float)
+                                 or not 0 < job.clip < math.inf):
         yield f"clip must be a positive number, got {job.clip!r}"
     if not isinstance(job.seed, int) or isinstance(job.seed, bool):
         yield f"seed must be a whole number, got {job.seed!r}"
-    if not (hasattr(job.data, "__getitem__") or hasattr(job.data, "__iter__")):
-        yield f"data must be a torch dataset, got {type(job.data).__name__}"
-    elif isinstance(job.batch, int) and job.batch >= 1:
+    datasets = {"data": job.data} if job.validation is None else {"data": job.data, "validation": job.validation}
+    for name, value in datasets.items():
+        if hasattr(value, "batch_sampler"):
+            yield f"{name} must be the dataset itself, not a {type(value).__name__} over it; batch= says how it is cut"
+        elif not (hasattr(value, "__getitem__") or hasattr(value, "__iter__")):
+            yield f"{name} must be a torch dataset, got {type(value).__name__}"
+    if isinstance(job.batch, int) and job.batch >= 1:
         if job.num_samples == 0:
             yield "data has no samples"
         elif job.num_samples is not None and job.steps_per_epoch == 0:

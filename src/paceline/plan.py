@@ -110,6 +110,8 @@ class Plan:
             if word == "auto":
                 raise PlanError("plan 'auto' needs a planner, which this version does not have yet",
                                 hint="name a plan, such as 'data=2'")
+            if key in ("single", "auto"):
+                raise PlanError(f"'{key}' takes no value, got '{word}'")
             if key not in _KEYS:
                 raise PlanError(f"unknown plan key '{key}', {nearest(key, [*_KEYS, 'single'])}")
             if not equals or not value:
@@ -189,7 +191,7 @@ def _word(key: str, text: str) -> str:
 
 
 def _shares(key: str, text: str) -> str | tuple[int, ...]:
-    if re.fullmatch(r"[a-z]+", text):
+    if re.fullmatch(r"[a-zA-Z_-]+", text):
         return text
     return tuple(_whole(key, part) for part in text.split(":"))
 
@@ -223,7 +225,7 @@ def _problems(plan: Plan) -> list[str]:
     mods = plan.modifiers
     found = [f"{axis}={size} must be a whole number of at least 1"
              for axis, size in plan.axes.sizes().items() if not _is_count(size)]
-    if plan.sync.zero not in (1, 2, 3):
+    if not _is_count(plan.sync.zero) or plan.sync.zero > 3:
         found.append(f"zero={plan.sync.zero} must be 1, 2 or 3")
     elif plan.sync.zero != 3 and plan.axes.shard == 1:
         found.append(f"zero={plan.sync.zero} splits the shard axis, and the plan has none: add shard=N")

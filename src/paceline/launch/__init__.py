@@ -1,0 +1,1 @@
+"""Starting ranks: forked here, or joined to those of torchrun or Slurm."""

@@ -1,0 +1,271 @@
+"""The command line: each command calls the function of the same name and prints what it returns.
+
+stdout is the result alone; progress, logs, errors and whatever a job prints go to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline import __version__
+from paceline.errors import PacelineError, UsageError
+
+# Each command imports what it calls: that loads torch, which takes more than a second, and `paceline --help` and a
+# mistyped option should answer at once.
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+JobSource = Annotated[str, typer.Argument(metavar="FILE[:FUNCTION]", help="The job: a function, `job` by default.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a trained run.")]
+OnePlan = Annotated[str | None, typer.Option("--plan", metavar="PLAN", help="'single', 'data=2', ... or a plan.json.")]
+Devices = Annotated[str | None, typer.Option(metavar="NAMES", help="cpu:0,cpu:1 or cuda:0-3, one a rank.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A hyperparameter.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+
+
+def main() -> None:
+    """The `paceline` command."""
+    app(prog_name="paceline")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def paceline(version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version,
+                                                   help="Print the version.")] = False) -> None:
+    """Plans, proves and runs distributed training of an ordinary PyTorch model."""
+
+
+@app.command()
+def train(
+    file: JobSource,
+    plan: OnePlan = None,
+    devices: Devices = None,
+    procs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")] = None,
+    settings: Settings = None,
+    save_every: Annotated[int | None, typer.Option(metavar="STEPS", min=1, help="Steps between checkpoints.")] = None,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the run is written.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")] = False,
+    loader_workers: Annotated[int, typer.Option(metavar="N", min=0, help="Data loading processes a rank.")] = 0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long a rank may hang.")] = 300.0,
+    as_json: Json = False,
+) -> None:
+    """Train a job on one device or many."""
+    with _reported():
+        from paceline.jobfile import JobFile
+        from paceline.verbs.train import train as run_training
+
+        job = JobFile.parse(file, _parse_settings(settings))
+        summary = run_training(job, plan, devices=devices, procs=procs, steps=steps, save_every=save_every, run=run,
+                               resume=resume, loader_workers=loader_workers, timeout_s=timeout)
+        printed = summary.to_dict() if _is_first_rank() else None
+    if printed is not None:
+        _print(printed, _summary_table, as_json)
+
+
+@app.command()
+def evaluate(run: RunFolder, plan: OnePlan = None, devices: Devices = None, as_json: Json = False) -> None:
+    """Compute a trained run's loss and metrics on its validation data."""
+    with _reported():
+        from paceline.verbs.inference import evaluate as run_evaluation
+
+        printed = run_evaluation(run, plan, devices=devices)
+        first = _is_first_rank()
+    if first:
+        _print(printed, _table, as_json)
+
+
+@app.command()
+def predict(
+    run: RunFolder,
+    input: Annotated[str, typer.Argument(metavar="INPUT", help="What the model is given.")],
+    plan: OnePlan = None,
+    devices: Devices = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the outputs are written.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compute a trained run's outputs for an input."""
+    with _reported():
+        from paceline.verbs.inference import predict as run_prediction
+
+        printed = run_prediction(run, input, plan, devices=devices, output=output)
+        first = _is_first_rank()
+    if first:
+        _print(printed, _table, as_json)
+
+
+@app.command()
+def verify(
+    file: JobSource,
+    settings: Settings = None,
+    plans: Annotated[list[str] | None, typer.Option("--plan", metavar="PLAN", help="A plan; may be repeated.")] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Optimizer steps that are compared.")] = 4,
+    as_json: Json = False,
+) -> None:
+    """Prove that plans compute what one device computes."""
+    with _reported():
+        from paceline.jobfile import JobFile
+        from paceline.verbs.verify import verify as run_verification
+
+        job = JobFile.parse(file, _parse_settings(settings))
+        certificates = run_verification(job, plans or (), steps=steps)
+        documents = [certificate.to_dict() for certificate in certificates]
+        failures = [certificate.describe() for certificate in certificates if not certificate.passed]
+        first = _is_first_rank()
+    if first:
+        _print(documents, lambda documents: _verdicts(documents, failures), as_json)
+    if failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine has and what is wrong with it."""
+    with _reported():
+        from paceline.doctor import describe, examine
+
+        findings = examine()
+        document = {"passed": all(finding.status != "bad" for finding in findings),
+                    "findings": [finding.to_dict() for finding in findings]}
+    _print(document, lambda _: describe(findings), as_json)
+    if not document["passed"]:
+        raise typer.Exit(1)
+
+
+def _parse_settings(words: Iterable[str] | None) -> dict[str, str]:
+    settings: dict[str, str] = {}
+    for word in words or ():
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--set {word} is not NAME=VALUE", hint="--set lr=0.01 sets the parameter lr of the job")
+        if name in settings:
+            raise UsageError(f"--set {name} is given twice: {settings[name]} and {value}")
+        settings[name] = value
+    return settings
+
+
+# --- Errors and streams -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """Run a command's work; an error becomes a message on stderr and an exit code, and stdout stays empty."""
+    try:
+        with _stdout_to_stderr():
+            yield
+    except PacelineError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(130) from None
+    except Exception:
+        traceback.print_exc()
+        typer.echo("error: this is a bug in paceline; please report it with the lines above", err=True)
+        raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Keep stdout for the result: a job's print(), its ranks and libraries written in C write to stderr meanwhile."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _is_first_rank() -> bool:
+    """Whether this process speaks for the run: under torchrun and Slurm every rank is a command of its own."""
+    from paceline.launch import environment
+
+    return getattr(environment.current(), "rank", 0) == 0
+
+
+# --- Printing ---------------------------------------------------------------------------------------------------
+
+
+def _print(document: Any, as_text: Callable[[Any], str], as_json: bool) -> None:
+    typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False) if as_json else as_text(document))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _summary_table(summary: Mapping[str, Any]) -> str:
+    predicted = summary.get("predicted") or {}
+    ranks = summary["world_size"]
+    return _table({
+        "plan": f"{summary['plan']} ({ranks} rank{'s' if ranks > 1 else ''})",
+        "steps": summary["steps"],
+        "samples": summary["samples"],
+        "samples/s": summary["samples_per_s"],
+        "final loss": summary["final_loss"],
+        "validation loss": summary.get("validation_loss"),
+        **(summary.get("metrics") or {}),
+        "time": f"{_number(summary['wall_s'])} s",
+        "peak memory": _memory(summary["peak_memory_bytes"]),
+        "predicted step": f"{_number(predicted['step_s'])} s" if predicted.get("step_s") else None,
+        "predicted memory": _memory(predicted.get("peak_memory_bytes")),
+        "run": summary.get("run"),
+    })
+
+
+def _verdicts(documents: Iterable[Mapping[str, Any]], failures: Iterable[str]) -> str:
+    documents = list(documents)
+    width = max((len(document["plan"]) for document in documents), default=0)
+    lines = [f"{'passed' if one['passed'] else 'FAILED'}  {one['plan']:<{width}}  {one['steps']} steps, losses within "
+             f"{_number(one['max_loss_diff'])}, weights within {_number(one['max_param_diff'])} ({one['worst_param']})"
+             for one in documents]
+    return "\n".join([*lines, *(f"\n{failure}" for failure in failures)])
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    """One line a row; rows without a value are left out, rows of rows are opened."""
+    flat: dict[str, Any] = {}
+    for label, value in rows.items():
+        flat.update(value if isinstance(value, Mapping) else {label: value})
+    shown = {label.replace("_", " "): _number(value) for label, value in flat.items() if value is not None}
+    width = max(map(len, shown), default=0)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in shown.items())
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _memory(num_bytes: float | None) -> str | None:
+    return None if num_bytes is None else f"{num_bytes / 2**20:,.0f} MiB a rank"

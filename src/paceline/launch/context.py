@@ -1,0 +1,64 @@
+"""What a rank knows about itself and its peers."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+    from paceline.launch.board import Board, Sign
+
+
+@dataclass
+class RankContext:
+    """This process among the ranks of a run.
+
+    device: where its tensors live.
+    store: key-value store shared by all ranks; None for a single rank.
+    board, slot: where it leaves its signs of life.
+    attempt: names this launch; the same on all ranks, another at every start.
+    """
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    store: Store | None
+    board: Board
+    slot: int
+    attempt: str
+    step: int = 0
+    stop_signal: int | None = field(default=None)
+
+    def beat(self, phase: str) -> None:
+        """A sign of life."""
+        self.board.write(self.slot, self.step, phase)
+
+    @property
+    def sign(self) -> Sign:
+        return self.board.read(self.slot)
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Turn SIGTERM, SIGINT and the schedulers' SIGUSR1 and SIGUSR2 into a request to stop after the step.
+
+        A second one takes the default course at once.
+        """
+        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+        def request(number: int, frame: Any) -> None:
+            self.stop_signal = number
+            signal.signal(number, signal.SIG_DFL)
+
+        before = {number: signal.signal(number, request) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

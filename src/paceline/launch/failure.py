@@ -1,0 +1,123 @@
+"""What a rank that failed leaves behind, and which of several failures was the cause."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.errors import OutOfMemory, PacelineError, PeerLost, Preempted
+from paceline.launch.board import Sign
+
+# What the communication libraries say on a rank whose peer went away.
+_PEER_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
+               "ncclremoteerror", "ncclsystemerror", "nccl communicator was aborted", "socket timeout",
+               "timed out waiting", "application timeout caused pair closure", "timed out after")
+_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "cuda out of memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first exception of one rank.
+
+    heard: The rank only learned of what happened elsewhere; another rank's report is the cause.
+    where: file:line, in the user's code if any frame is there.
+    """
+
+    rank: int
+    host: str
+    kind: str
+    message: str
+    exit_code: int
+    heard: bool
+    step: int
+    phase: str
+    where: str
+    trace: str
+    time_s: float
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Failure:
+        return cls(**json.loads(text))
+
+    def describe(self, log: Path | None = None) -> str:
+        """The message a user reads: where, what, what next."""
+        place = f"rank {self.rank} on {self.host} failed in {Sign(self.step, self.phase, 0.0)}"
+        shown = f"{place}, at {self.where}:\n{self.message}" if self.where else f"{place}:\n{self.message}"
+        if self.trace:
+            shown = f"{self.trace}\n{shown}"
+        return f"{shown}\n\nfull log: {log}" if log else shown
+
+
+def failure_of(error: BaseException, *, rank: int, sign: Sign) -> Failure:
+    """The report of an exception. Paceline's own errors need no traceback: their message says it all."""
+    text = f"{type(error).__name__}: {error}"
+    lowered = text.lower()
+    exit_code, heard, message, trace = 1, bool(getattr(error, "heard", False)), text, ""
+    where, frames = _user_frames(error)
+    if isinstance(error, PacelineError):
+        exit_code, message = error.exit_code, str(error)
+        if error.__cause__ is None:
+            where = ""
+    elif isinstance(error, MemoryError) or any(words in lowered for words in _MEMORY_WORDS):
+        exit_code = OutOfMemory.exit_code
+        message = f"out of memory: {error}\n\nhint: accumulate=K or recompute=full need less, and shard=N splits the state"
+    elif any(words in lowered for words in _PEER_WORDS):
+        exit_code, heard = PeerLost.exit_code, True
+    elif frames:
+        trace = "Traceback (most recent call last, your code only):\n" + "".join(traceback.format_list(frames)).rstrip()
+    return Failure(rank, socket.gethostname(), type(error).__name__, message, exit_code, heard, sign.step, sign.phase,
+                   where, trace, time.time())
+
+
+def _user_frames(error: BaseException) -> tuple[str, list[traceback.FrameSummary]]:
+    """file:line of the deepest frame that is neither ours nor a library's, and all such frames."""
+    ours = str(Path(__file__).resolve().parent.parent)
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = traceback.extract_tb(cause.__traceback__)
+        user = [f for f in frames if not f.filename.startswith((ours, sys.prefix, sys.base_prefix, "<"))
+                and "site-packages" not in f.filename]
+        if user:
+            return f"{user[-1].filename}:{user[-1].lineno}", user
+        cause = cause.__cause__
+    last = traceback.extract_tb(error.__traceback__)
+    return (f"{last[-1].filename}:{last[-1].lineno}" if last else ""), list(last)
+
+
+class RankFailed(PacelineError):
+    """A rank failed; the message is its report. `failure` is the cause among all ranks' reports."""
+
+    def __init__(self, failure: Failure, log: Path | None = None) -> None:
+        message, _, hint = failure.describe(log).partition("\n\nhint: ")
+        super().__init__(message, hint=hint or None)
+        self.failure = failure
+        self.exit_code = failure.exit_code
+
+
+def killed(rank: int, exit_code: int | None, sign: Sign) -> Failure:
+    """The report of a rank that ended without one: a signal, or an exit nobody expected."""
+    if exit_code is not None and exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        how = f"it was killed by {name}"
+        if name == "SIGKILL":
+            how += "\n\nhint: if nobody sent it, the kernel may have run out of memory (see dmesg); " \
+                   "--resume goes on from the last checkpoint"
+    else:
+        how = f"it ended with exit code {exit_code} and no exception"
+    return Failure(rank, socket.gethostname(), "PeerLost", how, PeerLost.exit_code, False, sign.step, sign.phase, "", "",
+                   time.time())
+
+
+def cause_of(failures: Sequence[Failure]) -> Failure:
+    """The failure that the others follow from: real ones before those who only heard, then the earliest."""
+    return min(failures, key=lambda failure: (failure.heard, failure.kind == Preempted.__name__, failure.time_s))

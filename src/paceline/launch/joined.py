@@ -1,0 +1,112 @@
+"""A rank that torchrun or Slurm started: it joins the others instead of making them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster import Device
+from paceline.launch.board import Board
+from paceline.launch.environment import Environment, interface_towards
+from paceline.launch.failure import Failure, RankFailed
+from paceline.launch.process import Body, run_rank
+
+
+def join(environment: Environment, *, timeout_s: float) -> Any:
+    """Meet the other ranks at the launcher's address. Returns the store they share.
+
+    Sets GLOO_SOCKET_IFNAME, if it is not set, to the interface that faces the meeting place.
+    """
+    import torch.distributed as dist
+
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        found = interface_towards(environment.master_address)
+        if found:
+            os.environ["GLOO_SOCKET_IFNAME"] = found
+    if environment.launcher == "Slurm":
+        store = dist.TCPStore(environment.master_address, environment.master_port, environment.world_size,
+                              is_master=environment.rank == 0, timeout=timedelta(seconds=timeout_s))
+    else:
+        store, _, _ = next(dist.rendezvous("env://", environment.rank, environment.world_size,  # type: ignore[attr-defined]
+                                           timeout=timedelta(seconds=timeout_s)))
+    return dist.PrefixStore(f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def agree(store: Any, environment: Environment, key: str, make: Callable[[], str]) -> str:
+    """A text that rank 0 makes and every rank learns. What rank 0 raises, the others learn as a failure too."""
+    if environment.rank == 0:
+        try:
+            text = json.dumps([True, make()])
+        except Exception as error:
+            store.set(key, json.dumps([False, str(error)]))
+            raise
+        store.set(key, text)
+    made, value = json.loads(store.get(key))
+    if not made:
+        sys.exit(2)  # rank 0 has said why
+    return str(value)
+
+
+def run_joined(body: Body, environment: Environment, device: Device, *, store: Any, attempt: str,
+               run_dir: Path | None, timeout_s: float) -> Any:
+    """Run `body(context)` as this rank and return its result.
+
+    Raises:
+        RankFailed: on the rank whose failure the others follow from; the others leave with its exit code.
+    """
+    heard_s = 5.0
+
+    def report(failure: Failure) -> None:
+        with suppress(RuntimeError):
+            store.set(f"failure/{environment.rank}", failure.to_json())
+        _tell_elastic_agent(failure)
+
+    def report_hang(failure: Failure) -> None:
+        report(failure)
+        if store.add("hang told", 1) == 1:
+            print(f"error: {failure.describe()}", file=sys.stderr, flush=True)
+
+    result, failure, log = run_rank(
+        body, rank=environment.rank, world_size=environment.world_size,
+        local_world_size=environment.local_world_size, device=device, make_store=lambda: store, board=Board(1), slot=0,
+        attempt=attempt, run_dir=run_dir, timeout_s=timeout_s, report=report_hang)
+    if failure is None:
+        return result
+    report(failure)
+    if failure.heard and _cause_elsewhere(store, environment, heard_s):
+        sys.exit(failure.exit_code)
+    raise RankFailed(failure, log)
+
+
+def _cause_elsewhere(store: Any, environment: Environment, patience_s: float) -> bool:
+    """Whether another rank reports a failure of its own within some seconds."""
+    others: Sequence[int] = [r for r in range(environment.world_size) if r != environment.rank]
+    deadline = time.monotonic() + patience_s
+    try:
+        while time.monotonic() < deadline:
+            for rank in others:
+                if store.check([f"failure/{rank}"]):
+                    theirs = Failure.from_json(store.get(f"failure/{rank}").decode())
+                    if not theirs.heard:
+                        return True
+            time.sleep(0.2)
+        return bool(store.add("loss told", 1) != 1)  # nobody knows the cause: the first says what all saw
+    except RuntimeError:  # the store's host is gone
+        return False
+
+
+def _tell_elastic_agent(failure: Failure) -> None:
+    """Leave the report where torchrun looks for it, so that its own summary shows the cause."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with suppress(OSError):
+            message = {"message": failure.describe(), "extraInfo": {"py_callstack": failure.trace,
+                                                                     "timestamp": str(int(failure.time_s))}}
+            Path(path).write_text(json.dumps({"message": message}))

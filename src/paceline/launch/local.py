@@ -1,0 +1,205 @@
+"""Ranks as forked processes of this one: no port to collide on, and what was imported is paid for once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster import Device
+from paceline.errors import PacelineError
+from paceline.launch.board import Board
+from paceline.launch.failure import Failure, RankFailed, cause_of, killed
+from paceline.launch.process import Body, run_rank
+
+_GRACE_S = 5.0  # after a first failure, for the other ranks to report and leave
+
+
+@dataclass
+class _Rank:
+    """A child process and what it said."""
+
+    process: Any
+    pipe: Connection
+    result: Any = None
+    failure: Failure | None = None
+    log: Path | None = None
+    finished: bool = field(default=False)
+
+
+def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = None, timeout_s: float = 300.0,
+              idle: Callable[[Board], None] | None = None) -> list[Any]:
+    """Run `body(context)` as one rank a device and return the results in rank order.
+
+    Results travel as JSON. The ranks are forks, so the body may be any closure; nothing is pickled. Ctrl-C and
+    SIGTERM are passed on to the ranks, which stop after their step; a second one, or a parent that dies, kills them.
+
+    Args:
+        run_dir: Where each rank's log goes; without it only rank 0 is heard.
+        timeout_s: How long a rank may give no sign of life while others wait.
+        idle: Called on a thread of this process, at the lowest priority, after the ranks have started.
+
+    Raises:
+        RankFailed: with the report of the rank whose failure the others followed from.
+        PacelineError: CUDA is already in use in this process, which forks can't share.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
+                            hint="call train before anything touches the GPU, or use the paceline command")
+    board, attempt = Board(len(devices)), uuid.uuid4().hex[:12]
+    with tempfile.TemporaryDirectory(prefix="paceline-") as meeting:
+        ranks = [_start(body, rank, devices, board, attempt, Path(meeting), run_dir, timeout_s)
+                 for rank in range(len(devices))]
+        with _forwarded_signals(ranks) as interrupted:
+            try:
+                with run_beside(idle, board):
+                    _collect(ranks, board)
+            finally:
+                _end(ranks)
+    failures = [rank.failure for rank in ranks if rank.failure is not None]
+    if failures:
+        cause = cause_of(failures)
+        error = RankFailed(cause, ranks[cause.rank].log)
+        if interrupted and cause.kind in ("Preempted", "KeyboardInterrupt") and interrupted[0] == signal.SIGINT:
+            error.exit_code = 128 + signal.SIGINT
+        raise error
+    return [rank.result for rank in ranks]
+
+
+@contextmanager
+def run_beside(work: Callable[[Board], None] | None, board: Board) -> Iterator[None]:
+    """Run `work(board)` on a thread of the lowest priority while the block runs, and wait for it if that went well."""
+    def at_low_priority() -> None:
+        with suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        if work is not None:
+            work(board)
+
+    thread = threading.Thread(target=at_low_priority, daemon=True)
+    thread.start()
+    yield
+    thread.join(timeout=30)
+
+
+def _start(body: Body, rank: int, devices: Sequence[Device], board: Board, attempt: str, meeting: Path,
+           run_dir: Path | None, timeout_s: float) -> _Rank:
+    receive, send = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(
+        target=_child, args=(body, rank, devices, board, attempt, meeting, run_dir, timeout_s, send), daemon=False)
+    process.start()
+    send.close()
+    return _Rank(process, receive)
+
+
+def _child(body: Body, rank: int, devices: Sequence[Device], board: Board, attempt: str, meeting: Path,
+           run_dir: Path | None, timeout_s: float, send: Connection) -> None:
+    import torch.distributed as dist
+
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    world_size = len(devices)
+
+    def report(kind: str, value: Any) -> None:
+        with suppress(OSError):
+            send.send_bytes(json.dumps({"kind": kind, "value": value}).encode())
+
+    result, failure, log = run_rank(
+        body, rank=rank, world_size=world_size, local_world_size=world_size, device=devices[rank],
+        make_store=(lambda: dist.FileStore(str(meeting / "store"), world_size)) if world_size > 1 else None,
+        board=board, slot=rank, attempt=attempt, run_dir=run_dir, timeout_s=timeout_s,
+        report=lambda failure: report("failure", [failure.to_json(), ""]))
+    if failure is not None:
+        report("failure", [failure.to_json(), str(log or "")])
+        sys.exit(failure.exit_code)
+    report("result", result)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent ends, however that happens."""
+    if sys.platform.startswith("linux"):
+        import ctypes
+
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() == 1:
+            os._exit(1)
+
+
+@contextmanager
+def _forwarded_signals(ranks: list[_Rank]) -> Iterator[list[int]]:
+    """While the ranks run, SIGINT and SIGTERM ask them to stop; a second one kills them."""
+    received: list[int] = []
+
+    def forward(number: int, frame: Any) -> None:
+        received.append(number)
+        for rank in ranks:
+            if rank.process.is_alive():
+                (rank.process.terminate if len(received) == 1 else rank.process.kill)()
+
+    try:
+        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: signals are the caller's business
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _collect(ranks: list[_Rank], board: Board) -> None:
+    """Hear every rank out. After a first failure the others get a few seconds."""
+    deadline: float | None = None
+    while open_ranks := [rank for rank in ranks if not rank.finished]:
+        wait([source for rank in open_ranks for source in (rank.pipe, rank.process.sentinel)], timeout=0.5)
+        for number, rank in enumerate(ranks):
+            if not rank.finished:
+                _hear(number, rank, board)
+        if deadline is None and any(rank.failure for rank in ranks):
+            deadline = time.monotonic() + _GRACE_S
+        if deadline is not None and time.monotonic() > deadline:
+            return
+
+
+def _hear(number: int, rank: _Rank, board: Board) -> None:
+    alive = rank.process.is_alive()  # asked before the pipe is read, so that nothing said last is lost
+    while rank.pipe.poll():
+        try:
+            said = json.loads(rank.pipe.recv_bytes())
+        except (EOFError, OSError):
+            break
+        if said["kind"] == "failure":
+            text, log = said["value"]
+            rank.failure, rank.log = Failure.from_json(text), Path(log) if log else None
+        else:
+            rank.result, rank.finished = said["value"], True
+    if not alive:
+        if not rank.finished and rank.failure is None:
+            rank.process.join()
+            rank.failure = killed(number, rank.process.exitcode, board.read(number))
+        rank.finished = True
+
+
+def _end(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        rank.process.join(_GRACE_S if rank.failure is None and rank.finished else 0.2)
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
+        rank.pipe.close()

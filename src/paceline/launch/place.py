@@ -1,0 +1,56 @@
+"""Where ranks run: forked here, or the one rank that torchrun or Slurm made of this process."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster import Device
+from paceline.launch.board import Board
+from paceline.launch.environment import Environment
+from paceline.launch.process import Body
+
+
+class Place:
+    """Runs a body as every rank it is responsible for; the same calls inside and outside a launcher.
+
+    environment: what a launcher said, or None.
+    devices: one a rank that is started here; inside a launcher, one a local rank.
+    """
+
+    def __init__(self, environment: Environment | None, devices: Sequence[Device], *, timeout_s: float) -> None:
+        self.environment, self.devices, self.timeout_s = environment, devices, timeout_s
+        self._store: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for the run."""
+        return self.environment is None or self.environment.rank == 0
+
+    def agree(self, key: str, make: Callable[[], str]) -> str:
+        """A text made once, known to every process of the run. Collective inside a launcher."""
+        if self.environment is None:
+            return make()
+        from paceline.launch.joined import agree, join
+
+        if self._store is None:
+            self._store = join(self.environment, timeout_s=self.timeout_s)
+        return agree(self._store, self.environment, key, make)
+
+    def run(self, body: Body, *, run_dir: Path | None, idle: Callable[[Board], None] | None = None) -> Any:
+        """Run the body as every rank and return rank 0's result (inside a launcher, this rank's).
+
+        idle: called on a thread of this process while forked ranks work, with their signs of life.
+        """
+        if self.environment is None:
+            from paceline.launch.local import run_local
+
+            return run_local(body, self.devices, run_dir=run_dir, timeout_s=self.timeout_s, idle=idle)[0]
+        from paceline.launch.joined import run_joined
+
+        attempt = self.agree("attempt", lambda: uuid.uuid4().hex[:12])
+        return run_joined(body, self.environment, self.devices[self.environment.local_rank % len(self.devices)],
+                          store=self._store, attempt=attempt, run_dir=run_dir, timeout_s=self.timeout_s)
+

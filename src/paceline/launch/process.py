@@ -1,0 +1,110 @@
+"""One rank from its first line to its last: threads, allocator, log, process group, body, report."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.cluster import Device, usable_cores
+from paceline.launch.board import Board
+from paceline.launch.context import RankContext
+from paceline.launch.failure import Failure
+from paceline.launch.logs import open_log, set_up_logging
+from paceline.launch.watch import Watch, peer_loss
+
+Body = Callable[[RankContext], Any]
+
+
+def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, device: Device,
+             make_store: Callable[[], dist.Store] | None, board: Board, slot: int, attempt: str,
+             run_dir: Path | None, timeout_s: float,
+             report: Callable[[Failure], None]) -> tuple[Any, Failure | None, Path | None]:
+    """Run `body` as one rank of a run. `report` takes a failure that ends the process before this returns.
+
+    Returns:
+        The body's result, or its failure; and the rank's log.
+    """
+    terminal, log = open_log(run_dir, rank)
+    use_threads(local_world_size)
+    keep_freed_memory()
+    where = _claim(device)
+    context = RankContext(rank, world_size, local_world_size, where, None, board, slot, attempt)
+    result, failure = None, None
+    try:
+        if make_store is not None:
+            context.store = make_store()
+        set_up_logging(terminal, rank=rank, store=context.store)
+        with Watch(context, timeout_s=timeout_s, report=report), _process_group(context, timeout_s):
+            result = body(context)
+    except BaseException as error:
+        failure = peer_loss(context, error)
+        _write_trace(error, log)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return result, failure, log
+
+
+@contextlib.contextmanager
+def _process_group(context: RankContext, timeout_s: float) -> Any:
+    if context.store is None:
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
+    # The watch speaks first and names the rank; the group's own timeout is the last resort.
+    dist.init_process_group(backend, store=dist.PrefixStore("group", context.store), rank=context.rank,
+                            world_size=context.world_size, timeout=timedelta(seconds=2 * timeout_s + 30))
+    try:
+        yield
+    finally:
+        # A group whose peers are gone can block in its own shutdown.
+        if sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+def use_threads(local_world_size: int) -> None:
+    """Cut the cores evenly over this host's ranks; OMP_NUM_THREADS, if set, wins."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // local_world_size))
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory for the next step instead of giving it back and faulting it in again.
+
+    A training step frees and takes the same tensors every time; by default glibc maps large ones afresh, and
+    each of their pages costs a page fault. See docs/benchmarks.md for what this brings.
+    """
+    if not sys.platform.startswith("linux") or "MALLOC_TRIM_THRESHOLD_" in os.environ:
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        libc.mallopt(m_mmap_threshold, 2**30)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def _claim(device: Device) -> torch.device:
+    where = torch.device(device.kind, device.index) if device.kind == "cuda" else torch.device("cpu")
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    return where
+
+
+def _write_trace(error: BaseException, log: Path | None) -> None:
+    """The whole traceback belongs in the rank's log; the terminal gets the report."""
+    if log is None:
+        return
+    import traceback
+
+    with contextlib.suppress(OSError), open(log, "a") as file:
+        file.write(time.strftime("%Y-%m-%d %H:%M:%S\n"))
+        traceback.print_exception(error, file=file)

@@ -1,0 +1,78 @@
+"""From what a user asked for to what runs: counts checked, `auto` and shares decided, before any rank starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.cluster import Cluster
+from paceline.errors import PlanError
+from paceline.job import Job
+from paceline.launch.environment import Environment
+from paceline.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A plan without open questions, the devices of this host, and each replica's weight in the global batch."""
+
+    plan: Plan
+    cluster: Cluster
+    shares: tuple[int, ...]
+
+
+def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, procs: int | None = None,
+            environment: Environment | None = None) -> Resolved:
+    """Check a request against the devices and the job, and settle what it left open.
+
+    Raises:
+        PlanError: counts that contradict each other, or more replicas than the job has samples for.
+        ClusterError: a device that isn't there.
+    """
+    given = Plan.read(plan) if plan is not None else None
+    num_ranks = given.world_size if given else procs or (environment.world_size if environment else None)
+    local_ranks = environment.local_world_size if environment else num_ranks
+    cluster = Cluster.local(devices, num_ranks=local_ranks)
+    if given is None:
+        given = _default_plan(job, num_ranks or len(cluster.devices))
+        if num_ranks is None and devices is None:
+            cluster = Cluster.local(num_ranks=given.world_size)
+    _check_counts(given, cluster, devices=devices, procs=procs, environment=environment)
+    _check_samples(given, job)
+    shares, accumulate = given.modifiers.shares, given.modifiers.accumulate
+    if isinstance(shares, str) and shares != "equal":
+        from paceline.planner.estimate import split_shares
+
+        shares = split_shares(given, cluster)
+    if accumulate == "auto":
+        from paceline.planner.estimate import fewest_microbatches
+        from paceline.profile import profile_job
+
+        accumulate = fewest_microbatches(profile_job(job), given, cluster, batch=job.batch, precision=job.precision)
+        given = given.with_(accumulate=accumulate)
+    return Resolved(given, cluster, shares if isinstance(shares, tuple) else (1,) * given.replicas)
+
+
+def _default_plan(job: Job, num_devices: int) -> Plan:
+    """One replica a device, but no more than there are samples in a step."""
+    return Plan.of(data=min(num_devices, job.batch, job.num_samples or job.batch))
+
+
+def _check_counts(plan: Plan, cluster: Cluster, *, devices: str | None, procs: int | None,
+                  environment: Environment | None) -> None:
+    needed = plan.world_size
+    if environment is not None and environment.world_size != needed:
+        raise PlanError(f"plan '{plan}' needs {needed} ranks and {environment.launcher} started "
+                        f"{environment.world_size}", hint="make them equal before the ranks join")
+    if procs is not None and procs != needed:
+        raise PlanError(f"plan '{plan}' needs {needed} ranks and --procs says {procs}", hint="leave --procs out")
+    local = environment.local_world_size if environment else needed
+    if devices is not None and len(cluster.devices) != local:
+        raise PlanError(f"plan '{plan}' needs {local} devices here and --devices names {len(cluster.devices)}",
+                        hint="one device a rank")
+
+
+def _check_samples(plan: Plan, job: Job) -> None:
+    for what, number in (("the data has", job.num_samples), ("a global batch has", job.batch)):
+        if number is not None and number < plan.replicas:
+            raise PlanError(f"plan '{plan}' has {plan.replicas} replicas and {what} {number} samples: "
+                            "some would never have any", hint=f"at most {number} replicas")

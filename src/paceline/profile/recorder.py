@@ -1,0 +1,215 @@
+"""Watches one forward and backward: the work of every operator, and when every tensor's memory comes and goes."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+Direction = Literal["forward", "backward", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a step something happens: the number of the segment, and which way."""
+
+    segment: int
+    direction: Direction
+
+
+@dataclass(slots=True)
+class Tallied:
+    """Work counted so far."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    function_bytes: float = 0.0
+    operators: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Bytes alive in one place: when it is entered, at most, and when it is left."""
+
+    start: int
+    peak: int
+    end: int
+
+
+@dataclass
+class Recorder(TorchDispatchMode):
+    """Counts what runs inside `with recorder:`, on fake or on real tensors alike.
+
+    Tensors that exist before (parameters, buffers, the batch) are not counted when they are given to `ignore`.
+    The storages of gradients are left out of all levels, from their first moment on: who holds gradients, and how
+    long, is the strategies' business.
+    """
+
+    place: Place = Place(0, "forward")
+    work: dict[Place, Tallied] = field(default_factory=lambda: defaultdict(Tallied))
+    outputs: dict[int, int] = field(default_factory=dict)
+    gradients: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._known: set[int] = set()
+        self._gradient_serials: set[int] = set()
+        self._log: list[tuple[Place, int, int]] = []  # place, serial of the storage, bytes (negative when it goes)
+        self._serial = 0
+
+    def ignore(self, tensors: Iterable[Any]) -> None:
+        """Leave out the memory of tensors that outlive the pass."""
+        self._known.update(t.untyped_storage()._cdata for t in tensors if _has_storage(t))
+
+    def move_to(self, place: Place) -> None:
+        self.place = place
+        self._log.append((place, -1, 0))  # a place where no memory comes or goes has levels too
+
+    def complete_gradient(self, name: str, gradient: torch.Tensor | None) -> None:
+        """A parameter's gradient is made: it belongs to the segment whose backward is running."""
+        self.gradients[self.place.segment].append(name)
+        if _has_storage(gradient) and (found := self._alive.get(gradient.untyped_storage()._cdata)):
+            self._gradient_serials.add(found[0])
+
+    def levels(self) -> dict[Place, Levels]:
+        """Levels of every place that was entered, counted from an empty device."""
+        found: dict[Place, Levels] = {}
+        level = 0
+        for place, serial, num_bytes in self._log:
+            before = found.get(place, Levels(level, level, level))
+            if serial not in self._gradient_serials:
+                level += num_bytes
+            found[place] = Levels(before.start, max(before.peak, level), level)
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace != "aten":
+            return result
+        outputs = [t for t in tree_leaves(result) if _has_storage(t)]
+        fresh = [t for t in outputs if self._track(t)]
+        if fresh or func._schema.is_mutable:
+            self._count(func, args, kwargs, result, outputs)
+        return result
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: Sequence[torch.Tensor]) -> None:
+        tallied = self.work[self.place]
+        tallied.operators += 1
+        formula = _FORMULAS.get(func._overloadpacket)
+        if formula is not None:
+            tallied.flops += formula(*args, **kwargs, out_val=result)
+            return
+        inputs = [t for t in tree_leaves((args, kwargs)) if _has_storage(t)]
+        num_bytes = sum(_num_bytes(t) for t in (*inputs, *outputs))
+        if func._schema.name.removeprefix("aten::").rstrip("_") in _PLAIN:
+            tallied.moved_bytes += num_bytes
+        else:
+            tallied.function_bytes += num_bytes
+
+    def _track(self, tensor: torch.Tensor) -> bool:
+        """Follow the tensor's storage until it is freed; False if it was known."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive or key in self._known:
+            return False
+        num_bytes, serial = storage.nbytes(), self._serial
+        self._serial += 1
+
+        def freed(_: Any) -> None:
+            self._log.append((self.place, serial, -num_bytes))
+            self._alive.pop(key, None)
+
+        self._log.append((self.place, serial, num_bytes))
+        self._alive[key] = (serial, weakref.ref(storage, freed))
+        return True
+
+
+def follow(recorder: Recorder, pieces: dict[str, nn.Module], model: nn.Module) -> list[str]:
+    """Tell the recorder which piece runs, forward and backward, and when gradients are made.
+
+    Backward only ever moves towards the first segment: a hook that fires late (a skip connection's) is not
+    followed back.
+
+    Returns:
+        The piece of each segment, "" between pieces; filled as the forward pass goes on.
+    """
+    segments = [""]
+
+    def back_to(segment: int) -> Callable[[Any], None]:
+        def hook(_: Any) -> None:
+            at = recorder.place
+            if at.direction == "forward" or segment < at.segment:
+                recorder.move_to(Place(segment, "backward"))
+        return hook
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            before = len(segments) - 1
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(back_to(before))
+            segments.append(name)
+            recorder.move_to(Place(len(segments) - 1, "forward"))
+        return hook
+
+    def leave(_: nn.Module, args: Any, output: Any) -> None:
+        segment = len(segments) - 1
+        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        recorder.outputs[segment] = sum(_num_bytes(t) for t in tensors)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(back_to(segment))
+        segments.append("")
+        recorder.move_to(Place(len(segments) - 1, "forward"))
+
+    for name, piece in pieces.items():
+        piece.register_forward_pre_hook(enter(name), with_kwargs=True)
+        piece.register_forward_hook(leave)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: recorder.complete_gradient(name, p.grad))
+    return segments
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _flash(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _flash_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+
+
+# Operators that wait for memory on every device.
+_PLAIN = frozenset((
+    "add", "sub", "mul", "div", "neg", "addcmul", "addcdiv", "lerp", "sqrt", "relu", "threshold_backward", "copy",
+    "clone", "cat", "stack", "fill", "zero", "zeros_like", "ones_like", "new_zeros", "full_like", "_to_copy", "sum",
+    "_foreach_add", "_foreach_mul", "_foreach_div", "_foreach_lerp", "_foreach_addcmul", "_foreach_addcdiv",
+    "_foreach_sqrt", "_foreach_norm", "linalg_vector_norm", "_fused_adamw", "_fused_adam", "_fused_sgd",
+))
+# torch's counter takes the CPU's attention kernel for free: it is not in its registry. The causal half that a
+# kernel may skip is counted, as it is there.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _flash,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+}

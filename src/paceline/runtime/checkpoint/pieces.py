@@ -1,0 +1,146 @@
+"""What a rank holds of a tensor: a box of its elements, named by where the box lies in the whole tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+# The dtypes a safetensors file can hold whole bytes of, by the names it uses in its header.
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of a tensor's elements: where it starts and how long it is along each dim. A scalar's is ((), ())."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box."""
+        return math.prod(self.shape)
+
+    def overlap(self, other: Region) -> Region | None:
+        """The elements both hold; None if there are none.
+
+        >>> Region((0, 2), (4, 4)).overlap(Region((2, 0), (4, 3)))
+        Region(offsets=(2, 2), shape=(2, 1))
+        """
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = map(min, self._stops, other._stops)
+        shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Region(starts, shape) if all(length > 0 for length in shape) else None
+
+    def minus(self, other: Region) -> list[Region]:
+        """What is left of this box without the other's elements, as boxes that don't overlap."""
+        common = self.overlap(other)
+        if common is None:
+            return [self] if self.numel else []
+        rest = []
+        offsets, shape = list(self.offsets), list(self.shape)
+        for dim, (start, length) in enumerate(zip(common.offsets, common.shape, strict=True)):
+            stop = offsets[dim] + shape[dim]
+            for from_, to in ((offsets[dim], start), (start + length, stop)):
+                if from_ < to:
+                    rest.append(Region((*offsets[:dim], from_, *offsets[dim + 1:]),
+                                       (*shape[:dim], to - from_, *shape[dim + 1:])))
+            offsets[dim], shape[dim] = start, length
+        return rest
+
+    def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
+        """The index of this box in a tensor whose first element lies at `origin`."""
+        return tuple(slice(start - first, start - first + length)
+                     for start, first, length in zip(self.offsets, origin, self.shape, strict=True))
+
+    @property
+    def _stops(self) -> tuple[int, ...]:
+        return tuple(start + length for start, length in zip(self.offsets, self.shape, strict=True))
+
+
+def uncovered(region: Region, boxes: Iterable[Region]) -> list[Region]:
+    """The parts of a region that no box holds.
+
+    >>> uncovered(Region((0,), (10,)), [Region((0,), (4,)), Region((3,), (3,))])
+    [Region(offsets=(6,), shape=(4,))]
+    """
+    missing = [region] if region.numel else []
+    for box in boxes:
+        missing = [rest for part in missing for rest in part.minus(box)]
+    return missing
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a named tensor, held by one rank.
+
+    Replicas hold equal pieces; the caller decides which of them owns a piece and writes it.
+
+    shape: Of the whole tensor.
+    offsets: Where the part starts in the whole tensor, along each dim.
+    tensor: The part itself, on any device.
+
+    Raises:
+        ValueError: the part reaches out of the whole tensor, or is not a dense tensor of a dtype that a
+            safetensors file can hold.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        local = tuple(self.tensor.shape)
+        if not len(self.shape) == len(self.offsets) == len(local) or any(
+            start < 0 or start + length > whole
+            for start, length, whole in zip(self.offsets, local, self.shape, strict=True)
+        ):
+            raise ValueError(f"'{self.name}': a part of shape {local} at {self.offsets} doesn't lie in {self.shape}")
+        if self.tensor.layout != torch.strided or self.tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(f"'{self.name}' is {self.tensor.layout} {self.tensor.dtype}; a checkpoint holds dense "
+                             f"tensors of {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPE_NAMES)}")
+
+    @property
+    def region(self) -> Region:
+        """Where the part lies in the whole tensor."""
+        return Region(self.offsets, tuple(self.tensor.shape))
+
+
+def pieces_of(name: str, tensor: torch.Tensor) -> list[Piece]:
+    """What this rank holds of a tensor: all of a plain one, its own part of a DTensor.
+
+    The parts share memory with the tensor. A rank that holds no element of a DTensor has no piece of it; of a
+    tensor that is empty as a whole, every rank has the (empty) whole. Replicas get equal pieces; the caller
+    decides who writes them.
+
+    Raises:
+        ValueError: see `Piece`; also a DTensor whose local part is cut into several chunks, or is not what its
+            placement says.
+        RuntimeError: a DTensor that still waits for its reduction (a Partial placement).
+    """
+    shape = tuple(tensor.shape)
+    # Asked by name, so that a run without DTensors never imports torch.distributed.tensor (0.5 s).
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return [Piece(name, shape, (0,) * len(shape), tensor.detach())]
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise ValueError(f"'{name}' is held in {len(chunks)} chunks by this rank; one is supported")
+    if not math.prod(shape):
+        return [Piece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
+    if not math.prod(chunks[0].sizes):
+        return []
+    local = tensor.to_local().detach()  # type: ignore[attr-defined]
+    if local.shape != chunks[0].sizes:
+        raise ValueError(f"'{name}': this rank holds {tuple(local.shape)} where its mesh says {tuple(chunks[0].sizes)}")
+    return [Piece(name, shape, tuple(chunks[0].offsets), local)]

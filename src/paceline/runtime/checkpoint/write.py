@@ -1,0 +1,466 @@
+"""Writes checkpoints in the background: every rank its pieces, rank 0 the index and, last of all, COMMIT.
+
+Ranks meet through files alone, so a save never waits inside a collective and can't disturb one. All of a save
+happens in a hidden folder that gets its real name when it is complete; docs/checkpoints.md describes the result.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from paceline.errors import CheckpointError
+from paceline.runtime.checkpoint.pieces import DTYPE_NAMES, Piece, Region, uncovered
+
+FORMAT = "paceline-checkpoint"
+VERSION = 1
+COMMIT, INDEX, DOCUMENT = "COMMIT", "index.json", "document.json"
+
+FIRST_POLL_S, LAST_POLL_S = 0.005, 0.25  # between looks at the other ranks' files; doubled after each
+EXIT_WAIT_S = 10.0  # for a file that is being written when the process exits; it can't be interrupted
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON file in one move: readers see the old content or the new, also after a power cut."""
+    _write_text(path, json.dumps(document, indent=1) + "\n")
+
+
+def write_model(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write whole tensors by name to one safetensors file, in one move.
+
+    Tensors that share memory are each written in full, so that every name is there.
+
+    Raises:
+        CheckpointError: the file can't be written; nothing is left behind and an older file stays.
+    """
+    path = Path(path)
+    temp = _temp_beside(path)
+    try:
+        # transformers refuses a file that doesn't say "pt".
+        _write_tensors(temp, _apart(tensors), metadata={"format": "pt"})
+        temp.replace(path)
+        _fsync(path.parent)
+    except Exception as error:
+        needed_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        raise _explained(error, "could not write the model", path, needed_bytes) from error
+    finally:
+        _remove(temp)
+
+
+class Writer:
+    """Saves one run's checkpoints from one rank, in the background. Every rank makes one and saves the same steps.
+
+    Rank 0's Writer removes what earlier launches left unfinished in the run folder.
+
+    Args:
+        run_dir: The run's folder; checkpoints go to `checkpoints/step-N` in it. All ranks must see it.
+        attempt: A token of letters, digits, "-" and "_": equal on all ranks, different for every launch.
+        timeout_s: How long to wait for the other ranks' parts, once this rank's own is written.
+    """
+
+    def __init__(self, run_dir: Path, *, rank: int, world_size: int, attempt: str, timeout_s: float = 600.0) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", attempt):
+            raise ValueError(f"attempt must be made of letters, digits, '-' and '_', got {attempt!r}")
+        self.folder = Path(run_dir) / "checkpoints"
+        self.rank = rank
+        self.world_size = world_size
+        self.attempt = attempt
+        self.timeout_s = timeout_s
+        self._num_saves = 0
+        self._save: _Save | None = None
+        if rank == 0:
+            self._remove_leftovers()
+
+    def save(self, step: int, pieces: Iterable[Piece], document: Mapping[str, Any] | None = None) -> float:
+        """Copy the pieces to CPU memory and start writing them; waits first for a save that still runs.
+
+        Args:
+            pieces: What this rank owns. The pieces of all ranks must cover every tensor without overlap; equal
+                pieces from several ranks are allowed.
+            document: Anything JSON can hold, to be read back with the tensors. Only rank 0's counts.
+
+        Returns:
+            Seconds the caller was blocked.
+
+        Raises:
+            CheckpointError: the save before this one failed, or this one can't be started; no rank commits it.
+        """
+        started_s = time.monotonic()
+        self._num_saves += 1  # counted first, so that ranks stay in step when one of them fails here
+        self.wait()
+        save = _Save(self, step, f"{self.attempt}-{self._num_saves}")
+        save.start(pieces, document)
+        self._save = save
+        return time.monotonic() - started_s
+
+    def poll(self) -> None:
+        """Return at once; raise CheckpointError if the save in the background has failed."""
+        if self._save is not None and not self._save.is_running:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the last save is committed by all ranks.
+
+        Raises:
+            CheckpointError: it failed, on whichever rank; each failure is raised once.
+        """
+        if self._save is None:
+            return
+        self._save.join()
+        save, self._save = self._save, None
+        if save.error is not None:
+            raise save.error
+
+    def _remove_leftovers(self) -> None:
+        for path in self.folder.glob(".step-*"):
+            name, _, owner = path.name[1:].removesuffix(".failed").partition(".")
+            # What a cut-off replacement set aside is the only copy until the step is there again.
+            if owner == "replaced" and not (self.folder / name).exists():
+                continue
+            if owner.rpartition("-")[0] != self.attempt:
+                _remove(path)
+
+
+class _Save:
+    """One save in flight on one rank."""
+
+    def __init__(self, writer: Writer, step: int, token: str) -> None:
+        self.rank, self.world_size, self.timeout_s = writer.rank, writer.world_size, writer.timeout_s
+        self.step, self.token = step, token
+        self.final = writer.folder / f"step-{step}"
+        self.temp = writer.folder / f".step-{step}.{token}"
+        # Outside the folder that it speaks of, so that it can still be read when that is gone.
+        self.failed = writer.folder / f".step-{step}.{token}.failed"
+        # Until the end is reached, so that nothing unforeseen can pass for a commit.
+        self.error: CheckpointError | None = CheckpointError(f"rank {self.rank}'s save of step {step} never ended")
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._document = "{}"
+        self._needed_bytes = 0
+        self._exiting = threading.Event()
+        # A daemon, as Python joins other threads before it lets us know that the process ends.
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint-step-{step}", daemon=True)
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self, pieces: Iterable[Piece], document: Mapping[str, Any] | None) -> None:
+        """Take the snapshot and begin to write it."""
+        try:
+            if self.rank == 0 and document is not None:
+                self._document = json.dumps(document, indent=1)
+            for piece in pieces:
+                self._take(piece)
+        except Exception as error:
+            raise self._give_up(error) from error
+        atexit.register(self._leave)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+        atexit.unregister(self._leave)
+
+    def _take(self, piece: Piece) -> None:
+        key = piece.name
+        while key in self._tensors or key == "__metadata__":  # the one key that safetensors keeps for itself
+            key += "+"
+        self._tensors[key] = _copied(piece.tensor)
+        self._needed_bytes += self._tensors[key].nbytes
+        entry = {"shape": list(piece.shape), "dtype": DTYPE_NAMES[piece.tensor.dtype], "pieces": []}
+        self._entries.setdefault(piece.name, entry)["pieces"].append({
+            "file": _part_name(self.rank, "safetensors"), "key": key,
+            "offsets": list(piece.offsets), "shape": list(piece.tensor.shape),
+        })
+
+    def _run(self) -> None:
+        try:
+            self._check_peers()
+            self._write_part()
+            if self.rank == 0:
+                self._wait_for(self._missing_parts)
+                self._commit()
+            else:
+                self._wait_for(self._missing_commit)
+            self.error = None
+        except _Exiting:
+            # Rank 0 can commit without us once our part is there; without it, or without rank 0, nobody can.
+            if self.rank == 0 or not (self.temp / _part_name(self.rank, "json")).exists():
+                self._give_up(CheckpointError(f"rank {self.rank} exited before its save of step {self.step} was done"))
+        except Exception as error:
+            self._give_up(error)
+
+    def _write_part(self) -> None:
+        """This rank's tensors, then what the index needs to know of them."""
+        self.temp.mkdir(parents=True, exist_ok=True)
+        path = self.temp / _part_name(self.rank, "safetensors")
+        _write_tensors(path, self._tensors)
+        self._tensors.clear()
+        if self._exiting.is_set():
+            raise _Exiting
+        write_json(self.temp / _part_name(self.rank, "json"), {**_summary(path), "tensors": self._entries})
+
+    def _commit(self) -> None:
+        """Rank 0: index, document, COMMIT; then the folder gets its name."""
+        part_paths = [self.temp / _part_name(rank, "json") for rank in range(self.world_size)]
+        parts = [json.loads(path.read_text()) for path in part_paths]
+        write_json(self.temp / INDEX, {"tensors": _merged(parts)})
+        _write_text(self.temp / DOCUMENT, self._document)
+        files = {_part_name(rank, "safetensors"): {key: part[key] for key in ("bytes", "sha256")}
+                 for rank, part in enumerate(parts)}
+        files |= {name: _summary(self.temp / name) for name in (INDEX, DOCUMENT)}
+        for path in part_paths:
+            path.unlink()
+        write_json(self.temp / COMMIT, {"format": FORMAT, "version": VERSION, "step": self.step, "save": self.token,
+                                        "files": files})
+        _publish(self.temp, self.final)
+
+    def _missing_parts(self) -> str:
+        there = set(self.temp.iterdir())
+        missing = [str(rank) for rank in range(self.world_size) if self.temp / _part_name(rank, "json") not in there]
+        return f"the parts of ranks {', '.join(missing)}" if missing else ""
+
+    def _missing_commit(self) -> str:
+        # In this order, as the hidden folder vanishes in the moment in which the commit appears; and by listing,
+        # as network file systems answer that with fresh names.
+        is_open = self.temp in self.temp.parent.iterdir()
+        if _committed_by(self.final) == self.token:
+            return ""
+        if not is_open:
+            self._check_peers()
+            raise CheckpointError(f"another rank gave up the save of step {self.step}; its own message says why")
+        return "rank 0's commit"
+
+    def _wait_for(self, missing: Callable[[], str]) -> None:
+        """Look until nothing is missing, another rank reports a failure, the process exits or time is up."""
+        deadline_s = time.monotonic() + self.timeout_s
+        pause_s = FIRST_POLL_S
+        while still := missing():
+            self._check_peers()
+            if time.monotonic() > deadline_s:
+                raise CheckpointError(f"rank {self.rank} waited {self.timeout_s:g} s for {still} "
+                                      f"to save step {self.step}",
+                                      hint=f"check those ranks' logs, and that every rank sees {self.temp.parent}")
+            if self._exiting.wait(pause_s):
+                raise _Exiting
+            pause_s = min(2 * pause_s, LAST_POLL_S)
+
+    def _check_peers(self) -> None:
+        if (reported := self._reported()) is not None:
+            raise reported
+
+    def _reported(self) -> CheckpointError | None:
+        """The failure that a rank has left word of."""
+        try:
+            report = json.loads(self.failed.read_text())
+        except OSError:
+            return None
+        return CheckpointError(report["message"], hint=report["hint"])
+
+    def _give_up(self, error: Exception) -> CheckpointError:
+        """Explain the failure, leave word of it to the other ranks and remove what was written."""
+        self._tensors.clear()
+        if isinstance(error, CheckpointError):
+            explained = error
+        else:
+            # A rank that gave up removes the folder under us: then its failure is the one to tell.
+            what = f"rank {self.rank} could not save step {self.step}"
+            explained = self._reported() or _explained(error, what, self.final, self._needed_bytes)
+        # Word comes first, so that nobody wonders where the folder went; again after, as only then a full disk
+        # may have room for it.
+        self._report(explained)
+        _remove(self.temp)
+        self._report(explained)
+        self.error = explained
+        return explained
+
+    def _report(self, error: CheckpointError) -> None:
+        with suppress(OSError):
+            if not self.failed.exists():
+                self.failed.parent.mkdir(parents=True, exist_ok=True)
+                write_json(self.failed, {"message": error.args[0], "hint": error.hint})
+
+    def _leave(self) -> None:
+        """The process exits without `wait()`: stop waiting for others, remove what can't be completed."""
+        self._exiting.set()
+        self._thread.join(EXIT_WAIT_S)
+
+
+class _Exiting(Exception):
+    """The process ends while a save runs."""
+
+
+def _part_name(rank: int, suffix: str) -> str:
+    return f"rank-{rank:05d}.{suffix}"
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy in CPU memory, with nothing lazy about it (conjugation, negation)."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as safetensors wants them: contiguous, and no two in one storage. Copied only where they aren't."""
+    apart: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        is_lazy = tensor.is_conj() or tensor.is_neg()
+        is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy
+        apart[name] = tensor.detach() if is_plain and storage not in storages else _copied(tensor)
+        storages.add(storage)
+    return apart
+
+
+def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The index of all ranks' tensors.
+
+    Raises:
+        CheckpointError: ranks disagree on a tensor, or their pieces leave a hole or overlap.
+    """
+    tensors: dict[str, Any] = {}
+    for rank, part in enumerate(parts):
+        for name, entry in part["tensors"].items():
+            known = tensors.setdefault(name, {"shape": entry["shape"], "dtype": entry["dtype"], "pieces": []})
+            if (known["shape"], known["dtype"]) != (entry["shape"], entry["dtype"]):
+                raise CheckpointError(f"rank {rank} saves '{name}' as {entry['dtype']} of shape {entry['shape']}, and "
+                                      f"a rank before it as {known['dtype']} of shape {known['shape']}")
+            known["pieces"] += entry["pieces"]
+    for name, entry in tensors.items():
+        regions = {Region(tuple(piece["offsets"]), tuple(piece["shape"])): piece for piece in entry["pieces"]}
+        entry["pieces"] = list(regions.values())  # one copy of what several ranks wrote
+        whole = Region((0,) * len(entry["shape"]), tuple(entry["shape"]))
+        if holes := uncovered(whole, regions):
+            raise CheckpointError(f"no rank saves the part of '{name}' at {holes[0].offsets} of shape "
+                                  f"{holes[0].shape}; the whole has shape {whole.shape}")
+        if sum(region.numel for region in regions) != whole.numel:
+            raise CheckpointError(f"the pieces of '{name}' overlap: {', '.join(str(r) for r in regions)}")
+    return tensors
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    """What COMMIT says of a file."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _committed_by(folder: Path) -> str | None:
+    """The token of the save that committed a folder; None if there is none, or nothing of ours."""
+    try:
+        return json.loads((folder / COMMIT).read_text())["save"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _publish(temp: Path, final: Path) -> None:
+    """Give a complete folder its name. One of the same name is first set aside, where `newest_checkpoint` still
+    finds it, and removed at the end: at every moment a complete checkpoint of the step exists."""
+    _fsync(temp)
+    aside = final.with_name(f".{final.name}.replaced")
+    if final.exists():
+        _remove(aside)
+        final.rename(aside)
+    temp.rename(final)
+    _fsync(final.parent)
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder if it is there; what can't be removed is left to the next launch."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file and force it to the disk."""
+    path.touch()
+    mode = path.stat().st_mode  # as the user's umask has it: safetensors makes its file private (0600)
+    try:
+        save_file(dict(tensors), path, metadata=metadata)
+    except SafetensorError as error:
+        if code := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+        raise
+    path.chmod(mode)
+    _fsync(path)
+
+
+def _write_text(path: Path, text: str) -> None:
+    temp = _temp_beside(path)
+    try:
+        with temp.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temp.replace(path)
+    finally:
+        _remove(temp)
+
+
+def _temp_beside(path: Path) -> Path:
+    """A hidden name in the same folder that no other thread or process of this machine uses."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+
+
+def _fsync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _explained(error: Exception, what: str, path: Path, needed_bytes: int) -> CheckpointError:
+    """The failure for a user: which rank and path, what the disk has, what to do."""
+    if not isinstance(error, OSError):
+        return CheckpointError(f"{what} to {path}: {type(error).__name__}: {error}")
+    folder, free_bytes = _disk_of(path)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "free some space or use another folder (--run DIR)"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = f"make {folder} writable for this user, or use another folder (--run DIR)"
+    else:
+        hint = f"check {error.filename or folder}"
+    return CheckpointError(
+        f"{what} to {path}: {error.strerror or error} ({_readable(needed_bytes)} needed, "
+        f"{_readable(free_bytes)} free)",
+        hint=f"{hint}; checkpoints that were complete before are untouched",
+    )
+
+
+def _disk_of(path: Path) -> tuple[Path, int]:
+    """The innermost folder on the way to a path that can be looked into, and the free bytes of its disk."""
+    for parent in path.absolute().parents:
+        with suppress(OSError):
+            if parent.is_dir():
+                return parent, shutil.disk_usage(parent).free
+    return Path(path.absolute().anchor), 0
+
+
+def _readable(bytes_: int) -> str:
+    """
+    >>> _readable(3 * 2**20)
+    '3.0 MiB'
+    """
+    power = min(int(math.log(max(bytes_, 1), 1024)), 4)
+    return f"{bytes_ / 1024**power:.{1 if power else 0}f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

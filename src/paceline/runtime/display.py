@@ -1,0 +1,84 @@
+"""What rank 0 shows: a live line on a terminal, else one plain line about every 30 seconds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.launch.logs import logger
+
+PLAIN_EVERY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What is known after a step."""
+
+    step: int
+    total_steps: int | None
+    epoch: int
+    loss: float
+    samples_per_s: float
+    step_s: float
+    memory_bytes: int
+    predicted_step_s: float | None
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self.total_steps is None else (self.total_steps - self.step) * self.step_s
+
+    def __str__(self) -> str:
+        total = f"/{self.total_steps}" if self.total_steps else ""
+        predicted = f" (predicted {_seconds(self.predicted_step_s)})" if self.predicted_step_s else ""
+        left = f", {_duration(self.left_s)} left" if self.left_s is not None else ""
+        return (f"step {self.step}{total}  epoch {self.epoch + 1}  loss {self.loss:.4f}  "
+                f"{self.samples_per_s:,.0f} samples/s  {_seconds(self.step_s)}/step{predicted}  "
+                f"{self.memory_bytes / 2**20:,.0f} MiB{left}")
+
+
+def _seconds(value_s: float) -> str:
+    return f"{value_s:.2f} s" if value_s >= 1 else f"{value_s * 1e3:.1f} ms"
+
+
+def _duration(value_s: float) -> str:
+    minutes, seconds = divmod(round(value_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+class Display:
+    """Shows progress on rank 0; silent on the others."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self.shown = shown
+        self.live: Any = None
+        self.last_s = time.monotonic()
+        if shown and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self.live = Live("", console=Console(file=sys.stderr), refresh_per_second=8, transient=True)
+            self.live.start()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self.shown:
+            self.live.console.print(text, highlight=False, markup=False) if self.live else logger.info(text)
+
+    def due(self) -> bool:
+        """Whether `update` would show something now: the plain form is quiet most of the time."""
+        now_s = time.monotonic()
+        if self.shown and now_s - self.last_s >= (0.1 if self.live else PLAIN_EVERY_S):
+            self.last_s = now_s
+            return True
+        return False
+
+    def update(self, progress: Progress) -> None:
+        self.live.update(str(progress)) if self.live else logger.info(str(progress))
+
+    def close(self) -> None:
+        if self.live:
+            self.live.stop()
+            self.live = None

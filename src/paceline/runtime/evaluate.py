@@ -1,0 +1,49 @@
+"""Losses and metrics over a data set: every sample once, sums and counts reduced, divided at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.job import Job
+from paceline.runtime.feed import Part, evaluation_feed, map_tensors
+from paceline.runtime.loss import read_tally
+from paceline.runtime.stepper import autocast
+from paceline.runtime.streams import kept_streams
+from paceline.strategies.mesh import Mesh
+
+
+def evaluate(model: torch.nn.Module, job: Job, data: Any, *, part: Part, mesh: Mesh, device: torch.device,
+             beat: Callable[[str], None] = lambda phase: None) -> dict[str, float]:
+    """The loss (as "loss") and every metric of the job on the data. Collective over all ranks."""
+    functions = {"the loss": job.loss, **{f"metric '{name}'": f for name, f in job.metrics.items()}}
+    sums = torch.zeros(len(functions), 2, dtype=torch.float64, device=device)
+    was_training = model.training
+    model.eval()
+    with kept_streams(), torch.no_grad():
+        for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed):
+            beat("evaluate")
+            moved = batch.to(device, torch.float64 if job.precision == "float64" else None)
+            with autocast(job, device):
+                output = moved.call(model)
+                for row, (name, function) in enumerate(functions.items()):
+                    tally = read_tally(function(output, moved.target), samples=batch.samples or 1, name=name)
+                    if batch.samples:
+                        sums[row] += torch.stack([tally.total, torch.as_tensor(tally.count, device=device)])
+    model.train(was_training)
+    if mesh.world_size > 1:
+        dist.all_reduce(sums)
+    return dict(zip(["loss", *job.metrics], (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
+
+
+def outputs(model: torch.nn.Module, job: Job, data: Any, *, part: Part, device: torch.device) -> Iterator[Any]:
+    """The model's outputs for this rank's part of the data, micro-batch by micro-batch, on the CPU."""
+    model.eval()
+    with torch.no_grad():
+        for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed):
+            with autocast(job, device):
+                output = batch.to(device).call(model)
+            yield map_tensors(lambda t: t[: batch.samples].float().cpu(), output)

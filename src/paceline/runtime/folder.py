@@ -1,0 +1,79 @@
+"""The run folder: one run, one folder, one writer; what it holds says how it came to be."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+
+# What a run writes into its folder; `claim` takes any of these as the sign of an earlier run.
+PLAN, SUMMARY, METRICS, MODEL, JOB, CHECKPOINTS, PREDICTED = (
+    "plan.json", "summary.json", "metrics.jsonl", "model.safetensors", "job.json", "checkpoints",
+    "predicted.json")
+
+
+def fresh_name(stem: str) -> Path:
+    """`runs/STEM-DATE-TIME`, a folder that doesn't exist yet."""
+    base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    tries = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))]
+    return next(path for path in tries if not path.exists())
+
+
+def check_free(run_dir: Path, *, resume: bool) -> None:
+    """Refuse a folder that holds an earlier run, unless that is resumed.
+
+    Raises:
+        UsageError: with the way out.
+    """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UsageError(f"{run_dir} is a file and not a run folder")
+    if not resume and any((run_dir / name).exists() for name in (METRICS, SUMMARY, CHECKPOINTS)):
+        raise UsageError(f"{run_dir} already holds a run", hint="--resume goes on with it; another --run starts anew")
+
+
+@contextmanager
+def claimed(run_dir: Path) -> Iterator[Path]:
+    """Hold the folder for one live run. The lock is the kernel's: it goes with the last process of the run.
+
+    Raises:
+        UsageError: a live run holds it, or it can't be written.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = open(run_dir / ".lock", "a+")
+    except OSError as error:
+        raise UsageError(f"can't write the run folder {run_dir}: {error.strerror}", hint="--run DIR names another") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise UsageError(f"{run_dir} is in use by a live run (process {lock.read().strip() or 'unknown'})",
+                             hint="wait for it, or name another folder with --run") from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield run_dir
+
+
+def read_document(run_dir: Path, name: str) -> dict[str, Any]:
+    """A JSON document of a run folder.
+
+    Raises:
+        UsageError: the folder or the document isn't there or can't be read.
+    """
+    try:
+        document = json.loads((run_dir / name).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{run_dir} is not the folder of a run: can't read {name} ({error})",
+                         hint="paceline train FILE --run DIR makes one") from error
+    if not isinstance(document, dict):
+        raise UsageError(f"{run_dir / name} holds {type(document).__name__} and not an object")
+    return document

@@ -1,0 +1,324 @@
+"""A rank's training run: build, restore, step, evaluate, save, sum up."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from paceline.errors import JobError, Preempted
+from paceline.job import Job
+from paceline.launch.context import RankContext
+from paceline.launch.logs import logger
+from paceline.plan import Plan
+from paceline.runtime import drift, state
+from paceline.runtime.checkpoint.read import newest_checkpoint
+from paceline.runtime.checkpoint.write import Writer, write_model
+from paceline.runtime.display import Display, Progress
+from paceline.runtime.evaluate import evaluate
+from paceline.runtime.feed import MicroBatch, Part, is_stream, training_feed
+from paceline.runtime.memory import PeakMemory
+from paceline.runtime.order import Order, Window
+from paceline.runtime.stepper import Stepper, StepResult
+from paceline.strategies.mesh import Mesh
+
+WARM_UP_STEPS = 10  # of a launch, left out of its speed
+
+
+class Observer(Protocol):
+    """Sees what a rank computes. Called on every rank at the same points, so it may enter collectives."""
+
+    def samples(self, step: int, batches: list[MicroBatch]) -> None:
+        """The micro-batches this rank is about to use, on the CPU."""
+
+    def gradients(self, step: int, stepper: Stepper) -> None:
+        """Gradients are complete and not yet clipped."""
+
+    def weights(self, step: int, stepper: Stepper, loss: float) -> None:
+        """The update is done."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a launch is told besides job and plan.
+
+    shares: weight of each replica in the global batch.
+    observer: looks on without changing anything; `verify` compares through it.
+    """
+
+    run_dir: Path | None
+    shares: tuple[int, ...]
+    save_every: int | None = None
+    resume: bool = False
+    loader_workers: int = 0
+    observer: Observer | None = None
+
+
+def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> Part:
+    """This rank's part of every window. Replicas are numbered along data, then shard."""
+    at = mesh.coordinates
+    accumulate = plan.modifiers.accumulate
+    assert isinstance(accumulate, int), "accumulate=auto is resolved before ranks start"
+    return Part(shares, at["data"] * mesh.sizes["shard"] + at["shard"], accumulate)
+
+
+@dataclass
+class _Speed:
+    """Time spent in steps after the warm-up, without evaluation and saving."""
+
+    steps: int = 0
+    warm_steps: int = 0
+    warm_samples: int = 0
+    warm_s: float = 0.0
+    all_s: float = 0.0
+    all_samples: int = 0
+
+    def add(self, samples: int, step_s: float) -> None:
+        self.steps += 1
+        self.all_s, self.all_samples = self.all_s + step_s, self.all_samples + samples
+        if self.steps > WARM_UP_STEPS:
+            self.warm_steps += 1
+            self.warm_s, self.warm_samples = self.warm_s + step_s, self.warm_samples + samples
+
+    @property
+    def samples_per_s(self) -> float:
+        samples, spent_s = (self.warm_samples, self.warm_s) if self.warm_steps else (self.all_samples, self.all_s)
+        return samples / spent_s if spent_s else 0.0
+
+    @property
+    def step_s(self) -> float:
+        return self.warm_s / self.warm_steps if self.warm_steps else self.all_s / max(self.steps, 1)
+
+
+@dataclass
+class _Run:
+    """One rank's run while it goes on."""
+
+    context: RankContext
+    job: Job
+    plan: Plan
+    settings: Settings
+    mesh: Mesh
+    stepper: Stepper
+    memory: PeakMemory
+    display: Display
+    writer: Writer | None
+    metrics: Path | None
+    step: int = 0
+    samples: int = 0
+    loss: float = float("nan")
+    evaluated: dict[str, float] = field(default_factory=dict)
+    blocked_s: float = 0.0
+    speed: _Speed = field(default_factory=_Speed)
+
+    def record(self, **figures: Any) -> None:
+        """A line of metrics.jsonl, on rank 0."""
+        if self.metrics is not None:
+            with open(self.metrics, "a") as file:
+                file.write(json.dumps({"step": self.step, **figures, "time": time.time()}) + "\n")
+
+
+def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -> dict[str, Any]:
+    """Train on this rank and return the summary, equal on every rank but for the memory.
+
+    Raises:
+        Preempted: the run was asked to stop; it saved a checkpoint.
+        TrainingError, JobError, CheckpointError: see the message.
+    """
+    started_s = time.monotonic()
+    run = _build(context, job, plan, settings)
+    try:
+        _restore(run)
+        with context.stoppable():
+            stopped = _steps(run)
+        if stopped:
+            _stop(run)
+        return _finish(run, started_s)
+    finally:
+        run.display.close()
+
+
+def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _Run:
+    context.beat("build")
+    memory = PeakMemory(context.device)
+    mesh = Mesh(plan.axes.sizes(), context.rank)
+    mesh.connect()
+    stepper = Stepper(job, plan, mesh, context.device)
+    drift.check_replicas(stepper.held, mesh=mesh, step=0)
+    run_dir = settings.run_dir
+    writer = metrics = None
+    if run_dir is not None:
+        writer = Writer(run_dir, rank=context.rank, world_size=context.world_size, attempt=context.attempt)
+        metrics = run_dir / "metrics.jsonl" if context.rank == 0 else None
+        state.document(stepper, step=0, samples=0)  # what can't be saved is refused now, not after an hour
+    return _Run(context, job, plan, settings, mesh, stepper, memory, Display(shown=context.rank == 0), writer, metrics)
+
+
+def _restore(run: _Run) -> None:
+    if not run.settings.resume or run.settings.run_dir is None:
+        return
+    run.context.beat("restore")
+    checkpoint = newest_checkpoint(run.settings.run_dir, warn=logger.warning,
+                                   accept=lambda found: state.mismatch(run.stepper, found))
+    if checkpoint is None:
+        run.display.say("no checkpoint to resume from: starting at step 0")
+    else:
+        state.restore(run.stepper, checkpoint)
+        run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
+        run.display.say(f"resumed from {checkpoint.path.name}")
+    if run.metrics is not None:
+        _cut_metrics(run.metrics, run.step)
+
+
+def _cut_metrics(path: Path, step: int) -> None:
+    """Forget what the interrupted run recorded after the step that this one goes on from."""
+    if path.exists():
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+
+
+def _steps(run: _Run) -> bool:
+    """Take every step that is left. Returns whether the run was asked to stop."""
+    job, context = run.job, run.context
+    order = None if is_stream(job.data) else Order(len(job.data), job.batch, job.seed, job.drop_last)
+    windows = iter(_feed(run, order))
+    while True:
+        context.step = run.step + 1
+        context.beat("input")
+        began_s = time.perf_counter()
+        found = next(windows, None)
+        if found is None:
+            break
+        window, batches = found
+        observer = run.settings.observer
+        if observer is not None:
+            observer.samples(run.step, batches)
+        result = run.stepper.step(window, batches, step=run.step, stop=context.stop_signal is not None,
+                                  beat=context.beat, observe=partial(observer.gradients, run.step) if observer else None)
+        _after_step(run, window, result, time.perf_counter() - began_s)
+        if order is not None and run.step % order.steps_per_epoch == 0 and run.step != job.total_steps:
+            _evaluate(run)
+        if result.stop and run.step != job.total_steps:
+            return True
+    return False
+
+
+def _feed(run: _Run, order: Order | None) -> Iterator[tuple[Window, list[MicroBatch]]]:
+    part = part_of(run.plan, run.mesh, run.settings.shares)
+    total = run.job.total_steps
+    return training_feed(run.job.data, order=order, batch=run.job.batch, seed=run.job.seed,
+                         drop_last=run.job.drop_last, part=part, epochs=run.job.epochs, loader_workers=run.settings.loader_workers,
+                         steps=range(run.step, total if total is not None else 2**62))
+
+
+def _after_step(run: _Run, window: Window, result: StepResult, step_s: float) -> None:
+    run.step, run.samples, run.loss = run.step + 1, run.samples + window.count, result.loss
+    run.speed.add(window.count, step_s)
+    norm = {} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}
+    run.record(epoch=window.epoch, samples=run.samples, loss=result.loss,
+               lr=run.stepper.optimizer.param_groups[0]["lr"], step_s=step_s, **norm)
+    if run.settings.observer is not None:
+        run.settings.observer.weights(run.step - 1, run.stepper, result.loss)
+    if run.step % drift.EVERY_STEPS == 0:
+        drift.check_replicas(run.stepper.held, mesh=run.mesh, step=run.step)
+    if run.writer is not None:
+        run.writer.poll()
+    if run.settings.save_every and run.step % run.settings.save_every == 0:
+        _save(run)
+    if run.display.due():
+        run.display.update(Progress(run.step, run.job.total_steps, window.epoch, result.loss, run.speed.samples_per_s,
+                                    run.speed.step_s, run.memory.bytes(), _predicted_step_s(run)))
+
+
+def _predicted_step_s(run: _Run) -> float | None:
+    path = run.settings.run_dir / "predicted.json" if run.settings.run_dir else None
+    return json.loads(path.read_text())["step_s"] if path is not None and path.exists() else None
+
+
+def _save(run: _Run) -> None:
+    if run.writer is None:
+        return
+    run.context.beat("save")
+    document = state.document(run.stepper, step=run.step, samples=run.samples)
+    blocked_s = run.writer.save(run.step, state.pieces(run.stepper), document)
+    run.blocked_s += blocked_s
+    run.record(saved=True, blocked_s=blocked_s)
+
+
+def _evaluate(run: _Run) -> None:
+    if run.job.validation is None:
+        return
+    figures = evaluate(run.stepper.model, run.job, run.job.validation, mesh=run.mesh, device=run.context.device,
+                       part=part_of(run.plan, run.mesh, run.settings.shares), beat=run.context.beat)
+    run.evaluated = {"validation_loss": figures.pop("loss"), **figures}
+    run.record(validation_loss=run.evaluated["validation_loss"], metrics=figures)
+    run.display.say(f"step {run.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in run.evaluated.items()))
+
+
+def _stop(run: _Run) -> None:
+    """Save where the run is and leave, because it was asked to."""
+    if run.settings.run_dir is not None:
+        _save(run)
+        assert run.writer is not None
+        run.writer.wait()
+    number = run.context.stop_signal
+    why = signal.Signals(number).name if number else "a signal to another rank"
+    raise Preempted(f"stopped by {why} after step {run.step}"
+                    + ("; a checkpoint is saved" if run.settings.run_dir else ""),
+                    hint="the same command with --resume goes on from here" if run.settings.run_dir else None)
+
+
+def _finish(run: _Run, started_s: float) -> dict[str, Any]:
+    if run.step == 0:
+        raise JobError("there was nothing to train on: no step was taken")
+    drift.check_replicas(run.stepper.held, mesh=run.mesh, step=run.step)
+    _evaluate(run)
+    run.context.beat("save")
+    if run.settings.run_dir is not None:
+        assert run.writer is not None
+        if not (run.settings.save_every and run.step % run.settings.save_every == 0):
+            _save(run)
+        run.writer.wait()
+        _export(run, run.settings.run_dir / "model.safetensors")
+    run.context.beat("end")
+    return {
+        "plan": str(run.plan),
+        "world_size": run.context.world_size,
+        "steps": run.step,
+        "samples": run.samples,
+        "samples_per_s": run.speed.samples_per_s,
+        "step_s": run.speed.step_s,
+        "final_loss": run.loss,
+        "validation_loss": run.evaluated.get("validation_loss"),
+        "metrics": {name: value for name, value in run.evaluated.items() if name != "validation_loss"},
+        "wall_s": time.monotonic() - started_s,
+        "peak_memory_bytes": _greatest(run, run.memory.bytes()),
+        "save_blocked_s": run.blocked_s,
+    }
+
+
+def _greatest(run: _Run, value: int) -> int:
+    """The greatest value over all ranks. Collective."""
+    if run.context.world_size == 1:
+        return value
+    held = torch.tensor(value, dtype=torch.int64, device=run.context.device)
+    torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX)
+    return int(held)
+
+
+def _export(run: _Run, path: Path) -> None:
+    """The trained model under its own names. Collective where parameters are sharded."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in run.stepper.model_tensors():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if run.context.rank == 0:
+            tensors[name] = whole.detach().cpu()
+    if run.context.rank == 0:
+        write_model(path, tensors)

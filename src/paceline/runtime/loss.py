@@ -1,0 +1,62 @@
+"""The one loss contract: a mean over the samples, or (sum, count); normalised once by the window's global count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import TrainingError
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What a loss or metric is of some samples: a sum, and what it is a sum over.
+
+    value: scalar tensor as the function gave it: the mean if `is_mean`, else the sum.
+    count: samples, tokens or any other weight; 0 for a stand-in.
+    """
+
+    value: torch.Tensor
+    count: torch.Tensor | float
+    is_mean: bool
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum, float64, without gradient."""
+        value = self.value.detach().double()
+        return value * self.count if self.is_mean else value
+
+
+def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
+    """What a loss or metric function returned, as a sum and a count.
+
+    Raises:
+        TrainingError: neither a scalar nor (sum, count).
+    """
+    if isinstance(value, tuple | list) and len(value) == 2:
+        total, count = value
+        if not isinstance(total, torch.Tensor):
+            total = torch.as_tensor(float(total))
+        if total.numel() != 1:
+            raise TrainingError(f"{name} returned a sum of shape {tuple(total.shape)}",
+                                hint="(sum, count) are two scalars")
+        count = count.detach() if isinstance(count, torch.Tensor) else float(count)
+        return Tally(total.reshape(()), count, is_mean=False)
+    if isinstance(value, int | float) and not isinstance(value, bool) and name != "the loss":
+        value = torch.as_tensor(float(value))
+    if not isinstance(value, torch.Tensor):
+        raise TrainingError(f"{name} returned {type(value).__name__}",
+                            hint="return a scalar tensor, the mean over the samples, or (sum, count)")
+    if value.numel() != 1:
+        raise TrainingError(f"{name} is not a scalar: it has shape {tuple(value.shape)}",
+                            hint="return its mean over the samples (reduction='mean'), or (sum, count)")
+    return Tally(value.reshape(()), float(samples), is_mean=True)
+
+
+def require_gradient(tally: Tally) -> None:
+    """Refuse a loss that backward can't start from."""
+    if not tally.value.requires_grad:
+        raise TrainingError("the loss does not depend on the model: it has no gradient",
+                            hint="compute it from the model's output, without .detach(), .item() or no_grad")

@@ -1,0 +1,48 @@
+"""What composes with what, and in which order the rooms of a plan are entered.
+
+Every room changes the model in place and may answer with a `Synchroniser`, which says when its collectives run.
+The order is from the innermost change to the outermost meeting: blocks are first told to recompute, then sharded,
+and what gradients a rank then holds are reduced over the replicas. Each room sees only what the one before left.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.strategies.data import run as data
+from paceline.strategies.recompute import run as recompute
+from paceline.strategies.shard import run as shard
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from paceline.plan import Plan
+    from paceline.strategies.mesh import Mesh
+
+
+class Synchroniser(Protocol):
+    """When a room's collectives run in a step."""
+
+    def begin(self, *, last: bool) -> None:
+        """A micro-batch's forward is next; `last` if it is the last one of the update."""
+
+    def finish(self) -> None:
+        """The last backward is done; on return every gradient this rank holds is the whole window's."""
+
+
+class Room(Protocol):
+    """The running side of a strategy."""
+
+    def is_active(self, plan: Plan) -> bool: ...
+
+    def prepare(self, model: nn.Module, *, plan: Plan, mesh: Mesh) -> Synchroniser | None:
+        """Change the model in place for this rank. Collective along the room's axis."""
+
+
+ROOMS: tuple[Room, ...] = (recompute, shard, data)  # type: ignore[assignment]
+
+
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
+    """Enter every room of the plan. Collective: every rank calls it with equal weights."""
+    made = [room.prepare(model, plan=plan, mesh=mesh) for room in ROOMS if room.is_active(plan)]
+    return [synchroniser for synchroniser in made if synchroniser is not None]

@@ -1,0 +1,215 @@
+"""The verbs evaluate and predict: a trained run under any plan."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import CheckpointError, UsageError
+from paceline.job import Job
+from paceline.jobfile import JobFile
+from paceline.launch.environment import current
+from paceline.launch.place import Place
+from paceline.plan import Plan
+from paceline.planner.resolve import Resolved, resolve
+from paceline.runtime import folder
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.launch.context import RankContext
+    from paceline.runtime.checkpoint.read import Checkpoint
+    from paceline.runtime.feed import Part
+    from paceline.strategies.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A model with a run's weights on one rank."""
+
+    model: torch.nn.Module
+    mesh: Mesh
+    part: Part
+    checkpoint: Checkpoint
+
+
+def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | None = None,
+             timeout_s: float = 300.0) -> dict[str, Any]:
+    """The validation loss and metrics of a run's newest checkpoint.
+
+    Returns:
+        {"plan", "step", "samples", "validation_loss", "metrics"}.
+
+    Raises:
+        UsageError: no run folder, or a job without validation data.
+        CheckpointError: no checkpoint that fits the job.
+    """
+    job, asked, place = _open(Path(run), plan, devices=devices, timeout_s=timeout_s)
+    if job.validation is None:
+        raise UsageError("the job has no validation data to evaluate on", hint="give the Job validation=")
+
+    def body(context: RankContext) -> dict[str, Any]:
+        from paceline.runtime.evaluate import evaluate as evaluate_rank
+
+        trained = _load(context, job, asked, Path(run))
+        figures = evaluate_rank(trained.model, job, job.validation, part=trained.part, mesh=trained.mesh,
+                                device=context.device, beat=context.beat)
+        return {"plan": str(asked.plan), "step": trained.checkpoint.step,
+                "samples": trained.checkpoint.document["samples"],
+                "validation_loss": figures.pop("loss"), "metrics": figures}
+
+    return place.run(body, run_dir=None)  # type: ignore[no-any-return]
+
+
+def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, *, devices: str | None = None,
+            output: str | Path | None = None, timeout_s: float = 300.0) -> dict[str, Any]:
+    """The model's outputs for the inputs in a file, in their order.
+
+    Args:
+        input: `.npy` or `.csv` with one sample a row; `.npz` or `.safetensors` with one tensor an argument: names
+            become keyword arguments, or positional ones if they are 0, 1, ...
+        output: Where outputs go: `.npy` for one tensor, `.safetensors` for any; by default
+            `DIR/predictions.npy` or `.safetensors`.
+
+    Returns:
+        {"plan", "step", "samples", "output", "shapes"}.
+
+    Raises:
+        UsageError: an input that can't be read.
+    """
+    job, asked, place = _open(Path(run), plan, devices=devices, timeout_s=timeout_s)
+    data = _Inputs(read_tensors(Path(input)))
+    if len(data) == 0:
+        raise UsageError(f"{input} holds no samples")
+    with tempfile.TemporaryDirectory(prefix=".predict-", dir=run) as made:
+        scratch = place.agree("predictions", lambda: made)
+
+        def body(context: RankContext) -> dict[str, Any]:
+            from safetensors.torch import save_file
+
+            from paceline.runtime.evaluate import outputs
+
+            trained = _load(context, job, asked, Path(run))
+            for number, found in enumerate(outputs(trained.model, job, data, part=trained.part, device=context.device)):
+                save_file(_named(found), Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors")
+            if context.world_size > 1:
+                import torch.distributed as dist
+
+                dist.barrier()
+            if context.rank:
+                return {}
+            shapes, path = _gather(Path(scratch), Path(run), Path(output) if output else None, trained.part)
+            return {"plan": str(asked.plan), "step": trained.checkpoint.step, "samples": len(data), "output": str(path),
+                    "shapes": shapes}
+
+        return place.run(body, run_dir=None)  # type: ignore[no-any-return]
+
+
+def _open(run_dir: Path, plan: str | Plan | None, *, devices: str | None, timeout_s: float) -> tuple[Job, Resolved, Place]:
+    source = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
+    given = Plan.read(plan) if plan is not None else Plan.read(folder.read_document(run_dir, folder.PLAN)["plan"])
+    job, environment = source.load(), current()
+    asked = resolve(job, given.with_(accumulate=1), devices=devices, environment=environment)
+    return job, asked, Place(environment, asked.cluster.devices, timeout_s=timeout_s)
+
+
+def _load(context: RankContext, job: Job, asked: Resolved, run_dir: Path) -> _Trained:
+    """Build the model under the plan and read the run's newest weights into it; each rank reads what it holds."""
+    from paceline.launch.logs import logger
+    from paceline.runtime import state
+    from paceline.runtime.checkpoint.read import newest_checkpoint
+    from paceline.runtime.loop import part_of
+    from paceline.runtime.stepper import build_model
+    from paceline.strategies.compose import prepare
+    from paceline.strategies.mesh import Mesh
+
+    mesh = Mesh(asked.plan.axes.sizes(), context.rank)
+    mesh.connect()
+    model = build_model(job, context.device)
+    prepare(model, plan=asked.plan, mesh=mesh)
+    held = dict(model.named_parameters())
+    checkpoint = newest_checkpoint(run_dir, warn=logger.warning,
+                                   accept=lambda found: state.model_mismatch(model, held, found))
+    if checkpoint is None:
+        raise CheckpointError(f"{run_dir} has no checkpoint", hint="train it first, or longer")
+    state.load_weights(model, held, checkpoint)
+    return _Trained(model, mesh, part_of(asked.plan, mesh, asked.shares), checkpoint)
+
+
+class _Inputs:
+    """Rows of some tensors as a data set of (input, nothing)."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        counts = {name: len(tensor) for name, tensor in tensors.items()}
+        if len(set(counts.values())) > 1:
+            raise UsageError(f"the inputs have different numbers of samples: {counts}")
+        self.tensors, self.count = tensors, next(iter(counts.values()), 0)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        row = {name: tensor[index] for name, tensor in self.tensors.items()}
+        if list(row) == ["input"]:
+            return row["input"], 0
+        return (tuple(row[str(i)] for i in range(len(row))) if all(name.isdigit() for name in row) else row), 0
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an input file by name; a single unnamed one is called "input". Floats come as float32.
+
+    Raises:
+        UsageError: the file is missing, of an unknown kind, or damaged.
+    """
+    import numpy as np
+    import torch
+
+    kinds = (".npy", ".npz", ".csv", ".safetensors")
+    if path.suffix not in kinds:
+        raise UsageError(f"can't read inputs from {path}", hint=f"one of {', '.join(kinds)}")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found = dict(load_file(path))
+        elif path.suffix == ".csv":
+            found = {"input": torch.from_numpy(np.loadtxt(path, delimiter=",", ndmin=2))}
+        else:
+            loaded = np.load(path, allow_pickle=False)
+            named = {"input": loaded} if path.suffix == ".npy" else {name: loaded[name] for name in loaded.files}
+            found = {name: torch.from_numpy(array) for name, array in named.items()}
+    except Exception as error:  # each reader has its own kinds of error
+        raise UsageError(f"can't read {path}: {error}") from error
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
+
+
+def _named(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
+    """Tensors of an output by name; tuples and mappings are flattened with dots."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return {name: value.contiguous().clone()}
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
+    return {key: tensor for index, item in items for key, tensor in _named(item, f"{name}.{index}").items()}
+
+
+def _gather(scratch: Path, run_dir: Path, output: Path | None, part: Part) -> tuple[dict[str, list[int]], Path]:
+    """Put the ranks' outputs together in the order of the inputs."""
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    pieces = [load_file(path) for path in sorted(scratch.glob("*.safetensors"))]
+    whole = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+    single = list(whole) == ["output"]
+    path = output or run_dir / ("predictions.npy" if single else "predictions.safetensors")
+    if path.suffix == ".npy" and single:
+        np.save(path, whole["output"].numpy(), allow_pickle=False)
+    elif path.suffix == ".safetensors":
+        save_file(whole, path)
+    else:
+        raise UsageError(f"can't write {len(whole)} outputs to {path}", hint="a .npy file holds one, .safetensors any")
+    return {name: list(tensor.shape) for name, tensor in whole.items()}, path

@@ -1,0 +1,156 @@
+"""The verbs train, evaluate and predict: from a job, a plan and devices to a run folder and back."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import UsageError
+from paceline.job import Job
+from paceline.jobfile import JobFile
+from paceline.launch.environment import current
+from paceline.launch.place import Place
+from paceline.plan import Plan
+from paceline.planner.resolve import Resolved, resolve
+from paceline.runtime import folder
+
+if TYPE_CHECKING:
+    from paceline.launch.board import Board
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to; `DIR/summary.json`. Times in seconds, memory of the fullest rank in bytes."""
+
+    figures: dict[str, Any]
+    run: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.figures, "run": str(self.run)}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.figures[name]
+
+
+def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | None = None,
+          procs: int | None = None, steps: int | None = None, save_every: int | None = None,
+          run: str | Path | None = None, resume: bool = False, loader_workers: int = 0,
+          timeout_s: float = 300.0) -> Summary:
+    """Train a job under a plan and leave a run folder.
+
+    Args:
+        plan: A plan, its text or a plan file; by default one replica on each local device.
+        devices: Names such as "cpu:0,cpu:1"; by default this machine's GPUs, else one CPU rank a core.
+        procs: Number of ranks, if the plan doesn't say; contradicting it is an error.
+        steps: Optimizer steps instead of the job's own length.
+        save_every: Optimizer steps between checkpoints; one is always written at the end.
+        run: The run folder; by default a new one in `runs/`. All hosts of a run must see it.
+        resume: Go on from the newest valid checkpoint in the run folder, under this plan and these devices.
+        loader_workers: Processes a rank that read samples ahead; 0 reads them in the rank.
+        timeout_s: How long a rank may give no sign of life before the run is ended and the rank named.
+
+    Raises:
+        UsageError: the request makes no sense (job, plan or cluster); nothing was started or written.
+        RankFailed: a rank failed; its report names rank, step and line.
+    """
+    from paceline.runtime.loop import Settings, train_rank
+
+    _check(save_every=save_every, steps=steps, procs=procs, timeout_s=timeout_s)
+    if resume and run is None:
+        raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
+    source, loaded = (job, job.load()) if isinstance(job, JobFile) else (None, job)
+    if steps is not None:
+        loaded = replace(loaded, steps=steps, epochs=None)
+    environment = current()
+    asked = resolve(loaded, plan, devices=devices, procs=procs, environment=environment)
+    place = Place(environment, asked.cluster.devices, timeout_s=timeout_s)
+    with ExitStack() as held:
+        stem = Path(source.path).stem if source else "job"
+
+        def claim() -> str:
+            chosen = Path(run) if run is not None else folder.fresh_name(stem)
+            folder.check_free(chosen, resume=resume)
+            held.enter_context(folder.claimed(chosen))
+            _begin(chosen, asked, source)
+            return str(chosen)
+
+        run_dir = Path(place.agree("run folder", claim))
+        if place.is_first:
+            print(_banner(loaded, asked, run_dir), file=sys.stderr, flush=True)
+        settings = Settings(run_dir=run_dir, shares=asked.shares, save_every=save_every, resume=resume,
+                            loader_workers=loader_workers)
+        figures = place.run(lambda context: train_rank(context, loaded, asked.plan, settings), run_dir=run_dir,
+                            idle=lambda board: _predict_once_started(board, loaded, asked, run_dir))
+        if place.is_first:
+            figures = _sum_up(run_dir, figures, loaded, asked)
+        return Summary(figures, run_dir)
+
+
+def _check(**counts: float | None) -> None:
+    for name, value in counts.items():
+        if value is not None and value <= 0:
+            raise UsageError(f"{name.removesuffix('_s').replace('_', '-')} must be above 0, got {value}")
+
+
+def _begin(run_dir: Path, asked: Resolved, source: JobFile | None) -> None:
+    """What is known before the first rank starts. Nothing of a finished run is left standing."""
+    from paceline.runtime.checkpoint.write import write_json
+
+    for name in (folder.SUMMARY, folder.MODEL, folder.PREDICTED):
+        (run_dir / name).unlink(missing_ok=True)
+    write_json(run_dir / folder.PLAN, {"plan": str(asked.plan), "world_size": asked.plan.world_size,
+                                       "shares": list(asked.shares)})
+    if source is not None:
+        write_json(run_dir / folder.JOB, source.to_dict())
+
+
+def _banner(job: Job, asked: Resolved, run_dir: Path) -> str:
+    """What is about to run, with every derived number."""
+    from paceline.runtime.order import split
+
+    plan, accumulate = asked.plan, asked.plan.modifiers.accumulate
+    per_replica = [len(part) for part in split(job.batch, asked.shares)]
+    shown = str(per_replica[0]) if len(set(per_replica)) == 1 else ":".join(map(str, per_replica))
+    length = f"{job.total_steps} steps" if job.total_steps is not None else "until the data ends"
+    if job.epochs is not None:
+        length += f" ({job.epochs} epochs)"
+    samples = f"{job.num_samples} samples" if job.num_samples is not None else "a stream of samples"
+    devices = ",".join(map(str, asked.cluster.devices))
+    return (f"plan {plan} on {devices}\n"
+            f"global batch {job.batch} = {plan.replicas} x {shown} samples in {accumulate} micro-batch"
+            f"{'es' if accumulate != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
+            f"run folder {run_dir}")
+
+
+def _predict_once_started(board: Board, job: Job, asked: Resolved, run_dir: Path) -> None:
+    """Predict beside the ranks, when the first has taken a step and start-up is over."""
+    while board.read(0).step < 2 and board.read(0).phase != "end":
+        time.sleep(0.05)
+    _predict(job, asked, run_dir)
+
+
+def _predict(job: Job, asked: Resolved, run_dir: Path) -> dict[str, Any]:
+    from paceline.planner.estimate import estimate
+    from paceline.profile import profile_job
+    from paceline.runtime.checkpoint.write import write_json
+
+    found = estimate(profile_job(job), asked.plan, asked.cluster, batch=job.batch, precision=job.precision)
+    document = {"step_s": found.step_s, "peak_memory_bytes": found.peak_memory_bytes, "ledger": dict(found.ledger),
+                "breakdown": dict(found.breakdown)}
+    write_json(run_dir / folder.PREDICTED, document)
+    return document
+
+
+def _sum_up(run_dir: Path, figures: dict[str, Any], job: Job, asked: Resolved) -> dict[str, Any]:
+    from paceline.runtime.checkpoint.write import write_json
+
+    if not (run_dir / folder.PREDICTED).exists():
+        _predict(job, asked, run_dir)
+    predicted = folder.read_document(run_dir, folder.PREDICTED)
+    figures = {**figures, "predicted": {key: predicted[key] for key in ("step_s", "peak_memory_bytes")}}
+    write_json(run_dir / folder.SUMMARY, figures)
+    return figures
