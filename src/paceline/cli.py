@@ -1,6 +1,7 @@
 """The command line: each command calls the function of the same name and prints what it returns.
 
-stdout is the result alone; progress, logs, errors and whatever a job prints go to stderr.
+stdout is the result alone; progress, logs, errors and whatever a job prints go to stderr. The functions load torch
+when they are first named, so that `paceline --help` and a mistyped option answer at once.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from paceline import __version__
+import paceline
 from paceline.errors import PacelineError, UsageError
-
-# Each command imports what it calls: that loads torch, which takes more than a second, and `paceline --help` and a
-# mistyped option should answer at once.
+from paceline.jobfile import JobFile
+from paceline.launch import environment
 
 app = typer.Typer(
     add_completion=False,
@@ -46,13 +46,13 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"paceline {__version__}")
+        typer.echo(f"paceline {paceline.__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def paceline(version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version,
-                                                   help="Print the version.")] = False) -> None:
+def root(version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version,
+                                               help="Print the version.")] = False) -> None:
     """Plans, proves and runs distributed training of an ordinary PyTorch model."""
 
 
@@ -73,27 +73,23 @@ def train(
 ) -> None:
     """Train a job on one device or many."""
     with _reported():
-        from paceline.jobfile import JobFile
-        from paceline.verbs.train import train as run_training
-
         job = JobFile.parse(file, _parse_settings(settings))
-        summary = run_training(job, plan, devices=devices, procs=procs, steps=steps, save_every=save_every, run=run,
-                               resume=resume, loader_workers=loader_workers, timeout_s=timeout)
-        printed = summary.to_dict() if _is_first_rank() else None
-    if printed is not None:
-        _print(printed, _summary_table, as_json)
+        summary = paceline.train(job, plan, devices=devices, procs=procs, steps=steps, save_every=save_every, run=run,
+                                 resume=resume, loader_workers=loader_workers, timeout_s=timeout)
+        speaks = _is_first_rank()
+    if speaks:
+        figures = summary.to_dict()
+        typer.echo(_json(figures) if as_json else _summary_table(figures))
 
 
 @app.command()
 def evaluate(run: RunFolder, plan: OnePlan = None, devices: Devices = None, as_json: Json = False) -> None:
     """Compute a trained run's loss and metrics on its validation data."""
     with _reported():
-        from paceline.verbs.inference import evaluate as run_evaluation
-
-        printed = run_evaluation(run, plan, devices=devices)
-        first = _is_first_rank()
-    if first:
-        _print(printed, _table, as_json)
+        found = paceline.evaluate(run, plan, devices=devices)
+        speaks = _is_first_rank()
+    if speaks:
+        typer.echo(_json(found) if as_json else _table(found))
 
 
 @app.command()
@@ -107,12 +103,10 @@ def predict(
 ) -> None:
     """Compute a trained run's outputs for an input."""
     with _reported():
-        from paceline.verbs.inference import predict as run_prediction
-
-        printed = run_prediction(run, input, plan, devices=devices, output=output)
-        first = _is_first_rank()
-    if first:
-        _print(printed, _table, as_json)
+        found = paceline.predict(run, input, plan, devices=devices, output=output)
+        speaks = _is_first_rank()
+    if speaks:
+        typer.echo(_json(found) if as_json else _table(found))
 
 
 @app.command()
@@ -125,17 +119,13 @@ def verify(
 ) -> None:
     """Prove that plans compute what one device computes."""
     with _reported():
-        from paceline.jobfile import JobFile
-        from paceline.verbs.verify import verify as run_verification
-
         job = JobFile.parse(file, _parse_settings(settings))
-        certificates = run_verification(job, plans or (), steps=steps)
-        documents = [certificate.to_dict() for certificate in certificates]
-        failures = [certificate.describe() for certificate in certificates if not certificate.passed]
-        first = _is_first_rank()
-    if first:
-        _print(documents, lambda documents: _verdicts(documents, failures), as_json)
-    if failures:
+        certificates = paceline.verify(job, plans or (), steps=steps)
+        speaks = _is_first_rank()
+    if speaks:
+        typer.echo(_json([certificate.to_dict() for certificate in certificates]) if as_json
+                   else "\n".join(certificate.describe() for certificate in certificates))
+    if not all(certificate.passed for certificate in certificates):
         raise typer.Exit(1)
 
 
@@ -146,10 +136,10 @@ def doctor(as_json: Json = False) -> None:
         from paceline.doctor import describe, examine
 
         findings = examine()
-        document = {"passed": all(finding.status != "bad" for finding in findings),
-                    "findings": [finding.to_dict() for finding in findings]}
-    _print(document, lambda _: describe(findings), as_json)
-    if not document["passed"]:
+    passed = all(finding.status != "bad" for finding in findings)
+    document = {"passed": passed, "findings": [finding.to_dict() for finding in findings]}
+    typer.echo(_json(document) if as_json else describe(findings))
+    if not passed:
         raise typer.Exit(1)
 
 
@@ -202,16 +192,14 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def _is_first_rank() -> bool:
     """Whether this process speaks for the run: under torchrun and Slurm every rank is a command of its own."""
-    from paceline.launch import environment
-
     return getattr(environment.current(), "rank", 0) == 0
 
 
 # --- Printing ---------------------------------------------------------------------------------------------------
 
 
-def _print(document: Any, as_text: Callable[[Any], str], as_json: bool) -> None:
-    typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False) if as_json else as_text(document))
+def _json(document: Any) -> str:
+    return json.dumps(_finite(document), indent=2, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
@@ -242,20 +230,12 @@ def _summary_table(summary: Mapping[str, Any]) -> str:
     })
 
 
-def _verdicts(documents: Iterable[Mapping[str, Any]], failures: Iterable[str]) -> str:
-    documents = list(documents)
-    width = max((len(document["plan"]) for document in documents), default=0)
-    lines = [f"{'passed' if one['passed'] else 'FAILED'}  {one['plan']:<{width}}  {one['steps']} steps, losses within "
-             f"{_number(one['max_loss_diff'])}, weights within {_number(one['max_param_diff'])} ({one['worst_param']})"
-             for one in documents]
-    return "\n".join([*lines, *(f"\n{failure}" for failure in failures)])
-
-
 def _table(rows: Mapping[str, Any]) -> str:
     """One line a row; rows without a value are left out, rows of rows are opened."""
     flat: dict[str, Any] = {}
     for label, value in rows.items():
-        flat.update(value if isinstance(value, Mapping) else {label: value})
+        inner = value if isinstance(value, Mapping) else {"": value}
+        flat.update({f"{label} {name}".rstrip(): each for name, each in inner.items()})
     shown = {label.replace("_", " "): _number(value) for label, value in flat.items() if value is not None}
     width = max(map(len, shown), default=0)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in shown.items())

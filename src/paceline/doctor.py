@@ -25,7 +25,7 @@ from paceline.cluster import usable_cores, usable_memory_bytes
 from paceline.errors import PacelineError
 
 MIN_TORCH = (2, 11)
-PROBE_TIMEOUT_S = 20.0
+PROBE_TIMEOUT_S = 30.0  # includes two imports of torch, some 10 s when all cores are busy
 PROBE_BYTES = 16 * 2**20  # one message of the bandwidth probe: a large gradient bucket
 
 GIB = 2**30

@@ -40,7 +40,9 @@ def current(environ: Mapping[str, str] = os.environ) -> Environment | None:
         if missing := [name for name, value in zip(names, values, strict=True) if not value]:
             raise ClusterError(f"RANK and WORLD_SIZE are set and {', '.join(missing)} is not",
                                hint="start the ranks with torchrun, or unset RANK and WORLD_SIZE to run by hand")
-        return _checked(Environment("torchrun", *map(int, values[:4]), values[4], int(values[5])))
+        rank, world_size, local_rank, local_world_size = map(int, values[:4])
+        return _checked(Environment("torchrun", rank, world_size, local_rank, local_world_size, values[4],
+                                    int(values[5])))
     if environ.get("SLURM_STEP_ID", "").isdigit() and int(environ.get("SLURM_NTASKS", "1")) > 1:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
         tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", "1")))

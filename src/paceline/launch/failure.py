@@ -70,7 +70,8 @@ def failure_of(error: BaseException, *, rank: int, sign: Sign) -> Failure:
             where = ""
     elif isinstance(error, MemoryError) or any(words in lowered for words in _MEMORY_WORDS):
         exit_code = OutOfMemory.exit_code
-        message = f"out of memory: {error}\n\nhint: accumulate=K or recompute=full need less, and shard=N splits the state"
+        message = (f"out of memory: {error}\n\n"
+                   "hint: accumulate=K or recompute=full need less memory, and shard=N splits the state")
     elif any(words in lowered for words in _PEER_WORDS):
         exit_code, heard = PeerLost.exit_code, True
     elif frames:
@@ -114,8 +115,8 @@ def killed(rank: int, exit_code: int | None, sign: Sign) -> Failure:
                    "--resume goes on from the last checkpoint"
     else:
         how = f"it ended with exit code {exit_code} and no exception"
-    return Failure(rank, socket.gethostname(), "PeerLost", how, PeerLost.exit_code, False, sign.step, sign.phase, "", "",
-                   time.time())
+    return Failure(rank, socket.gethostname(), PeerLost.__name__, how, PeerLost.exit_code, heard=False, step=sign.step,
+                   phase=sign.phase, where="", trace="", time_s=time.time())
 
 
 def cause_of(failures: Sequence[Failure]) -> Failure:

@@ -34,7 +34,7 @@ def join(environment: Environment, *, timeout_s: float) -> Any:
         store = dist.TCPStore(environment.master_address, environment.master_port, environment.world_size,
                               is_master=environment.rank == 0, timeout=timedelta(seconds=timeout_s))
     else:
-        store, _, _ = next(dist.rendezvous("env://", environment.rank, environment.world_size,  # type: ignore[attr-defined]
+        store, _, _ = next(dist.rendezvous("env://", environment.rank, environment.world_size,
                                            timeout=timedelta(seconds=timeout_s)))
     return dist.PrefixStore(f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

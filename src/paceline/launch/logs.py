@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -61,15 +61,11 @@ def open_log(run_dir: Path | None, rank: int) -> tuple[TextIO, Path | None]:
     """Send this rank's output to its file, and rank 0's to the terminal too. Returns the terminal and the file."""
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     if run_dir is None:
-        if rank:
-            quiet = open(os.devnull, "w")
-            sys.stdout = quiet
-        else:
-            sys.stdout = sys.stderr
+        sys.stdout = open(os.devnull, "w") if rank else sys.stderr  # noqa: SIM115  # stdout is for data
         return terminal, None
     path = run_dir / "logs" / f"rank-{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a", buffering=1)
+    file = open(path, "a", buffering=1)  # noqa: SIM115  # as long as the process lives
     if rank:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -77,7 +73,7 @@ def open_log(run_dir: Path | None, rank: int) -> tuple[TextIO, Path | None]:
         os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = file
     else:
-        sys.stdout = sys.stderr = _Tee(terminal, file)  # type: ignore[assignment]
+        sys.stdout = sys.stderr = _Tee(terminal, file)
     return terminal, path
 
 
@@ -87,8 +83,7 @@ def set_up_logging(terminal: TextIO, *, rank: int, store: Store | None) -> None:
     for handler in list(root.handlers):
         root.removeHandler(handler)
     logging.captureWarnings(True)
-    plain: Any = logging.StreamHandler(sys.stderr if rank else None)
-    plain.setStream(sys.stderr)
+    plain = logging.StreamHandler(sys.stderr)
     plain.setLevel(logging.INFO)
     if rank == 0:
         plain.addFilter(lambda record: record.levelno < logging.WARNING)

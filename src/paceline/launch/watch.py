@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -138,5 +139,4 @@ def peer_loss(context: RankContext, error: BaseException) -> Failure:
         return own
     message = (f"rank {_listed(gone)} is gone: it closed its connections while this rank was in {context.sign}\n\n"
                "hint: look at the last lines of its log; --resume goes on from the last checkpoint")
-    return Failure(own.rank, own.host, PeerLost.__name__, message, PeerLost.exit_code, True, own.step, own.phase, "", "",
-                   own.time_s)
+    return replace(own, kind=PeerLost.__name__, message=message, where="", trace="")

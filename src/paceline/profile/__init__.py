@@ -1,0 +1,19 @@
+"""What a job costs on one device, figure by figure, and how fast a device is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.profile.profile import Profile
+
+if TYPE_CHECKING:
+    from paceline.job import Job
+
+__all__ = ["Profile", "profile_job"]
+
+
+def profile_job(job: Job, *, samples: int = 2) -> Profile:
+    """See `paceline.profile.trace.profile_job`; torch is loaded only here."""
+    from paceline.profile import trace
+
+    return trace.profile_job(job, samples=samples)

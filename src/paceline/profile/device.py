@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cluster import DeviceKind, usable_cores
+from paceline.job import Precision
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +27,9 @@ MATRIX_SIDE = {"cpu": 256, "cuda": 4096}
 STREAM_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 # A tensor of this many values costs nothing but its operator's launch.
 TINY = 64
-MEASURED_S = 0.05  # of each of the five figures
+MEASURED_S = 0.04  # of each of the seven kernels that are timed
+# What a second thread brings of what a first one does; see docs/prediction.md.
+THREAD_EFFICIENCY = 0.9
 CACHE_VERSION = 1
 
 
@@ -45,36 +50,37 @@ class DeviceRates:
     function_bytes_per_s: float
     operator_s: float
 
-    def matrix_flops_per_s(self, precision: str) -> float:
+    def matrix_flops_per_s(self, precision: Precision) -> float:
         """The rate of matrix products under a job's precision; float64 has half the lanes of float32."""
-        return {"bf16": self.bf16_flops_per_s, "float64": self.flops_per_s / 2}.get(precision, self.flops_per_s)
+        return {"float32": self.flops_per_s, "bf16": self.bf16_flops_per_s, "float64": self.flops_per_s / 2}[precision]
+
+    def with_threads(self, num_threads: int) -> DeviceRates:
+        """The rates of so many threads together, from those of one. Launching doesn't get faster."""
+        factor = 1 + THREAD_EFFICIENCY * (num_threads - 1)
+        return DeviceRates(self.flops_per_s * factor, self.bf16_flops_per_s * factor, self.memory_bytes_per_s * factor,
+                           self.function_bytes_per_s * factor, self.operator_s)
 
 
-def measure_device(kind: DeviceKind, num_threads: int) -> DeviceRates:
+def measure_device(kind: DeviceKind, num_threads: int = 1) -> DeviceRates:
     """This machine's rates for a rank with so many threads, from the cache if they are there.
 
-    Takes about 0.3 s the first time. The rates are those of a rank alone; ranks that share a memory bus or a
-    power limit are slower. On the CPU it runs kernels on `num_threads` threads: not in a process that is to fork
-    ranks afterwards, whose children could wait for these threads for ever.
+    Takes about 0.3 s the first time. A CPU is measured on one thread, whatever `num_threads` says: kernels on
+    several would leave threads behind that children forked later wait for without end. The rates are those of a
+    rank alone; ranks that share a memory bus or a power limit are slower.
     """
-    path = _cache_path(kind, num_threads)
-    try:
-        found = json.loads(path.read_text())
-        rates = DeviceRates(**{name: float(found[name]) for name in DeviceRates.__slots__})
-        if all(value > 0 for value in asdict(rates).values()):
-            return rates
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not there, or damaged: measured again
-    rates = _measure(kind, num_threads)
-    _write(path, rates)
-    return rates
+    path = _cache_path(kind)
+    rates = _read(path)
+    if rates is None:
+        rates = _measure(kind)
+        _write(path, rates)
+    return rates.with_threads(num_threads) if kind == "cpu" else rates
 
 
-def _measure(kind: DeviceKind, num_threads: int) -> DeviceRates:
+def _measure(kind: DeviceKind) -> DeviceRates:
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     try:
         device = torch.device(kind)
         return DeviceRates(
@@ -112,7 +118,8 @@ def _function_bytes_per_s(device: torch.device) -> float:
     import torch.nn.functional as F
 
     a = torch.ones(STREAM_BYTES[device.type] // 4, device=device).view(-1, 256)
-    return 6 * a.nbytes / _seconds(lambda: (F.gelu(a), F.layer_norm(a, (256,)), F.softmax(a, -1)), device)
+    functions = (lambda: F.gelu(a), lambda: F.layer_norm(a, (256,)), lambda: F.softmax(a, -1))
+    return 2 * a.nbytes * len(functions) / sum(_seconds(function, device) for function in functions)
 
 
 def _operator_s(device: torch.device) -> float:
@@ -133,7 +140,7 @@ def _operator_s(device: torch.device) -> float:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call, after one that warms up."""
+    """Seconds of the fastest of some calls: whatever else uses the machine only makes one slower."""
     import torch
 
     def once() -> float:
@@ -143,17 +150,16 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         return time.perf_counter() - started
 
-    once()
-    deadline = time.perf_counter() + MEASURED_S
-    taken = [once()]
+    once()  # allocates, and compiles what is compiled when first used
+    fastest, deadline = once(), time.perf_counter() + MEASURED_S
     while time.perf_counter() < deadline:
-        taken.append(once())
-    return statistics.median(taken)
+        fastest = min(fastest, once())
+    return fastest
 
 
-def _cache_path(kind: DeviceKind, num_threads: int) -> Path:
-    """The file of this machine, this torch and this many threads."""
-    identity = "\n".join(map(str, (CACHE_VERSION, kind, num_threads, usable_cores(), _processor(kind), _torch_version())))
+def _cache_path(kind: DeviceKind) -> Path:
+    """The file of this machine and this torch."""
+    identity = "\n".join(map(str, (CACHE_VERSION, kind, usable_cores(), _processor(kind), version("torch"))))
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "paceline" / f"device-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
@@ -163,27 +169,30 @@ def _processor(kind: DeviceKind) -> str:
         import torch
 
         return torch.cuda.get_device_name()
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
-def _torch_version() -> str:
-    from importlib.metadata import version
-
-    return version("torch")
+def _read(path: Path) -> DeviceRates | None:
+    """The rates in a file; None if it isn't there or is damaged."""
+    try:
+        found = json.loads(path.read_text())
+        rates = DeviceRates(**{field.name: float(found[field.name]) for field in fields(DeviceRates)})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return rates if all(0 < value < math.inf for value in asdict(rates).values()) else None
 
 
 def _write(path: Path, rates: DeviceRates) -> None:
-    """Keep the rates; several ranks may do so at once. A cache that can't be written is no reason to stop."""
+    """Keep the rates; several processes may do so at once. A cache that can't be written is no reason to stop."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(asdict(rates), indent=1))
         part.replace(path)
     except OSError:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)

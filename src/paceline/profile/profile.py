@@ -100,7 +100,6 @@ class Profile:
     batch_bytes: inputs and targets of a micro-batch.
     update: clipping and the optimizer's step on whole parameters.
     update_peak_bytes: what the update holds for a moment, above its state.
-    precision: of the job; the type that the FLOPs run in.
     notes: which figures are rough, and why. Empty if all come from the job's own program.
     """
 
@@ -110,7 +109,6 @@ class Profile:
     batch_bytes: Affine = Affine()
     update: Work = Work()
     update_peak_bytes: int = 0
-    precision: str = "float32"
     notes: tuple[str, ...] = ()
     _by_unit: dict[str, tuple[Parameter, ...]] = field(init=False, repr=False, compare=False)
 

@@ -78,8 +78,9 @@ class Recorder(TorchDispatchMode):
     def complete_gradient(self, name: str, gradient: torch.Tensor | None) -> None:
         """A parameter's gradient is made: it belongs to the segment whose backward is running."""
         self.gradients[self.place.segment].append(name)
-        if _has_storage(gradient) and (found := self._alive.get(gradient.untyped_storage()._cdata)):
-            self._gradient_serials.add(found[0])
+        if gradient is not None and _has_storage(gradient):
+            serial, _ = self._alive.get(gradient.untyped_storage()._cdata, (-1, None))
+            self._gradient_serials.add(serial)
 
     def levels(self) -> dict[Place, Levels]:
         """Levels of every place that was entered, counted from an empty device."""

@@ -202,7 +202,7 @@ def _fit(job: Job, runs: tuple[_Run, _Run], notes: tuple[str, ...]) -> Profile:
         buffer_bytes=_buffer_bytes(first.model),
         batch_bytes=line(lambda s: s.run.batch_bytes),
         update=work(update), update_peak_bytes=held.peak - held.start,
-        precision=job.precision, notes=notes,
+        notes=notes,
     )
 
 
@@ -287,7 +287,7 @@ def _from_parameters(job: Job, notes: list[str]) -> Profile:
     moved = sum(2 * p.num_bytes + 2 * p.state_bytes + p.gradient_bytes for p in parameters)
     return Profile(
         parameters, tuple(segments), buffer_bytes=_buffer_bytes(model), update=Work(moved_bytes=Affine(moved)),
-        precision=job.precision, notes=(*notes, "priced by its parameters alone: activations are left out"),
+        notes=(*notes, "priced by its parameters alone: activations are left out"),
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
 def cut_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
     """The batch in consecutive pieces along dim 0, as equal as can be; fewer if it has fewer samples."""
     edges = sorted({batch.samples * i // pieces for i in range(pieces + 1)})
-    return [MicroBatch(map_tensors(lambda t: t[a:b], batch.input), map_tensors(lambda t: t[a:b], batch.target), b - a)  # noqa: B023
-            for a, b in zip(edges, edges[1:], strict=False)]
+    return [MicroBatch(_rows(batch.input, range(a, b), batch.samples), _rows(batch.target, range(a, b), batch.samples),
+                       b - a) for a, b in pairwise(edges)]
 
 
 def plain_steps(job: Job, *, steps: int, cuts: int = 1) -> Iterator[StepRecord]:
@@ -64,14 +65,14 @@ def plain_steps(job: Job, *, steps: int, cuts: int = 1) -> Iterator[StepRecord]:
                 value = job.loss(piece.call(model), piece.target)
             if isinstance(value, tuple | list):
                 value[0].backward()
-                loss, count = loss + float(value[0]), count + float(value[1])
+                loss, count = loss + value[0].item(), count + float(value[1])
             else:
                 (value * (piece.samples / batch.samples)).backward()
-                loss, count = loss + float(value) * piece.samples / batch.samples, 1.0
-        gradients = {name: p.grad / count if count != 1.0 else p.grad.clone() for name, p in named if p.grad is not None}
-        for name, p in named:
+                loss, count = loss + value.item() * piece.samples / batch.samples, 1.0
+        for _, p in named:
             if p.grad is not None:
-                p.grad = gradients[name].clone()
+                p.grad /= count
+        gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
         if job.clip is not None:
             torch.nn.utils.clip_grad_norm_([p for _, p in named], job.clip)
         optimizer.step()
@@ -100,7 +101,8 @@ def write_reference(job: Job, folder: Path, *, steps: int) -> dict[str, Any]:
                 {name: max(_distance(tensor, other.get(name)) for other in theirs) for name, tensor in mine.items()})
             figures[f"{kind}_size"].append({name: float(tensor.abs().max()) if tensor.numel() else 0.0
                                             for name, tensor in mine.items()})
-            save_file({name: tensor.contiguous() for name, tensor in mine.items()}, folder / f"{kind}-{step}.safetensors")
+            whole_tensors = {name: tensor.contiguous() for name, tensor in mine.items()}
+            save_file(whole_tensors, folder / f"{kind}-{step}.safetensors")
     return figures
 
 
@@ -136,14 +138,15 @@ def loss_problem(job: Job, *, steps: int) -> str | None:
                 continue
             first = max(1, batch.samples // 3)
             try:
-                mixed = sum(float(job.loss(_rows(output, part, batch.samples), _rows(batch.target, part, batch.samples)))
-                            * len(part) / batch.samples for part in (range(first), range(first, batch.samples)))
+                mixed = sum(len(part) / batch.samples * float(job.loss(_rows(output, part, batch.samples),
+                                                                       _rows(batch.target, part, batch.samples)))
+                            for part in (range(first), range(first, batch.samples)))
             except (RuntimeError, ValueError, TypeError, IndexError, TrainingError):
                 return None  # an output that can't be cut by samples says nothing about the loss
             if abs(mixed - float(value)) > 1e-7 * max(1.0, abs(float(value))):
-                return (f"the loss is a scalar and not the mean over its samples: {float(value):.6g} of {batch.samples} "
-                        f"samples at once, {mixed:.6g} as the mean of its parts. Ignored targets or weights do this, "
-                        "and so does a loss that compares samples with each other. Return (sum, count) instead of a "
+                return (f"the loss is a scalar and not the mean over its samples: {float(value):.6g} of "
+                        f"{batch.samples} samples at once, {mixed:.6g} as the mean of its parts. Ignored targets or "
+                        "weights do this, and so does a loss that compares samples with each other. Return (sum, count) instead of a "
                         "scalar: the loss's sum, and the number or weight of what it counts")
     return None
 

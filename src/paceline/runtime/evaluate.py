@@ -46,4 +46,4 @@ def outputs(model: torch.nn.Module, job: Job, data: Any, *, part: Part, device: 
         for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed):
             with autocast(job, device):
                 output = batch.to(device).call(model)
-            yield map_tensors(lambda t: t[: batch.samples].float().cpu(), output)
+            yield map_tensors(lambda tensor, samples=batch.samples: tensor[:samples].float().cpu(), output)

@@ -164,7 +164,7 @@ def evaluation_feed(data: Any, *, batch: int, part: Part, seed: int) -> Iterator
         items, start = iter(data), 0
         while taken := list(islice(items, batch)):
             for cut in part.cuts(len(taken)):
-                used = cut or range(1)
+                used = list(cut) or [0]
                 yield MicroBatch(*collate([taken[i] for i in used], [start + i for i in used]), samples=len(cut))
             start += len(taken)
         return

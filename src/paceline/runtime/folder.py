@@ -47,9 +47,10 @@ def claimed(run_dir: Path) -> Iterator[Path]:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(run_dir / ".lock", "a+")
+        lock = open(run_dir / ".lock", "a+")  # noqa: SIM115  # closed below
     except OSError as error:
-        raise UsageError(f"can't write the run folder {run_dir}: {error.strerror}", hint="--run DIR names another") from error
+        raise UsageError(f"can't write the run folder {run_dir}: {error.strerror}",
+                         hint="--run DIR names another") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -201,7 +202,8 @@ def _steps(run: _Run) -> bool:
         if observer is not None:
             observer.samples(run.step, batches)
         result = run.stepper.step(window, batches, step=run.step, stop=context.stop_signal is not None,
-                                  beat=context.beat, observe=partial(observer.gradients, run.step) if observer else None)
+                                  beat=context.beat,
+                                  observe=partial(observer.gradients, run.step) if observer else None)
         _after_step(run, window, result, time.perf_counter() - began_s)
         if order is not None and run.step % order.steps_per_epoch == 0 and run.step != job.total_steps:
             _evaluate(run)
@@ -212,10 +214,10 @@ def _steps(run: _Run) -> bool:
 
 def _feed(run: _Run, order: Order | None) -> Iterator[tuple[Window, list[MicroBatch]]]:
     part = part_of(run.plan, run.mesh, run.settings.shares)
-    total = run.job.total_steps
+    total = run.job.total_steps if run.job.total_steps is not None else sys.maxsize
     return training_feed(run.job.data, order=order, batch=run.job.batch, seed=run.job.seed,
-                         drop_last=run.job.drop_last, part=part, epochs=run.job.epochs, loader_workers=run.settings.loader_workers,
-                         steps=range(run.step, total if total is not None else 2**62))
+                         drop_last=run.job.drop_last, part=part, epochs=run.job.epochs,
+                         loader_workers=run.settings.loader_workers, steps=range(run.step, total))
 
 
 def _after_step(run: _Run, window: Window, result: StepResult, step_s: float) -> None:

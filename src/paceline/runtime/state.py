@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from paceline.errors import CheckpointError, JobError
-from paceline.job import Job
 from paceline.runtime.checkpoint.pieces import Piece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.stepper import Stepper
@@ -19,7 +18,7 @@ from paceline.runtime.stepper import Stepper
 
 
 def pieces(stepper: Stepper) -> Iterator[Piece]:
-    """The pieces this rank writes: of sharded tensors its shard if it is in the first replica, of whole ones rank 0's."""
+    """What this rank writes: of sharded tensors its shard if it is in the first replica; whole ones are rank 0's."""
     first_replica = stepper.mesh.coordinates["data"] == 0
     for name, tensor in _tensors(stepper):
         if first_replica if hasattr(tensor, "to_local") else stepper.mesh.rank == 0:
@@ -88,7 +87,8 @@ def _plain(value: Any, what: str) -> Any:
     return value
 
 
-def model_mismatch(model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter], checkpoint: Checkpoint) -> str | None:
+def model_mismatch(model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter],
+                   checkpoint: Checkpoint) -> str | None:
     """Why a checkpoint's tensors are not this model's; None if they are."""
     wanted = {f"parameters/{name}": tuple(p.shape) for name, p in held.items()}
     wanted |= {f"buffers/{name}": tuple(b.shape) for name, b in persistent_buffers(model).items()}

@@ -181,8 +181,8 @@ class Stepper:
             raise TrainingError("the loss does not depend on the model: no parameter has a gradient")
         if never:
             shown = ", ".join(never[:5]) + (f" and {len(never) - 5} more" if len(never) > 5 else "")
-            raise TrainingError(f"the loss does not depend on {len(never)} of {len(self.parameters)} parameters: {shown}",
-                                hint="remove them, or freeze them with requires_grad_(False)")
+            raise TrainingError(f"the loss does not depend on {len(never)} of {len(self.parameters)} parameters: "
+                                f"{shown}", hint="remove them, or freeze them with requires_grad_(False)")
 
     def _scale_gradients(self, factor: float) -> None:
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]

@@ -7,6 +7,7 @@ and what gradients a rank then holds are reduced over the replicas. Each room se
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.strategies.data import run as data
@@ -31,7 +32,12 @@ class Synchroniser(Protocol):
 
 
 class Room(Protocol):
-    """The running side of a strategy."""
+    """The running side of a strategy.
+
+    IMPORTS: modules it needs beyond torch itself, for a parent to import once for all the ranks it forks.
+    """
+
+    IMPORTS: tuple[str, ...]
 
     def is_active(self, plan: Plan) -> bool: ...
 
@@ -39,7 +45,13 @@ class Room(Protocol):
         """Change the model in place for this rank. Collective along the room's axis."""
 
 
-ROOMS: tuple[Room, ...] = (recompute, shard, data)  # type: ignore[assignment]
+ROOMS: tuple[Room, ...] = (recompute, shard, data)
+
+
+def load(plan: Plan) -> None:
+    """Import what the ranks of a plan will need, so that forks of this process don't each pay for it."""
+    for name in ("torch._dynamo", *(name for room in ROOMS if room.is_active(plan) for name in room.IMPORTS)):
+        importlib.import_module(name)  # torch's optimizers import _dynamo when they are built; it takes a second
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,8 @@ def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | 
                 "samples": trained.checkpoint.document["samples"],
                 "validation_loss": figures.pop("loss"), "metrics": figures}
 
-    return place.run(body, run_dir=None)  # type: ignore[no-any-return]
+    found: dict[str, Any] = place.run(body, run_dir=None)
+    return found
 
 
 def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, *, devices: str | None = None,
@@ -105,10 +106,12 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
             return {"plan": str(asked.plan), "step": trained.checkpoint.step, "samples": len(data), "output": str(path),
                     "shapes": shapes}
 
-        return place.run(body, run_dir=None)  # type: ignore[no-any-return]
+        found: dict[str, Any] = place.run(body, run_dir=None)
+        return found
 
 
-def _open(run_dir: Path, plan: str | Plan | None, *, devices: str | None, timeout_s: float) -> tuple[Job, Resolved, Place]:
+def _open(run_dir: Path, plan: str | Plan | None, *, devices: str | None,
+          timeout_s: float) -> tuple[Job, Resolved, Place]:
     source = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
     given = Plan.read(plan) if plan is not None else Plan.read(folder.read_document(run_dir, folder.PLAN)["plan"])
     job, environment = source.load(), current()

@@ -58,6 +58,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         RankFailed: a rank failed; its report names rank, step and line.
     """
     from paceline.runtime.loop import Settings, train_rank
+    from paceline.strategies.compose import load
 
     _check(save_every=save_every, steps=steps, procs=procs, timeout_s=timeout_s)
     if resume and run is None:
@@ -67,6 +68,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         loaded = replace(loaded, steps=steps, epochs=None)
     environment = current()
     asked = resolve(loaded, plan, devices=devices, procs=procs, environment=environment)
+    load(asked.plan)
     place = Place(environment, asked.cluster.devices, timeout_s=timeout_s)
     with ExitStack() as held:
         stem = Path(source.path).stem if source else "job"
@@ -133,16 +135,20 @@ def _predict_once_started(board: Board, job: Job, asked: Resolved, run_dir: Path
     _predict(job, asked, run_dir)
 
 
-def _predict(job: Job, asked: Resolved, run_dir: Path) -> dict[str, Any]:
+def _predict(job: Job, asked: Resolved, run_dir: Path) -> None:
+    """Write the predicted figures into the run folder. A job that can't be predicted trains all the same."""
     from paceline.planner.estimate import estimate
     from paceline.profile import profile_job
     from paceline.runtime.checkpoint.write import write_json
 
-    found = estimate(profile_job(job), asked.plan, asked.cluster, batch=job.batch, precision=job.precision)
-    document = {"step_s": found.step_s, "peak_memory_bytes": found.peak_memory_bytes, "ledger": dict(found.ledger),
-                "breakdown": dict(found.breakdown)}
-    write_json(run_dir / folder.PREDICTED, document)
-    return document
+    try:
+        found = estimate(profile_job(job), asked.plan, asked.cluster, batch=job.batch, precision=job.precision)
+    except Exception as error:  # the model may do anything when it is profiled
+        print(f"warning: no prediction for this job: {type(error).__name__}: {error}", file=sys.stderr)
+        write_json(run_dir / folder.PREDICTED, {"step_s": None, "peak_memory_bytes": None})
+        return
+    write_json(run_dir / folder.PREDICTED, {"step_s": found.step_s, "peak_memory_bytes": found.peak_memory_bytes,
+                                            "ledger": dict(found.ledger), "breakdown": dict(found.breakdown)})
 
 
 def _sum_up(run_dir: Path, figures: dict[str, Any], job: Job, asked: Resolved) -> dict[str, Any]:

@@ -71,6 +71,8 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
         UsageError: a plan that can't be read or doesn't suit the job.
         PacelineError: the job fails on one device.
     """
+    from paceline.strategies.compose import load
+
     loaded = job.load() if isinstance(job, JobFile) else job
     if steps < 1:
         raise UsageError(f"steps must be at least 1, got {steps}")
@@ -78,6 +80,8 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
         steps = min(steps, loaded.total_steps)
     loaded = replace(loaded, steps=steps, epochs=None, validation=None, metrics={})
     chosen = [Plan.read(plan) for plan in plans] or _plans_that_fit(loaded)
+    for plan in chosen:
+        load(plan)
     found: dict[Plan, list[Verdict]] = {plan: [] for plan in chosen}
     problems: dict[Plan, str] = {}
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
@@ -115,7 +119,8 @@ def _reference(job: Job, folder: Path, *, steps: int, timeout_s: float) -> dict[
         marks = [sample_marks(batch).tolist() for batch in whole_batches(quiet, steps)]
         return {**figures, "problem": problem, "marks": marks, "draws": sorted(mode.draws)}
 
-    return run_local(body, Cluster.local("cpu:0").devices, timeout_s=timeout_s)[0]  # type: ignore[no-any-return]
+    found: dict[str, Any] = run_local(body, Cluster.local("cpu:0").devices, timeout_s=timeout_s)[0]
+    return found
 
 
 def _coupling(job: Job, figures: dict[str, Any]) -> str | None:
@@ -131,8 +136,8 @@ def _coupling(job: Job, figures: dict[str, Any]) -> str | None:
     norms = [name for name, module in job.model().named_modules() if isinstance(module, _BatchNorm)]
     cause = (f"{len(norms)} BatchNorm layers, such as '{norms[0]}', use the statistics of a micro-batch" if norms
              else "a layer or the loss mixes samples")
-    return (f"the job couples the samples of a batch: cutting it moves the gradient of '{moved[0]}' by {moved[1]:.2g} on "
-            f"one device already ({cause}), so no plan that cuts the batch can equal one device. GroupNorm or "
+    return (f"the job couples the samples of a batch: cutting it moves the gradient of '{moved[0]}' by {moved[1]:.2g} "
+            f"on one device already ({cause}), so no plan that cuts the batch can equal one device. GroupNorm or "
             "LayerNorm instead of BatchNorm make the job exact")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -78,6 +79,19 @@ def uncovered(region: Region, boxes: Iterable[Region]) -> list[Region]:
     for box in boxes:
         missing = [rest for part in missing for rest in part.minus(box)]
     return missing
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor into another of the same shape and dtype.
+
+    Blocks of CPU memory are moved by the calling thread alone. torch would share the work between its threads, which
+    wait for each other on busy cores: 1.0 s instead of 0.02 s for 100 tensors of 1 MiB, 2 cores, load 6.
+    """
+    if all(t.device.type == "cpu" and t.is_contiguous() and not t.is_conj() and not t.is_neg()
+           for t in (target, source)):
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        target.copy_(source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import CheckpointError
-from paceline.runtime.checkpoint.pieces import DTYPES, Region, pieces_of, uncovered
+from paceline.runtime.checkpoint.pieces import DTYPES, Region, copy, pieces_of, uncovered
 from paceline.runtime.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, VERSION
 
 # step-N, and what was step-N until a save of the same step began to replace it and was cut off.
@@ -109,7 +109,7 @@ class Checkpoint:
                 part = stored[common.slices(piece.region.offsets) or ...]
             except (SafetensorError, OSError, LookupError, ValueError) as error:
                 raise CheckpointError(f"{self.path}: can't read '{piece.key}' from {piece.file}: {error}") from error
-            target[common.slices(region.offsets)].copy_(part)
+            copy(target[common.slices(region.offsets)], part)
 
     def _open(self, file: str) -> Any:
         """A file, mapped into memory once and kept: a model has thousands of tensors in few files."""

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from paceline.errors import CheckpointError
-from paceline.runtime.checkpoint.pieces import DTYPE_NAMES, Piece, Region, uncovered
+from paceline.runtime.checkpoint.pieces import DTYPE_NAMES, Piece, Region, copy, uncovered
 
 FORMAT = "paceline-checkpoint"
 VERSION = 1
@@ -312,7 +312,9 @@ def _part_name(rank: int, suffix: str) -> str:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy in CPU memory, with nothing lazy about it (conjugation, negation)."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    copy(target, tensor.detach())
+    return target
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

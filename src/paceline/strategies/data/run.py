@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
 
 
+IMPORTS: tuple[str, ...] = ()
+
+
 def is_active(plan: Plan) -> bool:
     return plan.axes.data > 1
 

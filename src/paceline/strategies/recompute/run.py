@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
 
 
+IMPORTS: tuple[str, ...] = ()
+
+
 def is_active(plan: Plan) -> bool:
     return plan.modifiers.recompute == "full"
 
@@ -27,4 +30,4 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> None:
     generators.
     """
     for unit in list(find_units(model).values()) or [model]:
-        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)  # type: ignore[method-assign]
+        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
 
 
+IMPORTS: tuple[str, ...] = ("torch.distributed.fsdp", "torch.distributed.tensor")
+
+
 def is_active(plan: Plan) -> bool:
     return plan.axes.shard > 1
 

@@ -1,0 +1,221 @@
+"""How long a step takes under a plan and how much memory each rank needs, before anything runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.cluster import Cluster, Device, usable_cores
+from paceline.errors import PlanError
+from paceline.job import Precision
+from paceline.plan import Plan
+from paceline.planner.program import step_program
+from paceline.profile.device import DeviceRates, measure_device
+from paceline.profile.profile import Profile
+from paceline.runtime.order import split
+from paceline.simulate.play import Timeline, play
+
+# What a rank's resident size grows by besides tensors, once it runs: library pages that it touches for the first
+# time, kernels that are compiled for its shapes, threads, the network's buffers. See docs/prediction.md.
+CPU_RUNTIME_BYTES = 60 * 2**20
+# Rates that only stand in where nothing but memory is asked for.
+_ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a plan is expected to cost.
+
+    step_s: seconds an optimizer step, of the slowest rank, without reading data, evaluating and saving.
+    peak_memory_bytes: of the rank that needs most: on a CPU, its resident size above that of a started, empty
+        rank; on a GPU, what torch's allocator hands out.
+    ledger: that rank's bytes at its peak by what they are for: parameters, gradients, optimizer, activations,
+        communication, checkpoint, runtime.
+    breakdown: the slowest rank's seconds: compute, communication (what no computing hides), optimizer.
+    notes: which figures are rough, and why.
+    """
+
+    step_s: float
+    peak_memory_bytes: int
+    ledger: Mapping[str, int]
+    breakdown: Mapping[str, float]
+    notes: tuple[str, ...] = ()
+
+
+def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision = "float32",
+             rates: DeviceRates | None = None) -> Estimate:
+    """Play the plan's step on the cluster.
+
+    Args:
+        batch: Samples an optimizer step, over all devices.
+        rates: Of a device that doesn't state its own; by default measured on this machine (0.3 s, then cached).
+
+    Raises:
+        PlanError: the plan needs more devices than there are, or accumulate=auto finds nothing that fits.
+    """
+    _check_devices(plan, cluster)
+    if plan.modifiers.accumulate == "auto":
+        plan = plan.with_(accumulate=fewest_microbatches(profile, plan, cluster, batch=batch, precision=precision))
+    ranks = _ranks(plan, cluster, batch=batch, rates=rates or _measured(cluster))
+    played = {rank: _play(profile, plan, cluster, rank, precision=precision) for rank in ranks}
+    slowest = max(played.values(), key=lambda timeline: timeline.step_s)
+    fullest = max(played.values(), key=lambda timeline: timeline.peak_memory_bytes)
+    return Estimate(slowest.step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes)
+
+
+def fewest_microbatches(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,
+                        precision: Precision = "float32") -> int:
+    """The fewest micro-batches an update with which every rank stays within its device's memory.
+
+    Raises:
+        PlanError: one sample a micro-batch is too much for some device; says by how much, for what, and which
+            plan on the same devices would fit.
+    """
+    _check_devices(plan, cluster)
+    ranks = _ranks(plan, cluster, batch=batch, rates=_ANY_RATES)
+    most = max(rank.samples for rank in ranks)
+
+    def shortfall(count: int) -> tuple[int, _Rank, Timeline]:
+        """By how many bytes the worst rank is over with so many micro-batches (negative: it fits)."""
+        tried = plan.with_(accumulate=count)
+        return max(((timeline.peak_memory_bytes - rank.device.memory_bytes, rank, timeline) for rank, timeline in
+                    ((rank, _play(profile, tried, cluster, rank, precision=precision)) for rank in ranks)),
+                   key=lambda found: found[0])
+
+    missing_bytes, worst, timeline = shortfall(most)
+    if missing_bytes > 0:
+        raise _too_large(plan, worst, timeline, missing_bytes,
+                         others=_plans_that_fit(profile, plan, cluster, batch=batch, precision=precision))
+    fewest = 1
+    while fewest < most:  # the need falls as micro-batches get smaller: halve the interval
+        middle = (fewest + most) // 2
+        fewest, most = (fewest, middle) if shortfall(middle)[0] <= 0 else (middle + 1, most)
+    return fewest
+
+
+def split_shares(plan: Plan, cluster: Cluster, rates: DeviceRates | None = None) -> tuple[int, ...]:
+    """The weight of each replica in the global batch.
+
+    Replicas by speed or memory get weights in proportion to it, to one per cent of the largest. A device that
+    doesn't state its speed has that of `rates`; without them, devices are equally fast unless all state theirs.
+    """
+    shares = plan.modifiers.shares
+    if isinstance(shares, tuple):
+        return shares
+    _check_devices(plan, cluster)
+    devices = cluster.devices[:plan.replicas]
+    if shares == "memory":
+        return _whole_weights([device.memory_bytes for device in devices])
+    if shares == "speed":
+        speeds = [device.flops_per_s or (rates.flops_per_s if rates else None) for device in devices]
+        if all(speeds):
+            return _whole_weights([speed for speed in speeds if speed])
+    return (1,) * plan.replicas
+
+
+def _whole_weights(figures: Sequence[float]) -> tuple[int, ...]:
+    weights = [max(1, round(100 * figure / max(figures))) for figure in figures]
+    divisor = math.gcd(*weights)
+    return tuple(weight // divisor for weight in weights)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A kind of rank: what it runs on, how fast that is, and its samples of the global batch."""
+
+    device: Device
+    rates: DeviceRates
+    samples: int
+
+
+def _ranks(plan: Plan, cluster: Cluster, *, batch: int, rates: DeviceRates) -> list[_Rank]:
+    """The different kinds of ranks; replicas are numbered as ranks are."""
+    parts = split(batch, split_shares(plan, cluster, rates))
+    kinds = {_Rank(replace(device, index=0), _rates_of(device, rates), len(part))
+             for device, part in zip(cluster.devices, parts, strict=False)}
+    return sorted(kinds, key=lambda rank: (-rank.samples, rank.device.memory_bytes))
+
+
+def _rates_of(device: Device, rates: DeviceRates) -> DeviceRates:
+    """What the device states of itself, and what is known of its like."""
+    faster = device.flops_per_s / rates.flops_per_s if device.flops_per_s else 1.0
+    return replace(rates, flops_per_s=rates.flops_per_s * faster, bf16_flops_per_s=rates.bf16_flops_per_s * faster,
+                   memory_bytes_per_s=device.memory_bytes_per_s or rates.memory_bytes_per_s)
+
+
+def _measured(cluster: Cluster) -> DeviceRates:
+    """This machine's rates for one of its ranks, which share the cores evenly."""
+    return measure_device(cluster.devices[0].kind, max(1, usable_cores() // len(cluster.devices)))
+
+
+def _play(profile: Profile, plan: Plan, cluster: Cluster, rank: _Rank, *, precision: Precision) -> Timeline:
+    """A rank's step. Micro-batches between the first two and the last are alike and are played once."""
+    assert isinstance(plan.modifiers.accumulate, int)
+    # A rank without samples of its own runs one that doesn't count.
+    sizes = [max(1.0, len(part)) for part in split(rank.samples, (1,) * plan.modifiers.accumulate)]
+
+    def played(sizes: Sequence[float]) -> Timeline:
+        program = step_program(profile, plan, rank.device.kind, sizes)
+        return play(program, rank.rates, cluster.link, precision=precision)
+
+    if len(sizes) <= 3:
+        found = played(sizes)
+    else:
+        middle = sum(sizes[1:-1]) / (len(sizes) - 2)
+        found = _repeated(played([sizes[0], sizes[-1]]), played([sizes[0], middle, sizes[-1]]), len(sizes) - 2)
+    if rank.device.kind == "cpu":
+        found = replace(found, peak_memory_bytes=found.peak_memory_bytes + CPU_RUNTIME_BYTES,
+                        ledger={**found.ledger, "runtime": CPU_RUNTIME_BYTES})
+    return found
+
+
+def _repeated(without: Timeline, once: Timeline, times: int) -> Timeline:
+    """A timeline with the part that `once` has and `without` has not, so many times over. Memory stays."""
+    def many(base: float, more: float) -> float:
+        return base + times * (more - base)
+
+    return replace(once, step_s=many(without.step_s, once.step_s), breakdown={
+        part: many(without.breakdown[part], seconds) for part, seconds in once.breakdown.items()})
+
+
+def _check_devices(plan: Plan, cluster: Cluster) -> None:
+    if len(cluster.devices) < plan.world_size:
+        raise PlanError(f"plan '{plan}' needs {plan.world_size} devices and there are {len(cluster.devices)}",
+                        hint=f"a plan of at most {len(cluster.devices)} ranks, or more devices")
+
+
+def _plans_that_fit(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,
+                    precision: Precision) -> list[Plan]:
+    """Plans on the same devices that hold less, from the smallest change to the largest, where they fit."""
+    smaller = [plan.with_(recompute="full")]
+    if plan.world_size > 1:
+        smaller.append(Plan.of(shard=plan.world_size))
+        smaller.append(Plan.of(shard=plan.world_size, recompute="full"))
+    return [tried.with_(accumulate="auto") for tried in smaller
+            if tried.with_(accumulate=1) != plan.with_(accumulate=1)
+            and _fits(profile, tried, cluster, batch=batch, precision=precision)]
+
+
+def _fits(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision) -> bool:
+    """Whether every rank's memory holds one sample at a time."""
+    ranks = _ranks(plan, cluster, batch=batch, rates=_ANY_RATES)
+    finest = plan.with_(accumulate=max(rank.samples for rank in ranks))
+    return all(_play(profile, finest, cluster, rank, precision=precision).peak_memory_bytes
+               <= rank.device.memory_bytes for rank in ranks)
+
+
+def _too_large(plan: Plan, rank: _Rank, timeline: Timeline, missing_bytes: int, *,
+               others: Sequence[Plan]) -> PlanError:
+    by_size = sorted(timeline.ledger.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {_gib(held)}" for name, held in by_size if held)
+    return PlanError(
+        f"plan '{plan}' needs {_gib(timeline.peak_memory_bytes)} on a rank even with one sample a micro-batch, and "
+        f"a {rank.device.kind} device has {_gib(rank.device.memory_bytes)}: {_gib(missing_bytes)} "
+        f"({missing_bytes} bytes) too little ({parts})",
+        hint=f"on these devices '{others[0]}' fits" if others
+        else "more devices to shard over, devices with more memory, or a smaller model")
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

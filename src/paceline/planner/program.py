@@ -1,0 +1,115 @@
+"""The program of one rank's step: the work of one device, and what each room of the plan adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from paceline.cluster import DeviceKind
+from paceline.plan import Plan
+from paceline.profile.profile import Profile
+from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Program, free
+from paceline.strategies.costs import Held, Hooks, Moment, MomentName, Room, Step, compute
+from paceline.strategies.data.cost import ROOM as DATA
+from paceline.strategies.recompute.cost import ROOM as RECOMPUTE
+from paceline.strategies.shard.cost import ROOM as SHARD
+
+# Innermost first, as on the running side (`strategies/compose.py`).
+ROOMS: tuple[Room, ...] = (RECOMPUTE, SHARD, DATA)
+
+
+def step_program(profile: Profile, plan: Plan, device_kind: DeviceKind,
+                 microbatch_samples: Sequence[float]) -> Program:
+    """What the first rank does in a step with these micro-batches of its own. It holds the most of every cut."""
+    rooms = [room for room in ROOMS if room.is_active(plan)]
+    held = Held({p.name: p.num_bytes for p in profile.parameters},
+                {p.name: p.gradient_bytes for p in profile.parameters},
+                {p.name: p.state_bytes for p in profile.parameters})
+    for room in rooms:
+        held = room.hold(held, plan, profile)
+    step = Step(profile, plan, device_kind, tuple(microbatch_samples), held)
+    hooks = [_one_device(step), *(room.enter(step) for room in rooms)]
+    return tuple(event for name, moment in moments(step)
+                 for events in (reversed(hooks) if name.startswith("before_") else hooks) if name in events
+                 for event in events[name](moment))
+
+
+def moments(step: Step) -> Iterator[tuple[MomentName, Moment]]:
+    """The moments of a step in their order."""
+    segments = range(len(step.profile.segments))
+    yield "start", Moment()
+    for microbatch in range(len(step.microbatch_samples)):
+        yield "begin", Moment(microbatch)
+        for segment in segments:
+            yield "before_forward", Moment(microbatch, segment)
+            yield "forward", Moment(microbatch, segment)
+            yield "after_forward", Moment(microbatch, segment)
+        yield "turn", Moment(microbatch)
+        for segment in reversed(segments):
+            yield "before_backward", Moment(microbatch, segment)
+            yield "backward", Moment(microbatch, segment)
+            yield "after_backward", Moment(microbatch, segment)
+        yield "done", Moment(microbatch)
+    yield "finish", Moment()
+    yield "meet", Moment()
+    yield "update", Moment()
+    yield "save", Moment()
+
+
+def _one_device(step: Step) -> Hooks:
+    """The work that every plan has in common, with what this rank holds."""
+    profile, held = step.profile, step.held
+    gradient_bytes = {p.name: p.gradient_bytes for p in profile.parameters}
+    held_bytes = sum(held.parameters.values()) + sum(held.state.values())
+
+    def start(at: Moment) -> Iterable[Event]:
+        yield Allocate("parameters", sum(held.parameters.values()) + profile.buffer_bytes)
+        yield Allocate("optimizer", sum(held.state.values()))
+
+    def begin(at: Moment) -> Iterable[Event]:
+        yield Allocate("activations", profile.batch_bytes.at(step.samples(at)))
+
+    def forward(at: Moment) -> Iterable[Event]:
+        segment, samples = step.segment(at), step.samples(at)
+        peak = segment.forward_peak_bytes.at(samples)
+        yield Allocate("activations", peak)
+        yield compute(segment.forward, samples)
+        yield free("activations", peak)
+        yield Allocate("activations", segment.kept_bytes.at(samples))
+
+    def backward(at: Moment) -> Iterable[Event]:
+        segment, samples = step.segment(at), step.samples(at)
+        made = [gradient_bytes[name] for name in segment.gradients]
+        # The first micro-batch's gradients stay; a later one's are added to them one at a time.
+        passing = 0 if at.microbatch == 0 else max(made, default=0)
+        yield Allocate("gradients", sum(made) if at.microbatch == 0 else passing)
+        peak = segment.backward_peak_bytes.at(samples)
+        yield Allocate("activations", peak)
+        yield compute(segment.backward, samples)
+        yield free("activations", peak + segment.kept_bytes.at(samples))
+        yield free("gradients", passing)
+
+    def done(at: Moment) -> Iterable[Event]:
+        yield free("activations", profile.batch_bytes.at(step.samples(at)))
+
+    def meet(at: Moment) -> Iterable[Event]:
+        """One small all-reduce of the loss, its count, and which parameters were used, in float64."""
+        if step.plan.world_size > 1:
+            figures = 3 + sum(p.trainable for p in profile.parameters)
+            yield Collective("all_reduce", 8 * figures, step.plan.world_size, name="meet", stream=COMPUTE)
+
+    def update(at: Moment) -> Iterable[Event]:
+        whole = sum(gradient_bytes.values())
+        part = sum(held.gradients.values()) / whole if whole else 0.0
+        yield Allocate("optimizer", profile.update_peak_bytes * part)
+        work = compute(profile.update, samples=0, part="optimizer")
+        yield Compute(moved_bytes=work.moved_bytes * part, function_bytes=work.function_bytes * part,
+                      operators=work.operators, part="optimizer")
+        yield free("optimizer", profile.update_peak_bytes * part)
+
+    def save(at: Moment) -> Iterable[Event]:
+        """A checkpoint is written in the background from a copy in the host's memory."""
+        if step.device_kind == "cpu":
+            yield Allocate("checkpoint", held_bytes)
+
+    return {"start": start, "begin": begin, "forward": forward, "backward": backward, "done": done, "meet": meet,
+            "update": update, "save": save}

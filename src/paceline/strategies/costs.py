@@ -1,0 +1,108 @@
+"""The cost side of the rooms: what each strategy adds to a step, as events at the moments of the step.
+
+A step is the same for every plan; its moments are, in order:
+
+    start                                              what is held before the step
+    for every micro-batch:
+        begin
+        before_forward, forward, after_forward         for every segment
+        turn                                           the loss is there
+        before_backward, backward, after_backward      for every segment, the last one first
+        done
+    finish                                             every gradient is the whole window's
+    meet                                               ranks agree on the loss
+    update                                             clipping and the optimizer
+    save                                               a checkpoint's snapshot; no part of the step's time
+
+`enter` is called once a step and answers with what the room does at which moment. Rooms stand inside one another
+as on the running side: at a `before_...` moment the outermost comes first, at all others the innermost. The
+innermost of all is the work of one device (`planner/program.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.cluster import DeviceKind
+from paceline.plan import Plan
+from paceline.profile.profile import Profile, Segment, Work
+from paceline.simulate.program import Compute, Event, Part
+
+MomentName = Literal["start", "begin", "before_forward", "forward", "after_forward", "turn", "before_backward",
+                     "backward", "after_backward", "done", "finish", "meet", "update", "save"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Which micro-batch and which segment (a number in the profile) a moment belongs to; 0 where there is none."""
+
+    microbatch: int = 0
+    segment: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that a rank holds of each parameter between its uses, by name.
+
+    gradients_by_unit: whether a gradient is ready only when its whole unit's backward is done.
+    """
+
+    parameters: Mapping[str, int]
+    gradients: Mapping[str, int]
+    state: Mapping[str, int]
+    gradients_by_unit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a room needs to know about one rank's step.
+
+    microbatch_samples: this rank's, of each micro-batch.
+    """
+
+    profile: Profile
+    plan: Plan
+    device_kind: DeviceKind
+    microbatch_samples: tuple[float, ...]
+    held: Held
+
+    def is_last(self, at: Moment) -> bool:
+        """Whether this is the window's last micro-batch."""
+        return at.microbatch == len(self.microbatch_samples) - 1
+
+    def segment(self, at: Moment) -> Segment:
+        return self.profile.segments[at.segment]
+
+    def samples(self, at: Moment) -> float:
+        return self.microbatch_samples[at.microbatch]
+
+
+def compute(work: Work, samples: float, *, part: Part = "compute") -> Compute:
+    """A segment's work on so many samples, as an event."""
+    return Compute(flops=work.flops.at(samples), moved_bytes=work.moved_bytes.at(samples),
+                   function_bytes=work.function_bytes.at(samples), operators=work.operators, part=part)
+
+
+Hook = Callable[[Moment], Iterable[Event]]
+Hooks = Mapping[MomentName, Hook]
+
+
+def unchanged(held: Held, plan: Plan, profile: Profile) -> Held:
+    """A room that leaves to each rank what it held."""
+    return held
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The cost side of a strategy.
+
+    is_active: whether a plan enters the room.
+    enter: the room's events by moment.
+    hold: what a rank holds of what it held without the room.
+    """
+
+    is_active: Callable[[Plan], bool]
+    enter: Callable[[Step], Hooks]
+    hold: Callable[[Held, Plan, Profile], Held] = unchanged

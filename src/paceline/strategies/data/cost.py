@@ -1,0 +1,68 @@
+"""What replicas add to a step: an all-reduce a bucket of gradients, beside the backward that is still going on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from paceline.simulate.program import Allocate, Collective, Compute, Event, free
+from paceline.strategies.costs import Hooks, Moment, Room, Step
+from paceline.strategies.data.buckets import assign
+
+_AT_THE_END = -1  # after the backward of every segment
+
+
+def enter(step: Step) -> Hooks:
+    leaving = departures(step)
+    total = sum(sum(sizes) for sizes in leaving.values())
+
+    def send(segment: int) -> Iterable[Event]:
+        for num_bytes in leaving[segment]:
+            yield Allocate("communication", num_bytes)
+            yield Compute(moved_bytes=2 * num_bytes, operators=1)  # one copy of the gradients into the bucket
+            yield Collective("all_reduce", num_bytes, step.plan.axes.data, name="buckets")
+
+    def after_backward(at: Moment) -> Iterable[Event]:
+        return send(at.segment) if step.is_last(at) else ()
+
+    def done(at: Moment) -> Iterable[Event]:
+        return send(_AT_THE_END) if step.is_last(at) else ()
+
+    def finish(at: Moment) -> Iterable[Event]:
+        """The buckets become the gradients, or are copied into them and let go."""
+        copied = step.held.gradients_by_unit
+        yield Compute(moved_bytes=2 * total if copied else 0, after=("buckets",) if total else ())
+        yield free("communication" if copied else "gradients", total)
+
+    return {"after_backward": after_backward, "done": done, "finish": finish}
+
+
+def departures(step: Step) -> dict[int, list[int]]:
+    """Bytes of the buckets that leave after each segment's backward.
+
+    Buckets leave in their own order: one that is complete waits for those before it.
+    """
+    trainable = [p for p in step.profile.parameters if p.trainable]
+    sizes = [step.held.gradients[p.name] for p in trainable]
+    ready = _ready_after(step)
+    found: dict[int, list[int]] = defaultdict(list)
+    latest = len(step.profile.segments)
+    for bucket in assign(sizes, [p.dtype for p in trainable]):
+        latest = min([latest, *(ready.get(trainable[i].name, _AT_THE_END) for i in bucket)])
+        found[latest].append(sum(sizes[i] for i in bucket))
+    return found
+
+
+def _ready_after(step: Step) -> dict[str, int]:
+    """The segment after whose backward each gradient is ready; a parameter that is missing has none before the end."""
+    found: dict[str, int] = {}
+    for number, segment in enumerate(step.profile.segments):
+        names: Iterable[str] = segment.gradients
+        if step.held.gradients_by_unit:
+            names = [p.name for p in step.profile.owned_by(segment.unit)] if segment.unit else ()
+        for name in names:
+            found.setdefault(name, number)  # backward comes to a unit's first segment last
+    return found
+
+
+ROOM = Room(is_active=lambda plan: plan.axes.data > 1, enter=enter)

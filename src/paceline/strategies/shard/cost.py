@@ -1,0 +1,128 @@
+"""What sharding changes: each rank holds a part, gathers a unit when it is used and keeps its part of the gradients.
+
+The three stages differ in when FSDP2 gathers and reduces; `run.py` has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from paceline.plan import Plan
+from paceline.profile.profile import Parameter, Profile
+from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event, free
+from paceline.strategies.costs import Held, Hooks, Moment, Room, Step
+
+# What an operator on a sharded tensor costs above one on a plain tensor, in Python: it is looked up and unwrapped.
+# See docs/prediction.md for the measurement.
+DTENSOR_OPERATOR_S = 30e-6
+# What FSDP2's hooks cost around one gathering or reduction of a unit.
+HOOK_S = 300e-6
+ROOT = ""
+
+
+def hold(held: Held, plan: Plan, profile: Profile) -> Held:
+    """The first rank's part, which is the largest: dim 0 is cut into runs of equal length, rounded up."""
+    local = {p.name: _part(p, plan.axes.shard) for p in profile.parameters}
+    return replace(
+        held, gradients_by_unit=True,
+        parameters={name: round(held.parameters[name] * part) for name, part in local.items()},
+        gradients={name: round(held.gradients[name] * part) for name, part in local.items()},
+        state={name: round(held.state[name] * part) for name, part in local.items()},
+    )
+
+
+def _part(parameter: Parameter, ranks: int) -> float:
+    return -(-parameter.rows // ranks) / parameter.rows if parameter.rows else 1.0
+
+
+def enter(step: Step) -> Hooks:
+    zero, ranks = step.plan.sync.zero, step.plan.axes.shard
+    # On the CPU a collective of FSDP2 ends before it goes on.
+    stream = COMPUTE if step.device_kind == "cpu" else NETWORK
+    units = [segment.unit for segment in step.profile.segments]
+    first_segment = {unit: units.index(unit) for unit in units if unit}
+
+    def gather(unit: str) -> Iterable[Event]:
+        whole, local = _bytes(step, unit)
+        if not whole:
+            return
+        yield Allocate("communication", whole + local)
+        yield Collective("all_gather", whole, ranks, name=f"gather {unit}", stream=stream)
+        yield Allocate("parameters", whole)
+        yield Compute(moved_bytes=2 * (whole + local), fixed_s=HOOK_S, after=(f"gather {unit}",))
+        yield free("communication", whole + local)
+
+    def release(unit: str) -> Event:
+        return free("parameters", _bytes(step, unit)[0])
+
+    def reduce(unit: str, at: Moment) -> Iterable[Event]:
+        """The unit's gradients go into a buffer, and each rank gets the sum of its part."""
+        trainable = [p for p in step.profile.owned_by(unit) if p.trainable]
+        whole, local = sum(p.gradient_bytes for p in trainable), sum(step.held.gradients[p.name] for p in trainable)
+        if not whole or not (zero > 1 or step.is_last(at)):
+            return
+        yield Allocate("communication", whole + local)
+        yield Compute(moved_bytes=2 * whole, fixed_s=HOOK_S)
+        yield Collective("reduce_scatter", whole, ranks, name=f"reduce {unit}", stream=stream)
+        yield Compute(moved_bytes=3 * local, after=(f"reduce {unit}",))
+        yield free("communication", whole + local)
+        if at.microbatch == 0 or zero == 1:  # the first reduction of the window
+            yield free("gradients", whole - local)
+
+    def gathered_here(at: Moment, *, backward: bool) -> bool:
+        return zero == 3 or (at.microbatch == 0 and not backward)
+
+    def begin(at: Moment) -> Iterable[Event]:
+        return gather(ROOT) if gathered_here(at, backward=False) else ()
+
+    def before_forward(at: Moment) -> Iterable[Event]:
+        unit = step.segment(at).unit
+        is_first = first_segment.get(unit) == at.segment
+        if unit and gathered_here(at, backward=False) and (is_first or zero == 3):
+            yield from gather(unit)
+
+    def after_forward(at: Moment) -> Iterable[Event]:
+        unit = step.segment(at).unit
+        if unit and zero == 3:
+            yield release(unit)
+
+    def turn(at: Moment) -> Iterable[Event]:
+        if zero == 3:
+            yield release(ROOT)
+            yield from gather(ROOT)
+
+    def before_backward(at: Moment) -> Iterable[Event]:
+        unit = step.segment(at).unit
+        return gather(unit) if unit and gathered_here(at, backward=True) else ()
+
+    def after_backward(at: Moment) -> Iterable[Event]:
+        unit = step.segment(at).unit
+        if not unit:
+            return
+        if first_segment[unit] == at.segment:  # backward is through with the unit
+            yield from reduce(unit, at)
+            if zero < 3 and step.is_last(at):
+                yield release(unit)
+        if zero == 3:
+            yield release(unit)
+
+    def done(at: Moment) -> Iterable[Event]:
+        yield from reduce(ROOT, at)
+        if zero == 3 or step.is_last(at):
+            yield release(ROOT)
+
+    def update(at: Moment) -> Iterable[Event]:
+        yield Compute(fixed_s=step.profile.update.operators * DTENSOR_OPERATOR_S, part="optimizer")
+
+    return {"begin": begin, "before_forward": before_forward, "after_forward": after_forward, "turn": turn,
+            "before_backward": before_backward, "after_backward": after_backward, "done": done, "update": update}
+
+
+def _bytes(step: Step, unit: str) -> tuple[int, int]:
+    """Of a unit's parameters: whole, and what this rank holds."""
+    owned = step.profile.owned_by(unit)
+    return sum(p.num_bytes for p in owned), sum(step.held.parameters[p.name] for p in owned)
+
+
+ROOM = Room(is_active=lambda plan: plan.axes.shard > 1, enter=enter, hold=hold)
