@@ -165,7 +165,8 @@ def _reported() -> Iterator[None]:
         with _stdout_to_stderr():
             yield
     except PacelineError as error:
-        typer.echo(f"error: {error}", err=True)
+        if not isinstance(error, UsageError) or _is_first_rank():  # every rank finds the same fault with a request
+            typer.echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
@@ -192,7 +193,10 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def _is_first_rank() -> bool:
     """Whether this process speaks for the run: under torchrun and Slurm every rank is a command of its own."""
-    return getattr(environment.current(), "rank", 0) == 0
+    try:
+        return getattr(environment.current(), "rank", 0) == 0
+    except PacelineError:  # the launcher's variables contradict each other, which every rank may tell
+        return True
 
 
 # --- Printing ---------------------------------------------------------------------------------------------------

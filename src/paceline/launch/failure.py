@@ -66,8 +66,6 @@ def failure_of(error: BaseException, *, rank: int, sign: Sign) -> Failure:
     where, frames = _user_frames(error)
     if isinstance(error, PacelineError):
         exit_code, message = error.exit_code, str(error)
-        if error.__cause__ is None:
-            where = ""
     elif isinstance(error, MemoryError) or any(words in lowered for words in _MEMORY_WORDS):
         exit_code = OutOfMemory.exit_code
         message = (f"out of memory: {error}\n\n"
@@ -75,7 +73,8 @@ def failure_of(error: BaseException, *, rank: int, sign: Sign) -> Failure:
     elif any(words in lowered for words in _PEER_WORDS):
         exit_code, heard = PeerLost.exit_code, True
     elif frames:
-        trace = "Traceback (most recent call last, your code only):\n" + "".join(traceback.format_list(frames)).rstrip()
+        title = "Traceback (most recent call last, your code only):" if where else "Traceback (most recent call last):"
+        trace = f"{title}\n{''.join(traceback.format_list(frames)).rstrip()}"
     return Failure(rank, socket.gethostname(), type(error).__name__, message, exit_code, heard, sign.step, sign.phase,
                    where, trace, time.time())
 
@@ -91,8 +90,7 @@ def _user_frames(error: BaseException) -> tuple[str, list[traceback.FrameSummary
         if user:
             return f"{user[-1].filename}:{user[-1].lineno}", user
         cause = cause.__cause__
-    last = traceback.extract_tb(error.__traceback__)
-    return (f"{last[-1].filename}:{last[-1].lineno}" if last else ""), list(last)
+    return "", list(traceback.extract_tb(error.__traceback__))
 
 
 class RankFailed(PacelineError):

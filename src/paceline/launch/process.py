@@ -51,6 +51,7 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
         _write_trace(error, log)
     sys.stdout.flush()
     sys.stderr.flush()
+    sys.stdout = sys.stderr = terminal
     return result, failure, log
 
 

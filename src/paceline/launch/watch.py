@@ -93,27 +93,26 @@ def _user_place(frame: FrameType | None) -> str:
 
 
 def hang_failure(heard: dict[int, dict[str, Any]], *, world_size: int, rank: int, timeout_s: float) -> Failure:
-    """The report of a hang from what each rank said of itself; `rank` is the one that reports."""
+    """The report of a hang, in the culprit's name, from what each rank said of itself; `rank` writes it."""
     silent = [r for r in range(world_size) if r not in heard]
     stuck = [r for r, at in heard.items() if not at["waits"]]
     waiting = [r for r, at in heard.items() if at["waits"]]
-    own = heard.get(rank, {"step": 0, "phase": "start", "where": "", "host": ""})
-    trace, where = "", ""
+    culprit, trace = rank, ""
     if silent:
         message = f"rank {_listed(silent)} gave no sign of life for {timeout_s:g} s"
     elif stuck:
-        at = heard[stuck[0]]
-        message = (f"rank {_listed(stuck)} did not reach the collective that the others wait for: for {timeout_s:g} s "
-                   f"it has been in step {at['step']} ({at['phase']})" + (f", at {at['where']}" if at["where"] else ""))
-        trace, where = f"Stack of rank {stuck[0]}:\n{at['stack'].rstrip()}", at["where"]
+        culprit = stuck[0]
+        message = f"rank {_listed(stuck)} did not reach the collective that the others wait for in {timeout_s:g} s"
+        trace = f"Stack of rank {culprit}:\n{heard[culprit]['stack'].rstrip()}"
     else:
         steps = ", ".join(f"rank {r}: step {at['step']} ({at['phase']})" for r, at in sorted(heard.items()))
         message = f"all ranks wait in collectives that don't match for {timeout_s:g} s: {steps}"
     if waiting and (silent or stuck):
         message += f"; rank {_listed(waiting)} waited for it"
-    message += "\n\nhint: --timeout SECONDS allows longer pauses"
-    return Failure(rank, own["host"], PeerLost.__name__, message, PeerLost.exit_code, False, own["step"], own["phase"],
-                   where, trace, time.time())
+    at = heard.get(culprit, {"step": 0, "phase": "start", "where": "", "host": ""})
+    return Failure(culprit, at["host"], PeerLost.__name__, f"{message}\n\nhint: --timeout SECONDS allows longer pauses",
+                   PeerLost.exit_code, heard=False, step=at["step"], phase=at["phase"], where=at["where"], trace=trace,
+                   time_s=time.time())
 
 
 def _listed(ranks: list[int]) -> str:

@@ -1,0 +1,39 @@
+# Everything runs in a local virtual environment that these targets make for themselves.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RANKS ?= $$($(BIN)/python -c "import paceline; print(len(paceline.Cluster.local().devices))")
+
+.PHONY: demo verify test slow check bench clean
+
+demo: $(VENV)/installed  ## Train a net on handwritten digits on every local device
+	$(BIN)/paceline train examples/01_digits.py --plan data=$(RANKS)
+
+verify: $(VENV)/installed  ## Prove that many devices compute what one does
+	$(BIN)/paceline verify examples/01_digits.py
+
+test: $(VENV)/installed  ## The whole suite
+	scripts/test
+
+slow: $(VENV)/installed  ## The longer sweeps that the suite holds a smaller form of
+	scripts/test -m slow
+
+check: $(VENV)/installed  ## Linter, import order, types
+	scripts/check
+
+bench: $(VENV)/bench-installed  ## Throughput and start-up beside other tools
+	$(BIN)/python -m benchmarks.throughput
+	$(BIN)/python -m benchmarks.startup
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/bench-installed: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet setuptools wheel ninja
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt --editable '.[bench]'
+	touch $@
