@@ -1,0 +1,564 @@
+"""Writing: a checkpoint is whole or not there, whatever happens to disks, ranks and processes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.errors import CheckpointError
+from paceline.runtime.checkpoint import (
+    Piece,
+    Writer,
+    newest_checkpoint,
+    open_checkpoint,
+    pieces_of,
+    write,
+    write_json,
+    write_model,
+)
+
+W = torch.arange(12.0).reshape(6, 2)
+
+
+def writers(run_dir: Path, world_size: int, *, attempt: str = "first", timeout_s: float = 30.0) -> list[Writer]:
+    return [Writer(run_dir, rank=rank, world_size=world_size, attempt=attempt, timeout_s=timeout_s)
+            for rank in range(world_size)]
+
+
+def halves(scale: float = 1.0) -> list[list[Piece]]:
+    """One tensor, cut over two ranks."""
+    return [[Piece("w", (6, 2), (0, 0), scale * W[:4])], [Piece("w", (6, 2), (4, 0), scale * W[4:])]]
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def newest_step(run_dir: Path) -> int:
+    found = newest_checkpoint(run_dir, accept=lambda _: None, warn=pytest.fail)
+    assert found is not None
+    return found.step
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """No test leaves a save running behind it."""
+    yield
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-")]
+    for thread in left:
+        thread.join(10)
+    assert not left
+
+
+def test_layout_of_the_folder(tmp_path: Path) -> None:
+    """A checkpoint holds one file a rank, the index, the document and COMMIT, which lists all others."""
+    first, second = writers(tmp_path, 2)
+    for writer, pieces in zip((first, second), halves(), strict=True):
+        assert writer.save(3, pieces, {"cursor": 1}) >= 0.0
+    first.wait()
+    second.wait()
+
+    path = tmp_path / "checkpoints" / "step-3"
+    commit = json.loads((path / "COMMIT").read_text())
+    assert (commit["format"], commit["version"], commit["step"]) == ("paceline-checkpoint", 1, 3)
+    assert names(tmp_path) == ["step-3"]
+    assert sorted(p.name for p in path.iterdir()) == sorted(["COMMIT", *commit["files"]])
+    assert sorted(commit["files"]) == [
+        "document.json", "index.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+    assert torch.equal(open_checkpoint(path).read("w"), W)
+
+
+def test_files_have_the_users_mode(tmp_path: Path) -> None:
+    """Every file is as readable as the user's umask makes new files, as other people may serve the model."""
+    old = os.umask(0o027)
+    try:
+        [writer] = writers(tmp_path, 1)
+        writer.save(1, pieces_of("w", W))
+        writer.wait()
+        write_model(tmp_path / "model.safetensors", {"w": W})
+    finally:
+        os.umask(old)
+    files = [*(tmp_path / "checkpoints" / "step-1").iterdir(), tmp_path / "model.safetensors"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
+
+
+def test_the_snapshot_is_of_the_moment_of_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the caller does to its tensors and document after `save` has returned doesn't reach the checkpoint."""
+    _, released = block_saves(monkeypatch)
+    tensor, document = W.clone(), {"cursor": [1]}
+    [writer] = writers(tmp_path, 1)
+
+    writer.save(1, pieces_of("w", tensor), document)
+    tensor.zero_()
+    document["cursor"].append(2)
+    released.set()
+    writer.wait()
+
+    checkpoint = open_checkpoint(tmp_path / "checkpoints" / "step-1")
+    assert torch.equal(checkpoint.read("w"), W)
+    assert checkpoint.document == {"cursor": [1]}
+
+
+def test_tied_and_strided_tensors(tmp_path: Path) -> None:
+    """Tensors that share memory, views with strides and names that safetensors keeps for itself are all there."""
+    tensors = {"head": W, "embedding": W, "part": W[2:4], "turned": W.T, "__metadata__": W + 1,
+               "conjugate": torch.tensor([1 + 2j]).conj()}
+    [writer] = writers(tmp_path, 1)
+    writer.save(1, [piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)])
+    writer.wait()
+
+    checkpoint = open_checkpoint(tmp_path / "checkpoints" / "step-1")
+    for name, tensor in tensors.items():
+        assert torch.equal(checkpoint.read(name), tensor.resolve_conj())
+
+
+def test_several_pieces_of_one_tensor_from_one_rank(tmp_path: Path) -> None:
+    """One rank may own several pieces of a tensor, and a tensor may be called as another's second piece would be."""
+    [writer] = writers(tmp_path, 1)
+    writer.save(1, [pieces[0] for pieces in halves()] + pieces_of("w+", W + 1))
+    writer.wait()
+    checkpoint = open_checkpoint(tmp_path / "checkpoints" / "step-1")
+    assert torch.equal(checkpoint.read("w"), W)
+    assert torch.equal(checkpoint.read("w+"), W + 1)
+
+
+def test_equal_pieces_of_replicas_are_kept_once(tmp_path: Path) -> None:
+    """Ranks that save the same piece don't disturb each other; a rank without pieces takes part."""
+    three = writers(tmp_path, 3)
+    for writer, pieces in zip(three, (pieces_of("w", W), pieces_of("w", W), []), strict=True):
+        writer.save(1, pieces)
+    for writer in three:
+        writer.wait()
+    assert len(open_checkpoint(tmp_path / "checkpoints" / "step-1").tensors["w"].pieces) == 1
+
+
+@pytest.mark.parametrize(("second", "message"), [
+    ([], r"no rank saves the part of 'w' at \(4, 0\) of shape \(2, 2\); the whole has shape \(6, 2\)"),
+    ([Piece("w", (6, 2), (3, 0), W[3:])], "the pieces of 'w' overlap"),
+    ([Piece("w", (5, 2), (4, 0), W[4:5])], r"rank 1 saves 'w' as F32 of shape \[5, 2\], and a rank before it"),
+    ([Piece("w", (6, 2), (4, 0), W[4:].double())], "rank 1 saves 'w' as F64"),
+])
+def test_pieces_that_do_not_fit_are_never_committed(tmp_path: Path, second: list[Piece], message: str) -> None:
+    """A hole, an overlap or a disagreement fails the save on every rank with the same words."""
+    two = writers(tmp_path, 2)
+    for writer, pieces in zip(two, (halves()[0], second), strict=True):
+        writer.save(1, pieces)
+    for writer in two:
+        with pytest.raises(CheckpointError, match=message):
+            writer.wait()
+    assert newest_checkpoint(tmp_path, accept=lambda _: None, warn=pytest.fail) is None
+
+
+def test_overlapping_saves_come_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that begins while one is running waits for it, and both are committed."""
+    started, released = block_saves(monkeypatch)
+    [writer] = writers(tmp_path, 1)
+    writer.save(1, pieces_of("w", W))
+    assert started.wait(5)
+    writer.poll()
+    assert names(tmp_path) == [".step-1.first-1"]
+
+    threading.Timer(0.3, released.set).start()
+    blocked_s = writer.save(2, pieces_of("w", W))
+
+    assert blocked_s >= 0.25
+    assert "step-1" in names(tmp_path)
+    writer.wait()
+    assert names(tmp_path) == ["step-1", "step-2"]
+
+
+def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
+    """A resumed run replaces a checkpoint of the same step, and so does the same run; every rank sees the new one."""
+    for attempt in ("first", "second"):
+        two = writers(tmp_path, 2, attempt=attempt)
+        for scale in (2.0, 3.0):
+            for writer, pieces in zip(two, halves(scale), strict=True):
+                writer.save(1, pieces, {"by": attempt})
+            for writer in two:
+                writer.wait()
+            checkpoint = open_checkpoint(tmp_path / "checkpoints" / "step-1")
+            assert checkpoint.document == {"by": attempt}
+            assert torch.equal(checkpoint.read("w"), scale * W)
+            assert names(tmp_path) == ["step-1"]
+
+
+def test_an_older_folder_of_the_same_step_is_no_commit(tmp_path: Path) -> None:
+    """A rank that saves a step again waits for the new commit, not for the one that is there."""
+    two = writers(tmp_path, 2)
+    for writer, pieces in zip(two, halves(), strict=True):
+        writer.save(1, pieces)
+    for writer in two:
+        writer.wait()
+    second = Writer(tmp_path, rank=1, world_size=2, attempt="second", timeout_s=0.2)
+    second.save(1, halves()[1])
+    with pytest.raises(CheckpointError, match="for rank 0's commit"):
+        second.wait()
+    assert newest_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize("junk", ["file", "COMMIT that is no object", "COMMIT of something else"])
+def test_junk_of_the_same_name_is_replaced(tmp_path: Path, junk: str) -> None:
+    """Something foreign that is called step-1 neither counts as the commit nor stops it."""
+    path = tmp_path / "checkpoints" / "step-1"
+    path.parent.mkdir()
+    if junk == "file":
+        path.write_text("")
+    else:
+        path.mkdir()
+        (path / "COMMIT").write_text("3" if "object" in junk else "{}")
+    two = writers(tmp_path, 2)
+    for writer, pieces in zip(reversed(two), reversed(halves()), strict=True):
+        writer.save(1, pieces)
+    for writer in two:
+        writer.wait()
+    assert newest_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize("moment", ["index", "commit", "rename"])
+def test_commit_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """A save that fails at any moment before the end is not seen; the checkpoint before it is used."""
+    [writer] = writers(tmp_path, 1)
+    writer.save(1, pieces_of("w", W))
+    writer.wait()
+
+    def fail_at_index(path: Path, document: Any) -> None:
+        if path.name == ("index.json" if moment == "index" else "COMMIT"):
+            assert moment == "index" or {p.name for p in path.parent.iterdir()} == {
+                "rank-00000.safetensors", "index.json", "document.json"}
+            raise OSError(errno.EIO, "Input/output error")
+        write_json(path, document)
+
+    def fail_at_rename(temp: Path, final: Path) -> None:
+        assert (temp / "COMMIT").exists()
+        raise OSError(errno.EIO, "Input/output error")
+
+    if moment == "rename":
+        monkeypatch.setattr(write, "_publish", fail_at_rename)
+    else:
+        monkeypatch.setattr(write, "write_json", fail_at_index)
+    writer.save(2, pieces_of("w", W))
+    with pytest.raises(CheckpointError, match=r"rank 0 could not save step 2 to .*step-2: Input/output error"):
+        writer.wait()
+
+    assert newest_step(tmp_path) == 1
+    assert [name for name in names(tmp_path) if not name.endswith(".failed")] == ["step-1"]
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_full_disk_fails_the_save_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_rank: int,
+) -> None:
+    """One rank's full disk is told by all at once, with the rank, the bytes and the way out; the next save works."""
+
+    def save_or_fail(tensors: dict[str, torch.Tensor], path: Path, metadata: Any = None) -> None:
+        if path.name == f"rank-{failing_rank:05d}.safetensors":
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, path, metadata)
+
+    two = writers(tmp_path, 2)
+    monkeypatch.setattr(write, "save_file", save_or_fail)
+    for writer, pieces in zip(two, halves(), strict=True):
+        writer.save(1, pieces)
+    needed_bytes = 16 if failing_rank else 32
+    for writer in two:
+        with pytest.raises(CheckpointError) as caught:
+            writer.wait()
+        text = str(caught.value)
+        assert f"rank {failing_rank} could not save step 1 to {tmp_path}/checkpoints/step-1" in text
+        assert f"No space left on device ({needed_bytes} bytes needed, " in text
+        assert "hint: free some space" in text
+    assert [name for name in names(tmp_path) if not name.endswith(".failed")] == []
+
+    monkeypatch.setattr(write, "save_file", save_file)
+    for writer, pieces in zip(two, halves(), strict=True):
+        writer.save(1, pieces)
+    for writer in two:
+        writer.wait()
+    assert newest_step(tmp_path) == 1
+
+
+def test_poll_raises_a_failure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`poll` is silent while a save runs, raises when it has failed, and is silent again after."""
+    failed = threading.Event()
+
+    def fail(*_: Any, **__: Any) -> None:
+        failed.wait(10)
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(write, "save_file", fail)
+    [writer] = writers(tmp_path, 1)
+    writer.save(1, pieces_of("w", W))
+    writer.poll()
+    failed.set()
+    with pytest.raises(CheckpointError, match=r"(?s)Permission denied.*hint: make .* writable"):
+        for _ in range(1000):
+            writer.poll()
+            threading.Event().wait(0.01)
+    writer.poll()
+    writer.wait()
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs Linux and root")
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"can't mount a tmpfs: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_really_full_disk(tiny_disk: Path) -> None:
+    """On a file system that is too small the save fails in words, the disk is free again and the older step stays."""
+    [writer] = writers(tiny_disk, 1)
+    writer.save(1, pieces_of("w", torch.ones(2**18)))
+    writer.wait()
+
+    writer.save(2, pieces_of("w", torch.ones(2**20)))
+    with pytest.raises(CheckpointError, match=r"No space left on device \(4\.0 MiB needed, [\d.]+ MiB free\)"):
+        writer.wait()
+
+    assert newest_step(tiny_disk) == 1
+    assert shutil.disk_usage(tiny_disk).free > 2.5 * 2**20
+    with pytest.raises(CheckpointError, match=r"could not write the model to .*No space left on device"):
+        write_model(tiny_disk / "model.safetensors", {"w": torch.ones(2**20)})
+    assert sorted(path.name for path in tiny_disk.iterdir()) == ["checkpoints"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    """A run folder that is a file is named."""
+    run_dir = tmp_path / "run"
+    run_dir.write_text("")
+    [writer] = writers(run_dir, 1)
+    writer.save(1, pieces_of("w", W))
+    with pytest.raises(CheckpointError, match=r"(?s)could not save step 1 to .*run/checkpoints/step-1: .*hint: check"):
+        writer.wait()
+
+
+def test_a_document_that_is_not_json(tmp_path: Path) -> None:
+    """It is refused while the caller is still there, and the other ranks hear of it."""
+    two = writers(tmp_path, 2)
+    two[1].save(1, halves()[1])
+    with pytest.raises(CheckpointError, match=r"rank 0 could not save step 1 to .*not JSON serializable"):
+        two[0].save(1, halves()[0], {"weights": W})
+    with pytest.raises(CheckpointError, match=r"rank 0 could not save step 1 to .*not JSON serializable"):
+        two[1].wait()
+    two[0].wait()
+
+
+def test_a_rank_that_never_saves(tmp_path: Path) -> None:
+    """Rank 0 names the ranks whose parts didn't come in time, and the others fail with it."""
+    first = Writer(tmp_path, rank=0, world_size=3, attempt="first", timeout_s=0.3)
+    third = Writer(tmp_path, rank=2, world_size=3, attempt="first", timeout_s=30)
+    third.save(1, [])
+    wait_for(lambda: [*tmp_path.glob("checkpoints/.step-1.*/rank-00002.json")])
+    first.save(1, [])
+    for writer in (first, third):
+        with pytest.raises(CheckpointError, match=r"rank 0 waited 0\.3 s for the parts of ranks 1 to save step 1"):
+            writer.wait()
+
+
+def test_a_rank_whose_rank_0_never_commits(tmp_path: Path) -> None:
+    """Without rank 0 the others stop after the time that was given."""
+    second = Writer(tmp_path, rank=1, world_size=2, attempt="first", timeout_s=0.3)
+    second.save(1, [])
+    with pytest.raises(CheckpointError, match=r"rank 1 waited 0\.3 s for rank 0's commit to save step 1"):
+        second.wait()
+
+
+def test_a_vanished_folder_ends_the_wait(tmp_path: Path) -> None:
+    """Even when no rank could leave word of a failure, the others don't wait for the time limit."""
+    second = Writer(tmp_path, rank=1, world_size=2, attempt="first", timeout_s=60)
+    second.save(1, [])
+    [temp] = wait_for(lambda: [*tmp_path.glob("checkpoints/.step-1.*/rank-00001.json")])
+    shutil.rmtree(temp.parent)
+    with pytest.raises(CheckpointError, match="another rank gave up the save of step 1"):
+        second.wait()
+
+
+def test_leftovers_of_other_launches_are_removed(tmp_path: Path) -> None:
+    """Rank 0 clears what killed launches left; its own launch's files, and whole checkpoints, stay."""
+    folder = tmp_path / "checkpoints"
+    for name in (".step-1.old-1", ".step-2.old-12-7", ".step-3.first-1", ".step-4.replaced", "step-4", "step-5"):
+        (folder / name).mkdir(parents=True)
+    for name in (".step-1.old-1.failed", ".step-3.first-1.failed"):
+        (folder / name).write_text("{}")
+
+    Writer(tmp_path, rank=1, world_size=2, attempt="first")
+    assert len(names(tmp_path)) == 8
+    Writer(tmp_path, rank=0, world_size=2, attempt="first")
+
+    assert names(tmp_path) == [".step-3.first-1", ".step-3.first-1.failed", "step-4", "step-5"]
+
+
+def test_an_attempt_that_is_no_token(tmp_path: Path) -> None:
+    """A token that could be taken for a path is refused."""
+    with pytest.raises(ValueError, match="attempt must be made of letters"):
+        Writer(tmp_path, rank=0, world_size=1, attempt="../x")
+
+
+def test_parts_of_a_killed_launch_are_not_taken(tmp_path: Path) -> None:
+    """A part that an earlier launch wrote for the same step can't complete a save of this one."""
+    old = Writer(tmp_path, rank=1, world_size=2, attempt="old", timeout_s=0.2)
+    old.save(1, halves()[1])
+    with pytest.raises(CheckpointError):
+        old.wait()
+    new = Writer(tmp_path, rank=0, world_size=2, attempt="new", timeout_s=0.2)
+    new.save(1, halves()[0])
+    with pytest.raises(CheckpointError, match="the parts of ranks 1"):
+        new.wait()
+
+
+PROCESS = """
+import sys, threading, torch
+from pathlib import Path
+from paceline.runtime.checkpoint import Writer, pieces_of, write
+
+how, run_dir = sys.argv[1], Path(sys.argv[2])
+writer = Writer(run_dir, rank=0, world_size=1, attempt="first")
+writer.save(1, pieces_of("w", torch.ones(4)))
+writer.wait()
+
+def half(tensors, path, metadata=None):
+    path.write_bytes(b"half a file")
+    print("writing", flush=True)
+    threading.Event().wait(60 if how == "stuck" else 0.2)
+    save_file(tensors, path, metadata)
+
+if how != "lonely":
+    save_file, write.save_file = write.save_file, half
+    write.EXIT_WAIT_S = 0.5 if how == "stuck" else 30.0
+else:
+    writer = Writer(run_dir, rank=0, world_size=2, attempt="first")
+writer.save(2, pieces_of("w", torch.ones(4)))
+if sys.argv[3:] == ["stay"]:
+    threading.Event().wait(60)
+"""
+
+
+def test_kill_in_the_middle_of_a_save(tmp_path: Path) -> None:
+    """SIGKILL while a file is half written leaves the older checkpoint valid; the next launch clears the rest."""
+    with subprocess.Popen([sys.executable, "-c", PROCESS, "stuck", tmp_path, "stay"], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"writing\n"
+        child.send_signal(signal.SIGKILL)
+    assert len(names(tmp_path)) == 2
+
+    assert newest_step(tmp_path) == 1
+    Writer(tmp_path, rank=0, world_size=1, attempt="second")
+    assert names(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize("how", ["lonely", "writing", "stuck"])
+def test_exit_without_wait(tmp_path: Path, how: str) -> None:
+    """A process that exits while it waits for peers, while it writes, or while a disk hangs, ends quietly and soon;
+    its save is not there."""
+    done = subprocess.run([sys.executable, "-c", PROCESS, how, tmp_path], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert newest_step(tmp_path) == 1
+    assert "step-2" not in names(tmp_path)
+    if how == "lonely":
+        report = json.loads((tmp_path / "checkpoints" / ".step-2.first-1.failed").read_text())
+        assert report["message"] == "rank 0 exited before its save of step 2 was done"
+
+
+def test_a_rank_that_exits_after_its_part_does_not_stop_the_commit(tmp_path: Path) -> None:
+    """Rank 1 needs not stay for the commit once its part is on the disk."""
+    code = ("import sys, time, torch\nfrom pathlib import Path\n"
+            "from paceline.runtime.checkpoint import Writer\n"
+            "run_dir = Path(sys.argv[1])\n"
+            "Writer(run_dir, rank=1, world_size=2, attempt='first').save(1, [])\n"
+            "while not list(run_dir.glob('checkpoints/.step-1.*/rank-00001.json')): time.sleep(0.01)\n")
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=30)
+    first = Writer(tmp_path, rank=0, world_size=2, attempt="first", timeout_s=10)
+    first.save(1, pieces_of("w", W))
+    first.wait()
+    assert newest_step(tmp_path) == 1
+
+
+def test_write_model_has_every_name(tmp_path: Path) -> None:
+    """Tied, strided and overlapping tensors are each there in full; an older file is replaced."""
+    tensors = {"head": torch.nn.Parameter(W), "embedding": W, "part": W[1:3], "turned": W.T, "scalar": torch.tensor(1),
+               "empty": torch.empty(0, 3), "conjugate": torch.tensor([1 + 2j]).conj()}
+    path = tmp_path / "model.safetensors"
+    for _ in range(2):
+        write_model(path, tensors)
+        loaded = load_file(path)
+        assert set(loaded) == set(tensors)
+        assert all(torch.equal(loaded[name], tensor.resolve_conj()) for name, tensor in tensors.items())
+        assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyError(torch.complex128)])
+def test_write_model_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """A model that can't be written leaves nothing half-written and the old file as it was."""
+    path = tmp_path / "model.safetensors"
+    write_model(path, {"w": W})
+
+    def fail(tensors: Any, path: Path, metadata: Any = None) -> None:
+        path.write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(write, "save_file", fail)
+    with pytest.raises(CheckpointError, match=r"could not write the model to .*model\.safetensors"):
+        write_model(path, {"w": W + 1})
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    assert torch.equal(load_file(path)["w"], W)
+
+
+def test_write_json_in_one_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A JSON file is replaced at once or not at all."""
+    path = tmp_path / "summary.json"
+    write_json(path, {"steps": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"steps": W})
+    monkeypatch.setattr(write.os, "fsync", raise_full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(path, {"steps": 2})
+    assert json.loads(path.read_text()) == {"steps": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def raise_full_disk(_: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def block_saves(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """The first event is set when a file is about to be written; that goes on only once the second is set."""
+    started, released = threading.Event(), threading.Event()
+
+    def save_later(*args: Any, **kwargs: Any) -> None:
+        started.set()
+        assert released.wait(5)
+        save_file(*args, **kwargs)
+
+    monkeypatch.setattr(write, "save_file", save_later)
+    return started, released
+
+
+def wait_for(found: Callable[[], list[Path]]) -> list[Path]:
+    """What a look finds, as soon as it finds something."""
+    for _ in range(2000):
+        if paths := found():
+            return paths
+        threading.Event().wait(0.005)
+    raise AssertionError("nothing came in 10 s")

@@ -1,0 +1,317 @@
+"""The command line calls the functions of the same names; stdout is their result alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import paceline
+from paceline import doctor
+from paceline.cli import app
+from paceline.doctor import Finding
+from paceline.errors import ClusterError, OutOfMemory, PacelineError, PeerLost, PlanError, Preempted
+
+FIGURES = {"plan": "data=2", "world_size": 2, "steps": 1200, "samples": 38400, "samples_per_s": 12345.6,
+           "final_loss": 0.25, "validation_loss": None, "metrics": {"accuracy": 0.97}, "wall_s": 3.2,
+           "peak_memory_bytes": 3 * 2**20, "predicted": {"step_s": 0.002, "peak_memory_bytes": 2**20}, "run": "runs/a"}
+
+JOINED = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@dataclass
+class Summary:
+    figures: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.figures
+
+
+@dataclass
+class Certificate:
+    plan: str
+    passed: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"plan": self.plan, "passed": self.passed}
+
+    def describe(self) -> str:
+        return f"{'passed' if self.passed else 'FAILED'} {self.plan}"
+
+
+class Verb:
+    """Stands for paceline.train and its like: remembers how it was called, returns or raises what it is told."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
+        self.given: tuple[Any, ...] = ()
+        self.options: dict[str, Any] = {}
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        self.given, self.options = given, options
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any], Verb]:
+    def put(name: str, outcome: Any) -> Verb:
+        made = Verb(outcome)
+        monkeypatch.setitem(vars(paceline), name, made)
+        return made
+
+    return put
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> str:
+    path = tmp_path / "digits.py"
+    path.write_text("raise AssertionError('the command line does not run the job itself')\n")
+    return str(path)
+
+
+def call(*words: str) -> Any:
+    result = CliRunner().invoke(app, list(words))
+    assert "\x1b" not in result.stdout + result.stderr, "nothing depends on colour"
+    return result
+
+
+# --- train ------------------------------------------------------------------------------------------------------
+
+
+def test_train_hands_every_option_on(verb: Any, job_file: str):
+    """Each option reaches the function's parameter of its name."""
+    train = verb("train", Summary(FIGURES))
+    result = call("train", f"{job_file}:other", "--plan", "data=2", "--devices", "cpu:0,cpu:1", "--procs", "2",
+                  "--steps", "9", "--set", "lr=0.1", "--set", "name=a=b", "--save-every", "5", "--run", "there",
+                  "--resume", "--loader-workers", "3", "--timeout", "60")
+    assert result.exit_code == 0, result.stderr
+    job, plan = train.given
+    assert (str(job.path), job.function, job.settings) == (job_file, "other", {"lr": "0.1", "name": "a=b"})
+    assert plan == "data=2"
+    assert train.options == {"devices": "cpu:0,cpu:1", "procs": 2, "steps": 9, "save_every": 5, "run": Path("there"),
+                             "resume": True, "loader_workers": 3, "timeout_s": 60.0}
+
+
+def test_train_without_options_leaves_the_defaults_to_the_function(verb: Any, job_file: str):
+    """What isn't given is passed as the function's own default."""
+    train = verb("train", Summary(FIGURES))
+    assert call("train", job_file).exit_code == 0
+    assert train.given[1] is None
+    assert train.options == {"devices": None, "procs": None, "steps": None, "save_every": None, "run": None,
+                             "resume": False, "loader_workers": 0, "timeout_s": 300.0}
+
+
+def test_train_prints_a_table(verb: Any, job_file: str):
+    """The figures are readable; what there isn't is left out."""
+    verb("train", Summary(FIGURES))
+    rows = dict(line.split("  ", 1) for line in call("train", job_file).stdout.splitlines())
+    assert {label: value.strip() for label, value in rows.items()} == {
+        "plan": "data=2 (2 ranks)", "steps": "1,200", "samples": "38,400", "samples/s": "12,346", "final loss": "0.25",
+        "accuracy": "0.97", "time": "3.2 s", "peak memory": "3 MiB a rank", "predicted step": "0.002 s",
+        "predicted memory": "1 MiB a rank", "run": "runs/a"}
+
+
+def test_json_is_the_whole_summary(verb: Any, job_file: str):
+    """--json prints what the function returned, with null for what JSON can't say."""
+    verb("train", Summary({**FIGURES, "final_loss": float("nan"), "metrics": {"worst": [float("inf")]}}))
+    assert json.loads(call("train", job_file, "--json").stdout, parse_constant=pytest.fail) == {
+        **FIGURES, "final_loss": None, "metrics": {"worst": [None]}}
+
+
+def test_stdout_is_the_result_alone(job_file: str):
+    """What the job, its child processes and libraries print goes to stderr."""
+    code = ("import os, sys, paceline; from paceline.cli import main\n"
+            "class Summary:\n"
+            "    def to_dict(self): return {'steps': 3}\n"
+            "def train(*given, **options):\n"
+            "    print('from the job'); os.write(1, b'from C\\n'); os.system('echo from a child'); return Summary()\n"
+            f"paceline.train = train; sys.argv = ['paceline', 'train', {job_file!r}, '--json']; main()")
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=buffered)
+    assert json.loads(ran.stdout) == {"steps": 3}
+    assert sorted(ran.stderr.splitlines()) == ["from C", "from a child", "from the job"]
+
+
+@pytest.mark.parametrize(("variables", "printed"), [
+    ({}, True), ({"RANK": "0", "LOCAL_RANK": "0"}, True), ({"RANK": "1", "LOCAL_RANK": "1"}, False)])
+def test_only_the_first_rank_prints(
+    verb: Any, job_file: str, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], printed: bool
+):
+    """Under torchrun every rank is a command of its own; one of them speaks."""
+    for name, value in ({**JOINED, **variables} if variables else {}).items():
+        monkeypatch.setenv(name, value)
+    verb("train", Summary(FIGURES))
+    result = call("train", job_file, "--json")
+    assert (result.exit_code, bool(result.stdout)) == (0, printed)
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
+def test_a_wrong_request_is_told_once(
+    verb: Any, job_file: str, monkeypatch: pytest.MonkeyPatch, rank: str, told: bool
+):
+    """Every rank finds the same fault with a request; the first one tells it, and all exit with its code."""
+    for name, value in {**JOINED, "RANK": rank, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    verb("train", PlanError("no such plan"))
+    result = call("train", job_file)
+    assert (result.exit_code, bool(result.stderr)) == (2, told)
+
+
+def test_a_broken_launcher_is_a_usage_error(verb: Any, monkeypatch: pytest.MonkeyPatch):
+    """A rank beyond the world size gives a message, not a traceback."""
+    for name, value in {**JOINED, "RANK": "5", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    verb("evaluate", ClusterError("torchrun gave rank 5 of 2"))
+    result = call("evaluate", "runs/a")
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "error: torchrun gave rank 5 of 2\n")
+
+
+# --- The other commands -----------------------------------------------------------------------------------------
+
+
+def test_evaluate_hands_its_options_on_and_prints(verb: Any):
+    """Metrics come one a line, or as JSON."""
+    evaluate = verb("evaluate", {"plan": "single", "validation_loss": 0.5, "metrics": {"accuracy": 0.9}})
+    result = call("evaluate", "runs/a", "--plan", "data=2", "--devices", "cpu:0-1")
+    assert result.stdout.splitlines() == ["plan              single", "validation loss   0.5", "metrics accuracy  0.9"]
+    assert (evaluate.given, evaluate.options) == ((Path("runs/a"), "data=2"), {"devices": "cpu:0-1"})
+    assert json.loads(call("evaluate", "runs/a", "--json").stdout) == evaluate.outcome
+
+
+def test_predict_hands_its_options_on_and_prints(verb: Any):
+    """The place of the outputs is printed."""
+    predict = verb("predict", {"samples": 3, "output": "out.npy", "shapes": {"output": [3, 2]}})
+    result = call("predict", "runs/a", "in.npy", "--plan", "data=2", "--devices", "cpu:0-1", "--output", "out.npy")
+    assert result.stdout.splitlines() == ["samples        3", "output         out.npy", "shapes output  [3, 2]"]
+    assert predict.given == (Path("runs/a"), "in.npy", "data=2")
+    assert predict.options == {"devices": "cpu:0-1", "output": Path("out.npy")}
+    assert json.loads(call("predict", "runs/a", "in.npy", "--json").stdout) == predict.outcome
+
+
+@pytest.mark.parametrize(("passed", "code"), [([True, True], 0), ([True, False], 1)])
+def test_verify_fails_when_one_plan_fails(verb: Any, job_file: str, passed: list[bool], code: int):
+    """Every plan has its line, or its JSON, and the exit code tells a script."""
+    plans = ["data=2", "shard=2"]
+    verify = verb("verify", [Certificate(*pair) for pair in zip(plans, passed, strict=True)])
+    words = ["verify", job_file, "--plan", "data=2", "--plan", "shard=2", "--steps", "7", "--set", "lr=1"]
+    result = call(*words)
+    assert result.exit_code == code
+    assert result.stdout.splitlines() == [certificate.describe() for certificate in verify.outcome]
+    assert (verify.given[0].settings, verify.given[1], verify.options) == ({"lr": "1"}, plans, {"steps": 7})
+    result = call(*words, "--json")
+    assert result.exit_code == code
+    assert json.loads(result.stdout) == [certificate.to_dict() for certificate in verify.outcome]
+
+
+def test_verify_leaves_the_choice_of_plans_to_the_function(verb: Any, job_file: str):
+    """Without --plan, no plan is named."""
+    verify = verb("verify", [])
+    assert call("verify", job_file).exit_code == 0
+    assert (len(verify.given[1]), verify.options) == (0, {"steps": 4})
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("bad", 1)])
+def test_doctor_fails_when_something_is_bad(monkeypatch: pytest.MonkeyPatch, status: Any, code: int):
+    """A warning is no failure."""
+    findings = [Finding("torch", "ok", "2.13"), Finding("gloo", status, "?", "pray")]
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    result = call("doctor")
+    assert result.exit_code == code
+    assert result.stdout.splitlines() == ["ok    torch  2.13", f"{status:<4}  gloo   ?", "             -> pray"]
+    result = call("doctor", "--json")
+    assert result.exit_code == code
+    assert json.loads(result.stdout) == {"passed": code == 0, "findings": [
+        {"name": "torch", "status": "ok", "detail": "2.13", "fix": None},
+        {"name": "gloo", "status": status, "detail": "?", "fix": "pray"}]}
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("error", "code"), [
+    (PlanError("no such plan", hint="data=2"), 2), (PacelineError("no such plan", hint="data=2"), 1),
+    (OutOfMemory("no such plan", hint="data=2"), 3), (PeerLost("no such plan", hint="data=2"), 4),
+    (Preempted("no such plan", hint="data=2"), 5)])
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_an_error_is_a_message_and_an_exit_code(
+    verb: Any, job_file: str, error: PacelineError, code: int, as_json: list[str]
+):
+    """What went wrong and what to do is on stderr, nothing is on stdout."""
+    verb("train", error)
+    result = call("train", job_file, *as_json)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr == "error: no such plan\n\nhint: data=2\n"
+
+
+def test_a_bug_of_our_own_shows_its_traceback(verb: Any, job_file: str):
+    """What isn't an error of the user says so."""
+    verb("train", KeyError("bucket"))
+    result = call("train", job_file, "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "Traceback" in result.stderr and "KeyError: 'bucket'" in result.stderr
+    assert result.stderr.endswith("error: this is a bug in paceline; please report it with the lines above\n")
+
+
+def test_ctrl_c_exits_with_130(verb: Any, job_file: str):
+    """The shell's convention for an interrupted command."""
+    verb("train", KeyboardInterrupt())
+    result = call("train", job_file)
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
+def test_an_exit_of_a_following_rank_keeps_its_code(verb: Any, job_file: str):
+    """A rank that leaves because another one has told the reason says nothing more."""
+    verb("train", SystemExit(2))
+    result = call("train", job_file)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "")
+
+
+def test_a_missing_job_file_is_found_before_anything_starts(verb: Any, tmp_path: Path):
+    """The file is looked for first."""
+    train = verb("train", Summary(FIGURES))
+    result = call("train", str(tmp_path / "digits.py"))
+    assert result.exit_code == 2 and "there is no file" in result.stderr
+    assert train.given == ()
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["train", "x.py", "--porcs", "2"], "--procs"), (["trian", "x.py"], "train"), (["train"], "Missing argument"),
+    (["train", "x.py", "--procs", "two"], "'--procs'"), (["train", "x.py", "--procs", "0"], "'--procs'"),
+    (["train", "x.py", "--save-every", "0"], "'--save-every'"), (["predict", "runs/a"], "Missing argument"),
+    (["verify", "x.py", "--set", "lr"], "--set lr is not NAME=VALUE"), (["train", "x.py", "--set", "=1"], "NAME=VALUE"),
+    (["train", "x.py", "--set", "lr=1", "--set", "lr=2"], "--set lr is given twice: 1 and 2"),
+])
+def test_a_wrong_command_line_is_a_usage_error(words: list[str], message: str):
+    """Misspelled options, wrong values and missing arguments exit with 2 and name the nearest."""
+    result = call(*words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+# --- Help -------------------------------------------------------------------------------------------------------
+
+
+def test_help_loads_no_torch():
+    """`paceline --help` answers at once: nothing heavy is imported, and every command is listed."""
+    code = ("import sys; from paceline.cli import main; sys.argv = ['paceline', '--help']\n"
+            "try: main()\n"
+            "finally: print(*sorted({'torch', 'numpy', 'rich', 'psutil'} & set(sys.modules)), file=sys.stderr)")
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, "\n")
+    listed = [line.split()[0] for line in ran.stdout.split("Commands:")[1].splitlines() if line]
+    assert listed == ["train", "evaluate", "predict", "verify", "doctor"]
+
+
+def test_the_version_is_printed():
+    """--version says which paceline this is."""
+    assert call("--version").stdout == f"paceline {paceline.__version__}\n"

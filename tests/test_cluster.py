@@ -1,0 +1,107 @@
+"""Devices are named, counted and described; what doesn't exist is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline import cluster
+from paceline.cluster import LOOPBACK, NVLINK, Cluster, Device, usable_cores, usable_memory_bytes
+from paceline.errors import ClusterError
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with four GPUs."""
+    found = [Device("cuda", index, 80 * 2**30, name="H100") for index in range(4)]
+    monkeypatch.setattr(cluster, "_gpus", lambda: found)
+
+
+@pytest.fixture
+def cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with three cores and no GPU."""
+    monkeypatch.setattr(cluster, "_gpus", list)
+    monkeypatch.setattr(cluster, "usable_cores", lambda: 3)
+    monkeypatch.setattr(cluster, "usable_memory_bytes", lambda: 12_000)
+
+
+def names(found: Cluster) -> str:
+    return ",".join(map(str, found.devices))
+
+
+@pytest.mark.usefixtures("cpus")
+@pytest.mark.parametrize(("devices", "num_ranks", "expected"), [
+    (None, None, "cpu:0,cpu:1,cpu:2"), (None, 5, "cpu:0,cpu:1,cpu:2,cpu:3,cpu:4"), ("cpu", None, "cpu:0"),
+    ("cpu:0-2", None, "cpu:0,cpu:1,cpu:2"), ("cpu:3, cpu:0", None, "cpu:3,cpu:0"),
+    ("cpu:0-1,cpu:7", None, "cpu:0,cpu:1,cpu:7"),
+])
+def test_devices_of_a_machine_without_gpus(devices: str | None, num_ranks: int | None, expected: str):
+    """One rank a core by default, more if asked; names and ranges are taken in the order given."""
+    found = Cluster.local(devices, num_ranks=num_ranks)
+    assert names(found) == expected
+    assert found.link == LOOPBACK
+
+
+@pytest.mark.usefixtures("cpus")
+def test_cpu_ranks_share_the_memory():
+    """What one rank may use is its part of the machine's."""
+    assert [device.memory_bytes for device in Cluster.local(num_ranks=4).devices] == [3000] * 4
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(("devices", "num_ranks", "expected"), [
+    (None, None, "cuda:0,cuda:1,cuda:2,cuda:3"), (None, 2, "cuda:0,cuda:1"), ("cuda:2-3", None, "cuda:2,cuda:3"),
+])
+def test_gpus_are_taken_when_there_are_any(devices: str | None, num_ranks: int | None, expected: str):
+    """All GPUs by default, the first ones for fewer ranks, or the named ones."""
+    found = Cluster.local(devices, num_ranks=num_ranks)
+    assert names(found) == expected
+    assert found.link == NVLINK
+    assert found.devices[0].memory_bytes == 80 * 2**30
+
+
+@pytest.mark.usefixtures("gpus")
+def test_cpus_can_be_asked_for_beside_gpus():
+    """Naming CPU devices leaves the GPUs alone."""
+    assert names(Cluster.local("cpu:0,cpu:1")) == "cpu:0,cpu:1"
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(("devices", "num_ranks", "message"), [
+    ("cuda:4", None, "there is no cuda:4: this machine has 4 GPUs"),
+    (None, 5, "5 ranks need 5 GPUs and this machine has 4"), ("cpu:0,cuda:0", None, "mixes CPU and CUDA devices"),
+    ("cpu:0,cpu:0", None, "a device is named twice"), ("cpu:0-2,cpu:1", None, "a device is named twice"),
+    ("cdua:0", None, "unknown device kind 'cdua', did you mean 'cuda'?"), ("cuda:", None, "can't read device 'cuda:'"),
+    ("cuda:3-1", None, "runs backwards"), ("", None, "no device is named"), ("0,1", None, "can't read device '0'"),
+])
+def test_devices_that_make_no_sense_are_refused(devices: str | None, num_ranks: int | None, message: str):
+    """The message names the device and what there is."""
+    with pytest.raises(ClusterError) as caught:
+        Cluster.local(devices, num_ranks=num_ranks)
+    assert message in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 4), ("250000 100000", 2), ("50000 100000", 1),
+                                              ("800000 100000", 4), ("", 4), (None, 4)])
+def test_a_cgroup_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str | None, cores: int):
+    """A container with a quota of two and a half cores has two to give."""
+    monkeypatch.setattr(cluster.os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(cluster, "_CGROUP", tmp_path)
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert usable_cores() == cores
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+@pytest.mark.parametrize(("limit", "is_limited"), [("4096", True), ("max", False), (str(2**62), False)])
+def test_a_cgroup_limits_the_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, limit: str, is_limited: bool
+):
+    """The smaller of the machine's memory and the container's is what ranks may use."""
+    monkeypatch.setattr(cluster, "_CGROUP", tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(f"{limit}\n")
+    assert usable_memory_bytes() == (4096 if is_limited else psutil.virtual_memory().total)

@@ -1,0 +1,94 @@
+"""A job checks its fields when it is made, and knows its length in optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.errors import JobError
+from paceline.job import Job
+
+
+class Stream:
+    """A dataset of unknown length."""
+
+    def __iter__(self) -> Any:
+        return iter([(0, 0)])
+
+
+def make(**changes: Any) -> Job:
+    fields: dict[str, Any] = {"model": list, "data": [(0, 0)] * 10, "loss": max, "optimizer": list, "batch": 4}
+    if not {"epochs", "steps"} & set(changes):
+        fields["epochs"] = 3
+    return Job(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(("changes", "per_epoch", "total"), [
+    ({}, 3, 9), ({"drop_last": True}, 2, 6), ({"batch": 5}, 2, 6), ({"batch": 100}, 1, 3), ({"steps": 7}, 3, 7),
+    ({"data": Stream(), "steps": 7}, None, 7), ({"data": Stream(), "epochs": 2}, None, None),
+])
+def test_the_length_is_known_in_steps(changes: dict[str, Any], per_epoch: int | None, total: int | None):
+    """The short last batch counts unless it is dropped; a stream's length is not known."""
+    job = make(**changes)
+    assert job.steps_per_epoch == per_epoch
+    assert job.total_steps == total
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"batch": 0}, "batch must be a whole number of at least 1, got 0"), ({"batch": 2.0}, "batch must be a whole"),
+    ({"batch": True}, "batch must be a whole number"), ({"epochs": 0}, "epochs must be a whole number"),
+    ({"steps": -1}, "steps must be a whole number"), ({"steps": 1, "epochs": 1}, "either epochs or steps, got both"),
+    ({"epochs": None}, "either epochs or steps, got neither"), ({"precision": "bf61"}, "did you mean 'bf16'?"),
+    ({"clip": 0}, "clip must be a positive number, got 0"), ({"clip": float("nan")}, "clip must be"),
+    ({"clip": float("inf")}, "clip must be"), ({"clip": True}, "clip must be"), ({"clip": "1"}, "clip must be"),
+    ({"seed": 1.5}, "seed must be a whole number"), ({"seed": True}, "seed must be a whole number"),
+    ({"model": 3}, "model must be callable, got int"), ({"loss": None}, "loss must be callable"),
+    ({"optimizer": "adam"}, "optimizer must be callable, got str"), ({"lr_schedule": 0.1}, "lr_schedule must be"),
+    ({"data": 3}, "data must be a torch dataset, got int"), ({"data": None}, "data must be a torch dataset"),
+    ({"data": []}, "data has no samples"), ({"validation": 3}, "validation must be a torch dataset, got int"),
+    ({"drop_last": True, "batch": 11}, "drop_last leaves nothing: data has 10 samples and batch is 11"),
+    ({"metrics": {"accuracy": 3}}, "metrics must map names to functions"), ({"metrics": [max]}, "metrics must map"),
+    ({"metrics": {"accuracy": max}}, "there is none: give validation="),
+])
+def test_a_field_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str):
+    """The message names the field, what was given and what it may be."""
+    with pytest.raises(JobError) as caught:
+        make(**changes)
+    assert message in str(caught.value)
+
+
+def test_everything_wrong_with_a_job_is_said_at_once():
+    """Two wrong fields make one message."""
+    with pytest.raises(JobError, match=r"batch must be .*; seed must be"):
+        make(batch=0, seed="x")
+
+
+def test_a_module_is_not_a_function_that_builds_one():
+    """A built module is refused, its class is not: every rank builds its own."""
+    import torch
+
+    with pytest.raises(JobError, match=r"model must be a function that builds the module"):
+        make(model=torch.nn.Linear(1, 1))
+    assert make(model=torch.nn.Identity).model is torch.nn.Identity
+
+
+def test_a_loader_is_not_a_dataset():
+    """Batches are cut from the global batch, so a DataLoader is refused for data and for validation."""
+    from torch.utils.data import DataLoader
+
+    loader: Any = DataLoader([(0, 0)] * 4, batch_size=2)
+    for name in ("data", "validation"):
+        with pytest.raises(JobError, match=f"{name} must be the dataset itself, not a DataLoader"):
+            make(**{name: loader})
+
+
+def test_an_iterable_dataset_of_torch_has_no_length():
+    """torch's IterableDataset without a length is a stream."""
+    from torch.utils.data import IterableDataset
+
+    class Numbers(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter([(0, 0)])
+
+    assert make(data=Numbers(), steps=2).num_samples is None

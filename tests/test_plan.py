@@ -1,0 +1,147 @@
+"""A plan is a value with one text form; a plan that makes no sense is refused with the way out."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import PlanError
+from paceline.plan import AllReduce, Axes, Modifiers, Plan
+
+
+@st.composite
+def legal_plans(draw: st.DrawFn) -> Plan:
+    axes = Axes(data=draw(st.integers(1, 6)), shard=draw(st.integers(1, 6)))
+    zero = draw(st.sampled_from([1, 2, 3])) if axes.shard > 1 else 3
+    per_replica = st.tuples(*[st.integers(1, 1000)] * math.prod(axes.sizes().values()))
+    modifiers = Modifiers(
+        accumulate=draw(st.integers(1, 10_000) | st.just("auto")),
+        recompute=draw(st.sampled_from(["none", "full"])),
+        shares=draw(st.sampled_from(["equal", "speed", "memory"]) | per_replica),
+    )
+    return Plan(axes, AllReduce(zero), modifiers)
+
+
+@settings(database=None, deadline=None)
+@given(legal_plans(), st.randoms(use_true_random=False), st.sampled_from([" ", ",", ", ", "\n"]))
+def test_every_plan_survives_its_text(plan: Plan, order: random.Random, separator: str):
+    """`Plan.parse(str(plan)) == plan`, whatever the order of the keys and what parts them."""
+    assert Plan.parse(str(plan)) == plan
+    words = str(plan).split()
+    order.shuffle(words)
+    assert Plan.parse(separator.join(words)) == plan
+    assert str(Plan.parse(separator.join(words))) == str(plan)
+
+
+@settings(database=None, deadline=None)
+@given(legal_plans())
+def test_every_plan_survives_its_values_and_pickle(plan: Plan):
+    """The keys that differ from the defaults are the whole plan."""
+    assert Plan.of(**plan.values()) == plan
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert hash(Plan.parse(str(plan))) == hash(plan)
+
+
+@settings(database=None, deadline=None)
+@given(st.text(alphabet="datshrzeoclumn=0123456789:,. ", max_size=30))
+def test_any_text_is_a_plan_or_refused_with_a_message(text: str):
+    """Nothing but PlanError comes out of reading a plan."""
+    try:
+        plan = Plan.parse(text)
+    except PlanError as error:
+        assert str(error)
+    else:
+        assert Plan.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize(("text", "canonical", "world_size"), [
+    ("single", "single", 1), ("data=1", "single", 1), ("single accumulate=2", "single accumulate=2", 1),
+    ("shard=2 data=3", "data=3 shard=2", 6), ("zero=3 shard=2", "shard=2", 2), ("zero=1,shard=2", "shard=2 zero=1", 2),
+    ("data=2 shares=3:1", "data=2 shares=3:1", 2), ("data=2 shares=equal accumulate=1 recompute=none", "data=2", 2),
+])
+def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
+    """Defaults are left out, axes come outermost first."""
+    plan = Plan.parse(text)
+    assert str(plan) == canonical
+    assert plan.world_size == plan.replicas == world_size
+    assert plan.relaxed is None
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("shrad=2", "unknown plan key 'shrad', did you mean 'shard'? Known: data, shard, zero"),
+    ("singel", "did you mean 'single'?"), ("data", "plan key 'data' needs a value"), ("data=", "needs a value"),
+    ("data=two", "data=two is not a whole number"), ("data=-1", "data=-1 is not a whole number"),
+    ("data=2.5", "data=2.5 is not a whole number"), ("data=0", "data=0 must be a whole number of at least 1"),
+    ("data=2 data=3", "plan key 'data' is given twice: 2 and 3"), ("single data=2", "contradicts data=2"),
+    ("single=1", "'single' takes no value, got 'single=1'"), ("auto=2", "'auto' takes no value"),
+    ("auto", "needs a planner"), ("", "the plan is empty"), (" , ", "the plan is empty"),
+    ("zero=2", "zero=2 splits the shard axis, and the plan has none"), ("data=2 zero=1", "hint: add shard=N"),
+    ("shard=2 zero=4", "zero=4 must be 1, 2 or 3"), ("shard=2 zero=0", "zero=0 must be 1, 2 or 3"),
+    ("accumulate=0", "accumulate=0 must be a whole number of at least 1, or auto"),
+    ("accumulate=some", "accumulate=some is not a whole number"), ("recompute=ful", "did you mean 'full'?"),
+    ("shares=sped", "did you mean 'speed'? Known: equal, speed, memory"), ("shares=Equal", "did you mean 'equal'?"),
+    ("data=2 shares=1:2:3", "shares=1:2:3 has 3 parts and the plan has 2 replicas"),
+    ("data=2 shares=1:0", "shares=1:0 must be whole numbers of at least 1"), ("shares=1:", "is not a whole number"),
+])
+def test_a_plan_that_makes_no_sense_is_refused(text: str, message: str):
+    """The message has what was given and what is allowed, with the nearest name."""
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    assert message in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_everything_wrong_with_a_plan_is_said_at_once():
+    """Two wrong values make one message."""
+    with pytest.raises(PlanError, match=r"data=0 must be .*; accumulate=0 must be"):
+        Plan.parse("data=0 accumulate=0")
+
+
+@pytest.mark.parametrize("values", [{"data": True}, {"data": 2.0}, {"data": "2"}, {"shard": 2, "zero": True},
+                                    {"shard": 2, "zero": 2.0}, {"data": 2, "shares": (True, 1)}, {"dta": 2}])
+def test_values_from_python_are_checked_too(values: dict[str, Any]):
+    """A plan that could not be written down and read back can't be made."""
+    with pytest.raises(PlanError):
+        Plan.of(**values)
+
+
+def test_a_plan_is_read_from_a_plan_a_text_or_a_file(tmp_path: Path):
+    """A run's plan.json is as good as the text in it."""
+    plan = Plan.parse("data=2 accumulate=auto")
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"plan": str(plan), "world_size": 2}))
+    assert Plan.read(plan) is plan
+    assert Plan.read(str(plan)) == Plan.read(file) == Plan.read(str(file)) == plan
+
+
+@pytest.mark.parametrize("content", [None, "", "[1]", "3", "{}", '{"plan": 3}', '{"plan": null}', "\x00", "null"])
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, content: str | None):
+    """A missing, damaged or foreign plan file gives a message with the form that is expected."""
+    file = tmp_path / "plan.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(PlanError, match=r"can't read a plan from .*plan\.json"):
+        Plan.read(file)
+
+
+def test_a_wrong_plan_in_a_file_says_what_is_wrong(tmp_path: Path):
+    """The plan's own message is kept."""
+    (tmp_path / "plan.json").write_text('{"plan": "dta=2"}')
+    with pytest.raises(PlanError, match="did you mean 'data'"):
+        Plan.read(tmp_path / "plan.json")
+
+
+def test_resolved_modifiers_replace_the_asked_ones():
+    """`with_` changes modifiers alone, and checks them."""
+    plan = Plan.parse("data=2 accumulate=auto").with_(accumulate=4, shares=(2, 1))
+    assert str(plan) == "data=2 accumulate=4 shares=2:1"
+    with pytest.raises(PlanError):
+        plan.with_(accumulate=0)
