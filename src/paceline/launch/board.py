@@ -24,9 +24,13 @@ class Sign:
 
 
 class Board:
-    """One entry a rank in an anonymous shared mapping, inherited by forked ranks; only its rank writes an entry."""
+    """One entry a rank in an anonymous shared mapping, inherited by forked ranks; only its rank writes an entry.
+
+    over: set in the parent once the ranks have ended.
+    """
 
     def __init__(self, num_ranks: int) -> None:
+        self.over = False
         self._memory = mmap.mmap(-1, _ENTRY.size * num_ranks)
         for rank in range(num_ranks):
             self.write(rank, 0, "start")

@@ -81,7 +81,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
 
 @contextmanager
 def run_beside(work: Callable[[Board], None] | None, board: Board) -> Iterator[None]:
-    """Run `work(board)` on a thread of the lowest priority while the block runs, and wait for it if that went well."""
+    """Run `work(board)` on a thread of the lowest priority while the block runs; it looks for `board.over`."""
     def at_low_priority() -> None:
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -90,7 +90,10 @@ def run_beside(work: Callable[[Board], None] | None, board: Board) -> Iterator[N
 
     thread = threading.Thread(target=at_low_priority, daemon=True)
     thread.start()
-    yield
+    try:
+        yield
+    finally:
+        board.over = True
     thread.join(timeout=30)
 
 

@@ -52,9 +52,8 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
         rates: Of a device that doesn't state its own; by default measured on this machine (0.3 s, then cached).
 
     Raises:
-        PlanError: the plan needs more devices than there are, or accumulate=auto finds nothing that fits.
+        PlanError: the plan's ranks don't fit the devices, or accumulate=auto finds nothing that fits.
     """
-    _check_devices(plan, cluster)
     if plan.modifiers.accumulate == "auto":
         plan = plan.with_(accumulate=fewest_microbatches(profile, plan, cluster, batch=batch, precision=precision))
     ranks = _ranks(plan, cluster, batch=batch, rates=rates or _measured(cluster))
@@ -72,7 +71,6 @@ def fewest_microbatches(profile: Profile, plan: Plan, cluster: Cluster, *, batch
         PlanError: one sample a micro-batch is too much for some device; says by how much, for what, and which
             plan on the same devices would fit.
     """
-    _check_devices(plan, cluster)
     ranks = _ranks(plan, cluster, batch=batch, rates=_ANY_RATES)
     most = max(rank.samples for rank in ranks)
 
@@ -103,8 +101,7 @@ def split_shares(plan: Plan, cluster: Cluster, rates: DeviceRates | None = None)
     shares = plan.modifiers.shares
     if isinstance(shares, tuple):
         return shares
-    _check_devices(plan, cluster)
-    devices = cluster.devices[:plan.replicas]
+    devices = _devices(plan, cluster)
     if shares == "memory":
         return _whole_weights([device.memory_bytes for device in devices])
     if shares == "speed":
@@ -133,7 +130,7 @@ def _ranks(plan: Plan, cluster: Cluster, *, batch: int, rates: DeviceRates) -> l
     """The different kinds of ranks; replicas are numbered as ranks are."""
     parts = split(batch, split_shares(plan, cluster, rates))
     kinds = {_Rank(replace(device, index=0), _rates_of(device, rates), len(part))
-             for device, part in zip(cluster.devices, parts, strict=False)}
+             for device, part in zip(_devices(plan, cluster), parts, strict=True)}
     return sorted(kinds, key=lambda rank: (-rank.samples, rank.device.memory_bytes))
 
 
@@ -145,8 +142,10 @@ def _rates_of(device: Device, rates: DeviceRates) -> DeviceRates:
 
 
 def _measured(cluster: Cluster) -> DeviceRates:
-    """This machine's rates for one of its ranks, which share the cores evenly."""
-    return measure_device(cluster.devices[0].kind, max(1, usable_cores() // len(cluster.devices)))
+    """This machine's rates for one of its ranks. Ranks share the cores evenly; more ranks than cores take turns."""
+    num_ranks, num_cores = len(cluster.devices), usable_cores()
+    rates = measure_device(cluster.devices[0].kind, max(1, num_cores // num_ranks))
+    return rates.slowed(num_ranks / num_cores) if cluster.devices[0].kind == "cpu" and num_ranks > num_cores else rates
 
 
 def _play(profile: Profile, plan: Plan, cluster: Cluster, rank: _Rank, *, precision: Precision) -> Timeline:
@@ -179,10 +178,13 @@ def _repeated(without: Timeline, once: Timeline, times: int) -> Timeline:
         part: many(without.breakdown[part], seconds) for part, seconds in once.breakdown.items()})
 
 
-def _check_devices(plan: Plan, cluster: Cluster) -> None:
-    if len(cluster.devices) < plan.world_size:
-        raise PlanError(f"plan '{plan}' needs {plan.world_size} devices and there are {len(cluster.devices)}",
-                        hint=f"a plan of at most {len(cluster.devices)} ranks, or more devices")
+def _devices(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
+    """The device of every rank. A cluster that lists the devices of one host stands for as many like it as needed."""
+    hosts, rest = divmod(plan.world_size, len(cluster.devices))
+    if rest and hosts:
+        raise PlanError(f"plan '{plan}' needs {plan.world_size} devices and there are {len(cluster.devices)} a host",
+                        hint=f"a plan of {len(cluster.devices)} ranks, or of a multiple of it on several hosts")
+    return (cluster.devices * (hosts + 1))[:plan.world_size]
 
 
 def _plans_that_fit(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,

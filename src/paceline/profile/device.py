@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,8 +57,13 @@ class DeviceRates:
     def with_threads(self, num_threads: int) -> DeviceRates:
         """The rates of so many threads together, from those of one. Launching doesn't get faster."""
         factor = 1 + THREAD_EFFICIENCY * (num_threads - 1)
-        return DeviceRates(self.flops_per_s * factor, self.bf16_flops_per_s * factor, self.memory_bytes_per_s * factor,
-                           self.function_bytes_per_s * factor, self.operator_s)
+        return replace(self.slowed(1 / factor), operator_s=self.operator_s)
+
+    def slowed(self, factor: float) -> DeviceRates:
+        """The rates where everything takes so many times as long."""
+        return DeviceRates(self.flops_per_s / factor, self.bf16_flops_per_s / factor,
+                           self.memory_bytes_per_s / factor, self.function_bytes_per_s / factor,
+                           self.operator_s * factor)
 
 
 def measure_device(kind: DeviceKind, num_threads: int = 1) -> DeviceRates:

@@ -130,7 +130,9 @@ def _banner(job: Job, asked: Resolved, run_dir: Path) -> str:
 
 def _predict_once_started(board: Board, job: Job, asked: Resolved, run_dir: Path) -> None:
     """Predict beside the ranks, when the first has taken a step and start-up is over."""
-    while board.read(0).step < 2 and board.read(0).phase != "end":
+    while board.read(0).step < 2:
+        if board.over:
+            return
         time.sleep(0.05)
     _predict(job, asked, run_dir)
 
