@@ -12,7 +12,7 @@ from itertools import count, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from paceline.errors import JobError, TrainingError
 from paceline.runtime.order import Order, Window, split
@@ -186,6 +186,8 @@ def fetch(data: Any, indices: Sequence[int], positions: Sequence[int], *, seed: 
     Raises:
         TrainingError: a sample can't be read, is no (input, target) pair, or doesn't stack with the others.
     """
+    while type(data) is Subset:  # what random_split makes
+        indices, data = [data.indices[index] for index in indices], data.dataset
     if type(data) is TensorDataset:  # no per-sample work at all: one gather a tensor
         if len(data.tensors) != 2:
             raise TrainingError(f"a sample is {len(data.tensors)} tensors and not (input, target)",

@@ -106,7 +106,7 @@ class Checkpoint:
                 stored = self._open(piece.file).get_slice(piece.key)
                 if tuple(stored.get_shape()) != piece.region.shape or DTYPES[stored.get_dtype()] != entry.dtype:
                     raise ValueError("its shape or dtype is not that of the index")
-                part = stored[common.slices(piece.region.offsets) or ...]
+                part = stored[common.slices(piece.region.offsets)]
             except (SafetensorError, OSError, LookupError, ValueError) as error:
                 raise CheckpointError(f"{self.path}: can't read '{piece.key}' from {piece.file}: {error}") from error
             copy(target[common.slices(region.offsets)], part)
