@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -59,6 +60,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
     if torch is not None and torch.cuda.is_initialized():
         raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
                             hint="call train before anything touches the GPU, or use the paceline command")
+    end_openmp_threads()
     board, attempt = Board(len(devices)), uuid.uuid4().hex[:12]
     with tempfile.TemporaryDirectory(prefix="paceline-") as meeting:
         ranks = [_start(body, rank, devices, board, attempt, Path(meeting), run_dir, timeout_s)
@@ -77,6 +79,19 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
             error.exit_code = 128 + signal.SIGINT
         raise error
     return [rank.result for rank in ranks]
+
+
+def end_openmp_threads() -> None:
+    """End the threads that GNU OpenMP keeps for this one; it starts them again when it needs them.
+
+    A fork inherits the list of these threads but not the threads, and its first parallel operator would wait for
+    them for ever. Data that a job prepares with two threads is enough for that.
+    """
+    maps = Path("/proc/self/maps")
+    mapped = maps.read_text().splitlines() if maps.exists() else []
+    for library in {line.split()[-1] for line in mapped if "libgomp" in line}:
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(library).omp_pause_resource_all(2)  # omp_pause_hard, OpenMP 5.0
 
 
 @contextmanager
@@ -135,8 +150,6 @@ def _child(body: Body, rank: int, devices: Sequence[Device], board: Board, attem
 def _die_with_parent() -> None:
     """Ask the kernel to end this process when its parent ends, however that happens."""
     if sys.platform.startswith("linux"):
-        import ctypes
-
         with suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() == 1:

@@ -146,8 +146,8 @@ def loss_problem(job: Job, *, steps: int) -> str | None:
             if abs(mixed - float(value)) > 1e-7 * max(1.0, abs(float(value))):
                 return (f"the loss is a scalar and not the mean over its samples: {float(value):.6g} of "
                         f"{batch.samples} samples at once, {mixed:.6g} as the mean of its parts. Ignored targets or "
-                        "weights do this, and so does a loss that compares samples with each other. Return (sum, count) "
-                        "instead of a scalar: the loss's sum, and the number or weight of what it counts")
+                        "weights do this, and so does a loss that compares samples. Return (sum, count) instead of "
+                        "a scalar: the loss's sum, and the number or weight of what it counts")
     return None
 
 

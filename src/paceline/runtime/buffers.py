@@ -15,28 +15,32 @@ class ChangingBuffers:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._all = dict(model.named_buffers())
-        self._before: dict[str, torch.Tensor] | None = {name: b.detach().clone() for name, b in self._all.items()}
+        self._model = model
+        self._before: dict[str, torch.Tensor] | None = {name: b.detach().clone() for name, b in model.named_buffers()}
         self.names: list[str] = []
 
     def meet(self, weight: float) -> None:
         """Collective over all ranks. weight: this rank's fraction of the window's samples."""
-        if not self._all:
-            return
         if self._before is not None:
             self._find(self._before)
             self._before = None
+        if not self.names:
+            return
+        buffers = dict(self._model.named_buffers())  # asked again: a model may put new tensors in their places
         for name in self.names:
-            buffer = self._all[name]
+            buffer = buffers[name].detach()
             if buffer.is_floating_point():
-                mixed = buffer.detach().double() * weight
+                mixed = buffer.double() * weight
                 dist.all_reduce(mixed)
                 buffer.copy_(mixed)
             else:
                 dist.all_reduce(buffer, dist.ReduceOp.MAX)
 
     def _find(self, before: dict[str, torch.Tensor]) -> None:
-        changed = torch.tensor([float(not torch.equal(before[name], b)) for name, b in self._all.items()],
-                               device=next(iter(self._all.values())).device)
+        if not before:
+            return
+        buffers = dict(self._model.named_buffers())
+        changed = torch.tensor([float(not torch.equal(old, buffers[name])) for name, old in before.items()],
+                               device=next(iter(before.values())).device)
         dist.all_reduce(changed, dist.ReduceOp.MAX)
-        self.names = [name for name, flag in zip(self._all, changed.tolist(), strict=True) if flag]
+        self.names = [name for name, flag in zip(before, changed.tolist(), strict=True) if flag]

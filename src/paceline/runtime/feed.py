@@ -217,7 +217,7 @@ def collate(items: Sequence[Any], indices: Sequence[int]) -> tuple[Any, Any]:
         inputs, targets = default_collate([tuple(item) for item in items])
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         shapes = [describe(item) for item in items]
-        usual = max(set(shapes), key=shapes.count)
+        usual = max(shapes, key=shapes.count)  # the first of equally many: not left to the order of a set
         for shape, index in zip(shapes, indices, strict=True):
             if shape != usual:
                 raise TrainingError(f"sample {index} is {shape} and others are {usual}: they can't be stacked",

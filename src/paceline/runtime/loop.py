@@ -17,10 +17,8 @@ import torch
 from paceline.errors import JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
-from paceline.launch.logs import logger
 from paceline.plan import Plan
 from paceline.runtime import drift, state
-from paceline.runtime.checkpoint.read import newest_checkpoint
 from paceline.runtime.checkpoint.write import Writer, write_model
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import evaluate
@@ -166,8 +164,8 @@ def _restore(run: _Run) -> None:
     if not run.settings.resume or run.settings.run_dir is None:
         return
     run.context.beat("restore")
-    checkpoint = newest_checkpoint(run.settings.run_dir, warn=logger.warning,
-                                   accept=lambda found: state.mismatch(run.stepper, found))
+    checkpoint = state.choose_checkpoint(run.context, run.settings.run_dir,
+                                         accept=lambda found: state.mismatch(run.stepper, found))
     if checkpoint is None:
         run.display.say("no checkpoint to resume from: starting at step 0")
     else:

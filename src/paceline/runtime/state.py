@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.errors import CheckpointError, JobError
+from paceline.launch.context import RankContext
+from paceline.launch.logs import logger
 from paceline.runtime.checkpoint.pieces import Piece, pieces_of
-from paceline.runtime.checkpoint.read import Checkpoint
+from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
 from paceline.runtime.stepper import Stepper
 
 # Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY.
@@ -114,6 +117,23 @@ def mismatch(stepper: Stepper, checkpoint: Checkpoint) -> str | None:
             return f"its {key} was {checkpoint.document.get(key)} and this job's is {now}"
     kind, then = type(stepper.optimizer).__name__, checkpoint.document["optimizer"]["kind"]
     return f"its optimizer was {then} and this job's is {kind}" if kind != then else None
+
+
+def choose_checkpoint(context: RankContext, run_dir: Path,
+                      accept: Callable[[Checkpoint], str | None]) -> Checkpoint | None:
+    """The newest valid checkpoint that is accepted; None if there is none. Rank 0 checks and chooses for all ranks.
+
+    Raises:
+        CheckpointError: there are some and none can be used.
+    """
+    if context.rank == 0:
+        found = newest_checkpoint(run_dir, accept=accept, warn=logger.warning)
+        if context.store is not None:
+            context.store.set("checkpoint", found.path.name if found else "")
+        return found
+    assert context.store is not None
+    name = context.store.get("checkpoint").decode()
+    return open_checkpoint(run_dir / "checkpoints" / name, checksums=False) if name else None
 
 
 def load_weights(model: torch.nn.Module, held: dict[str, torch.nn.Parameter], checkpoint: Checkpoint) -> None:

@@ -121,9 +121,7 @@ def _open(run_dir: Path, plan: str | Plan | None, *, devices: str | None,
 
 def _load(context: RankContext, job: Job, asked: Resolved, run_dir: Path) -> _Trained:
     """Build the model under the plan and read the run's newest weights into it; each rank reads what it holds."""
-    from paceline.launch.logs import logger
     from paceline.runtime import state
-    from paceline.runtime.checkpoint.read import newest_checkpoint
     from paceline.runtime.loop import part_of
     from paceline.runtime.stepper import build_model
     from paceline.strategies.compose import prepare
@@ -134,8 +132,8 @@ def _load(context: RankContext, job: Job, asked: Resolved, run_dir: Path) -> _Tr
     model = build_model(job, context.device)
     prepare(model, plan=asked.plan, mesh=mesh)
     held = dict(model.named_parameters())
-    checkpoint = newest_checkpoint(run_dir, warn=logger.warning,
-                                   accept=lambda found: state.model_mismatch(model, held, found))
+    checkpoint = state.choose_checkpoint(context, run_dir,
+                                         accept=lambda found: state.model_mismatch(model, held, found))
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint", hint="train it first, or longer")
     state.load_weights(model, held, checkpoint)

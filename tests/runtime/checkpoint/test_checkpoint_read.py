@@ -112,6 +112,18 @@ def test_whole_tensor_of_uneven_pieces(cut: Checkpoint) -> None:
     assert torch.equal(target, DENSE)
 
 
+def test_the_six_lines_of_the_docs(cut: Checkpoint) -> None:
+    """What docs/checkpoints.md shows reads a tensor that three ranks wrote, with safetensors alone."""
+    page = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    here = code.replace('"RUN/checkpoints/step-100"', repr(str(cut.path))).replace('"parameters/head.weight"', '"w"')
+    assert here != code and "paceline" not in code
+
+    names: dict[str, Any] = {}
+    exec(here, names)
+    assert torch.equal(names["whole"], DENSE)
+
+
 def test_only_the_files_of_the_region_are_opened(run_dir: Path) -> None:
     """A rank that needs the last rows doesn't touch the file of the first ones."""
     path = save(run_dir, 30, rows(0, 3), rows(3, 7), rows(7, 11))

@@ -210,6 +210,28 @@ def test_an_older_folder_of_the_same_step_is_no_commit(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 1
 
 
+def test_a_cut_off_replacement_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the new folder can't take its name after the old one has given it up, the old one is still found."""
+    [writer] = writers(tmp_path, 1)
+    writer.save(1, pieces_of("w", W))
+    writer.wait()
+    rename = Path.rename
+
+    def rename_only_aside(path: Path, target: Path) -> Path:
+        if target.name == "step-1":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_only_aside)
+    writer.save(1, pieces_of("w", W + 1))
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        writer.wait()
+
+    found = newest_checkpoint(tmp_path, accept=lambda _: None, warn=pytest.fail)
+    assert found is not None and found.step == 1
+    assert torch.equal(found.read("w"), W)
+
+
 @pytest.mark.parametrize("junk", ["file", "COMMIT that is no object", "COMMIT of something else"])
 def test_junk_of_the_same_name_is_replaced(tmp_path: Path, junk: str) -> None:
     """Something foreign that is called step-1 neither counts as the commit nor stops it."""
