@@ -33,32 +33,55 @@ def current(environ: Mapping[str, str] = os.environ) -> Environment | None:
         ClusterError: the launcher's variables are incomplete or contradict each other.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        values = [environ.get(name, "0" if name == "LOCAL_RANK" else "") for name in names]
-        if not values[3]:
-            values[3] = values[1] if values[1] == "1" else "1"
-        if missing := [name for name, value in zip(names, values, strict=True) if not value]:
-            raise ClusterError(f"RANK and WORLD_SIZE are set and {', '.join(missing)} is not",
-                               hint="start the ranks with torchrun, or unset RANK and WORLD_SIZE to run by hand")
-        rank, world_size, local_rank, local_world_size = map(int, values[:4])
-        return _checked(Environment("torchrun", rank, world_size, local_rank, local_world_size, values[4],
-                                    int(values[5])))
-    if environ.get("SLURM_STEP_ID", "").isdigit() and int(environ.get("SLURM_NTASKS", "1")) > 1:
-        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-        tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", "1")))
-        job = int(environ.get("SLURM_JOB_ID", "0")) * 7 + int(environ["SLURM_STEP_ID"])
-        return _checked(Environment(
-            "Slurm", int(environ["SLURM_PROCID"]), int(environ["SLURM_NTASKS"]), int(environ.get("SLURM_LOCALID", "0")),
-            int(tasks[0]) if tasks else 1, environ.get("MASTER_ADDR") or _first_host(nodes),
-            int(environ.get("MASTER_PORT", 20000 + job % 20000)),
-        ))
+        return _checked(_of_torchrun(environ))
+    if environ.get("SLURM_STEP_ID", "").isdigit() and _whole(environ, "SLURM_NTASKS", "1") > 1:
+        return _checked(_of_slurm(environ))
     return None
 
 
+def _of_torchrun(environ: Mapping[str, str]) -> Environment:
+    defaults = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if not environ.get(name, defaults.get(name))]:
+        raise ClusterError(f"RANK and WORLD_SIZE are set and {', '.join(missing)} is not",
+                           hint="start the ranks with torchrun, or unset RANK and WORLD_SIZE to run by hand")
+    rank, world_size, local_rank, local_world_size = (_whole(environ, name, defaults.get(name)) for name in names[:4])
+    return Environment("torchrun", rank, world_size, local_rank, local_world_size, environ["MASTER_ADDR"],
+                       _whole(environ, "MASTER_PORT"))
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Environment:
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    job = _whole(environ, "SLURM_JOB_ID", "0") * 7 + _whole(environ, "SLURM_STEP_ID")
+    return Environment(
+        "Slurm", _whole(environ, "SLURM_PROCID"), _whole(environ, "SLURM_NTASKS"),
+        _whole(environ, "SLURM_LOCALID", "0"), _tasks_here(environ), environ.get("MASTER_ADDR") or _first_host(nodes),
+        _whole(environ, "MASTER_PORT", str(20000 + job % 20000)),
+    )
+
+
+def _whole(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = environ.get(name, default)
+    if text is None or not re.fullmatch(r"\d+", text):
+        raise ClusterError(f"{name} is not set" if text is None else f"{name}={text} is not a whole number",
+                           hint="a launcher sets it; outside of one, unset its variables")
+    return int(text)
+
+
 def _checked(found: Environment) -> Environment:
-    if not 0 <= found.rank < found.world_size:
-        raise ClusterError(f"{found.launcher} gave rank {found.rank} of {found.world_size}")
+    place = f"rank {found.rank} of {found.world_size}, {found.local_rank} of {found.local_world_size} on its host"
+    if not (found.rank < found.world_size and found.local_rank < found.local_world_size <= found.world_size):
+        raise ClusterError(f"{found.launcher} says this is {place}, which contradicts itself",
+                           hint="ranks count from 0; check the launcher's numbers of nodes and of processes a node")
     return found
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int:
+    """Tasks on this node. Slurm lists them node by node: `2(x3),1`."""
+    listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE", "1")
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", listed)
+    counts = [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
+    return counts[min(_whole(environ, "SLURM_NODEID", "0"), len(counts) - 1)] if counts else 1
 
 
 def _first_host(nodes: str) -> str:
@@ -67,10 +90,10 @@ def _first_host(nodes: str) -> str:
         listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
         if listed.returncode == 0 and listed.stdout.strip():
             return listed.stdout.split()[0]
-    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # up to the first comma outside brackets
     if not match:
         raise ClusterError(f"can't read the first host of Slurm's node list '{nodes}'", hint="set MASTER_ADDR")
-    return match[1] + (match[2] or "")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
 
 def interface_towards(address: str) -> str | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
-import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Sequence
@@ -15,11 +16,14 @@ from pathlib import Path
 from paceline.errors import OutOfMemory, PacelineError, PeerLost, Preempted
 from paceline.launch.board import Sign
 
-# What the communication libraries say on a rank whose peer went away.
+# What torch's communication says, in a RuntimeError, on a rank whose peer went away.
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
                "ncclremoteerror", "ncclsystemerror", "nccl communicator was aborted", "socket timeout",
                "timed out waiting", "application timeout caused pair closure", "timed out after")
 _MEMORY_WORDS = ("can't allocate memory", "not enough memory", "cuda out of memory")
+# Not sys.prefix: it can be /usr, and a container's code is often somewhere in /usr/src.
+_NOT_USERS = (f"{Path(__file__).resolve().parent.parent}{os.sep}", "<",
+              *(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "scripts")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class Failure:
 
     def describe(self, log: Path | None = None) -> str:
         """The message a user reads: where, what, what next."""
+        if self.kind == Preempted.__name__:  # nothing failed
+            return self.message
         place = f"rank {self.rank} on {self.host} failed in {Sign(self.step, self.phase, 0.0)}"
         shown = f"{place}, at {self.where}:\n{self.message}" if self.where else f"{place}:\n{self.message}"
         if self.trace:
@@ -63,14 +69,14 @@ def failure_of(error: BaseException, *, rank: int, sign: Sign) -> Failure:
     text = f"{type(error).__name__}: {error}"
     lowered = text.lower()
     exit_code, heard, message, trace = 1, bool(getattr(error, "heard", False)), text, ""
-    where, frames = _user_frames(error)
+    where, frames = user_frames(error)
     if isinstance(error, PacelineError):
-        exit_code, message = error.exit_code, str(error)
+        exit_code, message, where = error.exit_code, str(error), where or getattr(error, "where", "")
     elif isinstance(error, MemoryError) or any(words in lowered for words in _MEMORY_WORDS):
         exit_code = OutOfMemory.exit_code
         message = (f"out of memory: {error}\n\n"
                    "hint: accumulate=K or recompute=full need less memory, and shard=N splits the state")
-    elif any(words in lowered for words in _PEER_WORDS):
+    elif isinstance(error, RuntimeError) and any(words in lowered for words in _PEER_WORDS):
         exit_code, heard = PeerLost.exit_code, True
     elif frames:
         title = "Traceback (most recent call last, your code only):" if where else "Traceback (most recent call last):"
@@ -79,18 +85,21 @@ def failure_of(error: BaseException, *, rank: int, sign: Sign) -> Failure:
                    where, trace, time.time())
 
 
-def _user_frames(error: BaseException) -> tuple[str, list[traceback.FrameSummary]]:
+def user_frames(error: BaseException) -> tuple[str, list[traceback.FrameSummary]]:
     """file:line of the deepest frame that is neither ours nor a library's, and all such frames."""
-    ours = str(Path(__file__).resolve().parent.parent)
     cause: BaseException | None = error
     while cause is not None:
         frames = traceback.extract_tb(cause.__traceback__)
-        user = [f for f in frames if not f.filename.startswith((ours, sys.prefix, sys.base_prefix, "<"))
-                and "site-packages" not in f.filename]
+        user = [frame for frame in frames if is_users(frame.filename)]
         if user:
             return f"{user[-1].filename}:{user[-1].lineno}", user
         cause = cause.__cause__
     return "", list(traceback.extract_tb(error.__traceback__))
+
+
+def is_users(filename: str) -> bool:
+    """Whether a frame's file is the user's: not ours, not a library's, not made from text."""
+    return not (filename.startswith(_NOT_USERS) or "site-packages" in filename or "dist-packages" in filename)
 
 
 class RankFailed(PacelineError):
@@ -115,6 +124,14 @@ def killed(rank: int, exit_code: int | None, sign: Sign) -> Failure:
         how = f"it ended with exit code {exit_code} and no exception"
     return Failure(rank, socket.gethostname(), PeerLost.__name__, how, PeerLost.exit_code, heard=False, step=sign.step,
                    phase=sign.phase, where="", trace="", time_s=time.time())
+
+
+def stopped(rank: int, number: int, sign: Sign) -> Failure:
+    """The report of a rank that our own signal ended where it could not stop by itself."""
+    how = (f"stopped by {signal.Signals(number).name} in {sign}, where no checkpoint can be saved\n\n"
+           "hint: --resume goes on from the last checkpoint, if there is one")
+    return Failure(rank, socket.gethostname(), Preempted.__name__, how, Preempted.exit_code, heard=False,
+                   step=sign.step, phase=sign.phase, where="", trace="", time_s=time.time())
 
 
 def cause_of(failures: Sequence[Failure]) -> Failure:

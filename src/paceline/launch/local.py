@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster import Device
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, Preempted
 from paceline.launch.board import Board
-from paceline.launch.failure import Failure, RankFailed, cause_of, killed
+from paceline.launch.failure import Failure, RankFailed, cause_of, killed, stopped
 from paceline.launch.process import Body, run_rank
 
 _GRACE_S = 5.0  # after a first failure, for the other ranks to report and leave
@@ -68,14 +68,14 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         with _forwarded_signals(ranks) as interrupted:
             try:
                 with run_beside(idle, board):
-                    _collect(ranks, board)
+                    _collect(ranks, board, interrupted)
             finally:
                 _end(ranks)
     failures = [rank.failure for rank in ranks if rank.failure is not None]
     if failures:
         cause = cause_of(failures)
         error = RankFailed(cause, ranks[cause.rank].log)
-        if interrupted and cause.kind in ("Preempted", "KeyboardInterrupt") and interrupted[0] == signal.SIGINT:
+        if interrupted and cause.kind == Preempted.__name__ and interrupted[0] == signal.SIGINT:
             error.exit_code = 128 + signal.SIGINT
         raise error
     return [rank.result for rank in ranks]
@@ -85,8 +85,11 @@ def end_openmp_threads() -> None:
     """End the threads that GNU OpenMP keeps for this one; it starts them again when it needs them.
 
     A fork inherits the list of these threads but not the threads, and its first parallel operator would wait for
-    them for ever. Data that a job prepares with two threads is enough for that.
+    them for ever. Data that a job prepares with two threads is enough for that. A process that is itself a fork may
+    have inherited such a list: ending those threads would wait for ever too, so it is left alone.
     """
+    if multiprocessing.parent_process() is not None:
+        return
     maps = Path("/proc/self/maps")
     mapped = maps.read_text().splitlines() if maps.exists() else []
     for library in {line.split()[-1] for line in mapped if "libgomp" in line}:
@@ -116,17 +119,18 @@ def _start(body: Body, rank: int, devices: Sequence[Device], board: Board, attem
            run_dir: Path | None, timeout_s: float) -> _Rank:
     receive, send = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(
-        target=_child, args=(body, rank, devices, board, attempt, meeting, run_dir, timeout_s, send), daemon=False)
+        target=_child, args=(body, rank, devices, board, attempt, meeting, run_dir, timeout_s, send, os.getpid()),
+        daemon=False)
     process.start()
     send.close()
     return _Rank(process, receive)
 
 
 def _child(body: Body, rank: int, devices: Sequence[Device], board: Board, attempt: str, meeting: Path,
-           run_dir: Path | None, timeout_s: float, send: Connection) -> None:
+           run_dir: Path | None, timeout_s: float, send: Connection, parent_pid: int) -> None:
     import torch.distributed as dist
 
-    _die_with_parent()
+    _die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -147,12 +151,12 @@ def _child(body: Body, rank: int, devices: Sequence[Device], board: Board, attem
     report("result", result)
 
 
-def _die_with_parent() -> None:
+def _die_with(parent_pid: int) -> None:
     """Ask the kernel to end this process when its parent ends, however that happens."""
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() == 1:
+        if os.getppid() != parent_pid:  # it ended before it could be asked
             os._exit(1)
 
 
@@ -179,21 +183,21 @@ def _forwarded_signals(ranks: list[_Rank]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _collect(ranks: list[_Rank], board: Board) -> None:
+def _collect(ranks: list[_Rank], board: Board, interrupted: list[int]) -> None:
     """Hear every rank out. After a first failure the others get a few seconds."""
     deadline: float | None = None
     while open_ranks := [rank for rank in ranks if not rank.finished]:
         wait([source for rank in open_ranks for source in (rank.pipe, rank.process.sentinel)], timeout=0.5)
         for number, rank in enumerate(ranks):
             if not rank.finished:
-                _hear(number, rank, board)
+                _hear(number, rank, board, interrupted)
         if deadline is None and any(rank.failure for rank in ranks):
             deadline = time.monotonic() + _GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             return
 
 
-def _hear(number: int, rank: _Rank, board: Board) -> None:
+def _hear(number: int, rank: _Rank, board: Board, interrupted: list[int]) -> None:
     alive = rank.process.is_alive()  # asked before the pipe is read, so that nothing said last is lost
     while rank.pipe.poll():
         try:
@@ -208,7 +212,9 @@ def _hear(number: int, rank: _Rank, board: Board) -> None:
     if not alive:
         if not rank.finished and rank.failure is None:
             rank.process.join()
-            rank.failure = killed(number, rank.process.exitcode, board.read(number))
+            code, sign = rank.process.exitcode, board.read(number)
+            ours = interrupted and -code in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+            rank.failure = stopped(number, interrupted[0], sign) if ours else killed(number, code, sign)
         rank.finished = True
 
 

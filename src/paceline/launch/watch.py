@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline.errors import PeerLost
 from paceline.launch.context import RankContext
-from paceline.launch.failure import Failure, failure_of
+from paceline.launch.failure import Failure, failure_of, is_users
 
 _ANSWER_S = 3.0  # how long to wait for what the other ranks say
 # Frames that mean: this rank waits for others.
@@ -69,7 +69,8 @@ class Watch:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         sign = self.context.sign
         stack = traceback.format_stack(frame) if frame else []
-        return {"step": sign.step, "phase": sign.phase, "waits": is_waiting(frame),
+        # On a GPU a collective returns at once, and the rank waits where it reads the result: in the reduce phase.
+        return {"step": sign.step, "phase": sign.phase, "waits": sign.phase == "reduce" or is_waiting(frame),
                 "where": _user_place(frame), "host": os.uname().nodename, "stack": "".join(stack[-6:])}
 
 
@@ -85,9 +86,8 @@ def is_waiting(frame: FrameType | None) -> bool:
 
 def _user_place(frame: FrameType | None) -> str:
     while frame is not None:
-        name = frame.f_code.co_filename
-        if "site-packages" not in name and "/paceline/" not in name and not name.startswith((sys.base_prefix, "<")):
-            return f"{name}:{frame.f_lineno}"
+        if is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 

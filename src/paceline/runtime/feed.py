@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
-from paceline.errors import JobError, TrainingError
+from paceline.errors import JobError, PacelineError, TrainingError
+from paceline.launch.failure import user_frames
 from paceline.runtime.order import Order, Window, split
 from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
 
@@ -93,7 +94,7 @@ def _indexed_feed(data: Any, *, order: Order, part: Part, steps: Sequence[int],
     cuts = _Cuts(data, order, part, steps)
     made: Iterator[MicroBatch] = (cuts[index] for index in range(len(cuts)))
     if loader_workers:
-        made = iter(DataLoader(cuts, batch_size=None, num_workers=loader_workers))
+        made = map(_raised, DataLoader(_Loaded(cuts), batch_size=None, num_workers=loader_workers))
     for step in steps:
         yield order.window(step), list(islice(made, part.num_microbatches))
 
@@ -115,6 +116,29 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
         pair = fetch(self.data, self.order.indices(window.epoch, positions), positions,
                      seed=key_to_seed(self.order.seed, "sample", window.epoch))
         return MicroBatch(*pair, samples=len(cut))
+
+
+class _Loaded(torch.utils.data.Dataset[MicroBatch | PacelineError]):
+    """What a loader worker sends: an error as a value, as the loader would make one long text of it and its trace."""
+
+    def __init__(self, cuts: _Cuts) -> None:
+        self.cuts = cuts
+
+    def __len__(self) -> int:
+        return len(self.cuts)
+
+    def __getitem__(self, index: int) -> MicroBatch | PacelineError:
+        try:
+            return self.cuts[index]
+        except PacelineError as error:
+            error.where = user_frames(error)[0]  # type: ignore[attr-defined]  # frames don't travel
+            return error
+
+
+def _raised(loaded: MicroBatch | PacelineError) -> MicroBatch:
+    if isinstance(loaded, PacelineError):
+        raise loaded
+    return loaded
 
 
 def _stream_feed(windows: Iterator[tuple[Window, list[Any]]], *, part: Part,
