@@ -1,0 +1,1 @@
+"""Speed beside other tools, measured in turns. See docs/benchmarks.md."""

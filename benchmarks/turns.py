@@ -1,0 +1,137 @@
+"""Comparing contenders on a machine that is never quite quiet: run them in turns, compare within a round.
+
+A slow minute slows the neighbours in a round alike, so the ratio of a pair is steadier than either of its times.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+CONFIDENCE = 0.95
+ROOT = Path(__file__).parents[1]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """The median of pair ratios with its interval; the ends are None if there are too few pairs for one."""
+
+    median: float
+    low: float | None
+    high: float | None
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f}" + ("" if self.low is None else f" [{self.low:.3f}, {self.high:.3f}]")
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Ours by theirs, pair by pair: the median and its 95 % interval.
+
+    The interval is that of the sign test: the k-th smallest and k-th greatest ratio, with the greatest k that covers
+    the median in at least 95 % of experiments. It supposes nothing about the noise but that pairs are independent,
+    and needs 6 of them; up to 8 it is the smallest and the greatest ratio.
+
+    >>> ratio([2.0] * 5, [1.0] * 5)
+    Ratio(median=2.0, low=None, high=None)
+    >>> ratio([1, 2, 3, 4, 5, 6, 7, 8, 9], [1] * 9)
+    Ratio(median=5.0, low=2.0, high=8.0)
+    """
+    pairs = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    outside = _outside(len(pairs))
+    low, high = (None, None) if outside is None else (pairs[outside], pairs[-1 - outside])
+    return Ratio(float(statistics.median(pairs)), low, high)
+
+
+def _outside(num_pairs: int) -> int | None:
+    """How many of the sorted pairs may be left out at each end; None if even all of them are not enough."""
+    missed, found = 0.0, None
+    for k in range(num_pairs // 2):
+        missed += 2 * math.comb(num_pairs, k) / 2**num_pairs
+        if missed > 1 - CONFIDENCE:
+            break
+        found = k
+    return found
+
+
+class ContenderFailed(Exception):
+    """A contender that could not be run; the message is the end of what it printed."""
+
+
+def take_turns(
+    contenders: Mapping[str, Callable[[], Result]], *, rounds: int
+) -> Iterator[tuple[int, str, Result | ContenderFailed]]:
+    """Run each contender once a round, A B C A B C. One that fails is reported once and left out from then on."""
+    failed: set[str] = set()
+    for number in range(rounds):
+        for name, run in contenders.items():
+            if name in failed:
+                continue
+            try:
+                yield number, name, run()
+            except ContenderFailed as error:
+                failed.add(name)
+                yield number, name, error
+
+
+def run_command(command: Sequence[str], *, timeout_s: float = 600.0) -> str:
+    """Run a command from the root of the project, one thread a process, and return its stdout.
+
+    Raises:
+        ContenderFailed: it failed or took too long; nothing of it is left running.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise ContenderFailed(f"took longer than {timeout_s:.0f} s") from error
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode != 0:
+        raise ContenderFailed(_first_error(errors) or f"exit code {process.returncode}")
+    return output
+
+
+def torchrun(module: str, *arguments: str) -> list[str]:
+    """The command that starts a module as two ranks on this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*launcher, "-m", module, *arguments]
+
+
+def paceline(*arguments: str) -> list[str]:
+    """The public command, from the environment that this runs in."""
+    return [str(Path(sys.executable).with_name("paceline")), *arguments]
+
+
+def warn_if_busy() -> None:
+    """Say so if other processes are using the cores: what follows would measure them too."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > 0.25 * cores:
+        print(f"warning: the machine is busy (load {load:.1f} on {cores} cores); expect noise", file=sys.stderr)
+
+
+def _first_error(text: str) -> str:
+    """The first line that names an error: what follows is often the launcher's own complaint."""
+    lines = text.strip().splitlines()
+    named = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b", line)]
+    return (named[0] if named else " ".join(lines[-3:])).strip()[:200]
