@@ -59,8 +59,8 @@ def test_two_hosts_under_torchrun_reach_the_weights_of_one(hosts: list[str], tmp
     environ["OMP_NUM_THREADS"] = "1"
     nodes = [subprocess.Popen(
         ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank",
-         str(rank), "--nproc-per-node", "1", "--master-addr", "10.78.0.1", "--master-port", "29400", "--no-python", "--",
-         *PACELINE, "train", *arguments, "--run", str(tmp_path / "two")],
+         str(rank), "--nproc-per-node", "1", "--master-addr", "10.78.0.1", "--master-port", "29400", "--no-python",
+         "--", *PACELINE, "train", *arguments, "--run", str(tmp_path / "two")],
         env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank, name in enumerate(hosts)]
     try:
         said = [node.communicate(timeout=120)[0] for node in nodes]

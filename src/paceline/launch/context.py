@@ -53,7 +53,7 @@ class RankContext:
         signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
         def request(number: int, frame: Any) -> None:
-            self.stop_signal = number
+            self.stop_signal = self.stop_signal or number  # Ctrl-C reaches a rank twice: itself and by its parent
             signal.signal(number, signal.SIG_DFL)
 
         before = {number: signal.signal(number, request) for number in signals}

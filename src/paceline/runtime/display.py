@@ -76,7 +76,12 @@ class Display:
         return False
 
     def update(self, progress: Progress) -> None:
-        self.live.update(str(progress)) if self.live else logger.info(str(progress))
+        if self.live:
+            from rich.text import Text
+
+            self.live.update(Text(str(progress), no_wrap=True, overflow="ellipsis"))
+        else:
+            logger.info(str(progress))
 
     def close(self) -> None:
         if self.live:
