@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -16,33 +16,42 @@ if TYPE_CHECKING:
 logger = logging.getLogger("paceline")
 
 
-class _Tee(io.TextIOBase):
-    """Writes to a terminal and to a file."""
+class Tee(io.TextIOBase):
+    """Writes to a terminal and, if there is one, to a file.
 
-    def __init__(self, terminal: TextIO, file: TextIO) -> None:
-        self.terminal, self.file = terminal, file
+    terminal: may be exchanged while something is drawn on it, such as a live line; the file sees none of that.
+    """
+
+    def __init__(self, terminal: TextIO, file: TextIO | None) -> None:
+        self.terminal: Any = terminal
+        self.file = file
 
     def write(self, text: str) -> int:
-        self.file.write(text)
-        return self.terminal.write(text)
+        if self.file is not None:
+            self.file.write(text)
+        return int(self.terminal.write(text))
 
     def flush(self) -> None:
-        self.file.flush()
+        if self.file is not None:
+            self.file.flush()
         self.terminal.flush()
 
     def isatty(self) -> bool:
-        return self.terminal.isatty()
+        return bool(self.terminal.isatty())
 
     def fileno(self) -> int:
-        return self.terminal.fileno()
+        return int(self.terminal.fileno())
 
 
 class _Once(logging.Handler):
-    """Shows a warning that several ranks give only once; the store remembers who was first."""
+    """Shows a warning that several ranks give only once; the store remembers who was first.
 
-    def __init__(self, terminal: TextIO, rank: int, store: Store | None) -> None:
+    log: gets what is not shown.
+    """
+
+    def __init__(self, terminal: TextIO | Tee, rank: int, store: Store | None, log: TextIO | None) -> None:
         super().__init__(logging.WARNING)
-        self.terminal, self.rank, self.store = terminal, rank, store
+        self.terminal, self.rank, self.store, self.log = terminal, rank, store, log
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage().strip()
@@ -52,28 +61,32 @@ class _Once(logging.Handler):
                 first = self.store.add("warned/" + hashlib.sha256(text.encode()).hexdigest()[:16], 1) == 1
             except RuntimeError:  # the store's host is gone; better twice than never
                 first = True
-        if first:
-            self.terminal.write(f"[rank {self.rank}] {record.levelname.lower()}: {text}\n")
-            self.terminal.flush()
+        stream = self.terminal if first else self.log
+        if stream is not None:
+            stream.write(f"[rank {self.rank}] {record.levelname.lower()}: {text}\n")
+            stream.flush()
 
 
 def open_log(run_dir: Path | None, rank: int) -> tuple[TextIO, Path | None]:
-    """Send this rank's output to its file, and rank 0's to the terminal too. Returns the terminal and the file."""
+    """Send this rank's output to its file, and rank 0's to the terminal too. Returns the terminal and the file.
+
+    Without a run folder only rank 0 is heard. Nothing goes to stdout, which is for the result.
+    """
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
-    if run_dir is None:
-        sys.stdout = open(os.devnull, "w") if rank else sys.stderr  # noqa: SIM115  # stdout is for data
-        return terminal, None
-    path = run_dir / "logs" / f"rank-{rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a", buffering=1)  # noqa: SIM115  # as long as the process lives
-    if rank:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        sys.stdout = sys.stderr = file
-    else:
-        sys.stdout = sys.stderr = _Tee(terminal, file)
+    path = run_dir / "logs" / f"rank-{rank}.log" if run_dir is not None else None
+    file = None
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a", buffering=1)  # noqa: SIM115  # as long as the process lives
+    if rank == 0:
+        sys.stdout = sys.stderr = Tee(terminal, file)
+        return terminal, path
+    file = file or open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = file
     return terminal, path
 
 
@@ -85,9 +98,11 @@ def set_up_logging(terminal: TextIO, *, rank: int, store: Store | None) -> None:
     logging.captureWarnings(True)
     plain = logging.StreamHandler(sys.stderr)
     plain.setLevel(logging.INFO)
-    if rank == 0:
-        plain.addFilter(lambda record: record.levelno < logging.WARNING)
     plain.setFormatter(logging.Formatter("%(message)s"))
     root.addHandler(plain)
-    root.addHandler(_Once(sys.stderr if rank == 0 else terminal, rank, store))
+    if isinstance(sys.stderr, Tee):
+        plain.addFilter(lambda record: record.levelno < logging.WARNING)
+        root.addHandler(_Once(sys.stderr, rank, store, log=sys.stderr.file))
+    else:
+        root.addHandler(_Once(terminal, rank, store, log=None))
     logger.setLevel(logging.INFO)

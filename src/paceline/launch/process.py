@@ -1,9 +1,8 @@
-"""One rank from its first line to its last: threads, allocator, log, process group, body, report."""
+"""One rank from its first line to its last: threads, log, process group, body, report."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import sys
 import time
@@ -36,7 +35,6 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
     """
     terminal, log = open_log(run_dir, rank)
     use_threads(local_world_size)
-    keep_freed_memory()
     where = _claim(device)
     context = RankContext(rank, world_size, local_world_size, where, None, board, slot, attempt)
     result, failure = None, None
@@ -64,6 +62,7 @@ def _process_group(context: RankContext, timeout_s: float) -> Any:
     # The watch speaks first and names the rank; the group's own timeout is the last resort.
     dist.init_process_group(backend, store=dist.PrefixStore("group", context.store), rank=context.rank,
                             world_size=context.world_size, timeout=timedelta(seconds=2 * timeout_s + 30))
+    dist.all_reduce(torch.zeros(1))  # a rank that is done at once must not leave while others still connect to it
     try:
         yield
     finally:
@@ -76,21 +75,6 @@ def use_threads(local_world_size: int) -> None:
     """Cut the cores evenly over this host's ranks; OMP_NUM_THREADS, if set, wins."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // local_world_size))
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step instead of giving it back and faulting it in again.
-
-    A training step frees and takes the same tensors every time; by default glibc maps large ones afresh, and
-    each of their pages costs a page fault. See docs/benchmarks.md for what this brings.
-    """
-    if not sys.platform.startswith("linux") or "MALLOC_TRIM_THRESHOLD_" in os.environ:
-        return
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        libc.mallopt(m_mmap_threshold, 2**30)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def _claim(device: Device) -> torch.device:
