@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.launch.logs import logger
+from paceline.launch.logs import Tee, logger
 
 PLAIN_EVERY_S = 30.0
 
@@ -55,17 +55,25 @@ class Display:
         self.shown = shown
         self.live: Any = None
         self.last_s = time.monotonic()
-        if shown and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.live import Live
+        if shown and isinstance(sys.stderr, Tee) and sys.stderr.isatty():
+            self._go_live(sys.stderr)
 
-            self.live = Live("", console=Console(file=sys.stderr), refresh_per_second=8, transient=True)
-            self.live.start()
+    def _go_live(self, output: Tee) -> None:
+        from rich.console import Console
+        from rich.file_proxy import FileProxy
+        from rich.live import Live
+
+        self.output, self.terminal = output, output.terminal
+        console = Console(file=self.terminal)
+        self.live = Live("", console=console, refresh_per_second=8, transient=True, redirect_stdout=False,
+                         redirect_stderr=False)
+        self.live.start()
+        output.terminal = FileProxy(console, self.terminal)  # what else is printed stands above the line
 
     def say(self, text: str) -> None:
         """A line that stays."""
         if self.shown:
-            self.live.console.print(text, highlight=False, markup=False) if self.live else logger.info(text)
+            logger.info(text)
 
     def due(self) -> bool:
         """Whether `update` would show something now: the plain form is quiet most of the time."""
@@ -85,5 +93,7 @@ class Display:
 
     def close(self) -> None:
         if self.live:
+            self.output.flush()
+            self.output.terminal = self.terminal
             self.live.stop()
             self.live = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -36,15 +37,9 @@ def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
         TrainingError: neither a scalar nor (sum, count).
     """
     if isinstance(value, tuple | list) and len(value) == 2:
-        total, count = value
-        if not isinstance(total, torch.Tensor):
-            total = torch.as_tensor(float(total))
-        if total.numel() != 1:
-            raise TrainingError(f"{name} returned a sum of shape {tuple(total.shape)}",
-                                hint="(sum, count) are two scalars")
-        count = count.detach() if isinstance(count, torch.Tensor) else float(count)
-        return Tally(total.reshape(()), count, is_mean=False)
-    if isinstance(value, int | float) and not isinstance(value, bool) and name != "the loss":
+        total, count = _one(value[0], f"{name} returned a sum"), _one(value[1], f"{name} returned a count")
+        return Tally(total, count.detach(), is_mean=False)
+    if isinstance(value, Real) and not isinstance(value, bool) and name != "the loss":
         value = torch.as_tensor(float(value))
     if not isinstance(value, torch.Tensor):
         raise TrainingError(f"{name} returned {type(value).__name__}",
@@ -53,6 +48,17 @@ def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
         raise TrainingError(f"{name} is not a scalar: it has shape {tuple(value.shape)}",
                             hint="return its mean over the samples (reduction='mean'), or (sum, count)")
     return Tally(value.reshape(()), float(samples), is_mean=True)
+
+
+def _one(part: Any, what: str) -> torch.Tensor:
+    """A part of (sum, count) as a scalar tensor."""
+    if isinstance(part, Real):
+        return torch.as_tensor(float(part))
+    if not isinstance(part, torch.Tensor):
+        raise TrainingError(f"{what} that is {type(part).__name__}", hint="(sum, count) are two scalars")
+    if part.numel() != 1:
+        raise TrainingError(f"{what} of shape {tuple(part.shape)}", hint="(sum, count) are two scalars")
+    return part.reshape(())
 
 
 def require_gradient(tally: Tally) -> None:

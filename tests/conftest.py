@@ -1,0 +1,141 @@
+"""What the tests share: one thread, an environment without launchers, ranks, and processes to send signals to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import settings
+
+from paceline.cluster import Cluster
+from paceline.errors import PacelineError
+from paceline.launch.local import run_local
+
+torch.set_num_threads(1)  # ranks are forks, and the tests' sums are small
+
+# The same examples everywhere and always, however busy the machine is.
+settings.register_profile("suite", deadline=None, database=None, derandomize=True, max_examples=50)
+settings.load_profile("suite")
+
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
+              "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test is taken for a rank of the launcher that the suite itself runs under."""
+    for name in list(os.environ):
+        if name in _LAUNCHERS or name.startswith(("SLURM_", "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., list[Any]]:
+    """`run_ranks(body, 2)` runs `body(context)` as two CPU ranks and returns the results in rank order."""
+    def run(body: Callable[[Any], Any], num_ranks: int, **options: Any) -> list[Any]:
+        return run_local(body, Cluster.local(f"cpu:0-{num_ranks - 1}").devices, **options)
+
+    return run
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Fails a test that leaves a process or a meeting place behind; gives the folder for temporary files."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    before = set(psutil.Process().children(recursive=True))
+    yield folder
+    _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=10)
+    assert not left, "processes are left running"
+    assert not list(folder.glob("paceline-*")), "a meeting place is left"
+
+
+@dataclass
+class Child:
+    """A fork of the test that stands for a user's process, in a process group of its own like a shell's job."""
+
+    pid: int
+    printed: Path
+
+    @property
+    def stderr(self) -> str:
+        return self.printed.read_text()
+
+    def ranks(self, count: int) -> list[psutil.Process]:
+        """Its ranks, once so many are there."""
+        parent = psutil.Process(self.pid)
+        wait_for(lambda: len(parent.children()) >= count)
+        return parent.children()
+
+    def exit_code(self, timeout_s: float = 60.0) -> int:
+        """Wait for its end. A negative number is the signal that killed it."""
+        wait_for(lambda: psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE, timeout_s=timeout_s)
+        _, status = os.waitpid(self.pid, 0)
+        self.pid = 0
+        return os.waitstatus_to_exitcode(status)
+
+
+@pytest.fixture
+def start_child(tmp_path: Path) -> Iterator[Callable[[Callable[[], Any]], Child]]:
+    """`start_child(work)` runs `work()` in a process of its own, as the command line would: errors are printed."""
+    started: list[Child] = []
+
+    def start(work: Callable[[], Any]) -> Child:
+        printed = tmp_path / f"child-{len(started)}.txt"
+        printed.touch()
+        pid = os.fork()
+        if pid == 0:
+            _be_child(work, printed)
+        started.append(Child(pid, printed))
+        return started[-1]
+
+    yield start
+    for child in started:
+        if child.pid:
+            for process in [*psutil.Process(child.pid).children(recursive=True), psutil.Process(child.pid)]:
+                process.kill()
+            os.waitpid(child.pid, 0)
+
+
+def _be_child(work: Callable[[], Any], printed: Path) -> None:
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        file = open(printed, "w", buffering=1)  # noqa: SIM115  # until the process ends
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        sys.stdout = sys.stderr = file
+        work()
+        code = 0
+    except PacelineError as error:
+        print(f"error: {error}")
+        code = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def wait_for(condition: Callable[[], Any], *, timeout_s: float = 60.0) -> None:
+    """Return when the condition holds; fail when it doesn't in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture(name="wait_for")
+def wait_for_fixture() -> Callable[..., None]:
+    """`wait_for(condition)` returns when it holds."""
+    return wait_for

@@ -1,0 +1,111 @@
+"""Buffers that training changes are equal on all replicas after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from paceline.job import Job
+from paceline.plan import Plan
+from paceline.runtime.buffers import ChangingBuffers
+from paceline.runtime.loop import Settings, train_rank
+from paceline.strategies.compose import load
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Counting(nn.Module):
+    """Buffers of all kinds: changed in place, replaced by a new tensor, whole numbers, a constant, none at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("in_place", "replaced", "constant"):
+            self.register_buffer(name, torch.ones(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("nothing", None)
+
+    def see(self, value: float) -> None:
+        self.in_place.mul_(value)
+        self.replaced = self.replaced * value
+        self.count += int(value)
+
+
+def test_the_mean_is_weighted_by_samples(run_ranks: Callable[..., Any]):
+    """Floats become the mean by samples, whole numbers the maximum, and what no step changes is let alone."""
+    def body(context: Any) -> list[Any]:
+        model = Counting()
+        model.constant += context.rank  # differs, but training doesn't change it
+        buffers = ChangingBuffers(model)
+        seen = []
+        for _ in range(2):
+            model.see(2.0 + context.rank)
+            buffers.meet((0.75, 0.25)[context.rank])
+            seen += [model.in_place.tolist(), model.replaced.tolist(), model.count.item()]
+        return [*seen, model.constant.tolist(), buffers.names]
+
+    first = 0.75 * 2 + 0.25 * 3
+    expected = [[first] * 2, [first] * 2, 3, [first * first] * 2, [first * first] * 2, 6]
+    for rank, (*seen, constant, names) in enumerate(run_ranks(body, 2)):
+        assert seen == expected
+        assert constant == [1.0 + rank] * 2
+        assert names == ["in_place", "replaced", "count"]
+
+
+def test_what_one_rank_changes_all_ranks_meet(run_ranks: Callable[..., Any]):
+    """A buffer that changed on one rank only is met by all, so that none waits alone."""
+    def body(context: Any) -> list[float]:
+        model = Counting()
+        buffers = ChangingBuffers(model)
+        if context.rank == 1:
+            model.see(3.0)
+        buffers.meet(0.5)
+        return model.in_place.tolist()
+
+    assert run_ranks(body, 2) == [[2.0, 2.0]] * 2
+
+
+def test_a_model_without_buffers_meets_nobody():
+    """No collective is entered, so none needs a group."""
+    ChangingBuffers(nn.Linear(2, 2)).meet(1.0)
+
+
+class Watching:
+    """Notes the running statistics after every step, and whether the last ones stay as they are."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def samples(self, step: int, batches: Any) -> None: ...
+
+    def gradients(self, step: int, stepper: Any) -> None: ...
+
+    def weights(self, step: int, stepper: Any, loss: float) -> None:
+        norm = stepper.model[1]
+        self.seen.append([*norm.running_mean.tolist(), *norm.running_var.tolist(), norm.num_batches_tracked.item()])
+
+
+@pytest.mark.parametrize(("plan", "shares"), [("data=2 accumulate=2", (1, 1)), ("data=3", (2, 1, 1)),
+                                              ("shard=2", (1, 1))])
+def test_running_statistics_of_a_batch_norm(run_ranks: Callable[..., Any], plan: str, shares: tuple[int, ...]):
+    """BatchNorm's running statistics are equal on all ranks after every step, a short last batch too."""
+    x = torch.randn(23, 4, generator=torch.Generator().manual_seed(0))
+    job = Job(model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)),
+              data=TensorDataset(x, (x.sum(1) > 0).long()), loss=F.cross_entropy,
+              optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=15, steps=3)
+
+    def body(context: Any) -> list[list[float]]:
+        watching = Watching()
+        train_rank(context, job, Plan.parse(plan), Settings(None, shares, observer=watching))
+        return watching.seen
+
+    load(Plan.parse(plan))
+    ranks = run_ranks(body, len(shares))
+    assert len(ranks[0]) == 3
+    assert len({tuple(map(tuple, seen)) for seen in ranks}) == 1
+    assert ranks[0][0] != ranks[0][1]  # they do change

@@ -1,0 +1,96 @@
+"""Replicas that differ are found, and tensor and rank are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import DriftError
+from paceline.runtime.drift import check_replicas, fingerprint
+from paceline.strategies.mesh import Mesh
+
+pytestmark = pytest.mark.timeout(60)
+
+TENSORS = [torch.randn(7, 5, generator=torch.Generator().manual_seed(0)), torch.arange(6), torch.tensor(1.5),
+           torch.zeros(3, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.bool)]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=str)
+def test_every_bit_counts(tensor: torch.Tensor):
+    """Changing any one bit of a tensor changes its fingerprint."""
+    before = fingerprint(tensor)
+    assert fingerprint(tensor.clone()) == before
+    bytes_ = tensor.clone().reshape(-1).view(torch.uint8)
+    for place in range(len(bytes_)):
+        for bit in range(8):
+            changed = bytes_.clone()
+            changed[place] ^= 1 << bit
+            assert fingerprint(changed.view(tensor.dtype).reshape(tensor.shape)) != before
+
+
+def test_the_order_of_elements_counts():
+    """Two elements that changed places are a difference, though their sum is not."""
+    assert fingerprint(torch.tensor([1.0, 2.0, 3.0])) != fingerprint(torch.tensor([2.0, 1.0, 3.0]))
+
+
+@pytest.mark.parametrize("view", [
+    torch.arange(8.0).view(2, 4).t(), torch.arange(9, dtype=torch.bfloat16)[1:], torch.arange(9, dtype=torch.int8)[3:],
+    torch.zeros(0), torch.arange(8.0).requires_grad_(),
+], ids=["transposed", "odd bfloat16", "odd int8", "empty", "parameter"])
+def test_any_layout_of_memory_will_do(view: torch.Tensor):
+    """A view has the fingerprint of its copy."""
+    assert fingerprint(view) == fingerprint(view.detach().clone())
+
+
+def differing(run_ranks: Callable[..., Any], sizes: dict[str, int], change: dict[int, int], step: int = 4) -> list[str]:
+    """What each rank says when element `change[rank]` of tensor "b" is another on these ranks."""
+    def body(context: Any) -> str:
+        tensors = {"a": torch.ones(5), "b": torch.ones(4), "c": torch.ones(3)}
+        if context.rank in change:
+            tensors["b"][change[context.rank]] += 1e-7
+            tensors["c"][0] += 1
+        mesh = Mesh(sizes, context.rank)
+        mesh.connect()
+        try:
+            check_replicas(tensors, mesh=mesh, step=step)
+        except DriftError as error:
+            return str(error)
+        return ""
+
+    count = sizes["data"] * sizes["shard"]
+    return run_ranks(body, count)
+
+
+def test_equal_replicas_pass(run_ranks: Any):
+    """Nothing is said when nothing differs."""
+    assert differing(run_ranks, {"data": 2, "shard": 1}, {}) == ["", ""]
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_the_rank_that_differs_is_named(run_ranks: Any, odd: int):
+    """Every rank names the first tensor that differs, and the rank that is in the minority, also when it is 0."""
+    said = differing(run_ranks, {"data": 3, "shard": 1}, {odd: 2})
+    assert len(set(said)) == 1
+    assert f"replicas differ after step 4: 'b' on rank {odd} is not what the others hold" in said[0]
+    assert "2 of 3 tensors differ" in said[0]
+
+
+def test_initial_weights_are_spoken_of_as_such(run_ranks: Any):
+    """Before the first step the cause is another than after it."""
+    assert "replicas differ before the first step: 'b' on rank 1" in \
+        differing(run_ranks, {"data": 2, "shard": 1}, {1: 0}, step=0)[0]
+
+
+def test_shards_are_compared_with_the_same_shards(run_ranks: Any):
+    """Ranks that hold other shards may hold other values; only ranks along the data axis are replicas."""
+    assert differing(run_ranks, {"data": 2, "shard": 2}, {1: 0, 3: 0}) == ["", "", "", ""]
+    said = differing(run_ranks, {"data": 2, "shard": 2}, {3: 0})
+    assert ["on rank 3" in text for text in said] == [False, True, False, True]
+
+
+def test_no_replicas_nothing_to_compare(run_ranks: Any):
+    """Without a data axis no collective is entered."""
+    assert differing(run_ranks, {"data": 1, "shard": 2}, {1: 0}) == ["", ""]

@@ -1,0 +1,97 @@
+"""One run, one folder, one writer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.runtime import folder
+
+
+def test_fresh_names_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs that begin in one second get folders of their own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(folder.time, "strftime", lambda _: "20300101-120000")
+    names = []
+    for _ in range(3):
+        names.append(str(folder.fresh_name("digits")))
+        Path(names[-1]).mkdir(parents=True)
+    assert names == ["runs/digits-20300101-120000", "runs/digits-20300101-120000-2", "runs/digits-20300101-120000-3"]
+
+
+@pytest.mark.parametrize("name", [folder.METRICS, folder.SUMMARY, folder.CHECKPOINTS])
+def test_a_folder_with_a_run_is_refused(tmp_path: Path, name: str):
+    """An earlier run is not written over; it can be resumed."""
+    (tmp_path / name).touch()
+    with pytest.raises(UsageError, match=r"already holds a run(?s:.*)--resume goes on with it"):
+        folder.check_free(tmp_path, resume=False)
+    folder.check_free(tmp_path, resume=True)
+
+
+def test_an_empty_or_missing_folder_is_free(tmp_path: Path):
+    """A folder that holds something else, or doesn't exist yet, will do."""
+    (tmp_path / "notes.txt").touch()
+    folder.check_free(tmp_path, resume=False)
+    folder.check_free(tmp_path / "new", resume=False)
+
+
+def test_a_file_is_no_folder(tmp_path: Path):
+    """A file in the place of the folder is named."""
+    (tmp_path / "run").touch()
+    with pytest.raises(UsageError, match="run is a file and not a run folder"):
+        folder.check_free(tmp_path / "run", resume=True)
+
+
+def test_a_claimed_folder_is_in_use(tmp_path: Path):
+    """A second claim is refused and names the process; after the first ends the folder is free again."""
+    with folder.claimed(tmp_path / "run") as path:
+        assert path.is_dir()
+        with pytest.raises(UsageError, match=rf"in use by a live run \(process {os.getpid()}\)(?s:.*)--run"), \
+                folder.claimed(tmp_path / "run"):
+            pytest.fail("the folder was given to two runs")
+    with folder.claimed(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.timeout(60)
+def test_a_dead_run_holds_nothing(tmp_path: Path, start_child: Any, wait_for: Callable[..., None]):
+    """The lock of a process that was killed is gone with it, though its number still stands in the file."""
+    def hold() -> None:
+        with folder.claimed(tmp_path):
+            print("held", flush=True)
+            os.read(os.pipe()[0], 1)
+
+    child = start_child(hold)
+    wait_for(lambda: "held" in child.stderr)
+    with pytest.raises(UsageError, match=f"process {child.pid}"), folder.claimed(tmp_path):
+        pytest.fail("the folder was given to two runs")
+    os.kill(child.pid, 9)
+    assert child.exit_code() == -9
+    with folder.claimed(tmp_path):
+        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path):
+    """The message names the folder and the reason."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"can't write the run folder .*Not a directory(?s:.*)--run DIR"), \
+            folder.claimed(tmp_path / "file" / "run"):
+        pytest.fail("a file became a folder")
+
+
+def test_reading_documents(tmp_path: Path):
+    """A JSON object is read; anything else is not the folder of a run."""
+    (tmp_path / folder.PLAN).write_text(json.dumps({"plan": "data=2"}))
+    assert folder.read_document(tmp_path, folder.PLAN) == {"plan": "data=2"}
+    for text in ("{", "[1]"):
+        (tmp_path / folder.PLAN).write_text(text)
+        with pytest.raises(UsageError, match=r"plan\.json"):
+            folder.read_document(tmp_path, folder.PLAN)
+    with pytest.raises(UsageError, match=r"is not the folder of a run: can't read job\.json"):
+        folder.read_document(tmp_path, folder.JOB)
