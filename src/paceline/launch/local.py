@@ -25,6 +25,7 @@ from paceline.launch.board import Board
 from paceline.launch.failure import Failure, RankFailed, cause_of, killed, stopped
 from paceline.launch.process import Body, run_rank
 
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 5.0  # after a first failure, for the other ranks to report and leave
 
 
@@ -62,15 +63,16 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
                             hint="call train before anything touches the GPU, or use the paceline command")
     end_openmp_threads()
     board, attempt = Board(len(devices)), uuid.uuid4().hex[:12]
-    with tempfile.TemporaryDirectory(prefix="paceline-") as meeting:
-        ranks = [_start(body, rank, devices, board, attempt, Path(meeting), run_dir, timeout_s)
-                 for rank in range(len(devices))]
-        with _forwarded_signals(ranks) as interrupted:
-            try:
-                with run_beside(idle, board):
-                    _collect(ranks, board, interrupted)
-            finally:
-                _end(ranks)
+    ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="paceline-") as meeting, _forwarded_signals(ranks) as interrupted:
+        try:
+            with _held_signals():
+                for rank in range(len(devices)):
+                    ranks.append(_start(body, rank, devices, board, attempt, Path(meeting), run_dir, timeout_s))
+            with run_beside(idle, board):
+                _collect(ranks, board, interrupted)
+        finally:
+            _end(ranks)
     failures = [rank.failure for rank in ranks if rank.failure is not None]
     if failures:
         cause = cause_of(failures)
@@ -133,6 +135,7 @@ def _child(body: Body, rank: int, devices: Sequence[Device], board: Board, attem
     _die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     world_size = len(devices)
 
@@ -172,7 +175,7 @@ def _forwarded_signals(ranks: list[_Rank]) -> Iterator[list[int]]:
                 (rank.process.terminate if len(received) == 1 else rank.process.kill)()
 
     try:
-        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, forward) for number in _STOPPING}
     except ValueError:  # not the main thread: signals are the caller's business
         yield received
         return
@@ -181,6 +184,16 @@ def _forwarded_signals(ranks: list[_Rank]) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _held_signals() -> Iterator[None]:
+    """Keep requests to stop until the block ends: a fork must not meet one with its parent's handler."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _collect(ranks: list[_Rank], board: Board, interrupted: list[int]) -> None:

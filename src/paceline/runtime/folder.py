@@ -42,26 +42,45 @@ def check_free(run_dir: Path, *, resume: bool) -> None:
 def claimed(run_dir: Path) -> Iterator[Path]:
     """Hold the folder for one live run. The lock is the kernel's: it goes with the last process of the run.
 
+    A run that fails leaves no unfinished checkpoint behind.
+
     Raises:
         UsageError: a live run holds it, or it can't be written.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(run_dir / ".lock", "a+")  # noqa: SIM115  # closed below
+        lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise UsageError(f"can't write the run folder {run_dir}: {error.strerror}",
-                         hint="--run DIR names another") from error
-    with lock:
+        raise _unwritable(run_dir, error) from error
+    try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            lock.seek(0)
-            raise UsageError(f"{run_dir} is in use by a live run (process {lock.read().strip() or 'unknown'})",
+            holder = os.read(lock, 20).decode().strip() or "unknown"
+            raise UsageError(f"{run_dir} is in use by a live run (process {holder})",
                              hint="wait for it, or name another folder with --run") from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield run_dir
+        try:
+            os.ftruncate(lock, 0)
+            os.write(lock, str(os.getpid()).encode())
+        except OSError as error:
+            raise _unwritable(run_dir, error) from error
+        try:
+            yield run_dir
+        except BaseException:
+            _remove_unfinished(run_dir)
+            raise
+    finally:
+        os.close(lock)
+
+
+def _unwritable(run_dir: Path, error: OSError) -> UsageError:
+    return UsageError(f"can't write the run folder {run_dir}: {error.strerror}", hint="--run DIR names another")
+
+
+def _remove_unfinished(run_dir: Path) -> None:
+    from paceline.runtime.checkpoint.write import Writer
+
+    Writer(run_dir, rank=0, world_size=1, attempt="none")  # a new writer removes what others left
 
 
 def read_document(run_dir: Path, name: str) -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""Signs of life outlive the rank that gave them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from paceline.launch.board import PHASES, Board, Sign
+
+
+def test_a_sign_is_read_by_the_parent_after_its_rank_died():
+    """What a fork wrote stays readable when it is gone, and the entries of other ranks are their own."""
+    board = Board(3)
+    if (pid := os.fork()) == 0:
+        board.write(1, 7, "backward")
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    sign = board.read(1)
+    assert (sign.step, sign.phase) == (7, "backward")
+    assert sign.time_s >= board.read(2).time_s
+    assert [(board.read(rank).step, board.read(rank).phase) for rank in (0, 2)] == [(0, "start")] * 2
+
+
+def test_every_phase_can_be_written():
+    """Each phase comes back as it was written; an unknown one is our own mistake."""
+    board = Board(1)
+    for step, phase in enumerate(PHASES):
+        board.write(0, step, phase)
+        assert (board.read(0).step, board.read(0).phase) == (step, phase)
+    with pytest.raises(ValueError, match="tuple"):
+        board.write(0, 1, "lunch")
+
+
+def test_a_sign_in_words():
+    """Before the first step there is no number to tell."""
+    assert str(Sign(12, "reduce", 0.0)) == "step 12 (reduce)"
+    assert str(Sign(0, "build", 0.0)) == "start (build)"

@@ -1,0 +1,167 @@
+"""Of all that goes wrong when a rank fails, one message reaches the user: the first cause, with its place."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import socket
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import CheckpointError, OutOfMemory, PacelineError, PeerLost, Preempted, TrainingError
+from paceline.launch import failure
+from paceline.launch.board import Sign
+from paceline.launch.failure import Failure, RankFailed, cause_of, failure_of, is_users, killed, stopped
+
+SIGN = Sign(4, "forward", 0.0)
+
+
+def raised(work: Any) -> BaseException:
+    try:
+        work()
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def report(error: BaseException | Any, rank: int = 1) -> Failure:
+    return failure_of(error if isinstance(error, BaseException) else raised(error), rank=rank, sign=SIGN)
+
+
+def test_an_exception_of_the_user():
+    """The report says rank, host, step, phase, the user's file and line, and shows the user's frames alone."""
+    found = report(lambda: torch.nn.Linear(3, 2)(torch.zeros(5)))
+    assert (found.rank, found.step, found.phase, found.exit_code, found.heard) == (1, 4, "forward", 1, False)
+    assert found.where.startswith(f"{__file__}:")
+    shown = found.describe(Path("logs/rank-1.log"))
+    assert shown.startswith("Traceback (most recent call last, your code only):\n")
+    assert "torch.nn.Linear(3, 2)" in shown
+    assert "site-packages" not in shown
+    assert f"rank 1 on {socket.gethostname()} failed in step 4 (forward), at {found.where}:\nRuntimeError: " in shown
+    assert shown.endswith("\n\nfull log: logs/rank-1.log")
+
+
+def test_an_exception_of_ours_speaks_for_itself():
+    """Paceline's own errors keep their exit code and are shown without a traceback."""
+    found = report(CheckpointError("the disk is full", hint="free some"))
+    assert (found.exit_code, found.trace) == (1, "")
+    assert found.describe().endswith(":\nthe disk is full\n\nhint: free some")
+    assert report(Preempted("stop")).exit_code == Preempted.exit_code
+
+
+def test_the_line_behind_an_error_of_ours():
+    """Where our error stands for one of the user's code, that code's line is told."""
+    def work() -> None:
+        try:
+            int("x")
+        except ValueError as error:
+            raise TrainingError("sample 3 can't be read") from error
+
+    assert report(work).where.startswith(f"{__file__}:")
+
+
+def test_a_line_survives_the_way_from_a_loader_worker():
+    """The place noted on an error is told where its frames did not travel."""
+    error = TrainingError("sample 3", hint="look at it")
+    error.where = "data.py:7"  # type: ignore[attr-defined]
+    found = report(pickle.loads(pickle.dumps(error)))
+    assert (found.where, found.message) == ("data.py:7", "sample 3\n\nhint: look at it")
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
+], ids=str)
+def test_out_of_memory(error: Exception):
+    """Memory that ran out has an exit code and a hint of its own."""
+    found = report(error)
+    assert (found.exit_code, found.heard) == (OutOfMemory.exit_code, False)
+    assert "hint: accumulate=K or recompute=full" in found.message
+
+
+@pytest.mark.parametrize("text", [
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41233",
+    "Application timeout caused pair closure", "NCCL error: ncclRemoteError", "Timed out waiting 60000ms for recv",
+    "Gloo connectFullMesh failed with Connection refused, remote=[127.0.0.1]:55",
+])
+def test_what_a_rank_hears_of_a_peer(text: str):
+    """A broken collective is another rank's doing."""
+    found = report(RuntimeError(text))
+    assert (found.heard, found.exit_code) == (True, PeerLost.exit_code)
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError("Connection refused"), TimeoutError("timed out after 9 s"),
+                                   BrokenPipeError("Broken pipe")])
+def test_the_users_own_network_is_not_a_peer(error: Exception):
+    """A data set that can't reach its server is a failure of this rank, though the words are alike."""
+    found = report(error)
+    assert (found.heard, found.exit_code) == (False, 1)
+
+
+def test_the_first_cause_wins():
+    """Real failures come before those who only heard, whenever they were reported; of two the earlier one."""
+    late = replace(report(ValueError("late"), rank=0), time_s=20.0)
+    early = replace(report(ValueError("early"), rank=2), time_s=10.0)
+    heard = replace(report(RuntimeError("Connection closed by peer"), rank=3), time_s=1.0)
+    preempted = replace(report(Preempted("stop"), rank=1), time_s=2.0)
+    assert cause_of([late, heard, preempted, early]) is early
+    assert cause_of([heard, preempted]) is preempted
+    assert cause_of([heard]) is heard
+
+
+def test_a_report_travels_as_json():
+    """Nothing is lost between a rank and its parent."""
+    found = report(lambda: 1 / 0)
+    assert Failure.from_json(found.to_json()) == found
+
+
+def test_a_rank_that_was_killed():
+    """The signal is named; for SIGKILL the usual sender is, too."""
+    found = killed(2, -signal.SIGKILL, SIGN)
+    assert (found.exit_code, found.heard) == (PeerLost.exit_code, False)
+    shown = found.describe()
+    assert "failed in step 4 (forward):\nit was killed by SIGKILL" in shown
+    assert "the kernel may have run out of memory" in shown
+    assert "SIGSEGV" in killed(2, -signal.SIGSEGV, SIGN).message
+    assert "it ended with exit code 7 and no exception" in killed(2, 7, SIGN).message
+
+
+def test_a_rank_that_we_stopped():
+    """A request to stop that comes where no checkpoint can be saved is no failure of the rank."""
+    found = stopped(0, signal.SIGTERM, Sign(0, "build", 0.0))
+    assert (found.kind, found.exit_code) == ("Preempted", Preempted.exit_code)
+    assert found.describe().startswith("stopped by SIGTERM in start (build), where no checkpoint can be saved")
+
+
+def test_a_preempted_run_did_not_fail():
+    """The message of a run that stopped as it was asked to says nothing of failure."""
+    assert report(Preempted("stopped by SIGTERM after step 4")).describe(Path("log")) == \
+        "stopped by SIGTERM after step 4"
+
+
+def test_the_error_that_is_raised():
+    """RankFailed keeps message, hint, exit code and report apart."""
+    error = RankFailed(report(OutOfMemory("no room", hint="buy some")))
+    assert isinstance(error, PacelineError)
+    assert (error.exit_code, error.failure.rank, error.hint) == (OutOfMemory.exit_code, 1, "buy some")
+    assert str(error).count("hint:") == 1
+
+
+@pytest.mark.parametrize("name", ["/usr/src/app/job.py", "/home/me/paceline/examples/01_digits.py", "/opt/ml/train.py",
+                                  "job.py", __file__])
+def test_files_of_the_user(name: str):
+    """Wherever the user's code lies, a clone of this project and a container's /usr/src too."""
+    assert is_users(name)
+
+
+@pytest.mark.parametrize("name", [torch.__file__, pytest.__file__, failure.__file__, signal.__file__, "<string>",
+                                  "<frozen importlib._bootstrap>", f"{sysconfig.get_path('scripts')}/paceline",
+                                  "/usr/lib/python3/dist-packages/numpy/core.py"])
+def test_files_that_are_not_the_users(name: str):
+    """Libraries, Python itself, what is made from text, and our own code."""
+    assert not is_users(name)

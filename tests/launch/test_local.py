@@ -1,0 +1,301 @@
+"""Forked ranks: results in order, one message when something fails, and nothing left behind whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.errors import PacelineError, PeerLost, Preempted
+from paceline.launch import local, watch
+from paceline.launch.failure import RankFailed
+from paceline.launch.local import run_beside
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nothing_left")]
+
+PATIENCE_S = 20.0  # ranks end within some 8 s of a failure; a busy machine gets room
+
+
+def meet(context: Any) -> float:
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return float(ones)
+
+
+def steps_until_stopped(context: Any) -> None:
+    """What a run does: finish the step, agree to stop, leave."""
+    with context.stoppable():
+        for step in range(1, 5000):
+            context.step = step
+            context.beat("reduce")
+            stop = torch.tensor([float(context.stop_signal is not None)])
+            dist.all_reduce(stop)
+            if stop:
+                raise Preempted(f"stopped by {context.stop_signal} after step {step}")
+            time.sleep(0.01)
+
+
+# --- When all goes well -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_results_come_in_rank_order(run_ranks: Callable[..., Any], count: int):
+    """Each rank knows its place; results are JSON and stand in rank order, whoever is first."""
+    def body(context: Any) -> dict[str, Any]:
+        time.sleep(0.05 * (count - context.rank))
+        return {"rank": context.rank, "of": context.world_size, "here": context.local_world_size,
+                "device": str(context.device), "sum": meet(context) if count > 1 else 1.0}
+
+    assert run_ranks(body, count) == [
+        {"rank": rank, "of": count, "here": count, "device": "cpu", "sum": float(count)} for rank in range(count)]
+
+
+def test_a_result_larger_than_a_pipe(run_ranks: Callable[..., Any]):
+    """A long result is read while it is written."""
+    assert run_ranks(lambda context: [context.rank] * 300_000, 2) == [[0] * 300_000, [1] * 300_000]
+
+
+def test_all_ranks_of_a_launch_share_its_name(run_ranks: Callable[..., Any]):
+    """The attempt is the same on all ranks and another at the next launch."""
+    first, second = (run_ranks(lambda context: context.attempt, 2) for _ in range(2))
+    assert len(set(first)) == len(set(second)) == 1
+    assert first != second
+
+
+def test_cores_are_cut_over_the_ranks(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    """Ranks share the cores evenly, one thread at least; OMP_NUM_THREADS wins."""
+    monkeypatch.setattr("paceline.launch.process.usable_cores", lambda: 5)
+    assert run_ranks(lambda context: torch.get_num_threads(), 2) == [2, 2]
+    assert run_ranks(lambda context: torch.get_num_threads(), 6) == [1] * 6
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert run_ranks(lambda context: torch.get_num_threads(), 2) == [torch.get_num_threads()] * 2
+
+
+def test_ranks_of_a_parent_that_used_threads(run_ranks: Callable[..., Any]):
+    """A parent that computed with two threads can still fork ranks that do."""
+    def body(context: Any) -> float:
+        torch.set_num_threads(2)
+        return float((torch.ones(600, 600) @ torch.ones(600, 600))[0, 0])
+
+    torch.set_num_threads(2)
+    try:
+        torch.ones(600, 600) @ torch.ones(600, 600)
+        assert run_ranks(body, 2, timeout_s=20.0) == [600.0, 600.0]
+    finally:
+        local.end_openmp_threads()
+        torch.set_num_threads(1)
+
+
+def test_ranks_are_started_from_any_thread(run_ranks: Callable[..., Any]):
+    """Signals are the main thread's business; the rest works from others too."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(run_ranks(meet, 2)))
+    thread.start()
+    thread.join()
+    assert found == [[2.0, 2.0]]
+
+
+def test_the_first_process_of_a_container(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    """A parent with process id 1, as in a container, is not taken for one that died."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: 1)
+        patched.setattr(os, "getppid", lambda: 1)
+        assert run_ranks(lambda context: context.rank, 1) == [0]
+
+
+def test_signals_are_as_before_when_the_ranks_have_ended(run_ranks: Callable[..., Any]):
+    """The caller's own handlers are put back."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run_ranks(lambda context: None, 1)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+# --- When a rank fails ------------------------------------------------------------------------------------------
+
+
+def test_the_rank_that_raised_is_reported(run_ranks: Callable[..., Any], tmp_path: Path):
+    """Others only hear that a peer left; the message is that of the rank that raised, with its log."""
+    def body(context: Any) -> None:
+        context.step = 9
+        context.beat("backward")
+        if context.rank == 2:
+            raise KeyError("weights")
+        meet(context)
+
+    began_s = time.monotonic()
+    with pytest.raises(RankFailed) as found:
+        run_ranks(body, 3, run_dir=tmp_path)
+    assert time.monotonic() - began_s < PATIENCE_S
+    failure = found.value.failure
+    assert (failure.rank, failure.step, failure.phase, failure.kind) == (2, 9, "backward", "KeyError")
+    assert failure.where.startswith(f"{__file__}:")
+    assert str(found.value).count("KeyError") == 2  # in the line of code that raised it, and in the message
+    assert str(found.value).endswith(f"full log: {tmp_path}/logs/rank-2.log")
+    assert "KeyError: 'weights'" in (tmp_path / "logs" / "rank-2.log").read_text()
+
+
+@pytest.mark.parametrize(("end", "words"), [
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), "it was killed by SIGKILL"),
+    (lambda: os.kill(os.getpid(), signal.SIGTERM), "it was killed by SIGTERM"),
+    (lambda: os._exit(7), "it ended with exit code 7 and no exception"),
+    (lambda: os._exit(0), "it ended with exit code 0 and no exception"),
+], ids=["SIGKILL", "SIGTERM", "exit 7", "exit 0"])
+def test_a_rank_that_dies(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, end: Callable[[], None],
+                          words: str):
+    """A rank that dies without a word is named with the step it was in, and the others end within seconds."""
+    monkeypatch.setattr(watch, "_ANSWER_S", 0.5)
+
+    def body(context: Any) -> None:
+        context.step = 6
+        context.beat("optimizer")
+        meet(context)
+        if context.rank == 1:
+            end()
+        meet(context)
+
+    began_s = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 on .* failed in step 6") as found:
+        run_ranks(body, 2)
+    assert words in str(found.value)
+    assert found.value.exit_code == PeerLost.exit_code
+    assert time.monotonic() - began_s < PATIENCE_S
+
+
+def test_the_only_rank_dies(run_ranks: Callable[..., Any]):
+    """One rank alone is a process of its own too."""
+    with pytest.raises(RankFailed, match=r"rank 0 on .* failed in start \(start\):\nit was killed by SIGKILL"):
+        run_ranks(lambda context: os.kill(os.getpid(), signal.SIGKILL), 1)
+
+
+def test_a_program_that_ends_itself(run_ranks: Callable[..., Any]):
+    """sys.exit in a rank is a failure with a place, not an early success."""
+    with pytest.raises(RankFailed, match=r"at .*test_local\.py:\d+:\nSystemExit: 0"):
+        run_ranks(lambda context: sys.exit(0), 1)
+
+
+def test_a_rank_that_ignores_everything_is_killed(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    """A rank that neither hears of the failure nor stops when asked does not keep the others from ending."""
+    monkeypatch.setattr(local, "_GRACE_S", 1.0)
+
+    def body(context: Any) -> None:
+        if context.rank == 1:
+            raise ValueError("first")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+
+    with pytest.raises(RankFailed, match="ValueError: first"):
+        run_ranks(body, 2)
+
+
+def test_work_beside_a_run_that_fails(run_ranks: Callable[..., Any]):
+    """What runs beside the ranks learns that they have ended; the failure is told at once."""
+    seen: list[bool] = []
+
+    def beside(board: Any) -> None:
+        while not board.over:
+            time.sleep(0.01)
+        seen.append(True)
+
+    with pytest.raises(RankFailed, match="ValueError"):
+        run_ranks(lambda context: int("x"), 1, idle=beside)
+    assert seen == [True]
+
+
+def test_work_beside_a_run_sees_its_signs_of_life():
+    """The board is shared, and the block does not end before the work did."""
+    board = local.Board(1)
+    seen: list[int] = []
+    with run_beside(lambda b: (time.sleep(0.2), seen.append(b.read(0).step)), board):
+        board.write(0, 3, "forward")
+    assert seen == [3]
+
+
+def test_cuda_in_use_is_refused(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    """Forks can't share a GPU context: the message says what to do instead."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(PacelineError, match=r"CUDA is already in use(?s:.*)the paceline command"):
+        run_ranks(meet, 2)
+
+
+# --- Signals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, Preempted.exit_code), (signal.SIGINT, 130)])
+def test_a_request_to_stop(start_child: Any, run_ranks: Callable[..., Any], wait_for: Callable[..., None],
+                           tmp_path: Path, number: int, exit_code: int):
+    """SIGTERM to the parent, and Ctrl-C, which a terminal sends to all, stop every rank after the same step."""
+    def body(context: Any) -> None:
+        (tmp_path / f"up-{context.rank}").touch()
+        steps_until_stopped(context)
+
+    child = start_child(lambda: run_ranks(body, 2))
+    ranks = child.ranks(2)
+    wait_for(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)))
+    (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
+    assert child.exit_code() == exit_code
+    assert "stopped by" in child.stderr
+    assert "failed" not in child.stderr
+    assert not psutil.wait_procs(ranks, timeout=10)[1]
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, Preempted.exit_code), (signal.SIGINT, 130)])
+def test_a_request_to_stop_before_the_first_step(start_child: Any, run_ranks: Callable[..., Any],
+                                                 wait_for: Callable[..., None], tmp_path: Path, number: int,
+                                                 exit_code: int):
+    """Where no step can be finished the ranks end at once, and that is no failure of theirs."""
+    def body(context: Any) -> None:
+        context.beat("build")
+        (tmp_path / f"up-{context.rank}").touch()
+        time.sleep(1000)
+
+    child = start_child(lambda: run_ranks(body, 2))
+    wait_for(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)))
+    (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
+    assert child.exit_code() == exit_code
+    name = signal.Signals(number).name
+    assert f"error: stopped by {name} in start (build), where no checkpoint can be saved" in child.stderr
+
+
+def test_the_second_request_ends_ranks_at_once(start_child: Any, run_ranks: Callable[..., Any],
+                                               wait_for: Callable[..., None], tmp_path: Path):
+    """A rank that doesn't come to the end of its step can be ended by asking again."""
+    def body(context: Any) -> None:
+        with context.stoppable():
+            context.step = 4
+            context.beat("forward")
+            (tmp_path / "up").touch()
+            while True:
+                time.sleep(0.05)
+                if context.stop_signal:
+                    (tmp_path / "asked").touch()
+
+    child = start_child(lambda: run_ranks(body, 1))
+    wait_for(lambda: (tmp_path / "up").exists())
+    os.kill(child.pid, signal.SIGTERM)
+    wait_for(lambda: (tmp_path / "asked").exists())
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.exit_code() == Preempted.exit_code
+    assert "stopped by SIGTERM in step 4 (forward)" in child.stderr
+
+
+def test_ranks_die_with_their_parent(start_child: Any, run_ranks: Callable[..., Any], wait_for: Callable[..., None],
+                                     nothing_left: Path):
+    """A parent that is killed takes its ranks with it, in whatever they are."""
+    child = start_child(lambda: run_ranks(lambda context: time.sleep(1000), 3))
+    ranks = child.ranks(3)
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.exit_code() == -signal.SIGKILL
+    wait_for(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
+    for folder in nothing_left.glob("paceline-*"):  # a killed parent can't clean up
+        (folder / "store").unlink(missing_ok=True)
+        folder.rmdir()

@@ -1,0 +1,148 @@
+"""When ranks wait for each other, the one they wait for is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.errors import PeerLost
+from paceline.launch import local, watch
+from paceline.launch.failure import RankFailed
+from paceline.launch.watch import hang_failure, is_waiting
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nothing_left")]
+
+
+def at(*, waits: bool, step: int = 5, phase: str = "reduce", where: str = "") -> dict[str, Any]:
+    return {"step": step, "phase": phase, "waits": waits, "where": where, "host": "node", "stack": "  File x, line 1\n"}
+
+
+# --- What is concluded from what the ranks say ------------------------------------------------------------------
+
+
+def test_a_rank_stuck_in_its_own_code():
+    """The rank that doesn't wait is the culprit; its place and its stack are told, whoever writes the report."""
+    heard = {0: at(waits=True), 1: at(waits=False, phase="input", where="data.py:9"), 2: at(waits=True)}
+    for rank in heard:
+        found = hang_failure(heard, world_size=3, rank=rank, timeout_s=60)
+        assert (found.rank, found.step, found.phase, found.where) == (1, 5, "input", "data.py:9")
+        assert found.message.startswith("rank 1 did not reach the collective that the others wait for in 60 s; "
+                                        "rank 0, 2 waited for it\n\nhint: --timeout SECONDS")
+        assert found.trace == "Stack of rank 1:\n  File x, line 1"
+        assert (found.exit_code, found.heard) == (PeerLost.exit_code, False)
+
+
+def test_a_rank_that_says_nothing():
+    """A rank that is stopped or holds the interpreter gives no answer, and that is the answer."""
+    found = hang_failure({0: at(waits=True)}, world_size=2, rank=0, timeout_s=2.5)
+    assert "rank 1 gave no sign of life for 2.5 s; rank 0 waited for it" in found.message
+
+
+def test_collectives_that_do_not_match():
+    """Where all wait, each rank's step and phase are told."""
+    found = hang_failure({0: at(waits=True), 1: at(waits=True, step=6, phase="evaluate")}, world_size=2, rank=1,
+                         timeout_s=60)
+    assert "all ranks wait in collectives that don't match for 60 s" in found.message
+    assert "rank 0: step 5 (reduce), rank 1: step 6 (evaluate)" in found.message
+
+
+def test_a_stack_inside_a_collective_waits():
+    """A frame of torch.distributed near the end of a stack is a wait; one far above it, or none, is not."""
+    def frame_in(filename: str, inner: str = "") -> Any:
+        scope: dict[str, Any] = {"sys": sys, "inner": lambda: sys._getframe()}
+        if inner:
+            exec(compile("def inner(): return sys._getframe()", inner, "exec"), scope)
+        exec(compile("def outer(): return inner()", filename, "exec"), scope)
+        return scope["outer"]()
+
+    assert is_waiting(frame_in("/venv/torch/distributed/distributed_c10d.py"))
+    assert not is_waiting(frame_in("/home/me/torch_things/job.py"))
+    assert not is_waiting(None)
+
+
+# --- Real ranks -------------------------------------------------------------------------------------------------
+
+
+def step_forever(context: Any, misbehave: Any) -> None:
+    """Steps of one collective; in step 3 rank 1 does something else."""
+    for step in range(1, 6):
+        context.step = step
+        context.beat("input")
+        if step == 3 and context.rank == 1:
+            misbehave()
+        context.beat("reduce")
+        dist.all_reduce(torch.ones(1))
+
+
+def sleep_in_user_code() -> None:
+    time.sleep(1000)
+
+
+@pytest.fixture
+def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(local, "_GRACE_S", 2.0)
+
+
+@pytest.mark.usefixtures("quick_answers")
+def test_a_rank_that_hangs(run_ranks: Any):
+    """Rank 1 sleeps in the user's code: rank, step, phase and line are told, and the run ends."""
+    with pytest.raises(RankFailed) as found:
+        run_ranks(lambda context: step_forever(context, sleep_in_user_code), 2, timeout_s=3.0)
+    failure = found.value.failure
+    line = sleep_in_user_code.__code__.co_firstlineno + 1
+    assert found.value.exit_code == PeerLost.exit_code
+    assert (failure.rank, failure.step, failure.phase, failure.where) == (1, 3, "input", f"{__file__}:{line}")
+    assert "rank 1 did not reach the collective that the others wait for in 3 s; rank 0 waited for it" in \
+        str(found.value)
+    assert "time.sleep(1000)" in str(found.value)
+
+
+@pytest.mark.usefixtures("quick_answers")
+def test_a_rank_that_is_stopped(run_ranks: Any):
+    """A rank that the kernel holds is named by the others and ended with them."""
+    with pytest.raises(RankFailed, match=r"rank 1 gave no sign of life for 2 s; rank 0 waited for it") as found:
+        run_ranks(lambda context: step_forever(context, lambda: os.kill(os.getpid(), signal.SIGSTOP)), 2, timeout_s=2.0)
+    assert found.value.exit_code == PeerLost.exit_code
+
+
+@pytest.mark.usefixtures("quick_answers")
+def test_a_rank_that_skips_a_collective(run_ranks: Any):
+    """A rank that waits in another collective than the others is found by nobody reaching the end."""
+    def body(context: Any) -> None:
+        other = dist.new_group([0, 1])
+        context.step = 1
+        context.beat("forward" if context.rank else "evaluate")
+        dist.all_reduce(torch.ones(1), group=other if context.rank else None)
+
+    with pytest.raises(RankFailed, match=r"don't match for 2 s: rank 0: .*\(evaluate\), rank 1: .*\(forward\)"):
+        run_ranks(body, 2, timeout_s=2.0)
+
+
+def test_slow_is_not_stuck(run_ranks: Any):
+    """A rank that gives signs of life may be far slower than the timeout."""
+    def body(context: Any) -> int:
+        for _ in range(9):
+            context.beat("evaluate")
+            time.sleep(0.25)
+        dist.all_reduce(torch.ones(1))
+        return context.rank
+
+    assert run_ranks(body, 2, timeout_s=1.5) == [0, 1]
+
+
+def test_the_watch_ends_with_the_run(run_ranks: Any):
+    """Nothing watches a rank alone, and no thread stays behind the body."""
+    def threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "paceline-watch"]
+
+    assert run_ranks(lambda context: threads(), 1) == [[]]
+    assert run_ranks(lambda context: threads(), 2) == [["paceline-watch"]] * 2

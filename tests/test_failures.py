@@ -1,0 +1,587 @@
+"""Whatever goes wrong: one clear message, a non-zero exit, and nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import paceline
+from paceline.errors import PacelineError, UsageError
+from paceline.jobfile import JobFile
+from paceline.launch import local, watch
+from paceline.runtime.checkpoint import write, write_json
+
+pytestmark = [pytest.mark.timeout(110), pytest.mark.usefixtures("nothing_left", "quick")]
+
+SAMPLES, BATCH = 24, 8
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter waits for what other ranks have to say, and no prediction, which is not the subject here."""
+    monkeypatch.setattr(watch, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(local, "_GRACE_S", 1.5)
+    monkeypatch.setattr("paceline.verbs.train._predict", lambda job, asked, run_dir: write_json(
+        run_dir / "predicted.json", {"step_s": None, "peak_memory_bytes": None}))
+
+
+class Points(Dataset[Any]):
+    """Points and the class each is in. `instead[i]` makes item i."""
+
+    def __init__(self, instead: Mapping[int, Callable[[], Any]] = {}, *, samples: int = SAMPLES) -> None:
+        self.x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0))
+        self.instead = instead
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.instead[index]() if index in self.instead else (self.x[index], int(self.x[index].sum() > 0))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())
+
+
+def a_job(**changes: Any) -> paceline.Job:
+    fields: dict[str, Any] = {
+        "model": Net, "data": Points(), "loss": F.cross_entropy, "batch": BATCH, "steps": 6,
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9)}
+    return paceline.Job(**{**fields, **changes})
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def failing(job: paceline.Job | JobFile, run_dir: Path, *, plan: str = "data=2", **options: Any) -> PacelineError:
+    """The error of a run that fails and leaves nothing half-written."""
+    with pytest.raises(PacelineError) as found:
+        paceline.train(job, plan, run=run_dir, **options)
+    assert_nothing_half_written(run_dir)
+    assert str(found.value).count("hint:") <= 1
+    return found.value
+
+
+def assert_nothing_half_written(run_dir: Path) -> None:
+    assert not (run_dir / "summary.json").exists()
+    assert not (run_dir / "model.safetensors").exists()
+    assert not list(run_dir.glob("**/*.tmp"))
+    for path in (run_dir / "checkpoints").glob("*"):
+        assert re.fullmatch(r"step-\d+", path.name), f"{path.name} is left"
+        assert (path / "COMMIT").exists(), f"{path.name} is not complete"
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+# --- Requests that make no sense: refused before anything starts --------------------------------------------------
+
+
+JOB_FILE = """
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+import paceline as pl
+
+def job(lr: float = 0.1, hidden: int = 8) -> pl.Job:
+    x = torch.randn({samples}, 4, generator=torch.Generator().manual_seed(0))
+    return pl.Job(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(4, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 2)),
+        data=TensorDataset(x, (x.sum(1) > 0).long()), loss={loss},
+        optimizer=lambda named: torch.optim.SGD(named, lr=lr), batch={batch}, steps={steps})
+"""
+
+
+def job_file(folder: Path, text: str = "", **fields: Any) -> Path:
+    path = folder / "digits.py"
+    values = {"samples": 24, "batch": 8, "steps": 4, "loss": "F.cross_entropy", **fields}
+    path.write_text(text or JOB_FILE.format(**values))
+    return path
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("", r"digits\.py has no function 'job', nor any other"),
+    ("def jobs(): ...\n", r"digits\.py has no function 'job', did you mean 'jobs'\?"),
+    ("def job():\n    raise RuntimeError('no such disk')\n",
+     r"job\(\) in digits\.py raised RuntimeError at digits\.py:2: no such disk"),
+    ("import sklaern\ndef job(): ...\n", r"digits\.py:1 needs the package 'sklaern', which is not installed"),
+    ("def job():\n    return 3\n", r"returned a value of type int, not a paceline\.Job"),
+    ("def job(:\n", r"digits\.py:1: SyntaxError"),
+], ids=["no job", "another name", "raises", "missing package", "no Job", "no Python"])
+def test_a_file_that_gives_no_job(tmp_path: Path, run_dir: Path, text: str, words: str):
+    """A file without a usable job is refused with its line, and no folder is made."""
+    error = failing(JobFile.parse(str(job_file(tmp_path, text or "x = 1\n"))), run_dir)
+    assert re.search(words, str(error))
+    assert (type(error).__name__, error.exit_code) == ("JobError", 2)
+    assert not run_dir.exists()
+
+
+def test_an_unknown_hyperparameter(tmp_path: Path, run_dir: Path):
+    """The nearest name is offered, and all there are."""
+    error = failing(JobFile.parse(str(job_file(tmp_path)), {"hiden": "9"}), run_dir)
+    assert "unknown hyperparameter 'hiden', did you mean 'hidden'? Known: lr, hidden" in str(error)
+    assert (error.exit_code, run_dir.exists()) == (2, False)
+
+
+@pytest.mark.parametrize(("plan", "words"), [
+    ("dta=2", "unknown plan key 'dta', did you mean 'data'? Known: data, shard"),
+    ("data=2 zero=3", "zero=3 splits the shard axis, and the plan has none"),
+    ("data=25", "plan 'data=25' has 25 replicas and the data has 24 samples: some would never have any"),
+    ("data=9", "plan 'data=9' has 9 replicas and a global batch has 8 samples"),
+])
+def test_a_plan_that_does_not_suit(run_dir: Path, plan: str, words: str):
+    """Unknown keys, contradictions, and more ranks than samples."""
+    error = failing(a_job(), run_dir, plan=plan)
+    assert words in str(error)
+    assert (error.exit_code, run_dir.exists()) == (2, False)
+
+
+# --- Jobs that can't be trained -----------------------------------------------------------------------------------
+
+
+def unlike_others() -> Any:
+    return torch.zeros(5), 0
+
+
+def unreadable() -> Any:
+    raise OSError("img17.png is truncated")
+
+
+class Raising(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if rank() == 1:
+            raise ValueError("a layer is missing")
+        return super().forward(x)
+
+
+class Unused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+def nan_on_one_rank(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target) * (float("nan") if rank() == 1 else 1.0)
+
+
+def vector(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, reduction="none")
+
+
+def constant(output: Tensor, target: Tensor) -> Tensor:
+    return torch.tensor(1.0)
+
+
+def detached(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.detach(), target)
+
+
+def of_its_own(output: Tensor, target: Tensor) -> Tensor:
+    return torch.ones((), requires_grad=True) * 2
+
+
+def counts_nothing(output: Tensor, target: Tensor) -> Any:
+    return F.cross_entropy(output, target, reduction="sum") * 0, 0
+
+
+BAD_JOBS: dict[str, tuple[dict[str, Any], str, int]] = {
+    "wrong shape on one rank": (
+        {"data": Points({17: unlike_others})},
+        r"rank \d on .* failed in step [123] \(input\):\nsample 17 is \(5, int\) and others are \(4, int\)", 1),
+    "an item that raises": (
+        {"data": Points({17: unreadable})},
+        r"at .*test_failures\.py:\d+:\nsample 17 of the data can't be read: OSError: img17\.png is truncated", 1),
+    "no pair": (
+        {"data": Points({17: lambda: torch.zeros(4)})}, r"sample 17 is a Tensor and not \(input, target\)", 1),
+    "a model that raises": (
+        {"model": Raising},
+        r"rank 1 on .* failed in step 1 \(forward\), at .*test_failures\.py:\d+:\nValueError: a layer is missing", 1),
+    "loss is NaN": (
+        {"loss": nan_on_one_rank},
+        r"rank 1 on .* failed in step 1 .*\nthe loss is not a number \(NaN\) in step 1; the weights of the step", 1),
+    "loss is a vector": ({"loss": vector}, r"the loss is not a scalar: it has shape \(4,\)", 1),
+    "loss is no tensor": ({"loss": lambda output, target: 0.5}, r"the loss returned float", 1),
+    "loss is constant": ({"loss": constant}, r"the loss does not depend on the model: it has no gradient", 1),
+    "loss is detached": ({"loss": detached}, r"the loss does not depend on the model: it has no gradient", 1),
+    "loss ignores its input": ({"loss": of_its_own}, r"the loss does not depend on the model: no parameter has", 1),
+    "loss counts nothing": ({"loss": counts_nothing}, r"the loss counts nothing in step 1: its count is 0", 1),
+    "nothing to train": ({"model": Frozen}, r"the model has no trainable parameter", 2),
+    "no module": ({"model": lambda: 3}, r"model returned int and not a torch\.nn\.Module", 2),
+    "an unused parameter": (
+        {"model": Unused}, r"the loss does not depend on 2 of 6 parameters: spare\.weight, spare\.bias", 1),
+    "no optimizer": ({"optimizer": lambda named: None}, r"optimizer returned NoneType and not a torch\.optim\.Opti", 2),
+    "an empty stream": ({"data": iter(())}, r"the data stream gave 0 samples in epoch 0", 2),
+    "a metric that is no scalar": (
+        {"validation": Points(), "metrics": {"error": vector}},
+        r"metric 'error' is not a scalar: it has shape \(4,\)", 1),
+}
+
+
+@pytest.mark.parametrize("what", BAD_JOBS)
+def test_a_job_that_cannot_be_trained(run_dir: Path, capfd: pytest.CaptureFixture[str], what: str):
+    """The cause is told with rank and step, whichever ranks see it, and once."""
+    changes, words, exit_code = BAD_JOBS[what]
+    error = failing(a_job(**changes), run_dir)
+    found = re.findall(words, str(error))
+    assert len(found) == 1, str(error)
+    assert error.exit_code == exit_code
+    assert "full log: " in str(error)
+    assert saved_steps(run_dir) == []
+    assert "Traceback" not in capfd.readouterr().err  # the caller prints the error
+
+
+@pytest.mark.parametrize("plan", ["single", "shard=2", "data=2 accumulate=2 recompute=full"])
+@pytest.mark.parametrize("what", ["loss is NaN", "an unused parameter", "loss ignores its input", "loss is a vector"])
+def test_under_other_plans_too(run_dir: Path, plan: str, what: str):
+    """What is wrong with a job does not depend on the plan, nor does what is said of it."""
+    changes, words, exit_code = BAD_JOBS[what]
+    if what == "loss is NaN" and plan == "single":
+        changes, words = {"loss": lambda output, target: output.sum() * float("nan")}, words.replace("rank 1", "rank 0")
+    error = failing(a_job(**changes), run_dir, plan=plan)
+    assert re.search(words.replace(r"\(4,\)", r"\(\d,\)"), str(error))
+    assert error.exit_code == exit_code
+
+
+def test_what_was_saved_before_stays(run_dir: Path):
+    """A loss that becomes NaN later costs the steps since the last checkpoint and no more; with the cause mended the
+    run goes on from there."""
+    factor = torch.tensor(1.0)
+
+    def diverge() -> None:
+        while saved_steps(run_dir) != [2, 4]:  # they are written in the background
+            time.sleep(0.01)
+        factor.fill_(float("inf"))
+
+    loss = in_step(5, diverge, where=0)
+    error = failing(a_job(loss=lambda output, target: loss(output, target) * factor), run_dir, save_every=2)
+    assert "rank 0 on" in str(error)
+    assert "the loss is infinite in step 5" in str(error)
+    assert saved_steps(run_dir) == [2, 4]
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert max(steps) == 4
+    summary = paceline.train(a_job(), "data=2", run=run_dir, resume=True)
+    assert summary["steps"] == 6
+    paceline.train(a_job(), "data=2", run=run_dir.with_name("whole"))
+    assert_equal_models(run_dir, run_dir.with_name("whole"))
+
+
+def assert_equal_models(one: Path, other: Path) -> None:
+    mine, theirs = (load_file(path / "model.safetensors") for path in (one, other))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+# --- Full disks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_full_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch, where: int):
+    """A disk that is full on any one rank ends the run with path and sizes; the checkpoint before is untouched."""
+    save_file, written = write.save_file, []
+
+    def save_or_fail(tensors: Any, path: Path, **options: Any) -> None:
+        written.append(path)
+        if rank() == where and len(written) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        save_file(tensors, path, **options)
+
+    monkeypatch.setattr(write, "save_file", save_or_fail)
+    error = failing(a_job(), run_dir, save_every=2)
+    assert re.search(rf"rank {where} could not save step 4 to {run_dir}/checkpoints/step-4: "
+                     r"No space left on device \(.* needed, .* free\)", str(error))
+    assert "hint: free some space or use another folder (--run DIR)" in str(error)
+    assert error.exit_code == 1
+    assert saved_steps(run_dir) == [2]
+    monkeypatch.setattr(write, "save_file", save_file)
+    assert paceline.train(a_job(), "data=2", run=run_dir, resume=True)["steps"] == 6
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 30_000), nn.Linear(30_000, 2))
+
+
+def test_a_disk_that_is_really_full(small_disk: Path):
+    """On a file system of 1 MiB a larger model trains, is not saved, and leaves no part of a checkpoint."""
+    error = failing(a_job(model=wide, steps=2), small_disk / "run")
+    assert "No space left on device (" in str(error)
+    assert "could not save step 2" in str(error)
+    assert saved_steps(small_disk / "run") == []
+
+
+def test_a_disk_that_is_full_from_the_start(small_disk: Path):
+    """Nothing at all can be written: the message names the folder."""
+    (small_disk / "filler").write_bytes(b"x" * (1 << 20))
+    with pytest.raises(UsageError, match=r"can't write the run folder .*/run: No space left on device"):
+        paceline.train(a_job(), "data=2", run=small_disk / "run")
+
+
+# --- Checkpoints that can't be used -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps that was never interrupted."""
+    path = tmp_path_factory.mktemp("whole") / "run"
+    paceline.train(a_job(), "data=2", run=path, save_every=2)
+    return path
+
+
+def interrupted(whole_run: Path, run_dir: Path) -> Path:
+    """The same run as if it had been killed right after its last checkpoint."""
+    shutil.copytree(whole_run, run_dir)
+    for name in ("summary.json", "model.safetensors"):
+        (run_dir / name).unlink()
+    return run_dir
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def not_complete(folder: Path) -> None:
+    (folder / "COMMIT").unlink()
+
+
+def damaged(folder: Path) -> None:
+    flip(folder / "rank-00000.safetensors")
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def foreign(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "pytorch_model.bin").write_bytes(b"not ours")
+
+
+@pytest.mark.parametrize(("spoil", "words"), [
+    (not_complete, r"it has no COMMIT"), (damaged, r"rank-00000\.safetensors is damaged"),
+    (truncated, r"is truncated: \d+ bytes of \d+"), (foreign, r"it has no COMMIT: .* or not a checkpoint of Paceline"),
+])
+def test_the_next_older_checkpoint_is_taken(whole_run: Path, run_dir: Path, capfd: pytest.CaptureFixture[str],
+                                            spoil: Callable[[Path], None], words: str):
+    """A checkpoint that is damaged or foreign is passed over with one warning; the run ends as if nothing had been."""
+    interrupted(whole_run, run_dir)
+    spoil(run_dir / "checkpoints" / "step-6")
+    paceline.train(a_job(), "data=2", run=run_dir, resume=True)
+    shown = capfd.readouterr().err
+    assert len(re.findall(rf"warning: checkpoint .*step-6 is passed over: .*{words}", shown)) == 1
+    assert "resumed from step-4" in shown
+    assert_equal_models(run_dir, whole_run)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"batch": 6}, "its batch was 8 and this job's is 6"),
+    ({"seed": 1}, "its seed was 0 and this job's is 1"),
+    ({"data": Points(samples=20)}, "its num_samples was 24 and this job's is 20"),
+    ({"model": Unused}, "it lacks parameters/spare."),
+    ({"optimizer": lambda named: torch.optim.AdamW(named)}, "its optimizer was SGD and this job's is AdamW"),
+])
+def test_checkpoints_of_another_job(whole_run: Path, run_dir: Path, changes: dict[str, Any], words: str):
+    """Where none of the checkpoints is this job's, the reasons are listed and nothing is changed."""
+    interrupted(whole_run, run_dir)
+    error = failing(a_job(**changes), run_dir, resume=True)
+    assert "none of the checkpoints in" in str(error)
+    assert str(error).count(words) == 3
+    assert error.exit_code == 1
+    assert saved_steps(run_dir) == [2, 4, 6]
+
+
+def test_every_checkpoint_damaged(whole_run: Path, run_dir: Path):
+    """The run does not quietly start over."""
+    interrupted(whole_run, run_dir)
+    for step in (2, 4, 6):
+        flip(run_dir / "checkpoints" / f"step-{step}" / "index.json")
+    error = failing(a_job(), run_dir, resume=True)
+    assert str(error).count("index.json is damaged") == 3
+    assert "bring one of them back from a copy, or start anew in another folder" in str(error)
+
+
+# --- Run folders --------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_an_earlier_run(whole_run: Path, run_dir: Path):
+    """An earlier run is never written over."""
+    shutil.copytree(whole_run, run_dir)
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError, match=r"already holds a run(?s:.*)hint: --resume goes on with it"):
+        paceline.train(a_job(), "data=2", run=run_dir)
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_in_use_by_a_live_run(run_dir: Path, tmp_path: Path, start_child: Any, wait_for: Callable[..., None],
+                                       resume: bool):
+    """A second run in the folder of a live one is refused, and the first goes on as if nothing had been."""
+    def wait_in_step_2(output: Tensor, target: Tensor) -> Tensor:
+        (tmp_path / "started").touch()
+        while not (tmp_path / "go on").exists():
+            time.sleep(0.01)
+        return F.cross_entropy(output, target)
+
+    child = start_child(lambda: paceline.train(a_job(loss=wait_in_step_2), "data=2", run=run_dir))
+    wait_for(lambda: (tmp_path / "started").exists())
+    with pytest.raises(UsageError, match=rf"in use by a live run \(process {child.pid}\)"):
+        paceline.train(a_job(), "data=2", run=run_dir, resume=resume)
+    (tmp_path / "go on").touch()
+    assert child.exit_code() == 0, child.stderr
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 6
+
+
+# --- Ranks that die, hang or are asked to stop ----------------------------------------------------------------------
+
+
+def in_step(step: int, what: Callable[[], None], where: int = 1) -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss that does something else on one rank in a step."""
+    calls = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == step and rank() == where:
+            what()
+        return F.cross_entropy(output, target)
+
+    return loss
+
+
+@pytest.mark.parametrize(("end", "words"), [(lambda: os.kill(os.getpid(), signal.SIGKILL), "it was killed by SIGKILL"),
+                                            (lambda: os._exit(3), "it ended with exit code 3 and no exception")])
+@pytest.mark.parametrize("plan", ["data=2", "shard=2"])
+def test_a_rank_that_dies(run_dir: Path, whole_run: Path, plan: str, end: Callable[[], None], words: str):
+    """The rank and its step are named; the checkpoint before is whole, and the run goes on from it."""
+    error = failing(a_job(loss=in_step(5, end)), run_dir, plan=plan, save_every=2)
+    assert re.search(rf"rank 1 on .* failed in step 5 \(forward\):\n{words}", str(error))
+    assert error.exit_code == 4
+    assert saved_steps(run_dir)[0] == 2
+    assert paceline.train(a_job(), plan, run=run_dir, resume=True)["steps"] == 6
+    if plan == "data=2":
+        assert_equal_models(run_dir, whole_run)
+
+
+def test_a_rank_that_hangs(run_dir: Path):
+    """The rank, its step and its line are named after the timeout."""
+    error = failing(a_job(loss=in_step(3, lambda: time.sleep(1000))), run_dir, timeout_s=3.0)
+    assert re.search(r"rank 1 on .* failed in step 3 \(forward\), at .*test_failures\.py:\d+:\n"
+                     r"rank 1 did not reach the collective that the others wait for in 3 s; rank 0 waited", str(error))
+    assert error.exit_code == 4
+
+
+def test_a_scheduler_that_wants_the_machine_back(run_dir: Path, whole_run: Path, tmp_path: Path, start_child: Any,
+                                                 wait_for: Callable[..., None]):
+    """SIGTERM ends the run after its step with a checkpoint and exit code 5; resumed, it ends as if never stopped."""
+    def slow(output: Tensor, target: Tensor) -> Tensor:
+        (tmp_path / "started").touch()
+        time.sleep(0.3)
+        return F.cross_entropy(output, target)
+
+    child = start_child(lambda: paceline.train(a_job(loss=slow), "data=2", run=run_dir))
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists())
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.exit_code() == 5
+    assert re.search(r"error: stopped by SIGTERM after step \d; a checkpoint is saved\n\n"
+                     r"hint: the same command with --resume", child.stderr)
+    assert "failed" not in child.stderr
+    assert_nothing_half_written(run_dir)
+    assert len(saved_steps(run_dir)) == 1
+    paceline.train(a_job(), "data=2", run=run_dir, resume=True)
+    assert_equal_models(run_dir, whole_run)
+
+
+# --- The command line ---------------------------------------------------------------------------------------------
+
+
+def command(*words: Any, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "paceline", "train", *map(str, words)], capture_output=True, text=True,
+                          cwd=folder, timeout=100)
+
+
+@pytest.mark.parametrize(("fields", "words", "exit_code", "says"), [
+    ({}, ["--set", "hiden=9"], 2, "error: unknown hyperparameter 'hiden', did you mean 'hidden'?"),
+    ({"loss": "lambda o, t: F.cross_entropy(o, t) * float('nan')"}, [], 1, "the loss is not a number (NaN) in step 1"),
+    ({"loss": "lambda o, t: __import__('os').kill(__import__('os').getpid(), 9)"}, [], 4, "it was killed by SIGKILL"),
+], ids=["usage", "NaN", "killed"])
+def test_exit_codes(tmp_path: Path, fields: dict[str, Any], words: list[str], exit_code: int, says: str):
+    """Each kind of failure has its exit code; the message stands once on stderr, and stdout stays empty."""
+    path = job_file(tmp_path, **fields)
+    done = command(path, "--plan", "data=2", "--run", "run", "--json", *words, folder=tmp_path)
+    assert done.returncode == exit_code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count(says) == 1
+    assert done.stderr.count("error: ") == 1
+    assert "Traceback" not in done.stderr
+    assert_nothing_half_written(tmp_path / "run")
+
+
+def test_ctrl_c(tmp_path: Path, wait_for: Callable[..., None]):
+    """Ctrl-C in a terminal goes to every process: the run ends with 130 and a checkpoint, and no process is left."""
+    path = job_file(tmp_path, steps=100_000)
+    words = [sys.executable, "-m", "paceline", "train", str(path), "--plan", "data=2", "--run", "run"]
+    running = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+    ranks = psutil.Process(running.pid).children(recursive=True)
+    os.killpg(running.pid, signal.SIGINT)
+    stdout, stderr = running.communicate(timeout=60)
+    assert running.returncode == 130, stderr
+    assert stdout == ""
+    assert re.search(r"stopped by .* after step \d+; a checkpoint is saved", stderr)
+    assert "Traceback" not in stderr
+    assert len(ranks) >= 2
+    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    assert_nothing_half_written(tmp_path / "run")
+    assert len(saved_steps(tmp_path / "run")) == 1
