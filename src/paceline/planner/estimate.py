@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,8 +16,11 @@ from paceline.runtime.order import split
 from paceline.simulate.play import Timeline, play
 
 # What a rank's resident size grows by besides tensors, once it runs: library pages that it touches for the first
-# time, kernels that are compiled for its shapes, threads, the network's buffers. See docs/prediction.md.
-CPU_RUNTIME_BYTES = 60 * 2**20
+# time, kernels that are compiled for its shapes, threads, the network's buffers. Measured; see docs/prediction.md.
+CPU_RUNTIME_BYTES = 40 * 2**20
+# Holes in the C library's heap, as a part of the most bytes of activations: they come and go in many sizes, and the
+# ranks let the heap keep what it once had. Measured with glibc 2.36; see docs/prediction.md.
+CPU_HOLES = 0.4
 # Rates that only stand in where nothing but memory is asked for.
 _ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)
 
@@ -31,7 +33,7 @@ class Estimate:
     peak_memory_bytes: of the rank that needs most: on a CPU, its resident size above that of a started, empty
         rank; on a GPU, what torch's allocator hands out.
     ledger: that rank's bytes at its peak by what they are for: parameters, gradients, optimizer, activations,
-        communication, checkpoint, runtime.
+        communication, checkpoint; on a CPU also runtime (libraries) and holes (in the heap).
     breakdown: the slowest rank's seconds: compute, communication (what no computing hides), optimizer.
     notes: which figures are rough, and why.
     """
@@ -81,22 +83,26 @@ def fewest_microbatches(profile: Profile, plan: Plan, cluster: Cluster, *, batch
                     ((rank, _play(profile, tried, cluster, rank, precision=precision)) for rank in ranks)),
                    key=lambda found: found[0])
 
-    missing_bytes, worst, timeline = shortfall(most)
-    if missing_bytes > 0:
+    # One alone needs no second gradient beside the first; from two on the need only falls, so the interval is halved.
+    at_once, at_most = shortfall(1), shortfall(most)
+    if at_once[0] <= 0:
+        return 1
+    if at_most[0] > 0:
+        missing_bytes, worst, timeline = min(at_once, at_most, key=lambda found: found[0])
         raise _too_large(plan, worst, timeline, missing_bytes,
                          others=_plans_that_fit(profile, plan, cluster, batch=batch, precision=precision))
-    fewest = 1
-    while fewest < most:  # the need falls as micro-batches get smaller: halve the interval
+    fewest = 2
+    while fewest < most:
         middle = (fewest + most) // 2
         fewest, most = (fewest, middle) if shortfall(middle)[0] <= 0 else (middle + 1, most)
     return fewest
 
 
-def split_shares(plan: Plan, cluster: Cluster, rates: DeviceRates | None = None) -> tuple[int, ...]:
+def split_shares(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
     """The weight of each replica in the global batch.
 
-    Replicas by speed or memory get weights in proportion to it, to one per cent of the largest. A device that
-    doesn't state its speed has that of `rates`; without them, devices are equally fast unless all state theirs.
+    Replicas by speed or memory get weights in proportion to it. Devices count as equally fast unless all of them
+    state their speed.
     """
     shares = plan.modifiers.shares
     if isinstance(shares, tuple):
@@ -105,16 +111,25 @@ def split_shares(plan: Plan, cluster: Cluster, rates: DeviceRates | None = None)
     if shares == "memory":
         return _whole_weights([device.memory_bytes for device in devices])
     if shares == "speed":
-        speeds = [device.flops_per_s or (rates.flops_per_s if rates else None) for device in devices]
-        if all(speeds):
-            return _whole_weights([speed for speed in speeds if speed])
+        speeds = [device.flops_per_s for device in devices if device.flops_per_s]
+        if len(speeds) == len(devices):
+            return _whole_weights(speeds)
     return (1,) * plan.replicas
 
 
 def _whole_weights(figures: Sequence[float]) -> tuple[int, ...]:
-    weights = [max(1, round(100 * figure / max(figures))) for figure in figures]
-    divisor = math.gcd(*weights)
-    return tuple(weight // divisor for weight in weights)
+    """The smallest whole numbers that are in the figures' proportion to one per cent (to 1 in 1000 at the least).
+
+    >>> _whole_weights([3e9, 1e9])
+    (3, 1)
+    """
+    weights = [1] * len(figures)
+    for largest in range(1, 1001):
+        wanted = [largest * figure / max(figures) for figure in figures]
+        weights = [max(1, round(weight)) for weight in wanted]
+        if all(abs(weight - exact) <= 0.01 * exact for weight, exact in zip(weights, wanted, strict=True)):
+            break
+    return tuple(weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +143,7 @@ class _Rank:
 
 def _ranks(plan: Plan, cluster: Cluster, *, batch: int, rates: DeviceRates) -> list[_Rank]:
     """The different kinds of ranks; replicas are numbered as ranks are."""
-    parts = split(batch, split_shares(plan, cluster, rates))
+    parts = split(batch, split_shares(plan, cluster))
     kinds = {_Rank(replace(device, index=0), _rates_of(device, rates), len(part))
              for device, part in zip(_devices(plan, cluster), parts, strict=True)}
     return sorted(kinds, key=lambda rank: (-rank.samples, rank.device.memory_bytes))
@@ -163,10 +178,15 @@ def _play(profile: Profile, plan: Plan, cluster: Cluster, rank: _Rank, *, precis
     else:
         middle = sum(sizes[1:-1]) / (len(sizes) - 2)
         found = _repeated(played([sizes[0], sizes[-1]]), played([sizes[0], middle, sizes[-1]]), len(sizes) - 2)
-    if rank.device.kind == "cpu":
-        found = replace(found, peak_memory_bytes=found.peak_memory_bytes + CPU_RUNTIME_BYTES,
-                        ledger={**found.ledger, "runtime": CPU_RUNTIME_BYTES})
-    return found
+    return _resident(found) if rank.device.kind == "cpu" else found
+
+
+def _resident(timeline: Timeline) -> Timeline:
+    """What a process holds for the tensors of a timeline."""
+    ledger = dict(timeline.ledger)
+    ledger["runtime"] = ledger.get("runtime", 0) + CPU_RUNTIME_BYTES
+    ledger["holes"] = round(CPU_HOLES * timeline.highest.get("activations", 0))
+    return replace(timeline, peak_memory_bytes=sum(ledger.values()), ledger=ledger)
 
 
 def _repeated(without: Timeline, once: Timeline, times: int) -> Timeline:
@@ -200,11 +220,11 @@ def _plans_that_fit(profile: Profile, plan: Plan, cluster: Cluster, *, batch: in
 
 
 def _fits(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision) -> bool:
-    """Whether every rank's memory holds one sample at a time."""
+    """Whether some number of micro-batches fits every rank's memory."""
     ranks = _ranks(plan, cluster, batch=batch, rates=_ANY_RATES)
-    finest = plan.with_(accumulate=max(rank.samples for rank in ranks))
-    return all(_play(profile, finest, cluster, rank, precision=precision).peak_memory_bytes
-               <= rank.device.memory_bytes for rank in ranks)
+    return any(all(_play(profile, plan.with_(accumulate=count), cluster, rank, precision=precision).peak_memory_bytes
+                   <= rank.device.memory_bytes for rank in ranks)
+               for count in (1, max(rank.samples for rank in ranks)))
 
 
 def _too_large(plan: Plan, rank: _Rank, timeline: Timeline, missing_bytes: int, *,
@@ -212,7 +232,7 @@ def _too_large(plan: Plan, rank: _Rank, timeline: Timeline, missing_bytes: int, 
     by_size = sorted(timeline.ledger.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {_gib(held)}" for name, held in by_size if held)
     return PlanError(
-        f"plan '{plan}' needs {_gib(timeline.peak_memory_bytes)} on a rank even with one sample a micro-batch, and "
+        f"plan '{plan}' needs {_gib(timeline.peak_memory_bytes)} on a rank however small its micro-batches are, and "
         f"a {rank.device.kind} device has {_gib(rank.device.memory_bytes)}: {_gib(missing_bytes)} "
         f"({missing_bytes} bytes) too little ({parts})",
         hint=f"on these devices '{others[0]}' fits" if others

@@ -19,12 +19,14 @@ class Timeline:
     breakdown: seconds of "compute", "optimizer" and "communication" (what no computing hides); they add up to
         step_s.
     ledger: bytes by what they are for, at the moment of the peak.
+    highest: the most bytes of each at any moment.
     """
 
     step_s: float
     breakdown: dict[str, float]
     peak_memory_bytes: int
     ledger: dict[str, int]
+    highest: dict[str, int]
 
 
 def play(program: Program, rates: DeviceRates, link: Link, *, precision: Precision = "float32") -> Timeline:
@@ -47,6 +49,7 @@ def play(program: Program, rates: DeviceRates, link: Link, *, precision: Precisi
     return Timeline(
         step_s, breakdown={**busy, "communication": max(0.0, step_s - sum(busy.values()))},
         peak_memory_bytes=round(memory.peak), ledger={name: round(held) for name, held in memory.at_peak.items()},
+        highest={name: round(held) for name, held in memory.highest.items()},
     )
 
 
@@ -63,9 +66,11 @@ class _Memory:
         self.held: dict[str, float] = defaultdict(float)
         self.total, self.peak = 0.0, 0.0
         self.at_peak: dict[str, float] = {}
+        self.highest: dict[str, float] = defaultdict(float)
 
     def change(self, event: Allocate) -> None:
         self.held[event.ledger] += event.num_bytes
+        self.highest[event.ledger] = max(self.highest[event.ledger], self.held[event.ledger])
         self.total += event.num_bytes
         if self.total > self.peak:
             self.peak, self.at_peak = self.total, dict(self.held)

@@ -14,10 +14,12 @@ from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Co
 from paceline.strategies.costs import Held, Hooks, Moment, Room, Step
 
 # What an operator on a sharded tensor costs above one on a plain tensor, in Python: it is looked up and unwrapped.
-# See docs/prediction.md for the measurement.
-DTENSOR_OPERATOR_S = 30e-6
-# What FSDP2's hooks cost around one gathering or reduction of a unit.
-HOOK_S = 300e-6
+# Measured on AdamW's operators, one core; see docs/prediction.md.
+DTENSOR_OPERATOR_S = 25e-6
+# What FSDP2's hooks cost around one gathering or reduction of a unit, in Python. Measured likewise.
+HOOK_S = 800e-6
+# What a CPU rank's resident size grows by for FSDP2's own pages and objects. Measured likewise.
+CPU_RUNTIME_BYTES = 12 * 2**20
 ROOT = ""
 
 
@@ -70,6 +72,10 @@ def enter(step: Step) -> Hooks:
         if at.microbatch == 0 or zero == 1:  # the first reduction of the window
             yield free("gradients", whole - local)
 
+    def start(at: Moment) -> Iterable[Event]:
+        if step.device_kind == "cpu":
+            yield Allocate("runtime", CPU_RUNTIME_BYTES)
+
     def gathered_here(at: Moment, *, backward: bool) -> bool:
         return zero == 3 or (at.microbatch == 0 and not backward)
 
@@ -115,8 +121,9 @@ def enter(step: Step) -> Hooks:
     def update(at: Moment) -> Iterable[Event]:
         yield Compute(fixed_s=step.profile.update.operators * DTENSOR_OPERATOR_S, part="optimizer")
 
-    return {"begin": begin, "before_forward": before_forward, "after_forward": after_forward, "turn": turn,
-            "before_backward": before_backward, "after_backward": after_backward, "done": done, "update": update}
+    return {"start": start, "begin": begin, "before_forward": before_forward, "after_forward": after_forward,
+            "turn": turn, "before_backward": before_backward, "after_backward": after_backward, "done": done,
+            "update": update}
 
 
 def _bytes(step: Step, unit: str) -> tuple[int, int]:

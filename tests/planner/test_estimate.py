@@ -1,0 +1,184 @@
+"""Estimates, micro-batches that fit, and shares: figures that follow from the profile by hand."""
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from paceline.cluster import Cluster, Device, Link
+from paceline.errors import PlanError
+from paceline.plan import Plan
+from paceline.planner.estimate import CPU_HOLES, CPU_RUNTIME_BYTES, estimate, fewest_microbatches, split_shares
+from paceline.planner.program import MICROBATCH_S
+from paceline.profile.device import DeviceRates
+from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
+
+MIB = 2**20
+RATES = DeviceRates(1e9, 2e9, 1e15, 1e15, 0.0)
+# 10 blocks of 10 MiB of parameters; a sample takes 10 MFLOP forward and keeps 4 MiB in each.
+PROFILE = Profile(
+    parameters=tuple(Parameter(f"{i}.w", str(i), 10 * MIB, rows=64, state_bytes=20 * MIB) for i in range(10)),
+    segments=tuple(Segment(str(i), Work(flops=Affine(0, 1e7)), Work(flops=Affine(0, 2e7)),
+                           kept_bytes=Affine(0, 4 * MIB), output_bytes=Affine(0, MIB), gradients=(f"{i}.w",))
+                   for i in range(10)))
+
+
+def cluster(*memory_mib: float, kind="cuda", flops_per_s=None) -> Cluster:
+    speeds = flops_per_s or [None] * len(memory_mib)
+    return Cluster(tuple(Device(kind, i, round(mib * MIB), flops_per_s=speed)
+                         for i, (mib, speed) in enumerate(zip(memory_mib, speeds, strict=True))), Link(1e12, 0.0))
+
+
+def guess(text: str, devices: Cluster, batch: int = 8, **more):
+    return estimate(PROFILE, Plan.parse(text), devices, batch=batch, rates=RATES, **more)
+
+
+def test_one_device_by_hand():
+    """8 samples of 300 MFLOP at 1 GFLOP/s; the turn holds states, the last gradient and all activations."""
+    found = guess("single", cluster(10_000))
+
+    assert found.step_s == pytest.approx(8 * 0.3 + MICROBATCH_S)
+    assert found.peak_memory_bytes == (100 + 200 + 10 + 8 * 40) * MIB
+    assert sum(found.breakdown.values()) == pytest.approx(found.step_s)
+    assert sum(found.ledger.values()) == found.peak_memory_bytes
+
+
+def test_a_cpu_rank_also_holds_libraries_and_holes():
+    """Its resident size is more than its tensors."""
+    bare, resident = (guess("single", cluster(10_000, kind=kind), batch=16) for kind in ("cuda", "cpu"))
+    holes = round(CPU_HOLES * 16 * 40 * MIB)
+
+    assert dict(resident.ledger) == {**bare.ledger, "runtime": CPU_RUNTIME_BYTES, "holes": holes}
+    assert resident.peak_memory_bytes == bare.peak_memory_bytes + CPU_RUNTIME_BYTES + holes
+
+
+def test_a_cpu_rank_holds_a_checkpoint_beside_its_states():
+    """With few samples that is its peak: parameters and optimizer twice, and the last step's gradients."""
+    ledger = guess("single", cluster(10_000, kind="cpu"), batch=1).ledger
+
+    assert ledger["checkpoint"] == ledger["parameters"] + ledger["optimizer"] == 300 * MIB
+    assert ledger["gradients"] == 100 * MIB
+
+
+def test_two_replicas_take_half_the_time():
+    """The link is so fast that nothing of it shows."""
+    both = guess("data=2", cluster(10_000, 10_000))
+
+    assert both.step_s == pytest.approx(4 * 0.3 + MICROBATCH_S, rel=1e-3)
+
+
+def test_a_slow_device_sets_the_pace_until_it_gets_less():
+    """Equal shares wait for the slow half; shares by speed don't."""
+    devices = cluster(10_000, 10_000, flops_per_s=[3e9, 1e9])
+    equal, by_speed = guess("data=2", devices), guess("data=2 shares=speed", devices)
+
+    assert equal.step_s == pytest.approx(4 * 0.3 + MICROBATCH_S, rel=1e-3)
+    assert by_speed.step_s == pytest.approx(2 * 0.3 + MICROBATCH_S, rel=1e-3)
+
+
+def test_many_equal_microbatches_are_played_once():
+    """Time and memory are those of playing all, in a moment."""
+    began = time.perf_counter()
+    found = guess("single accumulate=100000", cluster(10_000), batch=100_000)
+
+    assert time.perf_counter() - began < 5
+    assert found.step_s == pytest.approx(100_000 * (0.3 + MICROBATCH_S))
+    assert found.peak_memory_bytes == guess("single accumulate=3", cluster(10_000), batch=3).peak_memory_bytes
+
+
+def test_the_second_microbatch_meets_the_gradients_of_the_first():
+    """It has 2 of 5 samples and still needs more than the first one's 3."""
+    found = guess("single accumulate=2", cluster(10_000), batch=5)
+
+    assert found.peak_memory_bytes == (300 + 100 + 10 + 2 * 40) * MIB
+    assert found.peak_memory_bytes > (300 + 10 + 3 * 40) * MIB
+
+
+@pytest.mark.parametrize(("memory_mib", "expected"), [(10_000, 1), (630, 1), (629, 2), (570, 2), (569, 3), (450, 7)])
+def test_fewest_microbatches_just_fit(memory_mib, expected):
+    """8 samples: 300 MiB of states, gradients, and 40 MiB of activations a sample."""
+    found = fewest_microbatches(PROFILE, Plan.parse("single"), cluster(memory_mib), batch=8)
+
+    assert found == expected
+    assert guess(f"single accumulate={found}", cluster(memory_mib)).peak_memory_bytes <= memory_mib * MIB
+    if found > 1:
+        assert guess(f"single accumulate={found - 1}", cluster(memory_mib)).peak_memory_bytes > memory_mib * MIB
+
+
+def test_one_microbatch_may_fit_where_two_do_not():
+    """A single one has no gradients of an earlier one beside its activations."""
+    tight = cluster(420)
+
+    assert fewest_microbatches(PROFILE, Plan.parse("single"), tight, batch=2) == 1
+    assert guess("single accumulate=2", tight, batch=2).peak_memory_bytes > 420 * MIB
+
+
+def test_each_rank_has_to_fit_its_own_device():
+    """The smaller device decides, unless it gets fewer samples."""
+    devices = cluster(10_000, 520)
+
+    assert fewest_microbatches(PROFILE, Plan.parse("data=2"), devices, batch=16) > 1
+    assert fewest_microbatches(PROFILE, Plan.parse("data=2 shares=7:1"), devices, batch=16) == 1
+
+
+def test_auto_is_resolved_in_an_estimate():
+    """The estimate is that of the fewest micro-batches."""
+    devices = cluster(600)
+
+    assert guess("single accumulate=auto", devices) == guess("single accumulate=2", devices)
+
+
+def test_what_never_fits_says_how_much_is_missing_and_what_fits():
+    """The gap in bytes, the ledger, and a plan on the same devices that would do."""
+    with pytest.raises(PlanError) as caught:
+        fewest_microbatches(PROFILE, Plan.parse("data=4"), cluster(*[300] * 4), batch=8)
+
+    message = str(caught.value)
+    assert "parameters 0.10 GiB" in message
+    assert "optimizer 0.20 GiB" in message
+    needed = int(message.split("(")[1].split(" bytes")[0]) + 300 * MIB
+    fits = fewest_microbatches(PROFILE, Plan.parse("data=4"), cluster(*[needed / MIB] * 4), batch=8)
+    assert fits >= 1
+    assert "'shard=4 accumulate=auto' fits" in message
+
+
+def test_nothing_fits_a_device_that_is_far_too_small():
+    """No plan is promised then."""
+    with pytest.raises(PlanError, match="more devices"):
+        fewest_microbatches(PROFILE, Plan.parse("data=2"), cluster(10, 10), batch=8)
+
+
+@pytest.mark.parametrize(("shares", "expected"), [
+    ("equal", (1, 1)), ("speed", (3, 1)), ("memory", (1, 2)), ("5:2", (5, 2))])
+def test_shares_become_weights(shares, expected):
+    """By what the devices state, or as given."""
+    devices = cluster(1000, 2000, flops_per_s=[3e9, 1e9])
+
+    assert split_shares(Plan.parse(f"data=2 shares={shares}"), devices) == expected
+
+
+def test_devices_that_state_no_speed_are_equally_fast():
+    """Half a statement is none."""
+    assert split_shares(Plan.parse("data=2 shares=speed"), cluster(1, 1, flops_per_s=[3e9, None])) == (1, 1)
+
+
+def test_one_hosts_devices_stand_for_all_hosts():
+    """Four ranks on two hosts of two; three can't be spread over them."""
+    assert split_shares(Plan.parse("data=4 shares=memory"), cluster(1000, 2000)) == (1, 2, 1, 2)
+    with pytest.raises(PlanError, match="3 devices"):
+        guess("data=3", cluster(1000, 2000))
+
+
+def test_notes_of_the_profile_come_along():
+    """An estimate says when it is rough."""
+    rough = replace(PROFILE, notes=("rough",))
+
+    assert estimate(rough, Plan.parse("single"), cluster(1000), batch=1, rates=RATES).notes == ("rough",)
+
+
+def test_planning_loads_no_torch():
+    """Estimates of a profile that is at hand need no torch."""
+    script = "import sys, paceline.planner.estimate; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,76 @@
+"""Rates of a device and their cache."""
+
+import json
+
+import pytest
+
+from paceline.profile import device
+from paceline.profile.device import DeviceRates, measure_device
+
+RATES = DeviceRates(4e9, 8e9, 2e9, 1e9, 5e-6)
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Counts measurements, which answer at once, in a cache of its own."""
+    calls = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(device, "_measure", lambda kind: calls.append(kind) or RATES)
+    return calls
+
+
+def test_rates_are_measured_once(measured, tmp_path):
+    """The second time they come from the cache, the same."""
+    assert measure_device("cpu") == measure_device("cpu") == RATES
+    assert measured == ["cpu"]
+    assert len(list((tmp_path / "paceline").iterdir())) == 1
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"flops_per_s": 1}', "null"])
+def test_a_damaged_cache_is_measured_again(measured, tmp_path, content):
+    """And written anew."""
+    measure_device("cpu")
+    (path,) = (tmp_path / "paceline").iterdir()
+    path.write_text(content)
+
+    assert measure_device("cpu") == RATES
+    assert len(measured) == 2
+    assert json.loads(path.read_text())["flops_per_s"] == 4e9
+
+
+def test_rates_of_zero_are_not_believed(measured, tmp_path):
+    """Nothing is divided by what a broken measurement left."""
+    measure_device("cpu")
+    (path,) = (tmp_path / "paceline").iterdir()
+    path.write_text(path.read_text().replace("4000000000.0", "0.0"))
+
+    assert measure_device("cpu").flops_per_s == 4e9
+
+
+def test_a_cache_that_cant_be_written_is_no_error(measured, monkeypatch, tmp_path):
+    """The rates are measured each time."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+
+    assert measure_device("cpu") == RATES
+
+
+def test_threads_add_up_but_for_launching(measured):
+    """Two threads compute almost twice as fast and launch operators no faster."""
+    both = measure_device("cpu", num_threads=2)
+
+    assert 1.5 * RATES.flops_per_s < both.flops_per_s <= 2 * RATES.flops_per_s
+    assert both.operator_s == RATES.operator_s
+
+
+def test_a_real_measurement_gives_positive_rates():
+    """Seven kernels, on one thread, whose number is put back."""
+    import torch
+
+    before = torch.get_num_threads()
+    rates = device._measure("cpu")
+
+    assert torch.get_num_threads() == before
+    assert rates.flops_per_s > 1e8
+    assert rates.memory_bytes_per_s > 1e8
+    assert 1e-7 < rates.operator_s < 1e-2

@@ -1,0 +1,237 @@
+"""What a profile says, against figures counted by hand."""
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from paceline.errors import JobError
+from paceline.job import Job
+from paceline.profile import profile_job
+
+WIDTH, BATCH, FLOAT = 16, 8, 4
+
+
+def make_job(model, *, inputs=None, targets=None, loss=F.mse_loss, **fields) -> Job:
+    inputs = torch.ones(32, WIDTH) if inputs is None else inputs
+    targets = torch.ones(32, WIDTH) if targets is None else targets
+    fields = {"optimizer": lambda named: torch.optim.AdamW(named), "steps": 1, "batch": BATCH, **fields}
+    return Job(model=model, data=TensorDataset(inputs, targets), loss=loss, **fields)
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+
+
+def test_flops_and_parameters_are_those_of_the_layers():
+    """Two flops a weight and sample forward; backward twice that, but for the first layer's input."""
+    profile = profile_job(make_job(two_layers))
+    weights = 4 * WIDTH * WIDTH
+
+    assert profile.exact
+    assert profile.forward_flops_per_sample == 2 * 2 * weights
+    assert profile.backward_flops_per_sample == 2 * weights + 4 * weights
+    assert [p.name for p in profile.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert profile.units == ("0", "2")
+    assert profile.parameter_bytes == FLOAT * (2 * weights + 5 * WIDTH)
+
+
+def test_kept_activations_are_what_backward_needs():
+    """Each layer's output is alive at the end of forward; the ReLU keeps its own output and no second copy."""
+    kept = {segment.unit: segment.kept_bytes for segment in profile_job(make_job(two_layers)).segments}
+
+    assert kept["0"].at(BATCH) == BATCH * 4 * WIDTH * FLOAT
+    assert kept["2"].at(BATCH) == BATCH * WIDTH * FLOAT
+
+
+def test_every_gradient_is_completed_once_in_its_layer():
+    """Backward makes a layer's gradients in the layer's own segment."""
+    made = {segment.unit: set(segment.gradients) for segment in profile_job(make_job(two_layers)).segments}
+
+    assert made["0"] == {"0.weight", "0.bias"}
+    assert made["2"] == {"2.weight", "2.bias"}
+
+
+def test_units_that_follow_each_other_are_told_apart():
+    """Nothing lies between two layers, forward or backward."""
+    chain = profile_job(make_job(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))))
+    product = 2 * WIDTH * WIDTH
+
+    assert {s.unit: s.backward.flops.per_sample for s in chain.segments if s.unit} == {
+        "0": product, "1": 2 * product, "2": 2 * product}
+
+
+def test_gradients_are_no_activations():
+    """A layer's backward holds its weight's gradient, which is counted apart."""
+    profile = profile_job(make_job(lambda: nn.Sequential(nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, WIDTH))))
+
+    assert all(segment.backward_peak_bytes.at(2) < 64 * WIDTH * WIDTH * FLOAT for segment in profile.segments)
+
+
+def test_the_update_counted_is_not_the_first():
+    """Momentum: the buffer times 0.9 (2 transfers), plus the gradient (3), and the parameter's own sum (3)."""
+    profile = profile_job(make_job(two_layers, optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9)))
+
+    assert profile.update.moved_bytes.fixed == 8 * profile.parameter_bytes
+
+
+def test_attention_on_the_cpu_is_counted():
+    """Its two products of 2 T T D flops a head, which torch's own counter takes for free."""
+    heads, places, width = 2, 8, 4
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x * self.scale, x, x)
+
+    shape = (32, heads, places, width)
+    profile = profile_job(make_job(Attention, inputs=torch.ones(shape), targets=torch.ones(shape)))
+
+    assert profile.forward_flops_per_sample == heads * 2 * 2 * places * places * width
+
+
+@pytest.mark.parametrize(("optimizer", "factor"), [
+    (lambda named: torch.optim.SGD(named, lr=0.1), 0),
+    (lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9), 1),
+    (lambda named: torch.optim.AdamW(named), 2),
+])
+def test_optimizer_state_is_that_of_the_jobs_optimizer(optimizer, factor):
+    """No state for plain SGD, one copy for momentum, two (and a step count) for Adam."""
+    profile = profile_job(make_job(two_layers, optimizer=optimizer))
+
+    assert profile.exact
+    for parameter in profile.parameters:
+        assert 0 <= parameter.state_bytes - factor * parameter.num_bytes <= 8
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state():
+    """Only what is trained is counted."""
+    def half_frozen():
+        model = two_layers()
+        model[0].requires_grad_(False)
+        return model
+
+    first, *_, last = profile_job(make_job(half_frozen)).parameters
+
+    assert (first.trainable, first.gradient_bytes, first.state_bytes) == (False, 0, 0)
+    assert last.gradient_bytes == last.num_bytes
+
+
+def test_bf16_halves_what_products_keep():
+    """Under autocast a linear layer's output is bfloat16, its weight stays float32."""
+    wide, half = (profile_job(make_job(two_layers, precision=precision)) for precision in ("float32", "bf16"))
+
+    assert half.segments[0].output_bytes.at(BATCH) == wide.segments[0].output_bytes.at(BATCH) / 2
+    assert half.parameter_bytes == wide.parameter_bytes
+
+
+def test_a_large_model_costs_no_memory():
+    """A layer of 64 GiB is profiled in a process that is allowed 16 GiB of address space above its own."""
+    script = """
+import resource, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import torch.nn.functional as F
+from paceline.job import Job
+from paceline.profile import profile_job
+import torch._dynamo
+used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 16 * 2**30,) * 2)
+side = 2**17
+job = Job(model=lambda: nn.Linear(side, side, bias=False), loss=F.mse_loss, batch=2, steps=1,
+          data=TensorDataset(torch.ones(2, side), torch.ones(2, side)), optimizer=lambda n: torch.optim.AdamW(n))
+profile = profile_job(job)
+assert profile.exact, profile.notes
+assert profile.parameter_bytes == 64 * 2**30
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+
+
+def test_random_generators_are_left_alone():
+    """Profiling draws numbers (dropout, initial weights, the data's own) and puts everything back."""
+    class Noisy(TensorDataset):
+        def __getitem__(self, index):
+            random.random(), np.random.rand(), torch.rand(1)
+            return super().__getitem__(index)
+
+    job = make_job(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()))
+    job = replace(job, data=Noisy(*job.data.tensors))
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    profile_job(job)
+
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+
+
+def test_a_module_made_outside_keeps_no_trace():
+    """A job that hands out one and the same module finds it without gradients, hooks or changed buffers."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    profile_job(make_job(lambda: model))
+
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+
+
+class ByValue(nn.Linear):
+    """Looks at a value: fake tensors have none."""
+
+    def forward(self, x):
+        return super().forward(x if float(x.sum()) > 0 else -x)
+
+
+def test_a_model_that_needs_values_is_run_for_real():
+    """The figures are those of the plain layer, and the notes say how they came about."""
+    rough = profile_job(make_job(lambda: ByValue(WIDTH, WIDTH)))
+    plain = profile_job(make_job(lambda: nn.Linear(WIDTH, WIDTH)))
+
+    assert not rough.exact
+    assert "fake" in rough.notes[0]
+    assert rough.forward_flops_per_sample == plain.forward_flops_per_sample
+    assert rough.parameters == plain.parameters
+
+
+def test_a_model_that_fails_is_priced_by_its_parameters():
+    """What is wrong with it comes to light when it is trained."""
+    profile = profile_job(make_job(lambda: nn.Linear(WIDTH + 1, WIDTH)))
+
+    assert len(profile.notes) == 3
+    assert profile.forward_flops_per_sample == 2 * (WIDTH + 2) * WIDTH
+
+
+def test_an_iterator_is_not_read():
+    """Samples that can be read only once are left to the training."""
+    class Once(IterableDataset):
+        read = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.read += 1
+            return torch.ones(WIDTH), torch.ones(WIDTH)
+
+    data = Once()
+    profile = profile_job(replace(make_job(two_layers), data=data))
+
+    assert data.read == 0
+    assert not profile.exact
+
+
+def test_a_model_that_is_no_module_is_refused():
+    """The message says what came instead."""
+    with pytest.raises(JobError, match="model returned int"):
+        profile_job(make_job(lambda: 3))

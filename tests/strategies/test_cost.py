@@ -1,0 +1,205 @@
+"""What each room adds to a step, on a model small enough to count by hand: two units of 100 bytes, a root of 40."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.plan import Plan
+from paceline.planner.program import ROOMS, moments, step_program
+from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
+from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
+
+UNIT, ROOT = 100, 40
+
+
+def segment(unit: str, *gradients: str, flops: float = 10.0) -> Segment:
+    return Segment(
+        unit, Work(flops=Affine(0, flops)), Work(flops=Affine(0, 2 * flops)), kept_bytes=Affine(0, 30),
+        output_bytes=Affine(0, 10), forward_peak_bytes=Affine(0, 35), backward_peak_bytes=Affine(0, 5),
+        gradients=gradients)
+
+
+PROFILE = Profile(
+    parameters=(Parameter("a", "first", UNIT, rows=10, state_bytes=2 * UNIT),
+                Parameter("b", "second", UNIT, rows=10, state_bytes=2 * UNIT),
+                Parameter("head", "", ROOT, rows=4, state_bytes=2 * ROOT)),
+    segments=(segment("first", "a"), segment("second", "b"), segment("", "head")),
+    update=Work(moved_bytes=Affine(1000), operators=3))
+
+
+def program(text: str, *samples: float, kind="cpu"):
+    return step_program(PROFILE, Plan.parse(text), kind, samples or (1.0,))
+
+
+def collectives(text: str, *samples: float, kind="cpu", stream: str | None = None) -> list[tuple[str, float, int]]:
+    return [(e.kind, e.num_bytes, e.group) for e in program(text, *samples, kind=kind)
+            if isinstance(e, Collective) and e.name != "meet" and stream in (None, e.stream)]
+
+
+def highest(text: str, *samples: float) -> dict[str, float]:
+    held: dict[str, float] = {}
+    most: dict[str, float] = {}
+    for event in program(text, *samples):
+        if isinstance(event, Allocate):
+            held[event.ledger] = held.get(event.ledger, 0) + event.num_bytes
+            most[event.ledger] = max(most.get(event.ledger, 0), held[event.ledger])
+            assert held[event.ledger] >= 0, (text, event)
+    return most
+
+
+def flops(text: str, *samples: float) -> float:
+    return sum(event.flops for event in program(text, *samples) if isinstance(event, Compute))
+
+
+PLANS = ["single", "data=2", "shard=2", "shard=2 zero=2", "shard=2 zero=1", "data=2 shard=2", "data=2 shard=2 zero=1"]
+
+
+@pytest.mark.parametrize("recompute", ["", " recompute=full"])
+@pytest.mark.parametrize("text", PLANS)
+@pytest.mark.parametrize("samples", [(2.0,), (2.0, 1.0), (2.0, 2.0, 1.0)])
+def test_what_is_taken_is_given_back(text, recompute, samples):
+    """After a step a rank holds its parameters, gradients and state, and nothing else."""
+    held: dict[str, float] = {}
+    for event in program(text + recompute, *samples):
+        if isinstance(event, Allocate):
+            held[event.ledger] = held.get(event.ledger, 0) + event.num_bytes
+            assert held[event.ledger] > -1e-9, event
+    ranks = Plan.parse(text).axes.shard
+    whole = 2 * UNIT + ROOT
+
+    assert held["activations"] == pytest.approx(0)
+    assert held.get("communication", 0) == 0
+    assert (held["parameters"], held["gradients"], held["optimizer"]) == (
+        whole / ranks, whole / ranks, 2 * whole / ranks)
+
+
+def test_one_device_keeps_all_activations_at_the_turn():
+    """Three segments of 30 bytes a sample, and the last one's workspace."""
+    assert highest("single", 2.0)["activations"] == 2 * (3 * 30 + 5)
+
+
+def test_a_later_microbatch_adds_one_gradient_at_a_time():
+    """On top of the whole gradients there is the largest one that is being added."""
+    assert highest("single", 1.0)["gradients"] == 2 * UNIT + ROOT
+    assert highest("single", 1.0, 1.0)["gradients"] == 2 * UNIT + ROOT + UNIT
+
+
+def test_work_is_that_of_the_samples():
+    """Cutting into micro-batches changes no FLOP; recomputing the two units adds their forward."""
+    assert flops("single", 4.0) == flops("single", 2.0, 2.0) == 4 * 3 * 30
+    assert flops("single recompute=full", 4.0) == 4 * (3 * 30 + 2 * 10)
+
+
+def test_recompute_keeps_outputs_alone():
+    """Two units' outputs, then one unit again with its workspace; the root keeps all."""
+    assert highest("single recompute=full", 1.0)["activations"] == 10 + 10 + max(35, 30 + 5)
+
+
+def test_data_reduces_every_gradient_once_beside_backward():
+    """However many micro-batches there are; small gradients share a bucket."""
+    expected = [("all_reduce", 2 * UNIT + ROOT, 2)]
+
+    assert collectives("data=2", stream=NETWORK) == collectives("data=2", 1.0, 1.0, stream=NETWORK) == expected
+    assert highest("data=2")["communication"] == 2 * UNIT + ROOT
+
+
+def test_buckets_leave_while_backward_goes_on(monkeypatch):
+    """With buckets of one gradient each, two of the three all-reduces are issued before the last backward."""
+    import paceline.strategies.data.buckets as buckets
+
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    order = ["compute" if isinstance(e, Compute) and e.flops else e.num_bytes
+             for e in program("data=2") if (isinstance(e, Compute) and e.flops) or
+             (isinstance(e, Collective) and e.name != "meet")]
+
+    assert order == ["compute"] * 4 + [ROOT, "compute", UNIT, "compute", UNIT]
+
+
+def test_a_complete_bucket_waits_for_those_before_it(monkeypatch):
+    """The last parameter's gradient comes last (a tied weight, say): nothing leaves before."""
+    import paceline.strategies.data.buckets as buckets
+
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    late = replace(PROFILE, segments=(segment("first", "a", "head"), segment("second", "b"), segment("")))
+    events = step_program(late, Plan.parse("data=2"), "cpu", (1.0,))
+    order = [type(e) for e in events if isinstance(e, Collective) or (isinstance(e, Compute) and e.flops)]
+
+    assert order[:-1] == [Compute] * 6 + [Collective] * 3  # the very last is the loss's
+
+
+def test_a_unit_is_gathered_before_it_is_recomputed():
+    """Its forward can't run again on a part of its weights."""
+    events = program("shard=2 recompute=full")
+    turn = max(i for i, e in enumerate(events) if isinstance(e, Collective) and e.name == "gather ")
+    after = [e for e in events[turn:] if (isinstance(e, Compute) and e.flops)
+             or (isinstance(e, Collective) and e.kind == "all_gather")]
+
+    assert [getattr(e, "name", None) or e.flops for e in after] == [
+        "gather ", 20, "gather second", 10, 20, "gather first", 10, 20]
+
+
+@pytest.mark.parametrize(("text", "microbatches", "gathers", "reductions"), [
+    ("shard=2", 1, 2, 1), ("shard=2", 3, 6, 3),  # forward and backward of each micro-batch
+    ("shard=2 zero=2", 1, 1, 1), ("shard=2 zero=2", 3, 1, 3),
+    ("shard=2 zero=1", 1, 1, 1), ("shard=2 zero=1", 3, 1, 1),
+])
+def test_stages_gather_and_reduce_as_often_as_they_say(text, microbatches, gathers, reductions):
+    """Each unit and the root, so many times a step."""
+    found = collectives(text, *[1.0] * microbatches)
+
+    for size, owners in ((UNIT, 2), (ROOT, 1)):
+        assert found.count(("all_gather", size, 2)) == gathers * owners
+        assert found.count(("reduce_scatter", size, 2)) == reductions * owners
+
+
+def test_stages_hold_less_from_one_to_three():
+    """Stage 3 never has more than the root and one unit whole, stage 1 has whole gradients between micro-batches."""
+    whole = 2 * UNIT + ROOT
+    held = {zero: highest(f"shard=2 zero={zero}", 1.0, 1.0) for zero in (1, 2, 3)}
+
+    assert held[3]["parameters"] == whole / 2 + ROOT + UNIT
+    assert held[2]["parameters"] == held[1]["parameters"] == whole / 2 + whole
+    assert held[1]["gradients"] == whole + UNIT
+    assert held[2]["gradients"] == held[3]["gradients"] < whole
+
+
+def test_an_uneven_cut_is_rounded_up():
+    """The first of three ranks holds 4 of 10 rows."""
+    start = next(e for e in program("shard=3") if isinstance(e, Allocate) and e.ledger == "parameters")
+
+    assert start.num_bytes == pytest.approx(2 * UNIT * 4 / 10 + ROOT * 2 / 4)
+
+
+def test_sharding_stops_a_cpu_and_runs_beside_a_gpu():
+    """FSDP2's collectives end before a CPU rank goes on."""
+    assert collectives("shard=2", stream=NETWORK) == []
+    assert collectives("shard=2", kind="cuda", stream=COMPUTE) == []
+
+
+def test_hybrid_reduces_local_shards_over_the_replicas():
+    """Each rank's half of the gradients, over the data axis alone."""
+    found = collectives("data=3 shard=2")
+
+    assert [c for c in found if c[0] == "all_reduce"] == [("all_reduce", (2 * UNIT + ROOT) / 2, 3)]
+    assert {c[2] for c in found if c[0] != "all_reduce"} == {2}
+
+
+def test_rooms_stand_in_the_running_sides_order():
+    """The cost side and the running side enter the same rooms in the same order."""
+    from paceline.strategies import compose
+
+    names = [room.enter.__module__.split(".")[-2] for room in ROOMS]
+
+    assert names == [room.__name__.split(".")[-2] for room in compose.ROOMS]
+
+
+def test_rooms_hook_into_moments_that_exist():
+    """A misspelt moment would never come."""
+    from paceline.strategies.costs import Held, Step
+
+    held = Held(*({p.name: p.num_bytes for p in PROFILE.parameters} for _ in range(3)))
+    step = Step(PROFILE, Plan.parse("data=2 shard=2 recompute=full"), "cpu", (1.0,), held)
+    known = {name for name, _ in moments(step)}
+
+    for room in ROOMS:
+        assert set(room.enter(step)) <= known
