@@ -6,6 +6,7 @@ sample's place in the epoch, so a sample looks the same on any number of ranks a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -50,7 +51,10 @@ def map_tensors(function: Any, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: map_tensors(function, item) for key, item in value.items()}
+        twin: Any = {} if type(value) is dict else copy.copy(value)  # a model's output may be more than its items
+        for key, item in value.items():
+            twin[key] = map_tensors(function, item)
+        return twin
     if isinstance(value, tuple | list):
         mapped = [map_tensors(function, item) for item in value]
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)

@@ -1,0 +1,212 @@
+"""Plans that are right get a certificate; a bug planted in any of them is found and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.runtime.feed import Part
+from paceline.runtime.stepper import Stepper
+from paceline.strategies.data.run import GradientBuckets
+
+SAMPLES, BATCH = 25, 10  # the third step of an epoch has 5 samples: uneven over 2, 3 and 4 replicas
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 9), nn.Tanh())
+        self.out = nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layers(x))
+
+
+def make_job(**changes: Any) -> paceline.Job:
+    x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
+    fields = {
+        "model": Net, "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()), "loss": F.cross_entropy,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2), "batch": BATCH, "epochs": 9}
+    return paceline.Job(**{**fields, **changes})
+
+
+def only(certificates: list[Any]) -> Any:
+    assert len(certificates) == 1
+    return certificates[0]
+
+
+@pytest.mark.parametrize("plan", ["data=2", "data=3", "shard=2 zero=1", "shard=2 zero=2", "shard=2", "data=2 shard=2",
+                                  "single accumulate=4", "data=2 shares=3:1", "data=2 accumulate=3 recompute=full"])
+def test_exact_plans_equal_one_device(plan: str) -> None:
+    """Uneven batches, AdamW: losses, gradients and weights are one device's in float32 and in float64."""
+    certificate = only(paceline.verify(make_job(clip=0.5), [plan], steps=4))
+
+    assert certificate.passed, certificate.describe()
+    assert [verdict.precision for verdict in certificate.verdicts] == ["float32", "float64"]
+    assert certificate.verdicts[1].max_param_diff < 1e-12
+
+
+@pytest.mark.parametrize("plan", ["data=3", "shard=2 zero=1", "data=2 shard=2 accumulate=2"])
+def test_sgd_over_twenty_steps_is_equal_outright(plan: str) -> None:
+    """Without an optimizer that amplifies rounding, weights agree to 1e-5 and 1e-10."""
+    job = make_job(optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9))
+
+    certificate = only(paceline.verify(job, [plan], steps=20))
+
+    float32, float64 = certificate.verdicts
+    assert certificate.passed and float32.steps == 20, certificate.describe()
+    assert float32.max_param_diff <= 1e-5 and float64.max_param_diff <= 1e-10
+
+
+def token_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Targets of class 2 are ignored; they are spread unevenly over the samples."""
+    return F.cross_entropy(output, target, ignore_index=2, reduction="sum"), (target != 2).sum()
+
+
+@pytest.mark.parametrize("plan", ["data=3 accumulate=2", "shard=2"])
+def test_sum_and_count_are_normalised_once(plan: str) -> None:
+    """Ignored targets, spread unevenly over ranks and micro-batches, leave one device's gradients."""
+    certificate = only(paceline.verify(make_job(loss=token_loss), [plan], steps=3))
+
+    assert certificate.passed, certificate.describe()
+
+
+def test_a_scalar_loss_that_is_no_mean_is_named() -> None:
+    """The mean over targets that are not ignored is no mean over samples."""
+    job = make_job(loss=lambda output, target: F.cross_entropy(output, target, ignore_index=2))
+
+    certificate = only(paceline.verify(job, ["data=2"], steps=3))
+
+    assert not certificate.passed
+    assert "not the mean over its samples" in certificate.describe() and "(sum, count)" in certificate.describe()
+
+
+def test_a_batch_norm_is_named() -> None:
+    """A layer that mixes samples can't equal one device under any cut, and says so by name."""
+    job = make_job(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+
+    certificate = only(paceline.verify(job, ["data=2"], steps=2))
+
+    assert not certificate.passed
+    assert "couples the samples" in certificate.describe() and "BatchNorm" in certificate.describe()
+
+
+def test_dropout_is_compared_switched_off() -> None:
+    """Random layers differ between layouts by design; what is left is compared."""
+    job = make_job(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3)))
+
+    assert only(paceline.verify(job, ["data=2"], steps=3)).passed
+
+
+def scaled_gradients(patch: pytest.MonkeyPatch) -> None:
+    finish = GradientBuckets.finish
+
+    def scaled(self: GradientBuckets) -> None:
+        finish(self)
+        for bucket in self.buckets:
+            for parameter in bucket:
+                parameter.grad *= dist.get_world_size()
+
+    patch.setattr(GradientBuckets, "finish", scaled)
+
+
+def skipped_reduction(patch: pytest.MonkeyPatch) -> None:
+    finish = GradientBuckets.finish
+
+    def partial(self: GradientBuckets) -> None:
+        kept = self.buckets[0][0].grad.clone()
+        finish(self)
+        self.buckets[0][0].grad = kept
+
+    patch.setattr(GradientBuckets, "finish", partial)
+
+
+def wrong_samples(patch: pytest.MonkeyPatch) -> None:
+    cuts = Part.cuts
+    patch.setattr(Part, "cuts", lambda self, count: cuts(replace(self, index=0), count))
+
+
+def local_normalisation(patch: pytest.MonkeyPatch) -> None:
+    meet = Stepper._meet
+
+    def alone(self: Stepper, *arguments: Any) -> Any:
+        loss, count, *rest = meet(self, *arguments)
+        return loss, count / self.mesh.world_size, *rest
+
+    patch.setattr(Stepper, "_meet", alone)
+
+
+@pytest.mark.parametrize(("plant", "loss", "named"), [
+    (scaled_gradients, F.cross_entropy, "gradient of '"),
+    (skipped_reduction, F.cross_entropy, "'out.bias'"),
+    (wrong_samples, F.cross_entropy, "rank 1 was fed other samples"),
+    (local_normalisation, token_loss, "loss of step 1"),
+])
+def test_planted_bugs_are_found_and_named(plant: Callable[[pytest.MonkeyPatch], None], loss: Any, named: str,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forks, so a bug that is patched in here is in them too."""
+    plant(monkeypatch)
+
+    certificate = only(paceline.verify(make_job(loss=loss), ["data=2"], steps=2))
+
+    assert not certificate.passed
+    assert named in certificate.describe()
+
+
+def test_weights_that_depend_on_the_rank_are_found_and_named() -> None:
+    """Replicas are compared before the first step."""
+    def model() -> nn.Module:
+        net = Net()
+        if dist.is_initialized():
+            with torch.no_grad():
+                net.layers[2].weight[0, 0] += dist.get_rank()
+        return net
+
+    certificate = only(paceline.verify(make_job(model=model), ["data=2"], steps=2))
+
+    assert not certificate.passed
+    assert "'layers.2.weight'" in certificate.describe() and "rank 1" in certificate.describe()
+
+
+def test_a_small_error_in_one_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The yardstick is not so wide that a relative error of 1e-3 in one weight's gradient passes."""
+    finish = GradientBuckets.finish
+
+    def bent(self: GradientBuckets) -> None:
+        finish(self)
+        self.buckets[0][1].grad *= 1.001
+
+    monkeypatch.setattr(GradientBuckets, "finish", bent)
+
+    certificate = only(paceline.verify(make_job(), ["data=2"], steps=2))
+
+    assert not certificate.passed and "'out.weight'" in certificate.describe()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.timeout(180)
+def test_a_transformers_model_from_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2 with its tied embedding, untouched, under replicas and shards."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+
+    def model() -> nn.Module:
+        config = transformers.GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False,
+                                         bos_token_id=None, eos_token_id=None)
+        return transformers.GPT2LMHeadModel(config)
+
+    tokens = torch.randint(0, 61, (16, 13), generator=torch.Generator().manual_seed(2))
+    job = make_job(model=model, data=TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch=7,
+                   loss=lambda output, target: F.cross_entropy(output.logits.flatten(0, 1), target.flatten()))
+
+    for certificate in paceline.verify(job, ["data=2", "shard=2"], steps=2):
+        assert certificate.passed, certificate.describe()
