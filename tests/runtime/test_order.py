@@ -134,6 +134,12 @@ def test_split_is_fair(count: int, weights: list[int]):
     assert all(abs(len(run) - count * weight / sum(weights)) < 1 for run, weight in zip(runs, weights, strict=True))
 
 
+def test_what_is_over_goes_where_most_is_missing():
+    """3.33 and 6.67 samples are 3 and 7, not 4 and 6."""
+    assert [len(run) for run in split(10, (1, 2))] == [3, 7]
+    assert [len(run) for run in split(7, (3, 3, 5))] == [2, 2, 3]
+
+
 @given(count=st.integers(0, 500), parts=st.integers(1, 12))
 def test_equal_shares_differ_by_one_at_most(count: int, parts: int):
     """Equal weights give sizes that differ by one at most, larger ones first."""

@@ -95,6 +95,13 @@ def test_recompute_keeps_outputs_alone():
     assert highest("single recompute=full", 1.0)["activations"] == 10 + 10 + max(35, 30 + 5)
 
 
+def test_a_cpu_keeps_holes_of_what_recompute_lets_go():
+    """Half of the 20 bytes of each unit, once, however many micro-batches there are; a GPU's allocator keeps none."""
+    assert highest("single recompute=full", 1.0, 1.0)["holes"] == 2 * 20 / 2
+    gpu = program("single recompute=full", kind="cuda")
+    assert not any(isinstance(event, Allocate) and event.ledger == "holes" for event in gpu)
+
+
 def test_data_reduces_every_gradient_once_beside_backward():
     """However many micro-batches there are; small gradients share a bucket."""
     expected = [("all_reduce", 2 * UNIT + ROOT, 2)]

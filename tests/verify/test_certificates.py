@@ -146,7 +146,7 @@ def local_normalisation(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("plant", "loss", "named"), [
-    (scaled_gradients, F.cross_entropy, "gradient of '"),
+    (scaled_gradients, F.cross_entropy, "'out."),
     (skipped_reduction, F.cross_entropy, "'out.bias'"),
     (wrong_samples, F.cross_entropy, "rank 1 was fed other samples"),
     (local_normalisation, token_loss, "loss of step 1"),
@@ -208,5 +208,5 @@ def test_a_transformers_model_from_configuration(monkeypatch: pytest.MonkeyPatch
     job = make_job(model=model, data=TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch=7,
                    loss=lambda output, target: F.cross_entropy(output.logits.flatten(0, 1), target.flatten()))
 
-    for certificate in paceline.verify(job, ["data=2", "shard=2"], steps=2):
+    for certificate in paceline.verify(job, ["data=2", "shard=2 recompute=full"], steps=2):
         assert certificate.passed, certificate.describe()

@@ -18,8 +18,8 @@ from paceline.simulate.play import Timeline, play
 # What a rank's resident size grows by besides tensors, once it runs: library pages that it touches for the first
 # time, kernels that are compiled for its shapes, threads, the network's buffers. Measured; see docs/prediction.md.
 CPU_RUNTIME_BYTES = 40 * 2**20
-# Holes in the C library's heap, as a part of the most bytes of activations: they come and go in many sizes, and the
-# ranks let the heap keep what it once had. Measured with glibc 2.36; see docs/prediction.md.
+# Holes in the C library's heap, as a part of the most bytes of activations, which come and go in many sizes.
+# Measured with glibc 2.36; see docs/prediction.md.
 CPU_HOLES = 0.4
 # Rates that only stand in where nothing but memory is asked for.
 _ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)
@@ -185,7 +185,7 @@ def _resident(timeline: Timeline) -> Timeline:
     """What a process holds for the tensors of a timeline."""
     ledger = dict(timeline.ledger)
     ledger["runtime"] = ledger.get("runtime", 0) + CPU_RUNTIME_BYTES
-    ledger["holes"] = round(CPU_HOLES * timeline.highest.get("activations", 0))
+    ledger["holes"] = ledger.get("holes", 0) + round(CPU_HOLES * timeline.highest.get("activations", 0))
     return replace(timeline, peak_memory_bytes=sum(ledger.values()), ledger=ledger)
 
 

@@ -2,65 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from paceline.proof.reference import sample_marks
+from paceline.proof.reference import KINDS, sample_marks
+from paceline.runtime.checkpoint.pieces import pieces_of
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.stepper import Stepper
 
-ALLOWED = 10.0  # times the yardstick; see DESIGN: how equal is equal
-
 
 class Recorder:
-    """An observer on one rank: how far each tensor is from one device's. Whole tensors are gathered to compare."""
+    """An observer on one rank: how far what it holds, whole tensors or shards, is from one device's."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.marks: list[list[float]] = []
         self.losses: list[float] = []
-        self.gradient: list[dict[str, float]] = []
-        self.weight: list[dict[str, float]] = []
+        self.distances: dict[str, list[dict[str, float]]] = {kind: [] for kind in ("initial", *KINDS)}
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         self.marks.append([mark for batch in batches for mark in sample_marks(batch).tolist()])
 
     def gradients(self, step: int, stepper: Stepper) -> None:
-        self.gradient.append(self._distances("gradient", step, {n: p.grad for n, p in stepper.parameters.items()}))
+        if step == 0:
+            self._compare("initial", step, stepper.held)
+        self._compare("gradient", step, {name: p.grad.to_dense() if p.grad.is_sparse else p.grad
+                                         for name, p in stepper.parameters.items() if p.grad is not None})
 
     def weights(self, step: int, stepper: Stepper, loss: float) -> None:
         self.losses.append(loss)
-        self.weight.append(self._distances("weight", step, dict(stepper.parameters)))
+        self._compare("weight", step, stepper.parameters)
 
-    def _distances(self, kind: str, step: int, tensors: dict[str, Any]) -> dict[str, float]:
+    def _compare(self, kind: str, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The greatest distance of each tensor's elements on this rank; one that only one side has counts as zeros."""
         found = {}
         with safe_open(self.folder / f"{kind}-{step}.safetensors", framework="pt") as reference:
             known = set(reference.keys())
             for name, tensor in tensors.items():
-                mine = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                mine = torch.zeros(0) if mine is None else mine.detach().cpu()
-                theirs = reference.get_tensor(name) if name in known else torch.zeros_like(mine)
-                if mine.numel() == 0:
-                    mine = torch.zeros_like(theirs)
-                distance = (mine - theirs).abs().max() if mine.numel() else torch.zeros(())
-                found[name] = float("inf") if not torch.isfinite(distance) else float(distance)
-        return found
+                found[name] = 0.0
+                for piece in pieces_of(name, tensor):
+                    theirs = torch.zeros(())
+                    if name in known:
+                        theirs = (reference.get_slice(name)[piece.region.slices((0,) * tensor.ndim)] if tensor.ndim
+                                  else reference.get_tensor(name))
+                    found[name] = max(found[name], _greatest(piece.tensor.cpu() - theirs))
+            found |= {name: _greatest(reference.get_tensor(name)) for name in known - tensors.keys()}
+        self.distances[kind].append(found)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"marks": self.marks, "losses": self.losses, "gradient": self.gradient, "weight": self.weight}
+        return {"marks": self.marks, "losses": self.losses, **self.distances}
+
+
+def _greatest(difference: torch.Tensor) -> float:
+    if not difference.numel():
+        return 0.0
+    greatest = float(difference.abs().max())
+    return greatest if math.isfinite(greatest) else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """One plan in one precision against one device.
 
-    difference: the first thing that differs by more than the yardstick allows, in words; None if nothing does.
-    tolerance: what the worst weight was allowed.
+    worst_param: The parameter whose weights used up most of what they may differ by.
+    tolerance: What they may differ by.
+    difference: The first thing that differs by more than that, in words; None if nothing does.
     """
 
     precision: str
@@ -71,7 +83,6 @@ class Verdict:
     worst_param: str
     tolerance: float
     difference: str | None = None
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def passed(self) -> bool:
@@ -79,54 +90,83 @@ class Verdict:
 
 
 def judge(reference: dict[str, Any], ranks: list[dict[str, Any]], *, precision: str) -> Verdict:
-    """Hold every rank's record against the reference, step by step: samples, loss, gradients, weights."""
-    epsilon = torch.finfo(torch.float64 if precision == "float64" else torch.float32).eps
+    """Hold every rank's record against the reference, step by step: samples, initial weights, loss, gradients, weights.
+
+    reference: what `write_reference` gave, with the `marks` of every step's samples.
+    ranks: `Recorder.to_dict()` of every rank, in order.
+    """
     steps = len(reference["losses"])
-    first: str | None = None
-    worst = (0.0, "", 0.0, 0.0)  # ratio, name, difference, tolerance
-    for step in range(steps):
-        first = first or _sample_difference(reference["marks"][step], [rank["marks"][step] for rank in ranks], step)
-        loss = reference["losses"][step]
-        allowed = ALLOWED * max(reference["loss_spread"][step], epsilon * abs(loss))
-        for number, rank in enumerate(ranks):
-            off = abs(rank["losses"][step] - loss)
-            if not off <= allowed and first is None:
-                first = f"the loss of step {step + 1} on rank {number} is off by {off:.3g}, {allowed:.3g} is allowed"
-        for kind in ("gradient", "weight"):
-            limits = _limits(reference, kind, step, epsilon)
-            off, allowed, name, number = _worst([rank[kind][step] for rank in ranks], limits)
-            if off > allowed and first is None:
-                module = name.rpartition(".")[0] or "the model"
-                first = (f"{kind} of '{name}' (module {module}) on rank {number} is off by {off:.3g} "
-                         f"after step {step + 1}, {allowed:.3g} is allowed")
-            if kind == "weight":
-                worst = max(worst, (off / allowed if allowed else float(off > 0), name, off, allowed))
+    differing = ("; ".join(said) for step in range(steps) if (said := list(_differences(reference, ranks, step))))
+    worst = max((_worst(reference["weight_limit"][step], [rank["weight"][step] for rank in ranks])
+                 for step in range(steps)), key=lambda item: item.excess)
     return Verdict(
         precision=precision, steps=steps,
         max_loss_diff=max(abs(rank["losses"][s] - reference["losses"][s]) for rank in ranks for s in range(steps)),
-        max_gradient_diff=_greatest(rank["gradient"] for rank in ranks),
-        max_param_diff=_greatest(rank["weight"] for rank in ranks),
-        worst_param=worst[1], tolerance=worst[3], difference=first)
+        max_gradient_diff=_most(ranks, "gradient"), max_param_diff=_most(ranks, "weight"),
+        worst_param=worst.name, tolerance=worst.allowed, difference=next(differing, None))
 
 
-def _limits(reference: dict[str, Any], kind: str, step: int, epsilon: float) -> dict[str, float]:
-    """What each tensor may differ by: ten times what reordering moved it, or what its dtype can tell apart."""
-    spread, size = reference[f"{kind}_spread"][step], reference[f"{kind}_size"][step]
-    return {name: ALLOWED * max(spread[name], epsilon * size[name]) for name in spread}
+def _differences(reference: dict[str, Any], ranks: list[dict[str, Any]], step: int) -> Iterator[str]:
+    """What is wrong in a step: where it begins, and how the loss shows it."""
+    samples = _sample_difference(reference["marks"][step], [rank["marks"][step] for rank in ranks], step)
+    if samples:
+        yield samples
+        return
+    limits = [("initial weights", "initial", dict.fromkeys(ranks[0]["initial"][0], 0.0))] if step == 0 else []
+    limits += [(f"{kind} in step {step + 1}", kind, reference[f"{kind}_limit"][step]) for kind in KINDS]
+    for title, kind, limit in limits:
+        found = _worst(limit, [rank[kind][step] for rank in ranks])
+        if found.excess > 1.0:
+            yield f"{title}: {found.describe(len(ranks))}"
+            break
+    allowed = reference["loss_limit"][step]
+    off = [abs(rank["losses"][step] - reference["losses"][step]) for rank in ranks]
+    if not max(off) <= allowed:
+        yield f"the loss of step {step + 1} is off by {max(off):.3g}, {allowed:.3g} is allowed"
 
 
-def _worst(ranks: list[dict[str, float]], limits: dict[str, float]) -> tuple[float, float, str, int]:
-    """The tensor and rank furthest beyond its limit: difference, limit, name, rank."""
-    def excess(item: tuple[float, float, str, int]) -> float:
-        off, allowed, _, _ = item
-        return off / allowed if allowed else (float("inf") if off else 0.0)
+@dataclass(frozen=True, slots=True)
+class _Worst:
+    """The tensor furthest beyond its limit, and where it is so; `others` are beyond theirs too."""
 
-    return max(((off, limits.get(name, 0.0), name, number)
-                for number, rank in enumerate(ranks) for name, off in rank.items()), key=excess)
+    name: str
+    off: float
+    allowed: float
+    ranks: tuple[int, ...]
+    others: int
+
+    @property
+    def excess(self) -> float:
+        return _excess(self.off, self.allowed)
+
+    def describe(self, num_ranks: int) -> str:
+        module = self.name.rpartition(".")[0] or "the model itself"
+        where = ("" if num_ranks == 1 else " on every rank" if len(self.ranks) == num_ranks
+                 else f" on rank {', '.join(map(str, self.ranks))}")
+        rest = f"; {self.others} other parameters are off too" if self.others else ""
+        return f"'{self.name}' (module {module}) is off by {self.off:.3g}{where}, {self.allowed:.3g} is allowed{rest}"
 
 
-def _greatest(records: Iterable[list[dict[str, float]]]) -> float:
-    return max((off for record in records for step in record for off in step.values()), default=0.0)
+def _excess(off: float, allowed: float) -> float:
+    """How much of what is allowed is used up; above 1 is too much."""
+    return off / allowed if allowed else (math.inf if off else 0.0)
+
+
+def _worst(limits: dict[str, float], ranks: list[dict[str, float]]) -> _Worst:
+    def excess(name: str) -> float:
+        return max(_excess(rank.get(name, 0.0), limits.get(name, 0.0)) for rank in ranks)
+
+    names = list(dict.fromkeys(name for rank in ranks for name in rank))
+    excesses = {name: excess(name) for name in names}
+    name = max(names, key=lambda name: excesses[name])
+    allowed = limits.get(name, 0.0)
+    return _Worst(name=name, off=max(rank.get(name, 0.0) for rank in ranks), allowed=allowed,
+                  ranks=tuple(r for r, rank in enumerate(ranks) if _excess(rank.get(name, 0.0), allowed) > 1.0),
+                  others=sum(value > 1.0 for value in excesses.values()) - 1)
+
+
+def _most(ranks: list[dict[str, Any]], kind: str) -> float:
+    return max((off for rank in ranks for step in rank[kind] for off in step.values()), default=0.0)
 
 
 def _sample_difference(expected: list[float], ranks: list[list[float]], step: int) -> str | None:
@@ -143,4 +183,6 @@ def _sample_difference(expected: list[float], ranks: list[list[float]], step: in
 
 
 def _same_mark(mine: float, theirs: float) -> bool:
+    if math.isnan(mine) or math.isnan(theirs):
+        return math.isnan(mine) and math.isnan(theirs)
     return mine == theirs or abs(mine - theirs) <= 1e-9 * max(1.0, abs(theirs))  # sums round with the batch's shape

@@ -1,46 +1,69 @@
-"""Random layers switched off, and a note of randomness that can't be."""
+"""Random layers switched off: what they draw is replaced by its mean, which is the same under every layout."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
-
-_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-             torch.dropout, torch.dropout_, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout}
-_DRAWS = {torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.randint_like, torch.randperm,
-          torch.bernoulli, torch.multinomial, torch.normal, torch.Tensor.bernoulli_, torch.Tensor.normal_,
-          torch.Tensor.uniform_, torch.Tensor.exponential_, torch.Tensor.random_, torch.Tensor.multinomial,
-          torch.Tensor.bernoulli}
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class WithoutDropout(TorchFunctionMode):
-    """Dropout in any form passes its input through while this is entered.
+def _randint(*args: Any, **options: Any) -> torch.Tensor:
+    *bounds, size = args
+    return torch.full(size, sum(bounds) // 2, **{"dtype": torch.int64, **options})
 
-    draws: names of random functions that were called and left alone.
+
+# A mean for each operator that the layers of models draw with on the CPU, without its `generator`. Dropout of every
+# kind draws its mask with bernoulli_(keep) and divides by `keep`, so the mean makes it pass its input through.
+_MEANS: dict[str, Callable[..., torch.Tensor]] = {
+    "bernoulli": lambda x, p=None: x.clone() if p is None else torch.full_like(x, p),
+    "bernoulli_": lambda x, p=0.5: x.copy_(p) if isinstance(p, torch.Tensor) else x.fill_(p),
+    "exponential_": lambda x, rate=1.0: x.fill_(1 / rate),
+    "normal_": lambda x, mean=0.0, std=1.0: x.fill_(mean),
+    "rand": lambda size, **options: torch.full(size, 0.5, **options),
+    "rand_like": lambda x, **options: torch.full_like(x, 0.5, **options),
+    "randint": _randint,
+    "randint_like": lambda x, *bounds, **options: torch.full_like(x, sum(bounds) // 2, **options),
+    "randn": lambda size, **options: torch.zeros(size, **options),
+    "randn_like": lambda x, **options: torch.zeros_like(x, **options),
+    "randperm": lambda size, **options: torch.arange(size, **options),
+    "uniform_": lambda x, low=0.0, high=1.0: x.fill_((low + high) / 2),
+}
+
+
+class WithoutRandomness(TorchDispatchMode):
+    """While this is entered, random operators give the mean of what they draw; not while a model is built.
+
+    The operators are caught below autograd, where those inside torch's own functions (attention, recurrent layers)
+    are seen too, and in the second forward of a recomputed block.
+
+    left: names of random operators that were called and have no mean here.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.draws: set[str] = set()
+        self.left: set[str] = set()
+        self._building = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def building(self, build: Callable[[], Any]) -> Callable[[], Any]:
+        """The same function with its draws left alone, for initial weights."""
+        def built() -> Any:
+            before, self._building = self._building, True
+            try:
+                return build()
+            finally:
+                self._building = before
+
+        return built
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**kwargs}
-            kwargs.pop("dropout_p", None)
-        elif func in _DRAWS:
-            self.draws.add(getattr(func, "__name__", str(func)))
+        if self._building or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name in _MEANS:
+            return _MEANS[name](*args, **{key: value for key, value in kwargs.items() if key != "generator"})
+        if "scaled_dot_product" not in name:  # on the CPU it draws nothing itself
+            self.left.add(name)
         return func(*args, **kwargs)
-
-
-def silence(model: torch.nn.Module) -> torch.nn.Module:
-    """The same model with the dropout inside recurrent layers at zero; functions can't reach it."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.RNNBase):
-            module.dropout = 0.0
-    return model

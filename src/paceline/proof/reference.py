@@ -1,18 +1,20 @@
 """One device: a plain training loop that shares nothing with the distributed path but the order of data.
 
-It is also run cut into 2 and 4 micro-batches; how far that mere reordering moves each tensor is the yardstick.
+It also measures the yardstick, how far mere rounding moves each tensor: the same loop with every batch cut into 2 and
+4 micro-batches, and with its gradients shaken by a unit in the last place. The shaking shows what the optimizer makes
+of rounding: Adam turns the noise of a gradient that is zero in exact arithmetic into steps of the learning rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from paceline.errors import TrainingError
 from paceline.job import Job
@@ -20,7 +22,11 @@ from paceline.runtime.feed import MicroBatch, Part, is_stream, map_tensors, trai
 from paceline.runtime.order import Order
 from paceline.runtime.streams import seed_streams
 
-CUTS = (2, 4)
+ALLOWED = 10.0  # times the yardstick; see DESIGN: how equal is equal
+VARIANTS: tuple[dict[str, Any], ...] = ({"cuts": 2}, {"cuts": 4}, {"shake": 1.0}, {"shake": -1.0})
+KINDS = ("gradient", "weight")
+EPSILON = {"bf16": torch.finfo(torch.bfloat16).eps, "float32": torch.finfo(torch.float32).eps,
+           "float64": torch.finfo(torch.float64).eps}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,18 @@ class StepRecord:
     loss: float
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
+
+    def tensors(self, kind: str) -> dict[str, torch.Tensor]:
+        return self.gradients if kind == "gradient" else self.weights
+
+
+def build_plain(job: Job) -> torch.nn.Module:
+    """The job's model in training mode with the seed's initial weights, on the CPU."""
+    seed_streams(job.seed, "model")
+    model = job.model()
+    if job.precision == "float64":
+        model = model.double()
+    return model.train()
 
 
 def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
@@ -47,18 +65,18 @@ def cut_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
                        b - a) for a, b in pairwise(edges)]
 
 
-def plain_steps(job: Job, *, steps: int, cuts: int = 1) -> Iterator[StepRecord]:
-    """Train on one device as one would by hand, each batch in `cuts` pieces."""
-    seed_streams(job.seed, "model")
-    model = job.model()
-    if job.precision == "float64":
-        model = model.double()
-    model.train()
+def plain_steps(job: Job, *, steps: int, cuts: int = 1, shake: float = 0.0) -> Iterator[StepRecord]:
+    """Train on one device as one would by hand, each batch in `cuts` pieces.
+
+    shake: added to or taken from every gradient, by a fixed draw, in units of the largest gradient's rounding.
+    """
+    model = build_plain(job)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = job.optimizer(named)
     schedule = job.lr_schedule(optimizer) if job.lr_schedule else None
+    signs, epsilon = torch.Generator().manual_seed(0), _coarsest(job, model.parameters())
     for batch in whole_batches(job, steps):
-        optimizer.zero_grad()
+        model.zero_grad()
         loss, count = 0.0, 0.0
         for piece in cut_batch(batch, cuts):
             with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
@@ -69,10 +87,12 @@ def plain_steps(job: Job, *, steps: int, cuts: int = 1) -> Iterator[StepRecord]:
             else:
                 (value * (piece.samples / batch.samples)).backward()
                 loss, count = loss + value.item() * piece.samples / batch.samples, 1.0
-        for _, p in named:
-            if p.grad is not None:
-                p.grad /= count
-        gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        held = {name: p.grad for name, p in named if p.grad is not None}
+        for gradient in held.values():
+            gradient /= count
+        gradients = {name: g.to_dense() if g.is_sparse else g.clone() for name, g in held.items()}
+        if shake:
+            _shake(held.values(), shake * epsilon * _largest(gradients.values()), signs)
         if job.clip is not None:
             torch.nn.utils.clip_grad_norm_([p for _, p in named], job.clip)
         optimizer.step()
@@ -81,35 +101,73 @@ def plain_steps(job: Job, *, steps: int, cuts: int = 1) -> Iterator[StepRecord]:
         yield StepRecord(loss / count, gradients, {name: p.detach().clone() for name, p in named})
 
 
+def _shake(gradients: Iterable[torch.Tensor], size: float, signs: torch.Generator) -> None:
+    for gradient in gradients:
+        if not gradient.is_sparse:
+            sign = torch.randint(2, gradient.shape, generator=signs) * 2 - 1
+            gradient += sign.to(gradient.dtype) * size
+
+
 def write_reference(job: Job, folder: Path, *, steps: int) -> dict[str, Any]:
-    """Run the plain loop whole and cut; keep its tensors in `folder` and give back what they may differ by.
+    """Run the plain loop, then its variants. Its tensors go to files in `folder`, named by kind and step.
 
     Returns:
-        losses: of each step. loss_spread: of each step. gradient_spread, weight_spread: of each step, by name,
-        the greatest change of any element; and the largest element as "..._size".
+        losses: of each step. loss_limit: what they may differ by. gradient_limit and weight_limit: of each step, what
+        any element of a parameter may differ by, by name. largest_gradient and gradient_spread: of the first step.
     """
-    runs = [plain_steps(job, steps=steps, cuts=cuts) for cuts in (1, *CUTS)]
-    figures: dict[str, Any] = {key: [] for key in (
-        "losses", "loss_spread", "gradient_spread", "gradient_size", "weight_spread", "weight_size")}
-    for step, (whole, *cut) in enumerate(zip(*runs, strict=True)):
-        figures["losses"].append(whole.loss)
-        figures["loss_spread"].append(max(abs(other.loss - whole.loss) for other in cut))
-        for kind in ("gradient", "weight"):
-            mine = getattr(whole, f"{kind}s")
-            theirs = [getattr(other, f"{kind}s") for other in cut]
-            figures[f"{kind}_spread"].append(
-                {name: max(_distance(tensor, other.get(name)) for other in theirs) for name, tensor in mine.items()})
-            figures[f"{kind}_size"].append({name: float(tensor.abs().max()) if tensor.numel() else 0.0
-                                            for name, tensor in mine.items()})
-            whole_tensors = {name: tensor.contiguous() for name, tensor in mine.items()}
-            save_file(whole_tensors, folder / f"{kind}-{step}.safetensors")
-    return figures
+    _save(folder, "initial", 0, {name: p.detach() for name, p in build_plain(job).named_parameters()})
+    epsilon = _coarsest(job, build_plain(job).parameters())
+    losses, floors = [], []
+    for step, record in enumerate(plain_steps(job, steps=steps)):
+        losses.append(record.loss)
+        for kind in KINDS:
+            _save(folder, kind, step, record.tensors(kind))
+        # A gradient's own size says nothing about its rounding: terms that cancel leave noise of the terms' size.
+        largest = _largest(record.gradients.values())
+        floors.append({
+            "loss": {"": epsilon * max(map(abs, losses))},
+            "gradient": dict.fromkeys(record.gradients, epsilon * largest),
+            "weight": {name: torch.finfo(w.dtype).eps * _largest([w]) for name, w in record.weights.items()}})
+        if step == 0:
+            first_largest = largest
+    spreads: list[dict[str, dict[str, float]]] = [
+        {kind: dict.fromkeys(names, 0.0) for kind, names in floor.items()} for floor in floors]
+    for options in VARIANTS:
+        for step, record in enumerate(plain_steps(job, steps=steps, **options)):
+            _widen(spreads[step]["loss"], {"": abs(record.loss - losses[step])})
+            for kind in KINDS:
+                whole = load_file(folder / f"{kind}-{step}.safetensors")
+                _widen(spreads[step][kind], {name: _distance(tensor, record.tensors(kind).get(name))
+                                             for name, tensor in whole.items()})
+    limits = [{kind: {name: ALLOWED * max(spread[kind][name], least) for name, least in named.items()}
+               for kind, named in floor.items()} for spread, floor in zip(spreads, floors, strict=True)]
+    return {"losses": losses, "loss_limit": [limit["loss"][""] for limit in limits],
+            **{f"{kind}_limit": [limit[kind] for limit in limits] for kind in KINDS},
+            "largest_gradient": first_largest, "gradient_spread": spreads[0]["gradient"]}
+
+
+def _widen(spread: dict[str, float], distances: dict[str, float]) -> None:
+    for name, distance in distances.items():
+        spread[name] = max(spread[name], distance)
+
+
+def _save(folder: Path, kind: str, step: int, tensors: dict[str, torch.Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{kind}-{step}.safetensors")
+
+
+def _coarsest(job: Job, parameters: Iterable[torch.Tensor]) -> float:
+    """The rounding of the coarsest numbers that gradients pass through."""
+    return max(EPSILON[job.precision], *(torch.finfo(p.dtype).eps for p in parameters if p.requires_grad))
+
+
+def _largest(tensors: Iterable[torch.Tensor]) -> float:
+    return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
 
 
 def _distance(mine: torch.Tensor, theirs: torch.Tensor | None) -> float:
-    if theirs is None:
-        return float(mine.abs().max())
-    return float((mine - theirs).abs().max()) if mine.numel() else 0.0
+    if not mine.numel():
+        return 0.0
+    return float((mine if theirs is None else mine - theirs).abs().max())
 
 
 def sample_marks(batch: MicroBatch) -> torch.Tensor:
@@ -118,7 +176,8 @@ def sample_marks(batch: MicroBatch) -> torch.Tensor:
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim and tensor.shape[0] == len(marks):
-            rows = tensor.reshape(len(marks), -1).double()
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            rows = real.reshape(len(marks), -1).double()
             marks.add_(rows @ torch.sin(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64)))
         return tensor
 
@@ -126,14 +185,29 @@ def sample_marks(batch: MicroBatch) -> torch.Tensor:
     return marks[: batch.samples]
 
 
-def loss_problem(job: Job, *, steps: int) -> str | None:
+def job_problem(job: Job, figures: dict[str, Any], *, steps: int) -> str | None:
+    """What keeps any plan that cuts the batch from being exact: found on one device, in words; None if nothing."""
+    return _unsteady_weights(job) or _loss_problem(job, steps=steps) or _coupling(job, figures)
+
+
+def _unsteady_weights(job: Job) -> str | None:
+    first, second = (dict(build_plain(job).named_parameters()) for _ in range(2))
+    for name, p in first.items():
+        if name not in second or not torch.equal(p, second[name]):
+            return (f"the initial weights are not fixed by the seed: '{name}' differs between two models built alike. "
+                    "Draw them from torch's, NumPy's or Python's own generator, without seeding it")
+    return None
+
+
+def _loss_problem(job: Job, *, steps: int) -> str | None:
     """Whether a scalar loss is no mean over its samples: computed whole and in two uneven parts of one output."""
-    job = replace(job, precision="float64")
-    seed_streams(job.seed, "model")
-    model = job.model().double()
+    # A loss may compute in float32 whatever it is given.
+    tolerance = {"float64": 1e-5, "float32": 1e-4}.get(job.precision, 1e-2)
+    model = build_plain(job)
     with torch.no_grad():
         for batch in whole_batches(job, steps):
-            value = job.loss(output := batch.call(model), batch.target)
+            with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
+                value = job.loss(output := batch.call(model), batch.target)
             if isinstance(value, tuple | list) or batch.samples < 2:
                 continue
             first = max(1, batch.samples // 3)
@@ -143,13 +217,29 @@ def loss_problem(job: Job, *, steps: int) -> str | None:
                             for part in (range(first), range(first, batch.samples)))
             except (RuntimeError, ValueError, TypeError, IndexError, TrainingError):
                 return None  # an output that can't be cut by samples says nothing about the loss
-            if abs(mixed - float(value)) > 1e-7 * max(1.0, abs(float(value))):
+            if not abs(mixed - float(value)) <= tolerance * max(1.0, abs(float(value))):
                 return (f"the loss is a scalar and not the mean over its samples: {float(value):.6g} of "
                         f"{batch.samples} samples at once, {mixed:.6g} as the mean of its parts. Ignored targets or "
-                        "weights do this, and so does a loss that compares samples. Return (sum, count) instead of "
-                        "a scalar: the loss's sum, and the number or weight of what it counts")
+                        "weights do this, and so does a loss that compares samples. Return (sum, count) "
+                        "instead of a scalar: the loss's sum, and the number or weight of what it counts")
     return None
 
 
 def _rows(value: Any, part: range, samples: int) -> Any:
     return map_tensors(lambda t: t[part.start:part.stop] if t.ndim and t.shape[0] == samples else t, value)
+
+
+def _coupling(job: Job, figures: dict[str, Any]) -> str | None:
+    """Whether cutting the batch changes gradients by more than rounding can explain: samples see each other."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    tolerance = 1e-5 if job.precision == "float64" else 1e-2  # layers may compute in float32 whatever they are given
+    name, moved = max(figures["gradient_spread"].items(), key=lambda item: item[1], default=("", 0.0))
+    if moved <= tolerance * figures["largest_gradient"]:
+        return None
+    norms = [path for path, module in build_plain(job).named_modules() if isinstance(module, _BatchNorm)]
+    cause = (f"{len(norms)} BatchNorm layer{'s' * (len(norms) > 1)}, such as '{norms[0]}', use the statistics of a "
+             "micro-batch; GroupNorm or LayerNorm make the job exact" if norms else "a layer or the loss mixes "
+             "samples, or a layer changes with every forward")
+    return (f"the job couples the samples of a batch: cutting it moves the gradient of '{name}' by {moved:.2g} on one "
+            f"device already, so no plan that cuts the batch can equal one device: {cause}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from paceline.errors import JobError, TrainingError
 from paceline.job import Job
@@ -23,6 +25,7 @@ from paceline.runtime.streams import seed_streams
 from paceline.strategies.compose import prepare
 from paceline.strategies.data.run import local
 from paceline.strategies.mesh import Mesh
+from paceline.strategies.shard.run import is_about_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,15 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
     model = job.model()
     if not isinstance(model, torch.nn.Module):
         raise JobError(f"model returned {type(model).__name__} and not a torch.nn.Module")
+    for name, p in model.named_parameters():
+        if is_lazy(p):
+            raise JobError(f"the shape of '{name}' is not known before the first forward",
+                           hint="give lazy modules their sizes, or run the model on one sample where it is built")
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError("the model has no trainable parameter",
                        hint="every parameter has requires_grad=False, or the module registers none")
-    return model.to(device=device, dtype=torch.float64 if job.precision == "float64" else None)
+    model = model.to(device)
+    return model.double() if job.precision == "float64" else model  # .to(dtype) would cut complex numbers in two
 
 
 def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
@@ -95,12 +103,13 @@ class Stepper:
             TrainingError: a loss that is not finite or can't be trained on, a parameter that nothing uses. No
                 weight was changed.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad()  # also of parameters that the optimizer leaves out
         tallies = [self._microbatch(window, batch, step=step, number=number, last=number == len(batches) - 1, beat=beat)
                    for number, batch in enumerate(batches)]
-        used = [p.grad is not None for p in self.parameters.values()]
+        unused = set().union(*(synchroniser.unused() for synchroniser in self.synchronisers))
+        used = [p.grad is not None and name not in unused for name, p in self.parameters.items()]
         beat("reduce")
-        for synchroniser in self.synchronisers:
+        for synchroniser in reversed(self.synchronisers):
             synchroniser.finish()
         loss, count, stops, users = self._meet(tallies, used, stop)
         self._check_loss(loss, count, tallies, step)
@@ -111,7 +120,7 @@ class Stepper:
             observe(self)
         beat("optimizer")
         norm = self._clip()
-        self.optimizer.step()
+        self._update()
         if self.schedule is not None:
             self.schedule.step()
         if self.mesh.world_size > 1:
@@ -190,10 +199,28 @@ class Stepper:
             torch._foreach_mul_(gradients, factor)
 
     def _clip(self) -> float | None:
+        """Scale all gradients down to the greatest norm; as `clip_grad_norm_`, but shards and whole ones may mix."""
         if self.job.clip is None:
             return None
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.job.clip)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        held = list(self.parameters.values())
+        kinds = [kind for sharded in (False, True) if (kind := [p for p in held if hasattr(p, "to_local") == sharded])]
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
+        whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+        total = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+        for kind in kinds:
+            torch.nn.utils.clip_grads_with_norm_(kind, self.job.clip, total)
+        return float(total)
+
+    def _update(self) -> None:
+        try:
+            self.optimizer.step()
+        except (RuntimeError, NotImplementedError) as error:
+            if not is_about_shards(error):
+                raise
+            raise JobError(f"{type(self.optimizer).__name__} can't update sharded parameters: "
+                           f"{str(error).splitlines()[0]}",
+                           hint="leave out fused=True and foreach=True, or use an optimizer that treats every element "
+                                "alike (AdamW, SGD), or a data=N plan, which keeps parameters whole") from error
 
     def model_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What `model.state_dict()` names on one device: a tied parameter under each of its names."""
@@ -207,6 +234,10 @@ class Stepper:
         optimizer = self.job.optimizer(list(self.parameters.items()))
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise JobError(f"optimizer returned {type(optimizer).__name__} and not a torch.optim.Optimizer")
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise JobError(f"{type(optimizer).__name__} evaluates the loss several times a step, and a step here does "
+                           "so once", hint="an optimizer whose step() needs no closure, such as AdamW or SGD")
         known = {id(p): name for name, p in self.parameters.items()}
         given = [p for group in optimizer.param_groups for p in group["params"]]
         if strangers := sum(id(p) not in known for p in given):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Protocol
 
+from paceline.errors import JobError
 from paceline.strategies.data import run as data
 from paceline.strategies.recompute import run as recompute
 from paceline.strategies.shard import run as shard
@@ -26,6 +27,9 @@ class Synchroniser(Protocol):
 
     def begin(self, *, last: bool) -> None:
         """A micro-batch's forward is next; `last` if it is the last one of the update."""
+
+    def unused(self) -> set[str]:
+        """Parameters whose gradient is only there because other ranks may have one, by name; before `finish`."""
 
     def finish(self) -> None:
         """The last backward is done; on return every gradient this rank holds is the whole window's."""
@@ -55,6 +59,23 @@ def load(plan: Plan) -> None:
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
-    """Enter every room of the plan. Collective: every rank calls it with equal weights."""
+    """Enter every room of the plan. Collective: every rank calls it with equal weights.
+
+    Returns:
+        What must be begun in this order and finished in the reverse one: the outermost reduction has run beside
+        backward already, and the inner ones add to what it gives.
+
+    Raises:
+        JobError: the model can't be trained by several ranks.
+    """
+    if mesh.world_size > 1:
+        _refuse_sparse(model)
     made = [room.prepare(model, plan=plan, mesh=mesh) for room in ROOMS if room.is_active(plan)]
     return [synchroniser for synchroniser in made if synchroniser is not None]
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise JobError(f"'{name}' ({type(module).__name__}) makes sparse gradients, and ranks exchange dense ones",
+                           hint="build it with sparse=False, or train it on one device")

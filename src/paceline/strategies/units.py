@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost listed modules (children of a ModuleList or Sequential) that own parameters, by name.
 
-    A module that shares a parameter with the rest of the model is left out (its parameter belongs to both), and
-    so is one that the model holds twice. What no unit holds belongs to the root. The order is the model's own.
+    A container that is never called (ModuleList, ModuleDict, ParameterList) is no unit: what it holds is looked at
+    instead. A module that shares a parameter with the rest of the model is left out (its parameter belongs to both),
+    and so is one that the model holds twice. What no unit holds belongs to the root. The order is the model's own.
 
     >>> from torch import nn
     >>> list(find_units(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])})))
@@ -21,12 +22,16 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     from torch import nn
 
     found: dict[str, nn.Module] = {}
+    uncallable = nn.Module.forward
+
+    def is_callable(module: nn.Module) -> bool:
+        return type(module).forward is not uncallable
 
     def visit(module: nn.Module, prefix: str) -> None:
         listed = isinstance(module, nn.ModuleList | nn.Sequential)
         for name, child in module.named_children():
             path = f"{prefix}{name}"
-            if listed and not isinstance(child, nn.ModuleList) and any(True for _ in child.parameters()):
+            if listed and is_callable(child) and any(True for _ in child.parameters()):
                 found[path] = child
             else:
                 visit(child, f"{path}.")

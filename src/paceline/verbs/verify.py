@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.job import Job
+from paceline.job import Job, Precision
 from paceline.jobfile import JobFile
 from paceline.plan import Plan
 from paceline.proof.compare import Recorder, Verdict, judge
@@ -24,11 +24,13 @@ class Certificate:
     """The verdict on one plan: in the job's own precision, and in float64, which tells a bug from rounding.
 
     problem: what keeps the plan from being judged or the job from being exact under any plan; None if nothing.
+    note: what the verdict does not cover; None if nothing.
     """
 
     plan: str
     verdicts: tuple[Verdict, ...]
     problem: str | None = None
+    note: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -42,19 +44,23 @@ class Certificate:
                  for v in self.verdicts]
         empty = {"max_loss_diff": None, "max_param_diff": None, "worst_param": None, "steps": 0, "tolerance": None}
         main = {key: shown[0][key] for key in empty} if shown else empty
-        return {"plan": self.plan, "passed": self.passed, **main, "reason": self._reason(), "precisions": shown}
+        return {"plan": self.plan, "passed": self.passed, **main, "reason": self.reason, "note": self.note,
+                "precisions": shown}
+
+    @property
+    def reason(self) -> str | None:
+        """Why the plan failed; None if it passed."""
+        return self.problem or next((f"{v.precision}: {v.difference}" for v in self.verdicts if v.difference), None)
 
     def describe(self) -> str:
         """A line for the verdict, and lines for what differs."""
         mark = "passed" if self.passed else "FAILED"
         figures = "; ".join(f"{v.precision}: loss {v.max_loss_diff:.1e}, weights {v.max_param_diff:.1e}"
                             for v in self.verdicts)
-        line = f"{mark}  {self.plan:<36} {figures}".rstrip()
-        reason = self._reason()
-        return f"{line}\n        {reason}" if reason else line
-
-    def _reason(self) -> str | None:
-        return self.problem or next((f"{v.precision}: {v.difference}" for v in self.verdicts if v.difference), None)
+        lines = [f"{mark}  {self.plan:<36} {figures}".rstrip()]
+        for remark in (self.reason, self.note):
+            lines += [f"        {line}".rstrip() for line in (remark or "").splitlines()]
+        return "\n".join(lines)
 
 
 def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int = 4,
@@ -62,7 +68,7 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
     """Run the job for some steps on one device and under each plan, and compare losses, gradients and weights.
 
     Both start from the same initial weights and use the same global batches. Random layers are switched off. A
-    difference may be ten times as large as what cutting the batch into micro-batches does on one device.
+    difference may be ten times as large as what rounding does on one device; docs/verify.md says how it is measured.
 
     Args:
         plans: Plans or their texts; by default those of `EXACT_PLANS` that the job has samples for.
@@ -82,20 +88,9 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
     chosen = [Plan.read(plan) for plan in plans] or _plans_that_fit(loaded)
     for plan in chosen:
         load(plan)
-    found: dict[Plan, list[Verdict]] = {plan: [] for plan in chosen}
-    problems: dict[Plan, str] = {}
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
-        for precision in dict.fromkeys((loaded.precision, "float64")):
-            exact = replace(loaded, precision=precision)
-            reference = _reference(exact, Path(folder), steps=steps, timeout_s=timeout_s)
-            for plan in chosen:
-                problem, verdict = _try(exact, plan, reference, Path(folder), timeout_s=timeout_s)
-                problem = problem or reference["problem"]
-                if problem:
-                    problems.setdefault(plan, problem)
-                if verdict:
-                    found[plan].append(verdict)
-    return [Certificate(str(plan), tuple(found[plan]), problems.get(plan)) for plan in chosen]
+        reference = _reference(loaded, Path(folder), timeout_s=timeout_s)
+        return [_certify(loaded, plan, reference, Path(folder), timeout_s=timeout_s) for plan in chosen]
 
 
 def _plans_that_fit(job: Job) -> list[Plan]:
@@ -103,70 +98,90 @@ def _plans_that_fit(job: Job) -> list[Plan]:
     return [plan for plan in map(Plan.parse, EXACT_PLANS) if plan.replicas <= most]
 
 
-def _reference(job: Job, folder: Path, *, steps: int, timeout_s: float) -> dict[str, Any]:
-    """One device's figures, computed in a process of its own so that this one stays free to fork."""
+def _in_precision(job: Job, precision: Precision, random: Any) -> Job:
+    """The job as it is compared: in a precision, its random layers off but for the initial weights."""
+    from paceline.proof.randomness import WithoutRandomness
+
+    assert isinstance(random, WithoutRandomness)
+    return replace(job, precision=precision, model=random.building(job.model))
+
+
+def _reference(job: Job, folder: Path, *, timeout_s: float) -> dict[str, Any]:
+    """One device's figures by precision, computed in a process of its own so that this one stays free to fork.
+
+    Returns:
+        figures: of each precision that the job runs in. problem: of the job itself. note: why float64 is missing.
+    """
     from paceline.cluster import Cluster
     from paceline.launch.local import run_local
-    from paceline.proof.randomness import WithoutDropout, silence
-    from paceline.proof.reference import loss_problem, sample_marks, whole_batches, write_reference
+    from paceline.proof.randomness import WithoutRandomness
+    from paceline.proof.reference import job_problem, sample_marks, whole_batches, write_reference
+    from paceline.runtime.stepper import Stepper
+    from paceline.strategies.mesh import Mesh
 
-    quiet = replace(job, model=lambda: silence(job.model()))
+    steps = job.total_steps
+    assert steps is not None
+
+    def run(precision: Precision) -> dict[str, Any]:
+        (folder / precision).mkdir()
+        with WithoutRandomness() as random:
+            exact = _in_precision(job, precision, random)
+            figures = write_reference(exact, folder / precision, steps=steps)
+            figures["problem"] = job_problem(exact, figures, steps=steps)
+            figures["marks"] = [sample_marks(batch).tolist() for batch in whole_batches(exact, steps)]
+        return {**figures, "left": sorted(random.left)}
 
     def body(context: Any) -> dict[str, Any]:
-        with WithoutDropout() as mode:
-            figures = write_reference(quiet, folder, steps=steps)
-            problem = loss_problem(quiet, steps=steps) or _coupling(quiet, figures)
-        marks = [sample_marks(batch).tolist() for batch in whole_batches(quiet, steps)]
-        return {**figures, "problem": problem, "marks": marks, "draws": sorted(mode.draws)}
+        Stepper(job, Plan(), Mesh(Plan().axes.sizes(), 0), context.device)  # refuses in words what can't be trained
+        figures, note = {job.precision: run(job.precision)}, None
+        if job.precision != "float64":
+            try:
+                figures["float64"] = run("float64")
+            except Exception as error:
+                note = f"not judged in float64, where the job fails: {type(error).__name__}: {error}"
+        finest = list(figures.values())[-1]
+        if note is None and finest["left"]:
+            note = f"the job draws random numbers that can't be switched off ({', '.join(finest['left'])})"
+        return {"figures": figures, "problem": finest["problem"], "note": note}
 
     found: dict[str, Any] = run_local(body, Cluster.local("cpu:0").devices, timeout_s=timeout_s)[0]
     return found
 
 
-def _coupling(job: Job, figures: dict[str, Any]) -> str | None:
-    """Whether cutting the batch changes gradients by more than float64 can explain: samples see each other."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    if job.precision != "float64":
-        return None
-    largest = max(figures["gradient_size"][0].values(), default=0.0)
-    moved = max(figures["gradient_spread"][0].items(), key=lambda item: item[1], default=("", 0.0))
-    if moved[1] <= 1e-6 * largest:
-        return None
-    norms = [name for name, module in job.model().named_modules() if isinstance(module, _BatchNorm)]
-    cause = (f"{len(norms)} BatchNorm layers, such as '{norms[0]}', use the statistics of a micro-batch" if norms
-             else "a layer or the loss mixes samples")
-    return (f"the job couples the samples of a batch: cutting it moves the gradient of '{moved[0]}' by {moved[1]:.2g} "
-            f"on one device already ({cause}), so no plan that cuts the batch can equal one device. GroupNorm or "
-            "LayerNorm instead of BatchNorm make the job exact")
-
-
-def _try(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *,
-         timeout_s: float) -> tuple[str | None, Verdict | None]:
+def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, timeout_s: float) -> Certificate:
     """Train under the plan with a recorder on every rank. A rank that fails is a problem, not an error."""
     from paceline.cluster import Cluster
     from paceline.launch.failure import RankFailed
     from paceline.launch.local import run_local
     from paceline.planner.resolve import resolve
-    from paceline.proof.randomness import WithoutDropout, silence
+
+    devices = f"cpu:0-{plan.world_size - 1}"
+    asked = resolve(job, plan, devices=devices)
+    cuts = asked.plan.replicas > 1 or asked.plan.modifiers.accumulate != 1
+    problem = reference["problem"] if cuts else None
+    try:
+        ranks = run_local(_recorded(job, asked, list(reference["figures"]), folder), Cluster.local(devices).devices,
+                          timeout_s=timeout_s)
+    except RankFailed as error:
+        return Certificate(str(plan), (), str(error), reference["note"])
+    verdicts = tuple(judge(figures, [rank[precision] for rank in ranks], precision=precision)
+                     for precision, figures in reference["figures"].items())
+    return Certificate(str(plan), verdicts, problem, reference["note"])
+
+
+def _recorded(job: Job, asked: Any, precisions: Sequence[Precision], folder: Path) -> Callable[[Any], dict[str, Any]]:
+    """What each rank runs: the job in every precision, one after the other."""
+    from paceline.proof.randomness import WithoutRandomness
     from paceline.runtime.loop import Settings, train_rank
 
-    asked = resolve(job, plan, devices=f"cpu:0-{plan.world_size - 1}")
-    quiet = replace(job, model=lambda: silence(job.model()))
-
     def body(context: Any) -> dict[str, Any]:
-        recorder = Recorder(folder)
-        with WithoutDropout():
-            train_rank(context, quiet, asked.plan, Settings(None, asked.shares, observer=recorder))
-        return recorder.to_dict()
+        found: dict[str, Any] = {}
+        for precision in precisions:
+            recorder = Recorder(folder / precision)
+            with WithoutRandomness() as random:
+                train_rank(context, _in_precision(job, precision, random), asked.plan,
+                           Settings(None, asked.shares, observer=recorder))
+            found[precision] = recorder.to_dict()
+        return found
 
-    try:
-        ranks = run_local(body, Cluster.local(f"cpu:0-{plan.world_size - 1}").devices, timeout_s=timeout_s)
-    except RankFailed as error:
-        return str(error), None
-    verdict = judge(reference, ranks, precision=job.precision)
-    if verdict.difference and reference["draws"]:
-        drawn = ", ".join(reference["draws"])
-        verdict = replace(verdict, difference=f"{verdict.difference} (the job draws random numbers itself: {drawn}; "
-                                              "they differ between layouts and can't be switched off)")
-    return None, verdict
+    return body

@@ -58,6 +58,10 @@ class GradientBuckets:
             self.missing = [len(bucket) for bucket in self.buckets]
             self.works = []
 
+    def unused(self) -> set[str]:
+        """None: a parameter that this rank did not use has no gradient before `finish`."""
+        return set()
+
     def _arrived(self, parameter: torch.Tensor) -> None:
         if self.armed:
             self.missing[self.bucket_of[parameter]] -= 1  # type: ignore[index]
@@ -83,18 +87,29 @@ class GradientBuckets:
 
 
 def _flat_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The gradient's elements in the order in which the parameter keeps its own in memory."""
+    held = local(parameter)
     if parameter.grad is None:
-        return torch.zeros_like(local(parameter)).flatten()
-    return local(parameter.grad).flatten()
+        return torch.zeros_like(held, memory_format=torch.contiguous_format).flatten()
+    gradient = local(parameter.grad)
+    if held.is_contiguous():
+        return gradient.flatten()
+    return torch.empty_like(held).copy_(gradient).as_strided((held.numel(),), (1,))
 
 
 def _set_gradient(parameter: torch.nn.Parameter, summed: torch.Tensor) -> None:
-    """Make the reduced values the gradient: as a view of the bucket, or in place inside a distributed tensor."""
+    """Make the reduced values the gradient: as a view of the bucket, or in place inside a distributed tensor.
+
+    The view has the strides of the parameter, as backward gives them: fused optimizers walk through both alike.
+    """
     held: Any = parameter.grad
     if held is not None and hasattr(held, "to_local"):
         held.to_local().copy_(summed.view_as(local(parameter)))
     elif hasattr(parameter, "to_local"):
         parameter.grad = torch.zeros_like(parameter)
         local(parameter.grad).copy_(summed.view_as(local(parameter)))
-    else:
+    elif parameter.is_contiguous():
         parameter.grad = summed.view_as(parameter)
+    else:
+        strides = torch.empty_like(parameter, device="meta").stride()
+        parameter.grad = summed.as_strided(parameter.shape, strides, summed.storage_offset())

@@ -6,12 +6,23 @@ The three stages of ZeRO (Rajbhandari et al. 2020) are three settings of when FS
     1     whole                                     whole, reduced once an update
     2     whole                                     sharded, reduced every micro-batch
     3     sharded, gathered unit by unit            sharded, reduced every micro-batch
+
+What FSDP2 can't shard (scalars, empty and complex parameters, the odd dtypes of a unit) stays whole on every rank, and
+its gradient is summed at the end of a step.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from paceline.errors import JobError
+from paceline.strategies.data.run import GradientBuckets
+from paceline.strategies.shard.roll import Roll
 from paceline.strategies.units import find_units
 
 if TYPE_CHECKING:
@@ -32,32 +43,137 @@ def is_active(plan: Plan) -> bool:
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Sharding:
     """Shard every unit and what is left at the root along dim 0."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
+    units = find_units(model)
+    whole = _kept_whole(model, units.values())
+    for parameter in model.parameters():
+        if parameter not in whole:
+            parameter.data = parameter.data.contiguous()  # FSDP2 takes no other memory format
     device = next(model.parameters()).device.type
     along = DeviceMesh.from_group(mesh.group("shard"), device, mesh_dim_names=("shard",))
-    resharded = plan.sync.zero == 3
-    for unit in find_units(model).values():
-        fully_shard(unit, mesh=along, reshard_after_forward=resharded)
-    fully_shard(model, mesh=along, reshard_after_forward=resharded)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # Gradients are sums: the loss is already divided by the whole window's count.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return Sharding(model, zero=plan.sync.zero)  # type: ignore[arg-type]
+    sharded = {name: module for name, module in {**units, "": model}.items()
+               if module is model or any(p not in whole for p in module.parameters())}
+    for unit in sharded.values():
+        module = fully_shard(unit, mesh=along, reshard_after_forward=plan.sync.zero == 3, ignored_params=whole)
+        # Gradients are sums: the loss is already divided by the whole window's count.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        # Ranks may use different parameters of a unit (experts): all take part in its reduction.
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+    _watch_calls(sharded, Roll(list(sharded), mesh.group("shard"), mesh.ranks_along("shard")))
+    model.forward = _explained(model.forward)
+    trainable = [p for p in model.parameters() if p in whole and p.requires_grad]
+    return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard")), zero=plan.sync.zero)
 
 
 class Sharding:
-    """Tells FSDP2 before each micro-batch what to keep whole after it."""
+    """Tells FSDP2 before each micro-batch what to keep whole after it, and sums what it doesn't shard."""
 
-    def __init__(self, root: FSDPModule, *, zero: int) -> None:
-        self.root, self.zero = root, zero
+    def __init__(self, root: nn.Module, sharded: Mapping[str, nn.Module], whole: GradientBuckets, *,
+                 zero: int) -> None:
+        self.root: FSDPModule = root  # type: ignore[assignment]
+        self.whole, self.zero = whole, zero
+        self.names = {name for name, p in root.named_parameters() if hasattr(p, "to_local") and p.requires_grad}
+        self.used: set[str] = set()
+        self.marked: set[str] = set()
+        for name, module in sharded.items():
+            module.register_forward_pre_hook(self._mark(name))
 
     def begin(self, *, last: bool) -> None:
         self.root.set_is_last_backward(last)
         self.root.set_reshard_after_backward(last or self.zero == 3)
         self.root.set_requires_gradient_sync(last or self.zero > 1)
 
+    def unused(self) -> set[str]:
+        """Parameters without a gradient of this rank since the last `finish`; FSDP2 gives them zeros."""
+        return self.names - self.used
+
     def finish(self) -> None:
-        """Nothing is left to wait for: FSDP2 ends its reductions in backward."""
+        """Sum the gradients of whole parameters; FSDP2 ends its own reductions in backward."""
+        self.whole.finish()
+        self.used = set()
+
+    def _mark(self, unit: str) -> Callable[..., None]:
+        """A hook that comes after FSDP2's, when the unit's parameters are whole, and waits for their gradients."""
+        def before_forward(module: nn.Module, inputs: Any) -> None:
+            if unit in self.marked:
+                return
+            self.marked.add(unit)
+            for name, parameter in module.named_parameters(prefix=unit):
+                if name in self.names and not hasattr(parameter, "to_local"):
+                    parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.used.add(name))
+
+        return before_forward
+
+
+def _kept_whole(model: nn.Module, units: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Parameters that FSDP2 can't shard, unit by unit: it wants one dtype of the trainable ones in each."""
+    groups = [list(unit.parameters()) for unit in units]
+    in_units = {p for group in groups for p in group}
+    groups.append([p for p in model.parameters() if p not in in_units])
+    whole: set[nn.Parameter] = set()
+    for group in groups:
+        whole |= {p for p in group if p.ndim == 0 or p.numel() == 0 or p.is_complex()}
+        rest = [p for p in group if p.requires_grad and p not in whole]
+        dtypes = {p.dtype for p in rest}
+        if len(dtypes) > 1:
+            usual = max(dtypes, key=lambda dtype: sum(p.nbytes for p in rest if p.dtype == dtype))
+            whole |= {p for p in rest if p.dtype != usual}
+    return whole
+
+
+def _watch_calls(sharded: Mapping[str, nn.Module], roll: Roll) -> None:
+    """Compare over the ranks which unit is called next, before FSDP2 gathers it; refuse outputs it can't see into."""
+    for number, module in enumerate(sharded.values()):
+        if number + 1 < len(sharded):
+            module.register_forward_pre_hook(lambda *_, number=number: roll.call(number), prepend=True)
+        else:
+            module.register_forward_hook(lambda *_: roll.end())
+        module.register_forward_hook(_refuse_opaque)
+
+
+def _refuse_opaque(module: nn.Module, inputs: Any, output: Any) -> None:
+    """FSDP2 gathers a unit for backward when a gradient arrives at its output, and must find the tensors in it."""
+    if torch.is_grad_enabled() and not any(True for _ in _tensors(output)):
+        kind = type(module).__name__.removeprefix("FSDP")
+        raise JobError(f"{kind} returns a {type(output).__name__}, and shard=N can't find the tensors in it",
+                       hint="return tensors, tuples, lists, mappings or dataclasses, or use a data=N plan")
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    """The tensors in what a module returns."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value):
+        for entry in fields(value):
+            yield from _tensors(getattr(value, entry.name))
+
+
+def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same forward with a clear error where it reaches into a unit whose parameters are not gathered."""
+    @wraps(forward)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if not is_about_shards(error):
+                raise
+            raise JobError("the model uses a parameter of one of its blocks without calling the block, and shard=N "
+                           f"gathers a block's parameters when it is called ({str(error).splitlines()[0]})",
+                           hint="call the blocks of a ModuleList or Sequential as block(x), not as block.method(x) or "
+                                "block.weight, or use a data=N plan") from error
+
+    return explained
+
+
+def is_about_shards(error: Exception) -> bool:
+    """Whether torch failed because a tensor is a shard."""
+    return any(words in str(error) for words in ("DTensor", "sharding strategy", "Sharding propagation"))
