@@ -33,7 +33,7 @@ def program(text: str, *samples: float, kind="cpu"):
 
 def collectives(text: str, *samples: float, kind="cpu", stream: str | None = None) -> list[tuple[str, float, int]]:
     return [(e.kind, e.num_bytes, e.group) for e in program(text, *samples, kind=kind)
-            if isinstance(e, Collective) and e.name != "meet" and stream in (None, e.stream)]
+            if isinstance(e, Collective) and e.name not in ("meet", "roll") and stream in (None, e.stream)]
 
 
 def highest(text: str, *samples: float) -> dict[str, float]:
@@ -181,6 +181,13 @@ def test_sharding_stops_a_cpu_and_runs_beside_a_gpu():
     """FSDP2's collectives end before a CPU rank goes on."""
     assert collectives("shard=2", stream=NETWORK) == []
     assert collectives("shard=2", kind="cuda", stream=COMPUTE) == []
+
+
+def test_ranks_call_the_roll_before_each_unit_and_at_the_end_of_forward():
+    """Every micro-batch, at every stage."""
+    for zero in (1, 2, 3):
+        calls = [e for e in program(f"shard=2 zero={zero}", 1.0, 1.0) if getattr(e, "name", "") == "roll"]
+        assert len(calls) == 2 * (2 + 1)
 
 
 def test_hybrid_reduces_local_shards_over_the_replicas():

@@ -1,0 +1,1 @@
+"""From a profile, a plan and a cluster to an estimate; from a request to a plan without open questions."""

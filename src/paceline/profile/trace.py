@@ -54,7 +54,7 @@ def profile_job(job: Job, *, samples: int = 2) -> Profile:
             return _from_parameters(job, [f"the data gave no samples ({_named(error)})"])
         for how, run in (("on fake tensors", _fake_runs), ("for real", _real_runs)):
             try:
-                return _fit(job, run(job, items), tuple(notes))
+                return _fit(run(job, items), tuple(notes))
             except JobError:
                 raise
             except Exception as error:
@@ -66,7 +66,7 @@ def profile_job(job: Job, *, samples: int = 2) -> Profile:
 class _Run:
     """One traced step.
 
-    pieces: of each segment. update: None if the optimizer could not be run.
+    pieces: of each segment. state_bytes: None if the optimizer could not be run.
     """
 
     samples: int
@@ -94,9 +94,10 @@ def _fake_runs(job: Job, items: list[Any]) -> tuple[_Run, _Run]:
 
 def _real_runs(job: Job, items: list[Any]) -> tuple[_Run, _Run]:
     batch = default_collate(items)
-    model = copy.deepcopy(_build(job))  # the job may hand out one module again and again
-    return (_trace(job, copy.deepcopy(model), batch, samples=len(items), factor=1),
-            _trace(job, model, batch, samples=len(items) * 2, factor=2))
+    model = _build(job)  # stays as it is: the job may hand out one module again and again
+    first, second = (_trace(job, copy.deepcopy(model), batch, samples=len(items) * factor, factor=factor)
+                     for factor in (1, 2))
+    return first, second
 
 
 def _build(job: Job) -> nn.Module:
@@ -156,7 +157,8 @@ def _outer_pieces(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str,
             path = f"{prefix}{name}"
             if path in units or not any(True for _ in child.parameters()):
                 continue
-            if isinstance(child, nn.ModuleList | nn.ModuleDict) or any(u.startswith(f"{path}.") for u in units):
+            is_called = type(child).forward is not nn.Module.forward
+            if not is_called or any(unit.startswith(f"{path}.") for unit in units):
                 visit(child, f"{path}.")
             else:
                 found[path] = child
@@ -165,7 +167,7 @@ def _outer_pieces(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str,
     return found
 
 
-def _fit(job: Job, runs: tuple[_Run, _Run], notes: tuple[str, ...]) -> Profile:
+def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...]) -> Profile:
     """The line through two runs, figure by figure."""
     first, second = runs
     if first.pieces != second.pieces:

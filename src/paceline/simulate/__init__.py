@@ -1,0 +1,1 @@
+"""Plays what a step does on a device and its links: time and memory."""

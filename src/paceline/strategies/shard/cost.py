@@ -20,6 +20,7 @@ DTENSOR_OPERATOR_S = 25e-6
 HOOK_S = 800e-6
 # What a CPU rank's resident size grows by for FSDP2's own pages and objects. Measured likewise.
 CPU_RUNTIME_BYTES = 12 * 2**20
+ROLL_BYTES = 16  # two whole numbers, see `roll.py`
 ROOT = ""
 
 
@@ -76,6 +77,10 @@ def enter(step: Step) -> Hooks:
         if step.device_kind == "cpu":
             yield Allocate("runtime", CPU_RUNTIME_BYTES)
 
+    def roll_call() -> Event:
+        """The ranks compare which unit comes next."""
+        return Collective("all_reduce", ROLL_BYTES, ranks, name="roll", stream=COMPUTE)
+
     def gathered_here(at: Moment, *, backward: bool) -> bool:
         return zero == 3 or (at.microbatch == 0 and not backward)
 
@@ -85,6 +90,8 @@ def enter(step: Step) -> Hooks:
     def before_forward(at: Moment) -> Iterable[Event]:
         unit = step.segment(at).unit
         is_first = first_segment.get(unit) == at.segment
+        if unit:
+            yield roll_call()
         if unit and gathered_here(at, backward=False) and (is_first or zero == 3):
             yield from gather(unit)
 
@@ -94,6 +101,7 @@ def enter(step: Step) -> Hooks:
             yield release(unit)
 
     def turn(at: Moment) -> Iterable[Event]:
+        yield roll_call()
         if zero == 3:
             yield release(ROOT)
             yield from gather(ROOT)
