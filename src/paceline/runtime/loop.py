@@ -136,9 +136,8 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     try:
         _restore(run)
         with context.stoppable():
-            stopped = _steps(run)
-        if stopped:
-            _stop(run)
+            if _steps(run):
+                _stop(run)  # a request may reach this rank later than the others that told it
         return _finish(run, started_s)
     finally:
         run.display.close()
