@@ -56,13 +56,20 @@ def test_an_exception_of_ours_speaks_for_itself():
 
 def test_the_line_behind_an_error_of_ours():
     """Where our error stands for one of the user's code, that code's line is told."""
-    def work() -> None:
-        try:
-            int("x")
-        except ValueError as error:
-            raise TrainingError("sample 3 can't be read") from error
+    def users_code() -> int:
+        return int("x")
 
-    assert report(work).where.startswith(f"{__file__}:")
+    scope: dict[str, Any] = {"users_code": users_code, "TrainingError": TrainingError}
+    ours = """
+try:
+    users_code()
+except ValueError as error:
+    failed = TrainingError("sample 3 can't be read")
+    failed.__cause__ = error
+"""
+    exec(compile(ours, failure.__file__, "exec"), scope)
+    line = users_code.__code__.co_firstlineno + 1
+    assert report(scope["failed"]).where == f"{__file__}:{line}"
 
 
 def test_a_line_survives_the_way_from_a_loader_worker():

@@ -230,6 +230,16 @@ def test_cuda_in_use_is_refused(run_ranks: Callable[..., Any], monkeypatch: pyte
 # --- Signals ----------------------------------------------------------------------------------------------------
 
 
+def test_what_a_rank_makes_of_signals(run_ranks: Callable[..., Any]):
+    """Ctrl-C is the parent's to answer, SIGTERM ends a rank unless it asks for more, and no signal is held back."""
+    def body(context: Any) -> list[bool]:
+        return [signal.getsignal(signal.SIGINT) == signal.SIG_IGN, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+                not signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+
+    assert run_ranks(body, 2) == [[True] * 3] * 2
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, Preempted.exit_code), (signal.SIGINT, 130)])
 def test_a_request_to_stop(start_child: Any, run_ranks: Callable[..., Any], wait_for: Callable[..., None],
                            tmp_path: Path, number: int, exit_code: int):

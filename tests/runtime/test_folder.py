@@ -55,8 +55,9 @@ def test_a_claimed_folder_is_in_use(tmp_path: Path):
         with pytest.raises(UsageError, match=rf"in use by a live run \(process {os.getpid()}\)(?s:.*)--run"), \
                 folder.claimed(tmp_path / "run"):
             pytest.fail("the folder was given to two runs")
+    (tmp_path / "run" / ".lock").write_text("12345678901")
     with folder.claimed(tmp_path / "run"):
-        pass
+        assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
 
 
 @pytest.mark.timeout(60)

@@ -112,12 +112,12 @@ def _differences(reference: dict[str, Any], ranks: list[dict[str, Any]], step: i
     if samples:
         yield samples
         return
-    limits = [("initial weights", "initial", dict.fromkeys(ranks[0]["initial"][0], 0.0))] if step == 0 else []
-    limits += [(f"{kind} in step {step + 1}", kind, reference[f"{kind}_limit"][step]) for kind in KINDS]
-    for title, kind, limit in limits:
+    limits = [("initial", dict.fromkeys(ranks[0]["initial"][0], 0.0))] if step == 0 else []
+    limits += [(kind, reference[f"{kind}_limit"][step]) for kind in KINDS]
+    for kind, limit in limits:
         found = _worst(limit, [rank[kind][step] for rank in ranks])
         if found.excess > 1.0:
-            yield f"{title}: {found.describe(len(ranks))}"
+            yield found.describe(kind, step, num_ranks=len(ranks))
             break
     allowed = reference["loss_limit"][step]
     off = [abs(rank["losses"][step] - reference["losses"][step]) for rank in ranks]
@@ -139,12 +139,15 @@ class _Worst:
     def excess(self) -> float:
         return _excess(self.off, self.allowed)
 
-    def describe(self, num_ranks: int) -> str:
+    def describe(self, kind: str, step: int, *, num_ranks: int) -> str:
+        what, when = {"initial": ("initial weight", ""), "gradient": ("gradient", f" in step {step + 1}"),
+                      "weight": ("weight", f" after step {step + 1}")}[kind]
         module = self.name.rpartition(".")[0] or "the model itself"
         where = ("" if num_ranks == 1 else " on every rank" if len(self.ranks) == num_ranks
                  else f" on rank {', '.join(map(str, self.ranks))}")
-        rest = f"; {self.others} other parameters are off too" if self.others else ""
-        return f"'{self.name}' (module {module}) is off by {self.off:.3g}{where}, {self.allowed:.3g} is allowed{rest}"
+        rest = f", and so are {self.others} other parameters" if self.others else ""
+        return (f"{what} of '{self.name}' (module {module}) is off by {self.off:.3g}{when}{where}, "
+                f"{self.allowed:.3g} is allowed{rest}")
 
 
 def _excess(off: float, allowed: float) -> float:

@@ -25,6 +25,9 @@ from paceline.runtime.streams import seed_streams
 ALLOWED = 10.0  # times the yardstick; see DESIGN: how equal is equal
 VARIANTS: tuple[dict[str, Any], ...] = ({"cuts": 2}, {"cuts": 4}, {"shake": 1.0}, {"shake": -1.0})
 KINDS = ("gradient", "weight")
+# How far a job that is exact may move when it is cut, relative to its size. Losses and layers may compute in float32
+# whatever they are given.
+EXACT = {"bf16": 0.1, "float32": 1e-3, "float64": 1e-5}
 EPSILON = {"bf16": torch.finfo(torch.bfloat16).eps, "float32": torch.finfo(torch.float32).eps,
            "float64": torch.finfo(torch.float64).eps}
 
@@ -76,29 +79,43 @@ def plain_steps(job: Job, *, steps: int, cuts: int = 1, shake: float = 0.0) -> I
     schedule = job.lr_schedule(optimizer) if job.lr_schedule else None
     signs, epsilon = torch.Generator().manual_seed(0), _coarsest(job, model.parameters())
     for batch in whole_batches(job, steps):
-        model.zero_grad()
-        loss, count = 0.0, 0.0
-        for piece in cut_batch(batch, cuts):
-            with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
-                value = job.loss(piece.call(model), piece.target)
-            if isinstance(value, tuple | list):
-                value[0].backward()
-                loss, count = loss + value[0].item(), count + float(value[1])
-            else:
-                (value * (piece.samples / batch.samples)).backward()
-                loss, count = loss + value.item() * piece.samples / batch.samples, 1.0
-        held = {name: p.grad for name, p in named if p.grad is not None}
-        for gradient in held.values():
-            gradient /= count
-        gradients = {name: g.to_dense() if g.is_sparse else g.clone() for name, g in held.items()}
+        loss = _backward(job, model, cut_batch(batch, cuts))
+        gradients = _gradients(model)
         if shake:
-            _shake(held.values(), shake * epsilon * _largest(gradients.values()), signs)
+            largest = _largest(gradients.values())
+            _shake([p.grad for _, p in named if p.grad is not None], shake * epsilon * largest, signs)
         if job.clip is not None:
             torch.nn.utils.clip_grad_norm_([p for _, p in named], job.clip)
         optimizer.step()
         if schedule is not None:
             schedule.step()
-        yield StepRecord(loss / count, gradients, {name: p.detach().clone() for name, p in named})
+        yield StepRecord(loss, gradients, {name: p.detach().clone() for name, p in named})
+
+
+def _backward(job: Job, model: torch.nn.Module, pieces: list[MicroBatch]) -> float:
+    """Leave the gradients of a batch, given in pieces, in the model, and return its loss."""
+    model.zero_grad()
+    samples = sum(piece.samples for piece in pieces)
+    loss, count = 0.0, 0.0
+    for piece in pieces:
+        with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
+            value = job.loss(piece.call(model), piece.target)
+        if isinstance(value, tuple | list):
+            value[0].backward()
+            loss, count = loss + value[0].item(), count + float(value[1])
+        else:
+            (value * (piece.samples / samples)).backward()
+            loss, count = loss + value.item() * piece.samples / samples, 1.0
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= count
+    return loss / count
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the gradients that are there, by parameter name."""
+    return {name: p.grad.to_dense() if p.grad.is_sparse else p.grad.clone()
+            for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _shake(gradients: Iterable[torch.Tensor], size: float, signs: torch.Generator) -> None:
@@ -113,7 +130,7 @@ def write_reference(job: Job, folder: Path, *, steps: int) -> dict[str, Any]:
 
     Returns:
         losses: of each step. loss_limit: what they may differ by. gradient_limit and weight_limit: of each step, what
-        any element of a parameter may differ by, by name. largest_gradient and gradient_spread: of the first step.
+        any element of a parameter may differ by, by name.
     """
     _save(folder, "initial", 0, {name: p.detach() for name, p in build_plain(job).named_parameters()})
     epsilon = _coarsest(job, build_plain(job).parameters())
@@ -128,8 +145,6 @@ def write_reference(job: Job, folder: Path, *, steps: int) -> dict[str, Any]:
             "loss": {"": epsilon * max(map(abs, losses))},
             "gradient": dict.fromkeys(record.gradients, epsilon * largest),
             "weight": {name: torch.finfo(w.dtype).eps * _largest([w]) for name, w in record.weights.items()}})
-        if step == 0:
-            first_largest = largest
     spreads: list[dict[str, dict[str, float]]] = [
         {kind: dict.fromkeys(names, 0.0) for kind, names in floor.items()} for floor in floors]
     for options in VARIANTS:
@@ -142,8 +157,7 @@ def write_reference(job: Job, folder: Path, *, steps: int) -> dict[str, Any]:
     limits = [{kind: {name: ALLOWED * max(spread[kind][name], least) for name, least in named.items()}
                for kind, named in floor.items()} for spread, floor in zip(spreads, floors, strict=True)]
     return {"losses": losses, "loss_limit": [limit["loss"][""] for limit in limits],
-            **{f"{kind}_limit": [limit[kind] for limit in limits] for kind in KINDS},
-            "largest_gradient": first_largest, "gradient_spread": spreads[0]["gradient"]}
+            **{f"{kind}_limit": [limit[kind] for limit in limits] for kind in KINDS}}
 
 
 def _widen(spread: dict[str, float], distances: dict[str, float]) -> None:
@@ -185,9 +199,9 @@ def sample_marks(batch: MicroBatch) -> torch.Tensor:
     return marks[: batch.samples]
 
 
-def job_problem(job: Job, figures: dict[str, Any], *, steps: int) -> str | None:
+def job_problem(job: Job, *, steps: int) -> str | None:
     """What keeps any plan that cuts the batch from being exact: found on one device, in words; None if nothing."""
-    return _unsteady_weights(job) or _loss_problem(job, steps=steps) or _coupling(job, figures)
+    return _unsteady_weights(job) or _loss_problem(job, steps=steps) or _coupling(job, steps=steps)
 
 
 def _unsteady_weights(job: Job) -> str | None:
@@ -201,8 +215,6 @@ def _unsteady_weights(job: Job) -> str | None:
 
 def _loss_problem(job: Job, *, steps: int) -> str | None:
     """Whether a scalar loss is no mean over its samples: computed whole and in two uneven parts of one output."""
-    # A loss may compute in float32 whatever it is given.
-    tolerance = {"float64": 1e-5, "float32": 1e-4}.get(job.precision, 1e-2)
     model = build_plain(job)
     with torch.no_grad():
         for batch in whole_batches(job, steps):
@@ -217,7 +229,7 @@ def _loss_problem(job: Job, *, steps: int) -> str | None:
                             for part in (range(first), range(first, batch.samples)))
             except (RuntimeError, ValueError, TypeError, IndexError, TrainingError):
                 return None  # an output that can't be cut by samples says nothing about the loss
-            if not abs(mixed - float(value)) <= tolerance * max(1.0, abs(float(value))):
+            if not abs(mixed - float(value)) <= EXACT[job.precision] * max(1.0, abs(float(value))):
                 return (f"the loss is a scalar and not the mean over its samples: {float(value):.6g} of "
                         f"{batch.samples} samples at once, {mixed:.6g} as the mean of its parts. Ignored targets or "
                         "weights do this, and so does a loss that compares samples. Return (sum, count) "
@@ -229,17 +241,30 @@ def _rows(value: Any, part: range, samples: int) -> Any:
     return map_tensors(lambda t: t[part.start:part.stop] if t.ndim and t.shape[0] == samples else t, value)
 
 
-def _coupling(job: Job, figures: dict[str, Any]) -> str | None:
-    """Whether cutting the batch changes gradients by more than rounding can explain: samples see each other."""
+def _coupling(job: Job, *, steps: int) -> str | None:
+    """Whether cutting a batch changes its gradients by more than rounding can explain: samples see each other."""
+    model = build_plain(job)
+    optimizer = job.optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
+    for step, batch in enumerate(whole_batches(job, steps)):
+        _backward(job, model, cut_batch(batch, 2))
+        cut = _gradients(model)
+        _backward(job, model, [batch])
+        whole = _gradients(model)
+        moved = {name: _distance(g, cut.get(name)) for name, g in whole.items()}
+        name = max(moved, key=lambda name: moved[name])
+        if not moved[name] <= EXACT[job.precision] * _largest(whole.values()):
+            return (f"the job couples the samples of a batch: cutting the one of step {step + 1} in two moves the "
+                    f"gradient of '{name}' by {moved[name]:.2g} on one device already, so no plan that cuts the batch "
+                    f"can equal one device: {_coupling_layers(model)}")
+        optimizer.step()
+    return None
+
+
+def _coupling_layers(model: torch.nn.Module) -> str:
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    tolerance = 1e-5 if job.precision == "float64" else 1e-2  # layers may compute in float32 whatever they are given
-    name, moved = max(figures["gradient_spread"].items(), key=lambda item: item[1], default=("", 0.0))
-    if moved <= tolerance * figures["largest_gradient"]:
-        return None
-    norms = [path for path, module in build_plain(job).named_modules() if isinstance(module, _BatchNorm)]
-    cause = (f"{len(norms)} BatchNorm layer{'s' * (len(norms) > 1)}, such as '{norms[0]}', use the statistics of a "
-             "micro-batch; GroupNorm or LayerNorm make the job exact" if norms else "a layer or the loss mixes "
-             "samples, or a layer changes with every forward")
-    return (f"the job couples the samples of a batch: cutting it moves the gradient of '{name}' by {moved:.2g} on one "
-            f"device already, so no plan that cuts the batch can equal one device: {cause}")
+    norms = [path for path, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if not norms:
+        return "a layer or the loss mixes samples, or a layer changes with every forward"
+    return (f"{len(norms)} BatchNorm layer{'s' * (len(norms) > 1)}, such as '{norms[0]}', use the statistics of a "
+            "micro-batch; GroupNorm or LayerNorm make the job exact")

@@ -127,7 +127,7 @@ def _reference(job: Job, folder: Path, *, timeout_s: float) -> dict[str, Any]:
         with WithoutRandomness() as random:
             exact = _in_precision(job, precision, random)
             figures = write_reference(exact, folder / precision, steps=steps)
-            figures["problem"] = job_problem(exact, figures, steps=steps)
+            figures["problem"] = job_problem(exact, steps=steps)
             figures["marks"] = [sample_marks(batch).tolist() for batch in whole_batches(exact, steps)]
         return {**figures, "left": sorted(random.left)}
 
