@@ -58,7 +58,7 @@ PLANS = ["single", "data=2", "shard=2", "shard=2 zero=2", "shard=2 zero=1", "dat
 @pytest.mark.parametrize("text", PLANS)
 @pytest.mark.parametrize("samples", [(2.0,), (2.0, 1.0), (2.0, 2.0, 1.0)])
 def test_what_is_taken_is_given_back(text, recompute, samples):
-    """After a step a rank holds its parameters, gradients and state, and nothing else."""
+    """After a step a rank holds parameters, gradients, state; and buckets, where gradients live elsewhere."""
     held: dict[str, float] = {}
     for event in program(text + recompute, *samples):
         if isinstance(event, Allocate):
@@ -68,7 +68,7 @@ def test_what_is_taken_is_given_back(text, recompute, samples):
     whole = 2 * UNIT + ROOT
 
     assert held["activations"] == pytest.approx(0)
-    assert held.get("communication", 0) == 0
+    assert held.get("communication", 0) == (whole / ranks if "data=2 shard" in text else 0)
     assert (held["parameters"], held["gradients"], held["optimizer"]) == (
         whole / ranks, whole / ranks, 2 * whole / ranks)
 
@@ -107,7 +107,17 @@ def test_data_reduces_every_gradient_once_beside_backward():
     expected = [("all_reduce", 2 * UNIT + ROOT, 2)]
 
     assert collectives("data=2", stream=NETWORK) == collectives("data=2", 1.0, 1.0, stream=NETWORK) == expected
-    assert highest("data=2")["communication"] == 2 * UNIT + ROOT
+
+
+def test_gradients_of_replicas_live_in_the_buckets():
+    """They are held once, and from step to step; each backward's own result is added to them."""
+    events = program("data=2", 1.0)
+    first = next(i for i, event in enumerate(events) if isinstance(event, Compute))
+    taken = [e.num_bytes for e in events[:first] if isinstance(e, Allocate) and e.ledger == "gradients"]
+
+    assert taken == [2 * UNIT + ROOT]
+    assert highest("data=2", 1.0)["gradients"] == 2 * UNIT + ROOT + UNIT
+    assert not highest("data=2", 1.0).get("communication")
 
 
 def test_buckets_leave_while_backward_goes_on(monkeypatch):

@@ -105,6 +105,7 @@ def run_beside(work: Callable[[Board], None] | None, board: Board) -> Iterator[N
     def at_low_priority() -> None:
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))  # Linux: less than 19
         if work is not None:
             work(board)
 

@@ -67,6 +67,7 @@ def _one_device(step: Step) -> Hooks:
     def start(at: Moment) -> Iterable[Event]:
         yield Allocate("parameters", sum(held.parameters.values()) + profile.buffer_bytes)
         yield Allocate("optimizer", sum(held.state.values()))
+        yield Allocate("gradients", sum(held.gradients.values()) if held.gradients_kept else 0)
 
     def begin(at: Moment) -> Iterable[Event]:
         yield Allocate("activations", profile.batch_bytes.at(step.samples(at)))
@@ -83,9 +84,11 @@ def _one_device(step: Step) -> Hooks:
     def backward(at: Moment) -> Iterable[Event]:
         segment, samples = step.segment(at), step.samples(at)
         made = [gradient_bytes[name] for name in segment.gradients]
-        # The first micro-batch's gradients stay; a later one's are added to them one at a time.
-        passing = 0 if at.microbatch == 0 else max(made, default=0)
-        yield Allocate("gradients", sum(made) if at.microbatch == 0 else passing)
+        # The first micro-batch's gradients stay, a later one's are added to them one at a time; so are all
+        # where their memory is kept.
+        stay = at.microbatch == 0 and not held.gradients_kept
+        passing = 0 if stay else max(made, default=0)
+        yield Allocate("gradients", sum(made) if stay else passing)
         peak = segment.backward_peak_bytes.at(samples)
         yield Allocate("activations", peak)
         yield compute(segment.backward, samples)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -43,9 +44,14 @@ class Permutation:
     def _network(self, values: NDArray[np.uint64], half_bits: int) -> NDArray[np.uint64]:
         shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
         left, right = values >> shift, values & mask
-        for turn in range(_ROUNDS):
-            left, right = right, left ^ (_mix(right, key_to_seed(self.seed, turn)) & mask)
+        for key in _round_keys(self.seed):
+            left, right = right, left ^ (_mix(right, key) & mask)
         return (left << shift) | right
+
+
+@lru_cache
+def _round_keys(seed: int) -> tuple[int, ...]:
+    return tuple(key_to_seed(seed, turn) for turn in range(_ROUNDS))
 
 
 def _mix(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:

@@ -47,12 +47,14 @@ class Held:
     """Bytes that a rank holds of each parameter between its uses, by name.
 
     gradients_by_unit: whether a gradient is ready only when its whole unit's backward is done.
+    gradients_kept: whether their memory is kept from step to step.
     """
 
     parameters: Mapping[str, int]
     gradients: Mapping[str, int]
     state: Mapping[str, int]
     gradients_by_unit: bool = False
+    gradients_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)

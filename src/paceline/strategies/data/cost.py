@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
-from paceline.simulate.program import Allocate, Collective, Compute, Event, free
-from paceline.strategies.costs import Hooks, Moment, Room, Step
+from paceline.plan import Plan
+from paceline.profile.profile import Profile
+from paceline.simulate.program import Allocate, Collective, Compute, Event
+from paceline.strategies.costs import Held, Hooks, Moment, Room, Step
 from paceline.strategies.data.buckets import assign
 
 # What gloo's copying takes from the cores that also compute, for each byte a rank sends: 0.41 to 0.54 CPU seconds
@@ -22,11 +25,15 @@ def enter(step: Step) -> Hooks:
     replicas = step.plan.axes.data
     copying_s = GLOO_S_PER_BYTE * 2 * (replicas - 1) / replicas if step.device_kind == "cpu" else 0.0
 
+    copied = step.held.gradients_by_unit
+
+    def start(at: Moment) -> Iterable[Event]:
+        """Gradients live in the buckets, unless they are shards: those are copied in and out."""
+        yield Allocate("communication", total if copied else 0)
+
     def send(segment: int) -> Iterable[Event]:
         for num_bytes in leaving[segment]:
-            yield Allocate("communication", num_bytes)
-            # One copy of the gradients into the bucket.
-            yield Compute(moved_bytes=2 * num_bytes, operators=1, fixed_s=copying_s * num_bytes)
+            yield Compute(moved_bytes=2 * num_bytes if copied else 0, operators=1, fixed_s=copying_s * num_bytes)
             yield Collective("all_reduce", num_bytes, replicas, name="buckets")
 
     def after_backward(at: Moment) -> Iterable[Event]:
@@ -36,12 +43,9 @@ def enter(step: Step) -> Hooks:
         return send(_AT_THE_END) if step.is_last(at) else ()
 
     def finish(at: Moment) -> Iterable[Event]:
-        """The buckets take the gradients' place, or are copied into the shards of gradients; one of the two goes."""
-        copied = step.held.gradients_by_unit
         yield Compute(moved_bytes=2 * total if copied else 0, after=("buckets",) if total else ())
-        yield free("communication", total)
 
-    return {"after_backward": after_backward, "done": done, "finish": finish}
+    return {"start": start, "after_backward": after_backward, "done": done, "finish": finish}
 
 
 def departures(step: Step) -> dict[int, list[int]]:
@@ -72,4 +76,8 @@ def _ready_after(step: Step) -> dict[str, int]:
     return found
 
 
-ROOM = Room(is_active=lambda plan: plan.axes.data > 1, enter=enter)
+def hold(held: Held, plan: Plan, profile: Profile) -> Held:
+    return replace(held, gradients_kept=not held.gradients_by_unit)
+
+
+ROOM = Room(is_active=lambda plan: plan.axes.data > 1, enter=enter, hold=hold)

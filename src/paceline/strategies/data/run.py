@@ -7,7 +7,8 @@ the first step and hold whatever gradients the rank has, whole or a shard, so an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ def is_active(plan: Plan) -> bool:
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> GradientBuckets:
-    return GradientBuckets([p for p in model.parameters() if p.requires_grad], mesh.group("data"))
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return GradientBuckets(trainable, mesh.group("data"))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,78 +40,86 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class GradientBuckets:
-    """Sums gradients over a group. Buckets leave in one fixed order on every rank, whatever order backward takes."""
+    """Sums gradients over a group. Buckets leave in one fixed order on every rank, whatever order backward takes.
 
-    def __init__(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.group = group
-        sizes = [local(p).numel() * p.element_size() for p in parameters]
-        self.buckets = [[parameters[i] for i in bucket]
-                        for bucket in assign(sizes, [(p.dtype, p.device) for p in parameters])]
+    Gradients of whole parameters live in the buckets, so they are neither held twice nor copied; those of shards
+    are copied in and out.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.group, self.names = group, {p: name for name, p in parameters.items()}
+        held = list(parameters.values())
+        sizes = [local(p).numel() * p.element_size() for p in held]
+        self.buckets = [[held[i] for i in bucket] for bucket in assign(sizes, [(p.dtype, p.device) for p in held])]
         self.bucket_of = {parameter: k for k, bucket in enumerate(self.buckets) for parameter in bucket}
+        self.memory = [local(bucket[0]).new_zeros(sum(local(p).numel() for p in bucket)) for bucket in self.buckets]
+        self.views = {p: view for bucket, flat in zip(self.buckets, self.memory, strict=True)
+                      for p, view in zip(bucket, _views(bucket, flat), strict=True)}
         self.missing: list[int] = []
-        self.works: list[tuple[dist.Work, torch.Tensor]] = []
-        self.armed = False
-        for parameter in parameters:
+        self.arrived: set[torch.Tensor] = set()
+        self.works: list[dist.Work] = []
+        self.armed = self.begun = False
+        for parameter in held:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def begin(self, *, last: bool) -> None:
+        if not self.begun:
+            self.begun = True
+            self.arrived = set()
+            torch._foreach_zero_(self.memory)
+            for parameter, view in self.views.items():
+                if not _is_distributed(parameter):
+                    parameter.grad = view
         self.armed = last
         if last:
             self.missing = [len(bucket) for bucket in self.buckets]
-            self.works = []
 
     def unused(self) -> set[str]:
-        """None: a parameter that this rank did not use has no gradient before `finish`."""
-        return set()
+        """Whole parameters that no backward of this rank reached since the last `finish`."""
+        return {name for p, name in self.names.items() if self.begun and p not in self.arrived
+                and not _is_distributed(p)}
 
     def _arrived(self, parameter: torch.Tensor) -> None:
+        self.arrived.add(parameter)
         if self.armed:
             self.missing[self.bucket_of[parameter]] -= 1  # type: ignore[index]
             while len(self.works) < len(self.buckets) and self.missing[len(self.works)] <= 0:
                 self._reduce_next()
 
     def _reduce_next(self) -> None:
-        bucket = self.buckets[len(self.works)]
-        flat = torch.cat([_flat_gradient(parameter) for parameter in bucket])
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        self.works.append((work, flat))
+        number = len(self.works)
+        for parameter in self.buckets[number]:
+            gradient, view = parameter.grad, self.views[parameter]
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                view.copy_(local(gradient))
+        self.works.append(dist.all_reduce(self.memory[number], group=self.group, async_op=True))
 
     def finish(self) -> None:
         """Wait for every bucket; a gradient that never came (an unused parameter) counts as zero."""
-        self.armed = False
+        self.armed = self.begun = False
         while len(self.works) < len(self.buckets):
             self._reduce_next()
-        for (work, flat), bucket in zip(self.works, self.buckets, strict=True):
+        for work in self.works:
             work.wait()
-            for parameter, summed in zip(bucket, flat.split([local(p).numel() for p in bucket]), strict=True):
-                _set_gradient(parameter, summed)
+        for parameter, view in self.views.items():
+            if not _is_distributed(parameter):
+                parameter.grad = view
+            else:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                local(parameter.grad).copy_(view)
         self.works = []
 
 
-def _flat_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The gradient's elements in the order in which the parameter keeps its own in memory."""
-    held = local(parameter)
-    if parameter.grad is None:
-        return torch.zeros_like(held, memory_format=torch.contiguous_format).flatten()
-    gradient = local(parameter.grad)
-    if held.is_contiguous():
-        return gradient.flatten()
-    return torch.empty_like(held).copy_(gradient).as_strided((held.numel(),), (1,))
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "to_local")
 
 
-def _set_gradient(parameter: torch.nn.Parameter, summed: torch.Tensor) -> None:
-    """Make the reduced values the gradient: as a view of the bucket, or in place inside a distributed tensor.
-
-    The view has the strides of the parameter, as backward gives them: fused optimizers walk through both alike.
-    """
-    held: Any = parameter.grad
-    if held is not None and hasattr(held, "to_local"):
-        held.to_local().copy_(summed.view_as(local(parameter)))
-    elif hasattr(parameter, "to_local"):
-        parameter.grad = torch.zeros_like(parameter)
-        local(parameter.grad).copy_(summed.view_as(local(parameter)))
-    elif parameter.is_contiguous():
-        parameter.grad = summed.view_as(parameter)
-    else:
-        strides = torch.empty_like(parameter, device="meta").stride()
-        parameter.grad = summed.as_strided(parameter.shape, strides, summed.storage_offset())
+def _views(bucket: Sequence[nn.Parameter], flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A part of the bucket for each gradient, with the strides of its parameter, as backward gives them: fused
+    optimizers walk through both alike."""
+    for parameter, part in zip(bucket, flat.split([local(p).numel() for p in bucket]), strict=True):
+        strides = torch.empty_like(local(parameter), device="meta").stride()
+        yield part.as_strided(local(parameter).shape, strides, part.storage_offset())

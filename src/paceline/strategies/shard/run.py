@@ -64,7 +64,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Sharding:
             module.set_reduce_scatter_unused_params(True, recurse=False)
     _watch_calls(sharded, Roll(list(sharded), mesh.group("shard"), mesh.ranks_along("shard")))
     model.forward = _explained(model.forward)
-    trainable = [p for p in model.parameters() if p in whole and p.requires_grad]
+    trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
     return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard")), zero=plan.sync.zero)
 
 
