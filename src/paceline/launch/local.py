@@ -26,6 +26,7 @@ from paceline.launch.failure import Failure, RankFailed, cause_of, killed, stopp
 from paceline.launch.process import Body, run_rank
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
+_BESIDE_NICE = 10  # a tenth of a rank's share: at 19 a second of work lasted for 17 steps of the byte GPT
 _GRACE_S = 5.0  # after a first failure, for the other ranks to report and leave
 
 
@@ -51,7 +52,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
     Args:
         run_dir: Where each rank's log goes; without it only rank 0 is heard.
         timeout_s: How long a rank may give no sign of life while others wait.
-        idle: Called on a thread of this process, at the lowest priority, after the ranks have started.
+        idle: Called on a thread of this process, at a low priority, after the ranks have started.
 
     Raises:
         RankFailed: with the report of the rank whose failure the others followed from.
@@ -101,11 +102,10 @@ def end_openmp_threads() -> None:
 
 @contextmanager
 def run_beside(work: Callable[[Board], None] | None, board: Board) -> Iterator[None]:
-    """Run `work(board)` on a thread of the lowest priority while the block runs; it looks for `board.over`."""
+    """Run `work(board)` on a thread of low priority while the block runs; it looks for `board.over`."""
     def at_low_priority() -> None:
         with suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))  # Linux: less than 19
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BESIDE_NICE)
         if work is not None:
             work(board)
 
