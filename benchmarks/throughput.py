@@ -1,6 +1,6 @@
 """Steps a second of the byte GPT on two CPU ranks of one thread each, beside other tools, in turns.
 
-    python -m benchmarks.throughput [--rounds 7] [--steps 30] [--json]
+    python -m benchmarks.throughput [--rounds 7] [--steps 30] [--peers NAME...] [--json]
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -72,11 +72,12 @@ def run_peer(module: str, steps: int) -> Run:
     return Run(**json.loads(output.strip().splitlines()[-1]))
 
 
-def measure(*, rounds: int, steps: int) -> dict[str, Record]:
+def measure(*, rounds: int, steps: int, peers: Sequence[str] = tuple(PEERS)) -> dict[str, Record]:
     """Every contender once a round, in the same order; those that are missing or fail are skipped with the reason."""
-    records = {name: Record() for name in (OURS, *PEERS)}
+    records = {name: Record() for name in (OURS, *peers)}
     contenders: dict[str, Callable[[], Run]] = {OURS: partial(run_ours, steps)}
-    for name, (package, module) in PEERS.items():
+    for name in peers:
+        package, module = PEERS[name]
         if importlib.util.find_spec(package) is None:
             records[name].skipped = f"{package} is not installed (pip install '.[bench]')"
         else:
@@ -130,9 +131,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender; an interval needs 6")
     parser.add_argument("--steps", type=int, default=30, help=f"measured steps, after {WARM_UP_STEPS} of warm-up")
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="beside whom; all by default")
     options = parser.parse_args()
     warn_if_busy()
-    records = measure(rounds=options.rounds, steps=options.steps)
+    records = measure(rounds=options.rounds, steps=options.steps, peers=options.peers)
     ratios = compare(records)
     print(json.dumps(document(records, ratios), indent=2) if options.json else table(records, ratios))
     if records[OURS].skipped:

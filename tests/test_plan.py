@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import random
 from pathlib import Path
@@ -14,20 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import PlanError
-from paceline.plan import AllReduce, Axes, Modifiers, Plan
+from paceline.plan import SCHEDULES, AllReduce, Axes, Modifiers, Plan, Schedule
 
 
 @st.composite
 def legal_plans(draw: st.DrawFn) -> Plan:
-    axes = Axes(data=draw(st.integers(1, 6)), shard=draw(st.integers(1, 6)))
+    axes = Axes(draw(st.integers(1, 4)), data=draw(st.integers(1, 6)), shard=draw(st.integers(1, 6)))
     zero = draw(st.sampled_from([1, 2, 3])) if axes.shard > 1 else 3
-    per_replica = st.tuples(*[st.integers(1, 1000)] * math.prod(axes.sizes().values()))
+    per_replica = st.tuples(*[st.integers(1, 1000)] * (axes.data * axes.shard))
+    order = Schedule()
+    if axes.pipeline > 1:
+        name = draw(st.sampled_from(SCHEDULES))
+        order = Schedule(name, draw(st.integers(1, 64) | st.just("auto")),
+                         draw(st.integers(2, 4)) if name == "interleaved" else 1)
     modifiers = Modifiers(
-        accumulate=draw(st.integers(1, 10_000) | st.just("auto")),
+        accumulate=1 if axes.pipeline > 1 else draw(st.integers(1, 10_000) | st.just("auto")),
         recompute=draw(st.sampled_from(["none", "full"])),
         shares=draw(st.sampled_from(["equal", "speed", "memory"]) | per_replica),
     )
-    return Plan(axes, AllReduce(zero), modifiers)
+    return Plan(axes, AllReduce(zero), order, modifiers)
 
 
 @settings(database=None, deadline=None)
@@ -76,7 +80,7 @@ def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("shrad=2", "unknown plan key 'shrad', did you mean 'shard'? Known: data, shard, zero"),
+    ("shrad=2", "unknown plan key 'shrad', did you mean 'shard'? Known: pipeline, data, shard, zero"),
     ("singel", "did you mean 'single'?"), ("data", "plan key 'data' needs a value"), ("data=", "needs a value"),
     ("data=two", "data=two is not a whole number"), ("data=-1", "data=-1 is not a whole number"),
     ("data=2.5", "data=2.5 is not a whole number"), ("data=0", "data=0 must be a whole number of at least 1"),
@@ -85,6 +89,10 @@ def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
     ("auto", "needs a planner"), ("", "the plan is empty"), (" , ", "the plan is empty"),
     ("zero=2", "zero=2 splits the shard axis, and the plan has none"), ("data=2 zero=1", "hint: add shard=N"),
     ("shard=2 zero=4", "zero=4 must be 1, 2 or 3"), ("shard=2 zero=0", "zero=0 must be 1, 2 or 3"),
+    ("schedule=gpipe", "schedule=gpipe is about a pipeline, and the plan has none"),
+    ("microbatches=4", "accumulate=K cuts the steps of other plans"), ("pipeline=2 accumulate=2", "microbatches=M"),
+    ("pipeline=2 schedule=1f1f", "did you mean '1f1b'?"), ("pipeline=2 microbatches=0", "microbatches=0 must be"),
+    ("pipeline=2 virtual=2", "virtual=2 contradicts schedule=1f1b"), ("pipeline=2 virtual=0", "virtual=0 must be"),
     ("accumulate=0", "accumulate=0 must be a whole number of at least 1, or auto"),
     ("accumulate=some", "accumulate=some is not a whole number"), ("recompute=ful", "did you mean 'full'?"),
     ("shares=sped", "did you mean 'speed'? Known: equal, speed, memory"), ("shares=Equal", "did you mean 'equal'?"),

@@ -1,6 +1,7 @@
 """How a job is spread over devices: a small frozen value a person can read, write, diff and keep in a file.
 
-A plan is axes (how data and model are split), synchronisation (how updates meet) and modifiers.
+A plan is axes (how data and model are split), synchronisation (how updates meet), a schedule (in what order) and
+modifiers.
 The text form ("data=2 shard=2 zero=2 accumulate=4") is parsing and printing only.
 """
 
@@ -17,16 +18,20 @@ from typing import Any, Literal
 from paceline.errors import PlanError, nearest
 
 ZeroStage = Literal[1, 2, 3]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
     """Sizes of the mesh axes, outermost first. An axis of size 1 is not there.
 
+    pipeline: ranks that hold consecutive stages of the model.
     data: replicas whose gradients meet by all-reduce.
     shard: replicas that also share optimizer state, gradients and parameters.
     """
 
+    pipeline: int = 1
     data: int = 1
     shard: int = 1
 
@@ -43,6 +48,19 @@ class AllReduce:
     """
 
     zero: ZeroStage = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """In what order the ranks of a pipeline work.
+
+    microbatches: how many a replica's part of a step is cut into; "auto" is twice as many as ranks.
+    virtual: stages a rank holds; above 1 for "interleaved" alone.
+    """
+
+    schedule: ScheduleName = "1f1b"
+    microbatches: int | Literal["auto"] = "auto"
+    virtual: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +88,7 @@ class Plan:
 
     axes: Axes = field(default_factory=Axes)
     sync: AllReduce = field(default_factory=AllReduce)
+    schedule: Schedule = field(default_factory=Schedule)
     modifiers: Modifiers = field(default_factory=Modifiers)
 
     def __post_init__(self) -> None:
@@ -86,6 +105,13 @@ class Plan:
     def replicas(self) -> int:
         """Ranks that see different samples."""
         return self.axes.data * self.axes.shard
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many a replica's part of a step is cut into, once nothing is left at "auto"."""
+        found = self.schedule.microbatches if self.axes.pipeline > 1 else self.modifiers.accumulate
+        assert isinstance(found, int), "'auto' is resolved before ranks start"
+        return found
 
     @property
     def relaxed(self) -> str | None:
@@ -131,6 +157,13 @@ class Plan:
                 raise PlanError(f"unknown plan key '{key}', {nearest(key, _KEYS)}")
         if "zero" in values and values.get("shard", 1) == 1:
             raise PlanError(f"zero={values['zero']} splits the shard axis, and the plan has none", hint="add shard=N")
+        for key in ("schedule", "microbatches", "virtual"):
+            if key in values and values.get("pipeline", 1) == 1:
+                raise PlanError(f"{key}={values[key]} is about a pipeline, and the plan has none",
+                                hint="add pipeline=N" + ("; accumulate=K cuts the steps of other plans"
+                                                         if key == "microbatches" else ""))
+        if values.get("schedule") == "interleaved":
+            values.setdefault("virtual", 2)
         parts = {group: {k: v for k, v in values.items() if _KEYS[k].group == group} for group in _GROUPS}
         return cls(**{group: kind(**parts[group]) for group, kind in _GROUPS.items()})
 
@@ -156,8 +189,15 @@ class Plan:
         return {key: value for key, value in values.items() if value != _KEYS[key].default}
 
     def with_(self, **values: Any) -> Plan:
-        """This plan with some modifiers replaced by what they were resolved to."""
-        return replace(self, modifiers=replace(self.modifiers, **values))
+        """This plan with some values of its schedule and modifiers replaced by what they were resolved to."""
+        groups = {group: {k: v for k, v in values.items() if _KEYS[k].group == group}
+                  for group in ("schedule", "modifiers")}
+        return replace(self, schedule=replace(self.schedule, **groups["schedule"]),
+                       modifiers=replace(self.modifiers, **groups["modifiers"]))
+
+    def with_microbatches(self, count: int) -> Plan:
+        """This plan with each replica's part of a step cut into so many micro-batches."""
+        return self.with_(microbatches=count) if self.axes.pipeline > 1 else self.with_(accumulate=count)
 
     def __str__(self) -> str:
         values = self.values()
@@ -196,12 +236,17 @@ def _shares(key: str, text: str) -> str | tuple[int, ...]:
     return tuple(_whole(key, part) for part in text.split(":"))
 
 
-_GROUPS: dict[str, Callable[..., Any]] = {"axes": Axes, "sync": AllReduce, "modifiers": Modifiers}
-# Canonical order of the text form: axes outermost first, then synchronisation, then modifiers.
+_GROUPS: dict[str, Callable[..., Any]] = {"axes": Axes, "sync": AllReduce, "schedule": Schedule,
+                                        "modifiers": Modifiers}
+# Canonical order of the text form: axes outermost first, then synchronisation, schedule, modifiers.
 _KEYS: dict[str, _Key] = {
+    "pipeline": _Key("axes", 1, "N", _whole),
     "data": _Key("axes", 1, "N", _whole),
     "shard": _Key("axes", 1, "N", _whole),
     "zero": _Key("sync", 3, "1|2|3", _whole),
+    "schedule": _Key("schedule", "1f1b", "gpipe|1f1b|interleaved|zero-bubble", _word),
+    "microbatches": _Key("schedule", "auto", "M|auto", _whole_or_auto),
+    "virtual": _Key("schedule", 1, "V", _whole),
     "accumulate": _Key("modifiers", 1, "K|auto", _whole_or_auto),
     "recompute": _Key("modifiers", "none", "none|full", _word),
     "shares": _Key("modifiers", "equal", "equal|speed|memory|A:B:...", _shares),
@@ -220,6 +265,24 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def _schedule_problems(plan: Plan) -> list[str]:
+    order, found = plan.schedule, []
+    if order.schedule not in SCHEDULES:
+        found.append(f"schedule={order.schedule}: {nearest(str(order.schedule), SCHEDULES)}")
+    if order.microbatches != "auto" and not _is_count(order.microbatches):
+        found.append(f"microbatches={order.microbatches} must be a whole number of at least 1, or auto")
+    if not _is_count(order.virtual):
+        found.append(f"virtual={order.virtual} must be a whole number of at least 1")
+    elif (order.virtual > 1) != (order.schedule == "interleaved"):
+        found.append(f"virtual={order.virtual} contradicts schedule={order.schedule}: several stages a rank is what "
+                     "schedule=interleaved means")
+    if order != Schedule() and plan.axes.pipeline == 1:
+        found.append("schedule, microbatches and virtual are about a pipeline, and the plan has none: add pipeline=N")
+    if plan.axes.pipeline != 1 and plan.modifiers.accumulate != 1:
+        found.append(f"accumulate={plan.modifiers.accumulate} and a pipeline: its steps are cut by microbatches=M")
+    return found
+
+
 def _problems(plan: Plan) -> list[str]:
     """Everything that is wrong with a plan's values, in words."""
     mods = plan.modifiers
@@ -229,6 +292,7 @@ def _problems(plan: Plan) -> list[str]:
         found.append(f"zero={plan.sync.zero} must be 1, 2 or 3")
     elif plan.sync.zero != 3 and plan.axes.shard == 1:
         found.append(f"zero={plan.sync.zero} splits the shard axis, and the plan has none: add shard=N")
+    found += _schedule_problems(plan)
     if mods.accumulate != "auto" and not _is_count(mods.accumulate):
         found.append(f"accumulate={mods.accumulate} must be a whole number of at least 1, or auto")
     if mods.recompute not in ("none", "full"):

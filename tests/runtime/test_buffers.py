@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -45,7 +46,7 @@ def test_the_mean_is_weighted_by_samples(run_ranks: Callable[..., Any]):
         seen = []
         for _ in range(2):
             model.see(2.0 + context.rank)
-            buffers.meet((0.75, 0.25)[context.rank])
+            buffers.meet((0.75, 0.25)[context.rank], dist.group.WORLD)
             seen += [model.in_place.tolist(), model.replaced.tolist(), model.count.item()]
         return [*seen, model.constant.tolist(), buffers.names]
 
@@ -64,7 +65,7 @@ def test_what_one_rank_changes_all_ranks_meet(run_ranks: Callable[..., Any]):
         buffers = ChangingBuffers(model)
         if context.rank == 1:
             model.see(3.0)
-        buffers.meet(0.5)
+        buffers.meet(0.5, dist.group.WORLD)
         return model.in_place.tolist()
 
     assert run_ranks(body, 2) == [[2.0, 2.0]] * 2
@@ -72,7 +73,7 @@ def test_what_one_rank_changes_all_ranks_meet(run_ranks: Callable[..., Any]):
 
 def test_a_model_without_buffers_meets_nobody():
     """No collective is entered, so none needs a group."""
-    ChangingBuffers(nn.Linear(2, 2)).meet(1.0)
+    ChangingBuffers(nn.Linear(2, 2)).meet(1.0, None)
 
 
 class Watching:

@@ -165,9 +165,8 @@ def _measured(cluster: Cluster) -> DeviceRates:
 
 def _play(profile: Profile, plan: Plan, cluster: Cluster, rank: _Rank, *, precision: Precision) -> Timeline:
     """A rank's step. Micro-batches between the first two and the last are alike and are played once."""
-    assert isinstance(plan.modifiers.accumulate, int)
     # A rank without samples of its own runs one that doesn't count.
-    sizes = [max(1.0, len(part)) for part in split(rank.samples, (1,) * plan.modifiers.accumulate)]
+    sizes = [max(1.0, len(part)) for part in split(rank.samples, (1,) * plan.num_microbatches)]
 
     def played(sizes: Sequence[float]) -> Timeline:
         program = step_program(profile, plan, rank.device.kind, sizes)

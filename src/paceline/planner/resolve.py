@@ -9,6 +9,7 @@ from paceline.errors import PlanError
 from paceline.job import Job
 from paceline.launch.environment import Environment
 from paceline.plan import Plan
+from paceline.strategies import conflicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
             cluster = Cluster.local(num_ranks=given.world_size)
     _check_counts(given, cluster, devices=devices, procs=procs, environment=environment)
     _check_samples(given, job)
+    conflicts.check(given)
     shares, accumulate = given.modifiers.shares, given.modifiers.accumulate
     if isinstance(shares, str) and shares != "equal":
         from paceline.planner.estimate import split_shares
@@ -49,6 +51,8 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
 
         accumulate = fewest_microbatches(profile_job(job), given, cluster, batch=job.batch, precision=job.precision)
         given = given.with_(accumulate=accumulate)
+    if given.axes.pipeline > 1 and given.schedule.microbatches == "auto":
+        given = given.with_(microbatches=2 * given.axes.pipeline)  # idle a third of the time at most under 1F1B
     return Resolved(given, cluster, shares if isinstance(shares, tuple) else (1,) * given.replicas)
 
 

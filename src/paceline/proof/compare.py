@@ -22,6 +22,8 @@ class Recorder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.replica = 0
+        self.held: list[str] = []
         self.marks: list[list[float]] = []
         self.losses: list[float] = []
         self.distances: dict[str, list[dict[str, float]]] = {kind: [] for kind in ("initial", *KINDS)}
@@ -31,6 +33,7 @@ class Recorder:
 
     def gradients(self, step: int, stepper: Stepper) -> None:
         if step == 0:
+            self.replica, self.held = stepper.mesh.replica, list(stepper.held)
             self._compare("initial", step, stepper.held)
         self._compare("gradient", step, {name: p.grad.to_dense() if p.grad.is_sparse else p.grad
                                          for name, p in stepper.parameters.items() if p.grad is not None})
@@ -52,11 +55,13 @@ class Recorder:
                         theirs = (reference.get_slice(name)[piece.region.slices((0,) * tensor.ndim)] if tensor.ndim
                                   else reference.get_tensor(name))
                     found[name] = max(found[name], _greatest(piece.tensor.cpu() - theirs))
-            found |= {name: _greatest(reference.get_tensor(name)) for name in known - tensors.keys()}
+            found |= {name: _greatest(reference.get_tensor(name))
+                      for name in known - tensors.keys() if name in self.held}
         self.distances[kind].append(found)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"marks": self.marks, "losses": self.losses, **self.distances}
+        return {"replica": self.replica, "held": self.held, "marks": self.marks, "losses": self.losses,
+                **self.distances}
 
 
 def _greatest(difference: torch.Tensor) -> float:
@@ -108,11 +113,15 @@ def judge(reference: dict[str, Any], ranks: list[dict[str, Any]], *, precision: 
 
 def _differences(reference: dict[str, Any], ranks: list[dict[str, Any]], step: int) -> Iterator[str]:
     """What is wrong in a step: where it begins, and how the loss shows it."""
-    samples = _sample_difference(reference["marks"][step], [rank["marks"][step] for rank in ranks], step)
+    samples = _sample_difference(reference["marks"][step], ranks, step)
     if samples:
         yield samples
         return
-    limits = [("initial", dict.fromkeys(ranks[0]["initial"][0], 0.0))] if step == 0 else []
+    nowhere = set(reference["weight_limit"][step]) - {name for rank in ranks for name in rank["held"]}
+    if nowhere:
+        yield f"no rank holds '{min(nowhere)}'"
+        return
+    limits = [("initial", {name: 0.0 for rank in ranks for name in rank["held"]})] if step == 0 else []
     limits += [(kind, reference[f"{kind}_limit"][step]) for kind in KINDS]
     for kind, limit in limits:
         found = _worst(limit, [rank[kind][step] for rank in ranks])
@@ -172,14 +181,18 @@ def _most(ranks: list[dict[str, Any]], kind: str) -> float:
     return max((off for rank in ranks for step in rank[kind] for off in step.values()), default=0.0)
 
 
-def _sample_difference(expected: list[float], ranks: list[list[float]], step: int) -> str | None:
-    """Which rank was fed other samples than its part of the window."""
-    start = 0
+def _sample_difference(expected: list[float], ranks: list[dict[str, Any]], step: int) -> str | None:
+    """Which rank was fed other samples than its replica's part of the window. Replicas take theirs in order."""
+    starts, start = {}, 0
+    for rank in sorted(ranks, key=lambda rank: rank["replica"]):
+        if rank["replica"] not in starts:
+            starts[rank["replica"]] = start
+            start += len(rank["marks"][step])
     for number, rank in enumerate(ranks):
-        theirs = expected[start:start + len(rank)]
-        if len(theirs) < len(rank) or not all(map(_same_mark, rank, theirs)):
+        first, own = starts[rank["replica"]], rank["marks"][step]
+        theirs = expected[first:first + len(own)]
+        if len(theirs) < len(own) or not all(map(_same_mark, own, theirs)):
             return f"rank {number} was fed other samples in step {step + 1} than its part of the global batch"
-        start += len(rank)
     if start == len(expected):
         return None
     return f"the ranks used {start} samples in step {step + 1} and the global batch has {len(expected)}"

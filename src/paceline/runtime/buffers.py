@@ -19,10 +19,10 @@ class ChangingBuffers:
         self._before: dict[str, torch.Tensor] | None = {name: b.detach().clone() for name, b in model.named_buffers()}
         self.names: list[str] = []
 
-    def meet(self, weight: float) -> None:
-        """Collective over all ranks. weight: this rank's fraction of the window's samples."""
+    def meet(self, weight: float, group: dist.ProcessGroup) -> None:
+        """Collective over the replicas, a group. weight: this rank's fraction of the window's samples."""
         if self._before is not None:
-            self._find(self._before)
+            self._find(self._before, group)
             self._before = None
         if not self.names:
             return
@@ -31,16 +31,16 @@ class ChangingBuffers:
             buffer = buffers[name].detach()
             if buffer.is_floating_point():
                 mixed = buffer.double() * weight
-                dist.all_reduce(mixed)
+                dist.all_reduce(mixed, group=group)
                 buffer.copy_(mixed)
             else:
-                dist.all_reduce(buffer, dist.ReduceOp.MAX)
+                dist.all_reduce(buffer, dist.ReduceOp.MAX, group=group)
 
-    def _find(self, before: dict[str, torch.Tensor]) -> None:
+    def _find(self, before: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
         if not before:
             return
         buffers = dict(self._model.named_buffers())
         changed = torch.tensor([float(not torch.equal(old, buffers[name])) for name, old in before.items()],
                                device=next(iter(before.values())).device)
-        dist.all_reduce(changed, dist.ReduceOp.MAX)
+        dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
         self.names = [name for name, flag in zip(before, changed.tolist(), strict=True) if flag]

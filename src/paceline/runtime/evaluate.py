@@ -13,12 +13,16 @@ from paceline.runtime.feed import Part, evaluation_feed, map_tensors
 from paceline.runtime.loss import read_tally
 from paceline.runtime.stepper import autocast
 from paceline.runtime.streams import kept_streams
+from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh
 
 
-def evaluate(model: torch.nn.Module, job: Job, data: Any, *, part: Part, mesh: Mesh, device: torch.device,
-             beat: Callable[[str], None] = lambda phase: None) -> dict[str, float]:
-    """The loss (as "loss") and every metric of the job on the data. Collective over all ranks."""
+def evaluate(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: Part, mesh: Mesh,
+             device: torch.device, beat: Callable[[str], None] = lambda phase: None) -> dict[str, float]:
+    """The loss (as "loss") and every metric of the job on the data. Collective over all ranks.
+
+    model: what the layout runs, to be put into evaluation mode meanwhile.
+    """
     functions = {"the loss": job.loss, **{f"metric '{name}'": f for name, f in job.metrics.items()}}
     sums = torch.zeros(len(functions), 2, dtype=torch.float64, device=device)
     was_training = model.training
@@ -28,7 +32,9 @@ def evaluate(model: torch.nn.Module, job: Job, data: Any, *, part: Part, mesh: M
             beat("evaluate")
             moved = batch.to(device, torch.float64 if job.precision == "float64" else None)
             with autocast(job, device):
-                output = moved.call(model)
+                output = layout.forward(moved)
+                if not layout.has_output:
+                    continue
                 for row, (name, function) in enumerate(functions.items()):
                     tally = read_tally(function(output, moved.target), samples=batch.samples or 1, name=name)
                     if batch.samples:
@@ -39,11 +45,16 @@ def evaluate(model: torch.nn.Module, job: Job, data: Any, *, part: Part, mesh: M
     return dict(zip(["loss", *job.metrics], (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
 
 
-def outputs(model: torch.nn.Module, job: Job, data: Any, *, part: Part, device: torch.device) -> Iterator[Any]:
-    """The model's outputs for this rank's part of the data, micro-batch by micro-batch, on the CPU."""
+def outputs(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: Part,
+            device: torch.device) -> Iterator[Any]:
+    """The model's outputs for this rank's part of the data, micro-batch by micro-batch, on the CPU.
+
+    Collective; gives nothing where another rank has the model's output.
+    """
     model.eval()
     with torch.no_grad():
         for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed):
             with autocast(job, device):
-                output = batch.to(device).call(model)
-            yield map_tensors(lambda tensor, samples=batch.samples: tensor[:samples].float().cpu(), output)
+                output = layout.forward(batch.to(device))
+            if layout.has_output:
+                yield map_tensors(lambda tensor, samples=batch.samples: tensor[:samples].float().cpu(), output)

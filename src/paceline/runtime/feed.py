@@ -41,9 +41,14 @@ class MicroBatch:
 
     def call(self, model: Any) -> Any:
         """The model's output: a tuple or list input is passed as *args, a mapping as **kwargs."""
+        args, kwargs = self.arguments()
+        return model(*args, **kwargs)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with."""
         if isinstance(self.input, Mapping):
-            return model(**self.input)
-        return model(*self.input) if isinstance(self.input, tuple | list) else model(self.input)
+            return (), dict(self.input)
+        return tuple(self.input) if isinstance(self.input, tuple | list) else (self.input,), {}
 
 
 def map_tensors(function: Any, value: Any) -> Any:
@@ -201,6 +206,18 @@ def evaluation_feed(data: Any, *, batch: int, part: Part, seed: int) -> Iterator
             used = [first + offset for offset in cut] or [first]
             pair = fetch(data, used, used, seed=key_to_seed(seed, "evaluation"))
             yield MicroBatch(*pair, samples=len(cut))
+
+
+def example_batch(data: Any) -> MicroBatch:
+    """The first two samples of the data, or the first twice."""
+    if is_stream(data):
+        items = list(islice(iter(data), 2))
+        if not items:
+            raise JobError("the data stream gave no samples")
+        items = [items[0], items[-1]]
+        return MicroBatch(*collate(items, [0, len(items) - 1]), samples=2)
+    places = [0, min(1, len(data) - 1)]
+    return MicroBatch(*fetch(data, places, places, seed=0), samples=2)
 
 
 def is_stream(data: Any) -> bool:

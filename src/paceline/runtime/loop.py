@@ -61,11 +61,8 @@ class Settings:
 
 
 def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> Part:
-    """This rank's part of every window. Replicas are numbered along data, then shard."""
-    at = mesh.coordinates
-    accumulate = plan.modifiers.accumulate
-    assert isinstance(accumulate, int), "accumulate=auto is resolved before ranks start"
-    return Part(shares, at["data"] * mesh.sizes["shard"] + at["shard"], accumulate)
+    """This rank's part of every window."""
+    return Part(shares, mesh.replica, plan.num_microbatches)
 
 
 @dataclass
@@ -254,8 +251,9 @@ def _save(run: _Run) -> None:
 def _evaluate(run: _Run) -> None:
     if run.job.validation is None:
         return
-    figures = evaluate(run.stepper.model, run.job, run.job.validation, mesh=run.mesh, device=run.context.device,
-                       part=part_of(run.plan, run.mesh, run.settings.shares), beat=run.context.beat)
+    stepper, part = run.stepper, part_of(run.plan, run.mesh, run.settings.shares)
+    figures = evaluate(stepper.model, stepper.layout, run.job, run.job.validation, mesh=run.mesh,
+                       device=run.context.device, part=part, beat=run.context.beat)
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}
     run.record(validation_loss=run.evaluated["validation_loss"], metrics=figures)
     run.display.say(f"step {run.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in run.evaluated.items()))
@@ -313,11 +311,31 @@ def _greatest(run: _Run, value: int) -> int:
 
 
 def _export(run: _Run, path: Path) -> None:
-    """The trained model under its own names. Collective where parameters are sharded."""
-    tensors: dict[str, torch.Tensor] = {}
+    """The trained model under its own names. Collective where parameters are sharded or in stages."""
+    rank, mesh = run.context.rank, run.mesh
+    here: dict[str, torch.Tensor] = {}
     for name, tensor in run.stepper.model_tensors():
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        if run.context.rank == 0:
-            tensors[name] = whole.detach().cpu()
-    if run.context.rank == 0:
-        write_model(path, tensors)
+        here[name] = whole.detach()
+    row = mesh.ranks_along("pipeline")
+    if len(row) > 1 and row[0] == 0:
+        here = _brought_together(run, here, row)
+    if rank == 0:
+        write_model(path, {name: tensor.cpu() for name, tensor in here.items()})
+
+
+def _brought_together(run: _Run, here: dict[str, torch.Tensor], row: list[int]) -> dict[str, torch.Tensor]:
+    """On rank 0 the tensors of all stages, in the model's order; the others send what they own."""
+    model, owned = run.stepper.model, run.stepper.layout.owners
+    first_name = {id(p): name for name, p in model.named_parameters()}
+    found: dict[str, torch.Tensor] = {}
+    for name, p in [*model.named_parameters(remove_duplicate=False), *state.persistent_buffers(model).items()]:
+        home = owned[first_name.get(id(p), name)]
+        if run.mesh.coordinates["pipeline"] == home == 0:
+            found[name] = here[name]
+        elif run.mesh.coordinates["pipeline"] == home:
+            torch.distributed.send(here[name].contiguous(), row[0])
+        elif run.context.rank == 0:
+            found[name] = torch.empty(p.shape, dtype=p.dtype, device=run.context.device)
+            torch.distributed.recv(found[name], row[home])
+    return found

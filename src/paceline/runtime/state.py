@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,21 @@ from paceline.runtime.stepper import Stepper
 
 
 def pieces(stepper: Stepper) -> Iterator[Piece]:
-    """What this rank writes: of sharded tensors its shard if it is in the first replica; whole ones are rank 0's."""
-    first_replica = stepper.mesh.coordinates["data"] == 0
+    """What this rank writes of what it owns: in the first replica its shards, and what is whole on the first of all."""
+    at = stepper.mesh.coordinates
     for name, tensor in _tensors(stepper):
-        if first_replica if hasattr(tensor, "to_local") else stepper.mesh.rank == 0:
+        if at["data"] == 0 and (hasattr(tensor, "to_local") or at["shard"] == 0):
             yield from pieces_of(name, tensor.detach())
 
 
 def _tensors(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from ((f"parameters/{name}", parameter) for name, parameter in stepper.held.items())
-    yield from ((f"buffers/{name}", buffer) for name, buffer in persistent_buffers(stepper.model).items())
+    owned = stepper.layout.owned
+    yield from ((f"parameters/{name}", parameter) for name, parameter in stepper.held.items() if name in owned)
+    yield from ((f"buffers/{name}", buffer) for name, buffer in persistent_buffers(stepper.model).items()
+                if name in stepper.layout.owned_buffers)
     for name, parameter in stepper.parameters.items():
+        if name not in owned:
+            continue
         for key, value in stepper.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 yield f"optimizer/{name}/{key}", value
@@ -49,10 +53,9 @@ def document(stepper: Stepper, *, step: int, samples: int) -> dict[str, Any]:
     Raises:
         JobError: a schedule or optimizer keeps something that JSON can't hold.
     """
-    name_of = {id(p): name for name, p in stepper.parameters.items()}
     groups = [{key: _plain(value, f"optimizer option '{key}'") for key, value in group.items()
-               if key not in ("params", "param_names")}
-              | {"parameters": [name_of[id(p)] for p in group["params"]]} for group in stepper.optimizer.param_groups]
+               if key not in ("params", "param_names")} | {"parameters": names}
+              for group, names in zip(stepper.optimizer.param_groups, stepper.groups, strict=True)]
     values = {name: {key: _plain(value, f"optimizer state '{key}'")
                      for key, value in stepper.optimizer.state.get(parameter, {}).items()
                      if not isinstance(value, torch.Tensor)}
@@ -90,10 +93,9 @@ def _plain(value: Any, what: str) -> Any:
     return value
 
 
-def model_mismatch(model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter],
-                   checkpoint: Checkpoint) -> str | None:
+def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None:
     """Why a checkpoint's tensors are not this model's; None if they are."""
-    wanted = {f"parameters/{name}": tuple(p.shape) for name, p in held.items()}
+    wanted = {f"parameters/{name}": tuple(p.shape) for name, p in model.named_parameters()}
     wanted |= {f"buffers/{name}": tuple(b.shape) for name, b in persistent_buffers(model).items()}
     found = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()
              if name.startswith(("parameters/", "buffers/"))}
@@ -108,7 +110,7 @@ def model_mismatch(model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter
 
 def mismatch(stepper: Stepper, checkpoint: Checkpoint) -> str | None:
     """Why a run can't go on from a checkpoint; None if it can."""
-    other = model_mismatch(stepper.model, stepper.held, checkpoint)
+    other = model_mismatch(stepper.model, checkpoint)
     if other:
         return other
     for key in ("seed", "batch", "num_samples"):
@@ -154,14 +156,15 @@ def restore(stepper: Stepper, checkpoint: Checkpoint) -> None:
     load_weights(stepper.model, stepper.held, checkpoint)
     saved = checkpoint.document["optimizer"]
     positions = {name: position for position, name in enumerate(
-        _names_in_order(stepper, saved["groups"]))}
+        name for name in _names_in_order(stepper, saved["groups"]) if name in stepper.parameters)}
     state: dict[int, dict[str, Any]] = {}
     for full_name in checkpoint.tensors:
-        if full_name.startswith("optimizer/"):
-            name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
+        name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
+        if full_name.startswith("optimizer/") and name in positions:
             state.setdefault(positions[name], {})[key] = _read_like(stepper.parameters[name], full_name, checkpoint)
     for name, kept in saved["values"].items():
-        state.setdefault(positions[name], {}).update(kept)
+        if name in positions:
+            state.setdefault(positions[name], {}).update(kept)
     fresh = stepper.optimizer.state_dict()
     groups = [{**now, **{key: _unplain(value, now.get(key)) for key, value in then.items() if key != "parameters"}}
               for now, then in zip(fresh["param_groups"], saved["groups"], strict=True)]
@@ -171,8 +174,7 @@ def restore(stepper: Stepper, checkpoint: Checkpoint) -> None:
 
 
 def _names_in_order(stepper: Stepper, saved_groups: list[dict[str, Any]]) -> list[str]:
-    name_of = {id(p): name for name, p in stepper.parameters.items()}
-    now = [[name_of[id(p)] for p in group["params"]] for group in stepper.optimizer.param_groups]
+    now = stepper.groups
     if now != [group["parameters"] for group in saved_groups]:
         raise CheckpointError("the optimizer of the checkpoint groups the parameters in another way than this job's",
                               hint="resume with the job that wrote the checkpoint")

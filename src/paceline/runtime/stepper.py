@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,11 @@ from paceline.errors import JobError, TrainingError
 from paceline.job import Job
 from paceline.plan import Plan
 from paceline.runtime.buffers import ChangingBuffers
-from paceline.runtime.feed import MicroBatch
+from paceline.runtime.feed import MicroBatch, example_batch
 from paceline.runtime.loss import Tally, read_tally, require_gradient
 from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_streams
-from paceline.strategies.compose import prepare
+from paceline.strategies.compose import lay_out, prepare
 from paceline.strategies.data.run import local
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.shard.run import is_about_shards
@@ -68,20 +68,70 @@ def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, dtype=torch.bfloat16) if job.precision == "bf16" else nullcontext()
 
 
+def _kinds(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Parameters that torch takes together: whole ones, and distributed ones of one mesh."""
+    found: dict[Any, list[torch.nn.Parameter]] = {}
+    for p in parameters:
+        found.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    return list(found.values())
+
+
+def _stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """A parameter of the same shape with the memory of one element."""
+    return torch.nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
+
+
+class _Window:
+    """The work around the micro-batches of one step."""
+
+    def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int,
+                 beat: Callable[[str], None]) -> None:
+        self.stepper, self.window, self.step, self.beat = stepper, window, step, beat
+        dtype = torch.float64 if stepper.job.precision == "float64" else None
+        self.batches = [batch.to(stepper.device, dtype) for batch in batches]
+        self.tallies: list[Tally] = []
+
+    def before_forward(self, microbatch: int, stage: int) -> None:
+        place = (self.stepper.mesh.rank, microbatch, stage) if stage else (self.stepper.mesh.rank, microbatch)
+        seed_streams(self.stepper.job.seed, "step", self.step, *place)
+        self.beat("forward")
+
+    def loss(self, microbatch: int, output: Any) -> torch.Tensor:
+        batch, job = self.batches[microbatch], self.stepper.job
+        with autocast(job, self.stepper.device):
+            tally = read_tally(job.loss(output, batch.target), samples=batch.samples or 1)
+        require_gradient(tally)
+        self.tallies.append(tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean))
+        # A mean over samples has its weight known before backward; (sum, count) is divided after the reduction,
+        # when the window's count is known. A stand-in weighs nothing.
+        weight = batch.samples / self.window.count if tally.is_mean else float(batch.samples > 0)
+        return tally.value * weight
+
+    def before_backward(self, microbatch: int) -> None:
+        for synchroniser in self.stepper.synchronisers:
+            synchroniser.begin(last=microbatch == len(self.batches) - 1)
+        self.beat("backward")
+
+
 class Stepper:
     """The model, optimizer and schedule of one rank, and how they take a step together with the other ranks.
 
-    parameters: trainable ones by name, as this rank holds them (whole, or a shard).
+    held: parameters of this rank by name, as it holds them (whole, or a shard). parameters: the trainable ones.
+    trainable: all trainable parameters of the model; stand-ins without memory where another rank holds them.
+    groups: names of the parameters in each of the optimizer's groups, wherever they are held.
     """
 
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device) -> None:
         self.job, self.mesh, self.device = job, mesh, device
         self.model = build_model(job, device)
-        self.synchronisers = prepare(self.model, plan=plan, mesh=mesh)
+        self.layout = lay_out(self.model, plan=plan, mesh=mesh, device=device, example=self._example,
+                              context=lambda: autocast(job, device))
+        self.synchronisers = prepare(self.layout.module, plan=plan, mesh=mesh)
         self.model.train()
-        self.held = dict(self.model.named_parameters())
+        self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.held = dict(self.layout.module.named_parameters())
         self.parameters = {name: p for name, p in self.held.items() if p.requires_grad}
-        self.optimizer = self._build_optimizer()
+        self.optimizer, self.groups = self._build_optimizer()
         self.schedule = self._build_schedule()
         self.buffers = ChangingBuffers(self.model)
         self.saw_unused = False
@@ -103,18 +153,20 @@ class Stepper:
             TrainingError: a loss that is not finite or can't be trained on, a parameter that nothing uses. No
                 weight was changed.
         """
-        self.model.zero_grad()  # also of parameters that the optimizer leaves out
-        tallies = [self._microbatch(window, batch, step=step, number=number, last=number == len(batches) - 1, beat=beat)
-                   for number, batch in enumerate(batches)]
+        self.layout.module.zero_grad()  # also of parameters that the optimizer leaves out
+        work = _Window(self, window, batches, step, beat)
+        self.layout.run(work.batches, work)
+        tallies = work.tallies
         unused = set().union(*(synchroniser.unused() for synchroniser in self.synchronisers))
-        used = [p.grad is not None and name not in unused for name, p in self.parameters.items()]
+        used = {name for name, p in self.parameters.items() if p.grad is not None and name not in unused}
         beat("reduce")
         for synchroniser in reversed(self.synchronisers):
             synchroniser.finish()
-        loss, count, stops, users = self._meet(tallies, used, stop)
+        self.layout.finish()
+        loss, count, stops, users, is_mean = self._meet(tallies, used, stop)
         self._check_loss(loss, count, tallies, step)
         self._settle_unused(users, first=step)
-        if not tallies[0].is_mean:
+        if not is_mean:
             self._scale_gradients(1.0 / count)
         if observe:
             observe(self)
@@ -123,38 +175,27 @@ class Stepper:
         self._update()
         if self.schedule is not None:
             self.schedule.step()
-        if self.mesh.world_size > 1:
-            self.buffers.meet(sum(batch.samples for batch in batches) / window.count)
+        if len(self.mesh.replicas) > 1:
+            self.buffers.meet(sum(batch.samples for batch in batches) / window.count, self.mesh.group("replicas"))
         return StepResult(loss / count, int(stops), norm)
 
-    def _microbatch(self, window: Window, batch: MicroBatch, *, step: int, number: int, last: bool,
-                    beat: Callable[[str], None]) -> Tally:
-        for synchroniser in self.synchronisers:
-            synchroniser.begin(last=last)
-        seed_streams(self.job.seed, "step", step, self.mesh.rank, number)
-        batch = batch.to(self.device, torch.float64 if self.job.precision == "float64" else None)
-        beat("forward")
-        with autocast(self.job, self.device):
-            samples = batch.samples or 1
-            tally = read_tally(self.job.loss(batch.call(self.model), batch.target), samples=samples)
-        require_gradient(tally)
-        # A mean over samples has its weight known before backward; (sum, count) is divided after the reduction,
-        # when the window's count is known. A stand-in weighs nothing.
-        weight = batch.samples / window.count if tally.is_mean else float(batch.samples > 0)
-        beat("backward")
-        (tally.value * weight).backward()
-        return tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean)
+    def _meet(self, tallies: list[Tally], used: set[str],
+              stop: bool) -> tuple[float, float, float, dict[str, float], bool]:
+        """The window's loss sum, its count, ranks asked to stop, ranks that used each parameter, and the loss's kind.
 
-    def _meet(self, tallies: list[Tally], used: list[bool], stop: bool) -> tuple[float, float, float, list[float]]:
-        """The window's loss sum, its count, ranks asked to stop, and ranks that used each parameter."""
-        total = torch.stack([tally.total for tally in tallies]).sum()
+        Ranks without the model's output have no tallies and learn of the loss here.
+        """
+        totals = [tally.total for tally in tallies] or [torch.zeros((), dtype=torch.float64, device=self.device)]
         count = sum(torch.as_tensor(tally.count, dtype=torch.float64, device=self.device) for tally in tallies)
-        flags = torch.tensor([float(stop), *map(float, used)], dtype=torch.float64)
-        figures = torch.cat([torch.stack([total, torch.as_tensor(count)]), flags.to(self.device)])
+        sums = sum(not tally.is_mean for tally in tallies)
+        flags = torch.tensor([float(stop), float(sums), *(float(name in used) for name in self.trainable)],
+                             dtype=torch.float64)
+        figures = torch.cat([torch.stack([torch.stack(totals).sum(), torch.as_tensor(
+            count, dtype=torch.float64, device=self.device)]), flags.to(self.device)])
         if self.mesh.world_size > 1:
             dist.all_reduce(figures)
-        loss, counted, stops, *users = figures.tolist()
-        return loss, counted, stops, users
+        loss, counted, stops, summed, *users = figures.tolist()
+        return loss, counted, stops, dict(zip(self.trainable, users, strict=True)), not summed
 
     def _check_loss(self, loss: float, count: float, tallies: list[Tally], step: int) -> None:
         if math.isfinite(loss) and count > 0:
@@ -170,27 +211,28 @@ class Stepper:
         error.heard = not here  # type: ignore[attr-defined]  # another rank's loss; that rank's report comes first
         raise error
 
-    def _settle_unused(self, users: list[float], *, first: int) -> None:
+    def _settle_unused(self, users: dict[str, float], *, first: int) -> None:
         """A parameter that no rank used gets no gradient, as on one device; in a run's first step it is refused.
 
         Parameters that stand in a list beside others that were used (experts, optional layers) may be unused.
         """
-        if all(users):
+        if all(users.values()):
             return
-        unused = [name for name, count in zip(self.parameters, users, strict=True) if not count]
+        unused = [name for name, count in users.items() if not count]
         for name in unused:
-            self.parameters[name].grad = None
+            if name in self.parameters:
+                self.parameters[name].grad = None
         if self.saw_unused or first:
             return
         self.saw_unused = True
         family = lambda name: re.sub(r"\.\d+\.", ".*.", name)  # noqa: E731
-        alive = {family(name) for name in self.parameters if name not in unused}
+        alive = {family(name) for name in users if name not in unused}
         never = [name for name in unused if family(name) == name or family(name) not in alive]
-        if len(never) == len(self.parameters):
+        if len(never) == len(users):
             raise TrainingError("the loss does not depend on the model: no parameter has a gradient")
         if never:
             shown = ", ".join(never[:5]) + (f" and {len(never) - 5} more" if len(never) > 5 else "")
-            raise TrainingError(f"the loss does not depend on {len(never)} of {len(self.parameters)} parameters: "
+            raise TrainingError(f"the loss does not depend on {len(never)} of {len(users)} parameters: "
                                 f"{shown}", hint="remove them, or freeze them with requires_grad_(False)")
 
     def _scale_gradients(self, factor: float) -> None:
@@ -199,16 +241,23 @@ class Stepper:
             torch._foreach_mul_(gradients, factor)
 
     def _clip(self) -> float | None:
-        """Scale all gradients down to the greatest norm; as `clip_grad_norm_`, but shards and whole ones may mix."""
+        """Scale all gradients down to the greatest norm; as `clip_grad_norm_`, over all parts of the model.
+
+        Collective where gradients are sharded or in stages.
+        """
         if self.job.clip is None:
             return None
-        held = list(self.parameters.values())
-        kinds = [kind for sharded in (False, True) if (kind := [p for p in held if hasattr(p, "to_local") == sharded])]
-        norms = [torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
-        whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-        total = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
-        for kind in kinds:
-            torch.nn.utils.clip_grads_with_norm_(kind, self.job.clip, total)
+        own = [self.parameters[name] for name in self.parameters if name in self.layout.owned]
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for kind in _kinds(own):
+            norm = torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])
+            squares += (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).double().square()
+        if self.mesh.sizes["pipeline"] > 1:
+            dist.all_reduce(squares, group=self.mesh.group("pipeline"))
+        total = squares.sqrt()
+        for kind in _kinds(self.parameters.values()):
+            gradient = next((p.grad for p in kind if p.grad is not None), total)
+            torch.nn.utils.clip_grads_with_norm_(kind, self.job.clip, total.to(gradient.dtype))
         return float(total)
 
     def _update(self) -> None:
@@ -223,22 +272,34 @@ class Stepper:
                                 "alike (AdamW, SGD), or a data=N plan, which keeps parameters whole") from error
 
     def model_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What `model.state_dict()` names on one device: a tied parameter under each of its names."""
+        """What this rank holds of what `model.state_dict()` names: a tied parameter under each of its names."""
         first_name = {id(p): name for name, p in self.model.named_parameters()}
         for name, p in self.model.named_parameters(remove_duplicate=False):
-            yield name, self.held[first_name[id(p)]]
+            if first_name[id(p)] in self.held:
+                yield name, self.held[first_name[id(p)]]
         kept = set(self.model.state_dict(keep_vars=True)) if any(True for _ in self.model.buffers()) else set()
         yield from ((name, b) for name, b in self.model.named_buffers(remove_duplicate=False) if name in kept)
 
-    def _build_optimizer(self) -> torch.optim.Optimizer:
-        optimizer = self.job.optimizer(list(self.parameters.items()))
+    def _example(self) -> MicroBatch:
+        """Two samples, to see the model's forward with."""
+        return example_batch(self.job.data).to(
+            self.device, torch.float64 if self.job.precision == "float64" else None)
+
+    def _build_optimizer(self) -> tuple[torch.optim.Optimizer, list[list[str]]]:
+        """The optimizer for what this rank holds, and the names in its groups of all parameters.
+
+        The job's function sees every parameter, so that its groups are the same on every rank.
+        """
+        every = {name: self.parameters.get(name) if name in self.parameters else _stand_in(p)
+                 for name, p in self.trainable.items()}
+        optimizer = self.job.optimizer(list(every.items()))
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise JobError(f"optimizer returned {type(optimizer).__name__} and not a torch.optim.Optimizer")
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise JobError(f"{type(optimizer).__name__} evaluates the loss several times a step, and a step here does "
                            "so once", hint="an optimizer whose step() needs no closure, such as AdamW or SGD")
-        known = {id(p): name for name, p in self.parameters.items()}
+        known = {id(p): name for name, p in every.items()}
         given = [p for group in optimizer.param_groups for p in group["params"]]
         if strangers := sum(id(p) not in known for p in given):
             raise JobError(f"the optimizer holds {strangers} parameters that are not the model's",
@@ -248,7 +309,13 @@ class Stepper:
 
             warnings.warn(f"the optimizer leaves out {len(left_out)} trainable parameters, such as {min(left_out)}; "
                           "they will not change", stacklevel=2)
-        return optimizer
+        groups = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        for group, names in zip(optimizer.param_groups, groups, strict=True):
+            here = [name in self.parameters for name in names]
+            for key in ("params", "param_names"):
+                if key in group:
+                    group[key] = [item for item, is_here in zip(group[key], here, strict=True) if is_here]
+        return optimizer, groups
 
     def _build_schedule(self) -> Any:
         if self.job.lr_schedule is None:

@@ -8,14 +8,17 @@ and what gradients a rank then holds are reduced over the replicas. Each room se
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import JobError
 from paceline.strategies.data import run as data
+from paceline.strategies.layout import Batch, Layout, Whole
 from paceline.strategies.recompute import run as recompute
 from paceline.strategies.shard import run as shard
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from paceline.plan import Plan
@@ -72,6 +75,21 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
         _refuse_sparse(model)
     made = [room.prepare(model, plan=plan, mesh=mesh) for room in ROOMS if room.is_active(plan)]
     return [synchroniser for synchroniser in made if synchroniser is not None]
+
+
+def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Callable[[], Batch],
+            context: Callable[[], Any]) -> Layout:
+    """What this rank runs of the model. Collective.
+
+    Args:
+        example: Makes a small batch, for plans that must see the model's forward.
+        context: The numeric context of a forward.
+    """
+    if plan.axes.pipeline > 1:
+        from paceline.strategies.pipeline.run import lay_out as lay_out_pipeline
+
+        return lay_out_pipeline(model, plan=plan, mesh=mesh, device=device, example=example(), context=context)
+    return Whole(model, context)
 
 
 def _refuse_sparse(model: nn.Module) -> None:

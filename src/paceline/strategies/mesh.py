@@ -39,8 +39,25 @@ class Mesh:
         first = self.rank - self.coordinates[axis] * stride
         return [first + i * stride for i in range(self.sizes[axis])]
 
+    def rows(self, axis: str) -> list[list[int]]:
+        """All ranks, in rows along an axis."""
+        found = [Mesh(self.sizes, first).ranks_along(axis) for first in range(self.world_size)]
+        return [row for first, row in enumerate(found) if row[0] == first]
+
+    @property
+    def replicas(self) -> list[int]:
+        """Ranks that hold the same part of the model and see other samples: a block along data and shard."""
+        size = self.sizes["data"] * self.sizes["shard"]
+        first = self.rank - self.rank % size
+        return list(range(first, first + size))
+
+    @property
+    def replica(self) -> int:
+        """Which replica this rank belongs to: replicas are numbered along data, then shard."""
+        return self.coordinates["data"] * self.sizes["shard"] + self.coordinates["shard"]
+
     def group(self, axis: str) -> ProcessGroup:
-        """The process group along an axis. `connect` must have been called."""
+        """The process group along an axis, or of all "replicas". `connect` must have been called."""
         return self._groups[axis]
 
     def connect(self) -> None:
@@ -51,12 +68,21 @@ class Mesh:
             if size == self.world_size and size > 1:
                 self._groups[axis] = dist.group.WORLD  # type: ignore[assignment]
             elif size > 1:
-                for first in range(self.world_size):  # every rank makes every group, in one order
-                    ranks = Mesh(self.sizes, first).ranks_along(axis)
-                    if ranks[0] == first:
-                        group = dist.new_group(ranks)
-                        if self.rank in ranks:
-                            self._groups[axis] = group
+                for ranks in self.rows(axis):  # every rank makes every group, in one order
+                    group = dist.new_group(ranks)
+                    if self.rank in ranks:
+                        self._groups[axis] = group
+
+        size = len(self.replicas)
+        along = next((name for name in ("data", "shard") if self.sizes[name] == size > 1), None)
+        if along:
+            self._groups["replicas"] = self._groups[along]
+        elif size > 1:
+            for first in range(0, self.world_size, size):
+                ranks = list(range(first, first + size))
+                group = dist.group.WORLD if size == self.world_size else dist.new_group(ranks)
+                if first == self.replicas[0]:
+                    self._groups["replicas"] = group  # type: ignore[assignment]
 
     def _stride(self, axis: str) -> int:
         after = list(self.sizes)[list(self.sizes).index(axis) + 1:]

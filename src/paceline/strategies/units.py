@@ -8,6 +8,30 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_MARK = "model/"  # a parameter's name in the user's model, where it is held by a module of ours
+
+
+def name_of_attribute(name: str) -> str:
+    """The attribute under which a module of ours holds a parameter of the user's model; torch allows no dots in it."""
+    return _MARK + name.replace(".", "/")
+
+
+def name_in_model(path: str) -> str:
+    """A parameter's name in the user's model, whichever module holds it.
+
+    >>> name_in_model("pieces.3." + name_of_attribute("blocks.0.weight"))
+    'blocks.0.weight'
+    """
+    return path.partition(_MARK)[2].replace("/", ".") if _MARK in path else path
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Whether a module is called itself; a ModuleList, say, only holds others."""
+    from torch import nn
+
+    return type(module).forward is not nn.Module.forward
+
+
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost listed modules (children of a ModuleList or Sequential) that own parameters, by name.
 
@@ -22,10 +46,6 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     from torch import nn
 
     found: dict[str, nn.Module] = {}
-    uncallable = nn.Module.forward
-
-    def is_callable(module: nn.Module) -> bool:
-        return type(module).forward is not uncallable
 
     def visit(module: nn.Module, prefix: str) -> None:
         listed = isinstance(module, nn.ModuleList | nn.Sequential)

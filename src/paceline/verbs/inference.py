@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.launch.context import RankContext
     from paceline.runtime.checkpoint.read import Checkpoint
     from paceline.runtime.feed import Part
+    from paceline.strategies.layout import Layout
     from paceline.strategies.mesh import Mesh
 
 
@@ -31,6 +32,7 @@ class _Trained:
     """A model with a run's weights on one rank."""
 
     model: torch.nn.Module
+    layout: Layout
     mesh: Mesh
     part: Part
     checkpoint: Checkpoint
@@ -55,8 +57,8 @@ def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | 
         from paceline.runtime.evaluate import evaluate as evaluate_rank
 
         trained = _load(context, job, asked, Path(run))
-        figures = evaluate_rank(trained.model, job, job.validation, part=trained.part, mesh=trained.mesh,
-                                device=context.device, beat=context.beat)
+        figures = evaluate_rank(trained.model, trained.layout, job, job.validation, part=trained.part,
+                                mesh=trained.mesh, device=context.device, beat=context.beat)
         return {"plan": str(asked.plan), "step": trained.checkpoint.step,
                 "samples": trained.checkpoint.document["samples"],
                 "validation_loss": figures.pop("loss"), "metrics": figures}
@@ -94,7 +96,8 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
             from paceline.runtime.evaluate import outputs
 
             trained = _load(context, job, asked, Path(run))
-            for number, found in enumerate(outputs(trained.model, job, data, part=trained.part, device=context.device)):
+            for number, found in enumerate(outputs(trained.model, trained.layout, job, data, part=trained.part,
+                                                      device=context.device)):
                 save_file(_named(found), Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors")
             if context.world_size > 1:
                 import torch.distributed as dist
@@ -115,29 +118,34 @@ def _open(run_dir: Path, plan: str | Plan | None, *, devices: str | None,
     source = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
     given = Plan.read(plan) if plan is not None else Plan.read(folder.read_document(run_dir, folder.PLAN)["plan"])
     job, environment = source.load(), current()
-    asked = resolve(job, given.with_(accumulate=1), devices=devices, environment=environment)
+    asked = resolve(job, given.with_microbatches(1), devices=devices, environment=environment)
     return job, asked, Place(environment, asked.cluster.devices, timeout_s=timeout_s)
 
 
 def _load(context: RankContext, job: Job, asked: Resolved, run_dir: Path) -> _Trained:
     """Build the model under the plan and read the run's newest weights into it; each rank reads what it holds."""
+    import torch
+
     from paceline.runtime import state
+    from paceline.runtime.feed import example_batch
     from paceline.runtime.loop import part_of
-    from paceline.runtime.stepper import build_model
-    from paceline.strategies.compose import prepare
+    from paceline.runtime.stepper import autocast, build_model
+    from paceline.strategies.compose import lay_out, prepare
     from paceline.strategies.mesh import Mesh
 
     mesh = Mesh(asked.plan.axes.sizes(), context.rank)
     mesh.connect()
     model = build_model(job, context.device)
-    prepare(model, plan=asked.plan, mesh=mesh)
-    held = dict(model.named_parameters())
-    checkpoint = state.choose_checkpoint(context, run_dir,
-                                         accept=lambda found: state.model_mismatch(model, held, found))
+    dtype = torch.float64 if job.precision == "float64" else None
+    layout = lay_out(model, plan=asked.plan, mesh=mesh, device=context.device,
+                     example=lambda: example_batch(job.data).to(context.device, dtype),
+                     context=lambda: autocast(job, context.device))
+    prepare(layout.module, plan=asked.plan, mesh=mesh)
+    checkpoint = state.choose_checkpoint(context, run_dir, accept=lambda found: state.model_mismatch(model, found))
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint", hint="train it first, or longer")
-    state.load_weights(model, held, checkpoint)
-    return _Trained(model, mesh, part_of(asked.plan, mesh, asked.shares), checkpoint)
+    state.load_weights(model, dict(layout.module.named_parameters()), checkpoint)
+    return _Trained(model, layout, mesh, part_of(asked.plan, mesh, asked.shares), checkpoint)
 
 
 class _Inputs:

@@ -114,7 +114,7 @@ def _banner(job: Job, asked: Resolved, run_dir: Path) -> str:
     """What is about to run, with every derived number."""
     from paceline.runtime.order import split
 
-    plan, accumulate = asked.plan, asked.plan.modifiers.accumulate
+    plan, microbatches = asked.plan, asked.plan.num_microbatches
     per_replica = [len(part) for part in split(job.batch, asked.shares)]
     shown = str(per_replica[0]) if len(set(per_replica)) == 1 else ":".join(map(str, per_replica))
     length = f"{job.total_steps} steps" if job.total_steps is not None else "until the data ends"
@@ -123,8 +123,8 @@ def _banner(job: Job, asked: Resolved, run_dir: Path) -> str:
     samples = f"{job.num_samples} samples" if job.num_samples is not None else "a stream of samples"
     devices = ",".join(map(str, asked.cluster.devices))
     return (f"plan {plan} on {devices}\n"
-            f"global batch {job.batch} = {plan.replicas} x {shown} samples in {accumulate} micro-batch"
-            f"{'es' if accumulate != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
+            f"global batch {job.batch} = {plan.replicas} x {shown} samples in {microbatches} micro-batch"
+            f"{'es' if microbatches != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
             f"run folder {run_dir}")
 
 

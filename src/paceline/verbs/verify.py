@@ -157,7 +157,7 @@ def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, t
 
     devices = f"cpu:0-{plan.world_size - 1}"
     asked = resolve(job, plan, devices=devices)
-    cuts = asked.plan.replicas > 1 or asked.plan.modifiers.accumulate != 1
+    cuts = asked.plan.replicas > 1 or asked.plan.num_microbatches != 1
     problem = reference["problem"] if cuts else None
     try:
         ranks = run_local(_recorded(job, asked, list(reference["figures"]), folder), Cluster.local(devices).devices,

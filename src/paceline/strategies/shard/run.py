@@ -23,7 +23,7 @@ import torch
 from paceline.errors import JobError
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.shard.roll import Roll
-from paceline.strategies.units import find_units
+from paceline.strategies.units import find_units, is_callable, name_in_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,12 +47,16 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Sharding:
 
     units = find_units(model)
     whole = _kept_whole(model, units.values())
+    if not is_callable(model):  # pieces of stages: nothing would gather what lies outside them
+        in_units = {p for unit in units.values() for p in unit.parameters()}
+        whole |= {p for p in model.parameters() if p not in in_units}
     for parameter in model.parameters():
         if parameter not in whole:
             parameter.data = parameter.data.contiguous()  # FSDP2 takes no other memory format
     device = next(model.parameters()).device.type
     along = DeviceMesh.from_group(mesh.group("shard"), device, mesh_dim_names=("shard",))
-    sharded = {name: module for name, module in {**units, "": model}.items()
+    outermost = {"": model} if is_callable(model) else {}
+    sharded = {name: module for name, module in {**units, **outermost}.items()
                if module is model or any(p not in whole for p in module.parameters())}
     for unit in sharded.values():
         module = fully_shard(unit, mesh=along, reshard_after_forward=plan.sync.zero == 3, ignored_params=whole)
@@ -62,8 +66,9 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Sharding:
         # Ranks may use different parameters of a unit (experts): all take part in its reduction.
         if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
             module.set_reduce_scatter_unused_params(True, recurse=False)
-    _watch_calls(sharded, Roll(list(sharded), mesh.group("shard"), mesh.ranks_along("shard")))
-    model.forward = _explained(model.forward)
+    if outermost:  # a captured piece is called by every rank alike, and returns tensors
+        _watch_calls(sharded, Roll(list(sharded), mesh.group("shard"), mesh.ranks_along("shard")))
+        model.forward = _explained(model.forward)
     trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
     return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard")), zero=plan.sync.zero)
 
@@ -73,7 +78,8 @@ class Sharding:
 
     def __init__(self, root: nn.Module, sharded: Mapping[str, nn.Module], whole: GradientBuckets, *,
                  zero: int) -> None:
-        self.root: FSDPModule = root  # type: ignore[assignment]
+        # The outermost tells those inside it.
+        self.told: list[FSDPModule] = [sharded[""]] if "" in sharded else list(sharded.values())  # type: ignore
         self.whole, self.zero = whole, zero
         self.names = {name for name, p in root.named_parameters() if hasattr(p, "to_local") and p.requires_grad}
         self.used: set[str] = set()
@@ -82,9 +88,10 @@ class Sharding:
             module.register_forward_pre_hook(self._mark(name))
 
     def begin(self, *, last: bool) -> None:
-        self.root.set_is_last_backward(last)
-        self.root.set_reshard_after_backward(last or self.zero == 3)
-        self.root.set_requires_gradient_sync(last or self.zero > 1)
+        for module in self.told:
+            module.set_is_last_backward(last)
+            module.set_reshard_after_backward(last or self.zero == 3)
+            module.set_requires_gradient_sync(last or self.zero > 1)
 
     def unused(self) -> set[str]:
         """Parameters without a gradient of this rank since the last `finish`; FSDP2 gives them zeros."""
@@ -101,7 +108,8 @@ class Sharding:
             if unit in self.marked:
                 return
             self.marked.add(unit)
-            for name, parameter in module.named_parameters(prefix=unit):
+            for path, parameter in module.named_parameters(prefix=unit):
+                name = name_in_model(path)
                 if name in self.names and not hasattr(parameter, "to_local"):
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.used.add(name))
 

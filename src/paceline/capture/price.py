@@ -1,0 +1,52 @@
+"""What a captured piece costs: arithmetic and traffic counted operator by operator, from shapes alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from paceline.capture.graph import Piece
+
+# What a core does in a second; only the ratio matters for a cut. Measured on 2 cores (AVX-512), one thread each.
+FLOPS_PER_S = 90e9
+BYTES_PER_S = 8e9
+
+
+def forward_s(piece: Piece) -> float:
+    """Seconds of a piece's forward on one core of an ordinary CPU, from the shapes of its nodes."""
+    return sum(_flops(node) / FLOPS_PER_S + _moved_bytes(node) / BYTES_PER_S for node in piece.nodes)
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _moved_bytes(node: fx.Node) -> int:
+    made = _tensors(node.meta.get("val"))
+    read = [t for arg in node.all_input_nodes for t in _tensors(arg.meta.get("val"))]
+    memory = {t.untyped_storage()._cdata for t in read}
+    if made and all(t.untyped_storage()._cdata in memory for t in made):
+        return 0  # a view
+    return sum(t.numel() * t.element_size() for t in (*made, *read))
+
+
+def _flops(node: fx.Node) -> float:
+    """Of matrix products, convolutions and attention; a multiplication and an addition are two."""
+    name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+    shapes = [tuple(t.shape) for arg in node.args if isinstance(arg, fx.Node) for t in _tensors(arg.meta.get("val"))]
+    made = _tensors(node.meta.get("val"))
+    if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum") and len(shapes) >= 2 and made:
+        first = shapes[1] if name in ("addmm", "baddbmm") else shapes[0]
+        return 2.0 * made[0].numel() * first[-1]
+    if name.startswith("conv") and len(shapes) >= 2 and made:
+        weight = shapes[1]
+        return 2.0 * made[0].numel() * torch.Size(weight[1:]).numel()
+    if name == "scaled_dot_product_attention" and len(shapes) >= 3:
+        query, key = shapes[0], shapes[1]
+        return 4.0 * torch.Size(query).numel() * key[-2]
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        weights = [t for arg in node.args[2] for t in _tensors(arg.meta.get("val")) if t.ndim == 2]  # type: ignore
+        steps = made[0].numel() // made[0].shape[-1]
+        return 2.0 * steps * sum(t.numel() for t in weights)
+    return 0.0

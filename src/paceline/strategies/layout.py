@@ -1,0 +1,92 @@
+"""What a rank runs of a model: all of it, or stages of it. The step around it is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Batch(Protocol):
+    """A micro-batch, as far as a model is concerned."""
+
+    def call(self, model: nn.Module) -> Any:
+        """The model's output for it."""
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with."""
+
+
+class Work(Protocol):
+    """What belongs to a micro-batch besides the model."""
+
+    def before_forward(self, microbatch: int, stage: int) -> None:
+        """Random streams and the numeric context."""
+
+    def loss(self, microbatch: int, output: Any) -> torch.Tensor:
+        """What backward starts from."""
+
+    def before_backward(self, microbatch: int) -> None:
+        """Tells the synchronisers."""
+
+
+class Layout(Protocol):
+    """How a rank runs its part of a model.
+
+    module: holds the parameters of this rank, under the model's names. The rooms of the plan change it in place.
+    owners: for each parameter and buffer the place of the ranks that answer for it, along the axis that the model
+        is spread over: they alone count it in norms and write it into checkpoints.
+    owned, owned_buffers: names of what this rank answers for.
+    has_output: whether the model's output, and so the loss, is here.
+    """
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def owners(self) -> Mapping[str, int]: ...
+    @property
+    def owned(self) -> frozenset[str]: ...
+    @property
+    def owned_buffers(self) -> frozenset[str]: ...
+    @property
+    def has_output(self) -> bool: ...
+
+    def run(self, batches: Sequence[Batch], work: Work) -> None:
+        """Forward and backward of every micro-batch of a step."""
+
+    def forward(self, batch: Batch) -> Any:
+        """The model's output for one batch without gradients; None where `has_output` is false. Collective."""
+
+    def finish(self) -> None:
+        """Every gradient of this rank is complete over its replicas; make it so over its stages too."""
+
+
+class Whole:
+    """The model as it is."""
+
+    has_output = True
+
+    def __init__(self, model: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.module, self.context = model, context
+        self.owned = frozenset(name for name, _ in model.named_parameters())
+        self.owned_buffers = frozenset(name for name, _ in model.named_buffers())
+        self.owners = dict.fromkeys(self.owned | self.owned_buffers, 0)
+
+    def run(self, batches: Sequence[Batch], work: Work) -> None:
+        for number, batch in enumerate(batches):
+            work.before_forward(number, 0)
+            with self.context():
+                output = batch.call(self.module)
+            loss = work.loss(number, output)
+            work.before_backward(number)
+            loss.backward()
+
+    def forward(self, batch: Batch) -> Any:
+        return batch.call(self.module)
+
+    def finish(self) -> None:
+        """Nothing is elsewhere."""

@@ -1,0 +1,64 @@
+"""Where a model is cut into stages: consecutive pieces, so that the slowest stage is as fast as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+
+from paceline.errors import PlanError
+
+
+def balance(seconds: Sequence[float], held_bytes: Sequence[float], *, speeds: Sequence[float],
+            memory_bytes: Sequence[float]) -> list[int]:
+    """Cut consecutive pieces into one run a stage, exactly: the longest stage is the shortest possible.
+
+    Dynamic programming over (pieces, stages); of equally fast cuts the one whose stages are the more even.
+
+    Args:
+        seconds: of each piece on a device of speed 1.
+        held_bytes: what a piece takes of its stage's memory.
+        speeds, memory_bytes: of each stage's device.
+
+    Returns:
+        The first piece of each stage.
+
+    Raises:
+        PlanError: fewer pieces than stages, or no cut that fits.
+
+    >>> balance([1, 1, 1, 3], [0] * 4, speeds=[1, 1], memory_bytes=[1, 1])
+    [0, 3]
+    """
+    num_pieces, num_stages = len(seconds), len(speeds)
+    if num_pieces < num_stages:
+        raise PlanError(f"the model has {num_pieces} pieces and {num_stages} stages were asked for",
+                        hint=f"at most {num_pieces} stages")
+    time_to = [0.0, *accumulate(seconds)]
+    bytes_to = [0.0, *accumulate(held_bytes)]
+
+    def stage_s(stage: int, first: int, end: int) -> float:
+        """Time of a stage with these pieces; infinite if they don't fit."""
+        if bytes_to[end] - bytes_to[first] > memory_bytes[stage]:
+            return float("inf")
+        return (time_to[end] - time_to[first]) / speeds[stage]
+
+    @cache
+    def best(stage: int, first: int) -> tuple[float, float, int]:
+        """(longest stage, sum of squares, end of this stage) for the stages from this one on."""
+        if stage == num_stages - 1:
+            last = stage_s(stage, first, num_pieces)
+            return last, last * last, num_pieces
+        choices = []
+        for end in range(first + 1, num_pieces - (num_stages - stage - 1) + 1):
+            own, (longest, squares, _) = stage_s(stage, first, end), best(stage + 1, end)
+            choices.append((max(own, longest), own * own + squares, end))
+        return min(choices)
+
+    if best(0, 0)[0] == float("inf"):
+        raise PlanError(f"no cut into {num_stages} stages fits the devices' memory: the pieces hold "
+                        f"{sum(held_bytes) / 2**20:.0f} MiB and the largest {max(held_bytes) / 2**20:.0f} MiB",
+                        hint="more stages, smaller micro-batches, or recompute=full")
+    firsts = [0]
+    for stage in range(num_stages - 1):
+        firsts.append(best(stage, firsts[-1])[2])
+    return firsts

@@ -1,0 +1,138 @@
+"""In which order each rank of a pipeline works: one program that the simulator plays and the runtime carries out.
+
+Sources: Huang et al. 2019 (GPipe: all forwards, then all backwards); Narayanan et al. 2019 and 2021 (1F1B and its
+interleaved form); Qi et al. 2024 (zero bubble, ZB-H1: backward in two parts, the memory of 1F1B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal
+
+from paceline.plan import ScheduleName
+
+# F forward, B backward, I the gradients of inputs alone, W those of weights.
+ActionKind = Literal["F", "B", "I", "W"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """Work of one stage on one micro-batch.
+
+    >>> str(Action("F", 2, 0))
+    'F2.0'
+    """
+
+    kind: ActionKind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
+    def needs(self, num_stages: int) -> list[Action]:
+        """What must be done before, on any rank: the last stage's backward starts from its own forward."""
+        stage, microbatch = self.stage, self.microbatch
+        if self.kind == "F":
+            return [Action("F", stage - 1, microbatch)] if stage else []
+        if self.kind == "W":
+            return [Action("I", stage, microbatch)]
+        after = [Action(self.kind, stage + 1, microbatch)] if stage + 1 < num_stages else []
+        return [Action("F", stage, microbatch), *after]
+
+
+def stages_of(rank: int, *, num_ranks: int, virtual: int) -> list[int]:
+    """Stages that a rank holds: every `num_ranks`-th.
+
+    >>> stages_of(1, num_ranks=2, virtual=2)
+    [1, 3]
+    """
+    return [rank + num_ranks * turn for turn in range(virtual)]
+
+
+def schedule(name: ScheduleName, *, num_ranks: int, num_microbatches: int, virtual: int = 1) -> list[list[Action]]:
+    """Each rank's actions in order.
+
+    Carried out in this order by ranks that wait only for what an action needs, no schedule can block.
+    """
+    if name == "zero-bubble":
+        return _zero_bubble(num_ranks, num_microbatches)
+    # Micro-batches that don't come in whole rounds can block the interleaved order; more forwards ahead never do.
+    for more in count():
+        orders = [_forward_backward(name, rank, num_ranks, num_microbatches, virtual, more)
+                  for rank in range(num_ranks)]
+        if not blocked(orders, num_stages=num_ranks * virtual):
+            return orders
+    raise AssertionError
+
+
+def blocked(orders: Sequence[Sequence[Action]], *, num_stages: int) -> bool:
+    """Whether ranks that follow these orders come to wait for each other."""
+    done: set[Action] = set()
+    left = [list(reversed(order)) for order in orders]
+    moved = True
+    while moved:
+        moved = False
+        for order in left:
+            while order and all(needed in done for needed in order[-1].needs(num_stages)):
+                done.add(order.pop())
+                moved = True
+    return any(left)
+
+
+def _forward_backward(name: ScheduleName, rank: int, num_ranks: int, num_microbatches: int, virtual: int,
+                      more: int) -> list[Action]:
+    """Some forwards first, then one forward and one backward in turns, then the backwards that are left."""
+    def rounds(turns: Sequence[int]) -> list[tuple[int, int]]:
+        """(stage, micro-batch): `num_ranks` micro-batches through one stage of the rank, then through the next."""
+        return [(rank + num_ranks * turn, microbatch)
+                for first in range(0, num_microbatches, num_ranks) for turn in turns
+                for microbatch in range(first, min(first + num_ranks, num_microbatches))]
+
+    forwards = [Action("F", *at) for at in rounds(range(virtual))]
+    backwards = [Action("B", *at) for at in rounds(range(virtual)[::-1])]
+    if name == "gpipe":
+        ahead = len(forwards)
+    elif virtual == 1:
+        ahead = num_ranks - rank - 1
+    else:
+        ahead = 2 * (num_ranks - rank - 1) + (virtual - 1) * num_ranks
+    ahead = min(ahead + more, len(forwards))
+    turns = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+    return [*forwards[:ahead], *turns, *backwards[len(forwards) - ahead:]]
+
+
+def _zero_bubble(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
+    """Greedy: a free rank takes a gradient that others wait for, else a forward, else a weight gradient."""
+    seconds = {"F": 1.0, "I": 1.0, "W": 1.0}
+    best = {"I": 0, "F": 1, "W": 2}
+    done: dict[Action, float] = {}
+    free = [0.0] * num_ranks
+    orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+    left = [{Action(kind, rank, microbatch) for kind in ("F", "I", "W") for microbatch in range(num_microbatches)}
+            for rank in range(num_ranks)]
+    while any(left):
+        choices = []
+        for rank in range(num_ranks):
+            flying = sum({"F": 1, "I": 0, "W": -1}[action.kind] for action in orders[rank])
+            ready = [(max([free[rank], *(done[n] for n in action.needs(num_ranks))]), best[action.kind],
+                      action.microbatch, rank, action) for action in left[rank]
+                     if all(n in done for n in action.needs(num_ranks))
+                     and (action.kind != "F" or flying < num_ranks)]
+            choices += [min(ready)] if ready else []
+        start, _, _, rank, action = min(choices)
+        done[action] = free[rank] = start + seconds[action.kind]
+        orders[rank].append(action)
+        left[rank].remove(action)
+    return orders
+
+
+def in_flight(order: list[Action]) -> int:
+    """The most forwards whose activations a rank holds at one time."""
+    held = most = 0
+    for action in order:
+        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        most = max(most, held)
+    return most

@@ -1,0 +1,360 @@
+"""Carries out a model cut into stages: each on its rank, values and gradients going straight to who needs them.
+
+A stage takes values from any earlier stage, on any rank, and gives values to any later one, so skips over stages and
+branches are nothing special. Ranks follow their own order of actions and wait only for what an action needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.capture.graph import Capture, Constant, Piece, Value
+from paceline.strategies.pipeline.schedule import Action
+
+RunPiece = Callable[[Piece, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Pieces that run one after the other on one rank.
+
+    rank: where, counted along the axis that stages are spread over.
+    inputs: values of earlier stages that it needs. outputs: values that later stages need.
+    """
+
+    number: int
+    rank: int
+    pieces: tuple[Piece, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A capture cut into stages; the last one also has the model's output and the loss.
+
+    producer: stage of each value that crosses. consumers: stages that need it, in order.
+    """
+
+    capture: Capture
+    stages: tuple[Stage, ...]
+    producer: Mapping[str, int]
+    consumers: Mapping[str, tuple[int, ...]]
+
+
+def cut(capture: Capture, stage_of: Callable[[Piece], int], ranks: Sequence[int]) -> Staged:
+    """A capture whose pieces are given to stages; `ranks` says where each stage runs."""
+    members: list[list[Piece]] = [[] for _ in ranks]
+    producer: dict[str, int] = {}
+    for piece in capture.pieces:
+        members[stage_of(piece)].append(piece)
+        producer |= dict.fromkeys(piece.outputs, stage_of(piece))
+    needed: list[dict[str, None]] = [{} for _ in ranks]
+    for number, pieces in enumerate(members):
+        for name in (name for piece in pieces for name in piece.inputs):
+            if name in producer and producer[name] != number:
+                needed[number][name] = None
+    for output in capture.outputs:
+        if not isinstance(output, Constant) and output in producer and producer[output] != len(ranks) - 1:
+            needed[-1][output] = None
+    consumers = {name: tuple(k for k, names in enumerate(needed) if name in names) for name in producer}
+    consumers = {name: stages for name, stages in consumers.items() if stages}
+    stages = tuple(
+        Stage(number, ranks[number], tuple(pieces), tuple(capture.values[name] for name in needed[number]),
+              tuple(capture.values[name] for piece in pieces for name in piece.outputs if name in consumers))
+        for number, pieces in enumerate(members))
+    return Staged(capture, stages, {name: producer[name] for name in consumers}, consumers)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A value on its way to a rank, or its gradient on the way back from one of its consumers."""
+
+    value: str
+    microbatch: int
+    consumer: int | None = None
+
+
+@dataclass
+class _Flight:
+    """What a stage keeps of a micro-batch between its forward and its backward."""
+
+    inputs: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
+    loss: torch.Tensor | None = None
+    weights_left: Callable[[], None] | None = None
+
+
+class Links:
+    """Sends and receives between the ranks along an axis.
+
+    Messages from one rank to another come in the sender's order, which the receiver knows: no tags are needed.
+    """
+
+    def __init__(self, ranks: Sequence[int], own: int, device: torch.device) -> None:
+        self.ranks, self.own, self.device = ranks, own, device
+        self.expected: dict[int, Iterator[tuple[Message, Value]]] = {}
+        self.posted: dict[tuple[int, Message], tuple[dist.Work, torch.Tensor]] = {}
+        self.sent: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def expect(self, messages: Mapping[int, Sequence[tuple[Message, Value]]]) -> None:
+        """What each rank will send to this one in the coming step, in order."""
+        self.expected = {rank: iter(items) for rank, items in messages.items()}
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        tensor = tensor.detach().contiguous()
+        self.sent = [(work, held) for work, held in self.sent if not work.is_completed()]
+        work = dist.isend(tensor, self.ranks[to])
+        assert work is not None
+        self.sent.append((work, tensor))
+
+    def post(self, message: Message, source: int) -> None:
+        """Be ready to receive a message, and those that come before it."""
+        while (source, message) not in self.posted:
+            coming, value = next(self.expected[source])
+            buffer = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+            work = dist.irecv(buffer, self.ranks[source])
+            assert work is not None
+            self.posted[source, coming] = (work, buffer)
+
+    def receive(self, message: Message, source: int) -> torch.Tensor:
+        self.post(message, source)
+        work, buffer = self.posted.pop((source, message))
+        work.wait()
+        return buffer
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has left."""
+        for work, _ in self.sent:
+            work.wait()
+        self.sent = []
+        assert not self.posted, "messages were received that nobody used"
+
+
+@dataclass
+class Engine:
+    """One rank's part of a step.
+
+    orders: every rank's actions.
+    links: to the other ranks of the axis.
+    run_piece: runs one piece with the tensors that this rank holds.
+    weights: trainable parameters of a stage of this rank.
+    """
+
+    orders: Sequence[Sequence[Action]]
+    links: Links
+    run_piece: RunPiece
+    weights: Callable[[Stage], list[torch.nn.Parameter]]
+    _received: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    _uses: dict[tuple[str, int], int] = field(default_factory=dict)
+    _gradients: dict[Message, torch.Tensor | None] = field(default_factory=dict)
+    _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+
+    def run(self, staged: Sequence[Staged], inputs: Sequence[Mapping[str, torch.Tensor]],
+            loss: Callable[[int, Any], torch.Tensor], *, before: Callable[[Action], None] = lambda action: None,
+            ) -> None:
+        """Forward and backward of every micro-batch.
+
+        Args:
+            staged: The cut capture of each micro-batch.
+            inputs: The model's own inputs of each micro-batch, by name.
+            loss: From a micro-batch's number and the model's output to what backward starts from.
+            before: Called before each action.
+        """
+        self._begin(staged)
+        order = self.orders[self.links.own]
+        for position, action in enumerate(order):
+            for coming in order[position:position + 2]:
+                self._post(coming, staged[coming.microbatch])
+            before(action)
+            if action.kind == "F":
+                self._forward(action, staged[action.microbatch], inputs[action.microbatch], loss)
+            else:
+                self._backward(action, staged[action.microbatch])
+        self.links.finish()
+
+    def run_forward(self, staged: Staged, inputs: Mapping[str, torch.Tensor]) -> Any:
+        """The model's output for one batch, on the rank of the last stage; None on others."""
+        own, found = self.links.own, None
+        self.links.expect({rank: [(Message(value.name, 0), value) for stage in staged.stages if stage.rank == rank
+                                  for value in stage.outputs if own in self._takers(staged, value.name)]
+                           for rank in range(len(self.links.ranks)) if rank != own})
+        self._received, self._uses = {}, {}
+        for stage in staged.stages:
+            if stage.rank != own:
+                continue
+            values = dict(inputs) | {v.name: self._take(staged, v, 0) for v in stage.inputs}
+            self._run_pieces(stage, values)
+            self._give(staged, stage, {v.name: values[v.name] for v in stage.outputs}, 0)
+            if stage.number == len(staged.stages) - 1:
+                found = staged.capture.result(values)
+        self.links.finish()
+        return found
+
+    def _begin(self, staged: Sequence[Staged]) -> None:
+        own = self.links.own
+        self.links.expect({rank: list(self._messages(self.orders[rank], staged, to=own, rank=rank))
+                           for rank in range(len(self.orders)) if rank != own})
+        self._received, self._uses, self._gradients, self._flights = {}, {}, {}, {}
+
+    def _messages(self, order: Sequence[Action], staged: Sequence[Staged], *, to: int,
+                  rank: int) -> Iterator[tuple[Message, Value]]:
+        """What a rank with this order sends to another."""
+        for action in order:
+            at = staged[action.microbatch]
+            stage = at.stages[action.stage]
+            if action.kind == "F":
+                yield from ((Message(value.name, action.microbatch), value) for value in stage.outputs
+                            if to in self._takers(at, value.name))
+            elif action.kind in ("B", "I"):
+                yield from ((Message(value.name, action.microbatch, stage.number), value) for value in stage.inputs
+                            if value.differentiable and at.stages[at.producer[value.name]].rank == to)
+
+    def _takers(self, staged: Staged, name: str) -> list[int]:
+        """Ranks that need a value of another rank."""
+        home = staged.stages[staged.producer[name]].rank
+        return sorted({staged.stages[k].rank for k in staged.consumers[name]} - {home})
+
+    def _post(self, action: Action, staged: Staged) -> None:
+        """Be ready for what other ranks send for an action."""
+        own, stage, number = self.links.own, staged.stages[action.stage], action.microbatch
+        if action.kind == "F":
+            for value in stage.inputs:
+                home = staged.stages[staged.producer[value.name]].rank
+                if home != own and (value.name, number) not in self._received:
+                    self.links.post(Message(value.name, number), home)
+        elif action.kind in ("B", "I"):
+            for value in stage.outputs:
+                for consumer in staged.consumers[value.name] if value.differentiable else ():
+                    if staged.stages[consumer].rank != own:
+                        self.links.post(Message(value.name, number, consumer), staged.stages[consumer].rank)
+
+    def _take(self, staged: Staged, value: Value, number: int) -> torch.Tensor:
+        """A value of an earlier stage, from this rank or another; kept until the last stage here has taken it."""
+        key = (value.name, number)
+        if key not in self._received:
+            home = staged.stages[staged.producer[value.name]].rank
+            self._keep(staged, value.name, number, self.links.receive(Message(value.name, number), home))
+        self._uses[key] -= 1
+        return self._received[key] if self._uses[key] else self._received.pop(key)
+
+    def _keep(self, staged: Staged, name: str, number: int, tensor: torch.Tensor) -> None:
+        uses = sum(staged.stages[k].rank == self.links.own for k in staged.consumers[name])
+        if uses:
+            self._received[name, number], self._uses[name, number] = tensor.detach(), uses
+
+    def _give(self, staged: Staged, stage: Stage, outputs: Mapping[str, torch.Tensor], number: int) -> None:
+        for name, tensor in outputs.items():
+            self._keep(staged, name, number, tensor)
+            for rank in self._takers(staged, name):
+                self.links.send(tensor, rank)
+
+    def _run_pieces(self, stage: Stage, values: dict[str, torch.Tensor]) -> None:
+        for piece in stage.pieces:
+            values |= zip(piece.outputs, self.run_piece(piece, tuple(values[name] for name in piece.inputs)),
+                          strict=True)
+
+    def _forward(self, action: Action, staged: Staged, inputs: Mapping[str, torch.Tensor],
+                 loss: Callable[[int, Any], torch.Tensor]) -> None:
+        stage, number = staged.stages[action.stage], action.microbatch
+        taken = {value.name: self._take(staged, value, number).detach().requires_grad_(value.differentiable)
+                 for value in stage.inputs}
+        values = dict(inputs) | taken
+        self._run_pieces(stage, values)
+        flight = _Flight(taken, {value.name: values[value.name] for value in stage.outputs})
+        if stage.number == len(staged.stages) - 1:
+            flight.loss = loss(number, staged.capture.result(values))
+        self._flights[action.stage, number] = flight
+        self._give(staged, stage, flight.outputs, number)
+
+    def _backward(self, action: Action, staged: Staged) -> None:
+        stage, key = staged.stages[action.stage], (action.stage, action.microbatch)
+        flight = self._flights[key]
+        if action.kind == "W":
+            assert flight.weights_left is not None, "I comes before W"
+            flight.weights_left()
+            del self._flights[key]
+            return
+        roots, gradients = self._roots(action, staged, flight)
+        if action.kind == "I":
+            inputs = [tensor for tensor in flight.inputs.values() if tensor.requires_grad]
+            flight.weights_left = backward_of_inputs(roots, gradients, inputs, self.weights(stage))
+        elif roots:
+            torch.autograd.backward(roots, gradients)
+        self._return_gradients(action, staged, flight)
+        if action.kind == "B":
+            del self._flights[key]
+
+    def _roots(self, action: Action, staged: Staged,
+               flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where a stage's backward starts: its outputs with the gradients that came for them, and the loss."""
+        stage, number = staged.stages[action.stage], action.microbatch
+        roots: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for value in stage.outputs:
+            if not value.differentiable:
+                continue
+            came = [g for g in (self._gradient(staged, value, number, consumer)
+                                for consumer in staged.consumers[value.name]) if g is not None]
+            output = flight.outputs[value.name]
+            if came and output.requires_grad:
+                roots.append(output)
+                gradients.append(came[0] if len(came) == 1 else torch.stack(came).sum(0))
+        if flight.loss is not None:
+            roots.append(flight.loss)
+            gradients.append(torch.ones_like(flight.loss))
+        return roots, gradients
+
+    def _gradient(self, staged: Staged, value: Value, number: int, consumer: int) -> torch.Tensor | None:
+        home, message = staged.stages[consumer].rank, Message(value.name, number, consumer)
+        if home == self.links.own:
+            return self._gradients.pop(message)
+        return self.links.receive(message, home)
+
+    def _return_gradients(self, action: Action, staged: Staged, flight: _Flight) -> None:
+        """Give the gradients of a stage's inputs to the stages that they come from."""
+        stage, number = staged.stages[action.stage], action.microbatch
+        for value in stage.inputs:
+            if not value.differentiable:
+                continue
+            home, gradient = staged.stages[staged.producer[value.name]].rank, flight.inputs[value.name].grad
+            if home == self.links.own:
+                self._gradients[Message(value.name, number, stage.number)] = gradient
+            else:
+                self.links.send(torch.zeros(value.shape, dtype=value.dtype, device=self.links.device)
+                                if gradient is None else gradient, home)
+
+
+def backward_of_inputs(roots: list[torch.Tensor], gradients: list[torch.Tensor], inputs: list[torch.Tensor],
+                       weights: list[torch.nn.Parameter]) -> Callable[[], None]:
+    """The first half of a backward: gradients of the inputs alone. What is returned does the other half.
+
+    The graph is kept in between.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    if not roots:
+        return lambda: None
+    if not inputs:  # the first stage: all of its backward is its weights'
+        return lambda: torch.autograd.backward(roots, gradients)
+    # torch detaches in place what it is given, which views don't allow.
+    _, groups = stage_backward_input([root.clone() for root in roots], gradients, inputs, iter(weights))
+    edges = {torch.autograd.graph.get_gradient_edge(weight).node: weight for weight in weights}
+    reached = {edges[node] for group in groups for node in group["params"]}
+
+    def rest() -> None:
+        # Weights that no path from the inputs leads past, such as those of an embedding that this stage adds.
+        apart = [weight for weight in weights if weight not in reached]
+        if apart:
+            torch.autograd.backward(roots, gradients, inputs=apart, retain_graph=True)
+        stage_backward_weight(iter(weights), groups)
+        for weight in reached:  # torch adds these gradients without telling those who wait for them
+            for hook in (weight._post_accumulate_grad_hooks or {}).values():
+                hook(weight)
+
+    return rest

@@ -1,0 +1,164 @@
+"""A rank's part of a model that is cut into stages over the ranks of an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from paceline.capture.graph import Capture, Piece, capture
+from paceline.errors import JobError
+from paceline.strategies.layout import Batch, Work
+from paceline.strategies.pipeline.schedule import Action
+from paceline.strategies.stages.engine import Engine, Links, Stage, Staged, cut
+from paceline.strategies.stages.module import PieceModule, Pieces
+
+if TYPE_CHECKING:
+    from paceline.strategies.mesh import Mesh
+
+
+def hollow(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Put stand-ins without memory in the place of a model's parameters, and return those by name.
+
+    The model can still be captured; tied parameters stay tied.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    found = dict(model.named_parameters())
+    stand_ins = {id(p): nn.Parameter(mode.from_tensor(p.data, static_shapes=True), requires_grad=p.requires_grad)
+                 for p in found.values()}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = stand_ins[id(parameter)]
+    return found
+
+
+class Stages:
+    """Stages of a model on their ranks; see `Layout`.
+
+    template: the model, hollow. tensors: its parameters, real ones. stage_of: the stage of each piece by key, of the
+    training capture. ranks: where along `axis` each stage runs. orders: of actions, for each rank.
+    """
+
+    def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter], *, example: Capture,
+                 stage_of: Mapping[str, int], ranks: Sequence[int], orders: Sequence[Sequence[Action]], mesh: Mesh,
+                 axis: str, device: torch.device,
+                 context: Callable[[], Any]) -> None:
+        self.template, self.stage_of, self.ranks, self.context = template, stage_of, ranks, context
+        self.captures: dict[Any, Staged] = {}
+        own = mesh.coordinates[axis]
+        self.links = Links(mesh.ranks_along(axis), own, device)
+        first_name = _first_names(template)
+        holders: dict[str, list[int]] = {name: [] for name in tensors}
+        buffer_owners = dict.fromkeys((name for name, _ in template.named_buffers()), 0)
+        for piece in example.pieces:
+            buffer_owners |= dict.fromkeys(piece.buffers, ranks[stage_of[piece.key]])
+            for name in dict.fromkeys(first_name[n] for n in piece.parameters):
+                if ranks[stage_of[piece.key]] not in holders[name]:
+                    holders[name].append(ranks[stage_of[piece.key]])
+        unused = [name for name, at in holders.items() if not at]
+        for name in unused:
+            holders[name] = [0]
+        self.first_name = first_name
+        # The order of a tied parameter's owners is that of the stages, so that the first one answers for it.
+        self.owned = frozenset(name for name, at in holders.items() if at[0] == own)
+        self.owned_buffers = frozenset(name for name, at in buffer_owners.items() if at == own)
+        self.owners = {**{name: at[0] for name, at in holders.items()}, **buffer_owners}
+        pieces = {piece.key: PieceModule({name: tensors[name] for name in
+                                          dict.fromkeys(first_name[n] for n in piece.parameters)})
+                  for piece in example.pieces if piece.parameters and ranks[stage_of[piece.key]] == own}
+        self.module: Pieces = Pieces(pieces, {name: tensors[name] for name in unused if own == 0},
+                                     dict(template.named_buffers(remove_duplicate=False)))
+        self.engine = Engine(orders, self.links, self.module.run, self._weights)
+        self.has_output = ranks[-1] == own
+        self.ties = [(name, at) for name, at in holders.items() if len(at) > 1]
+        self.groups = {members: _group(mesh, axis, members) for members in
+                       sorted({tuple(at) for _, at in self.ties})}
+        self.own = own
+
+    def run(self, batches: Sequence[Batch], work: Work) -> None:
+        staged = [self._staged(batch) for batch in batches]
+        inputs = [self._bound(at, batch) for at, batch in zip(staged, batches, strict=True)]
+
+        def before(action: Action) -> None:
+            if action.kind == "F":
+                work.before_forward(action.microbatch, action.stage)
+            else:
+                work.before_backward(action.microbatch)
+
+        with self.context():
+            self.engine.run(staged, inputs, work.loss, before=before)
+
+    def forward(self, batch: Batch) -> Any:
+        staged = self._staged(batch)
+        return self.engine.run_forward(staged, self._bound(staged, batch))
+
+    def finish(self) -> None:
+        """Sum the gradients of parameters that several stages use over their ranks. Collective over those."""
+        held = dict(self.module.named_parameters())
+        for name, members in self.ties:
+            if self.own not in members:
+                continue
+            parameter = held[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            dist.all_reduce(gradient, group=self.groups[tuple(members)])
+
+    def _weights(self, stage: Stage) -> list[nn.Parameter]:
+        modules = [self.module.by_key[piece.key] for piece in stage.pieces if piece.parameters]
+        return list({p: None for module in modules for p in module.parameters() if p.requires_grad})
+
+    def _staged(self, batch: Batch) -> Staged:
+        """The capture for a batch of this shape, cut; made when the shape is first seen."""
+        args, kwargs = batch.arguments()
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        key = (self.template.training, str(spec),
+               tuple((tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in flat))
+        if key not in self.captures:
+            with self.context():
+                found = capture(self.template, args, kwargs)
+            self.captures[key] = cut(self._named(found), self._stage, self.ranks)
+            self._before = 0
+        return self.captures[key]
+
+    def _named(self, found: Capture) -> Capture:
+        """The capture with a tied parameter under one name."""
+        from dataclasses import replace
+
+        return replace(found, pieces=tuple(
+            replace(piece, parameters=tuple(self.first_name[n] for n in piece.parameters)) for piece in found.pieces))
+
+    def _stage(self, piece: Piece) -> int:
+        """A piece that training doesn't have (or calls otherwise) runs where the one before it runs."""
+        if piece.key not in self.stage_of and piece.parameters:
+            raise JobError(f"'{piece.key}' runs here and not in the capture that the model was cut by",
+                           hint="the model takes another course for this input; use a data=N or shard=N plan")
+        self._before = self.stage_of.get(piece.key, getattr(self, "_before", 0))
+        return self._before
+
+    def _bound(self, staged: Staged, batch: Batch) -> dict[str, torch.Tensor]:
+        return staged.capture.bind(*batch.arguments())
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """For every name of a parameter the one under which it is listed."""
+    listed = {id(p): name for name, p in model.named_parameters()}
+    return {name: listed[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _group(mesh: Mesh, axis: str, members: Sequence[int]) -> dist.ProcessGroup | None:
+    """The group of these places along an axis, for this rank's row. Collective: every rank makes every group."""
+    own = None
+    for ranks in mesh.rows(axis):
+        group = dist.new_group([ranks[at] for at in members])
+        if mesh.rank in [ranks[at] for at in members]:
+            own = group
+    return own
