@@ -89,7 +89,7 @@ def run_command(command: Sequence[str], *, timeout_s: float = 600.0) -> str:
     Raises:
         ContenderFailed: it failed or took too long; nothing of it is left running.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     process = subprocess.Popen(
         command,
         cwd=ROOT,

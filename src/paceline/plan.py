@@ -27,13 +27,17 @@ class Axes:
     """Sizes of the mesh axes, outermost first. An axis of size 1 is not there.
 
     pipeline: ranks that hold consecutive stages of the model.
+    parts: ranks that hold modules as a placement says.
     data: replicas whose gradients meet by all-reduce.
     shard: replicas that also share optimizer state, gradients and parameters.
+    tensor: ranks that hold parts of each layer.
     """
 
     pipeline: int = 1
+    parts: int = 1
     data: int = 1
     shard: int = 1
+    tensor: int = 1
 
     def sizes(self) -> dict[str, int]:
         """Axis name to size, outermost first."""
@@ -52,12 +56,15 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """In what order the ranks of a pipeline work.
+    """Where the model's modules go, and in what order the ranks that hold them work.
 
+    place: "auto" or a file with the modules of each part; "" for a plan without parts.
+    schedule: of a pipeline.
     microbatches: how many a replica's part of a step is cut into; "auto" is twice as many as ranks.
     virtual: stages a rank holds; above 1 for "interleaved" alone.
     """
 
+    place: str = ""
     schedule: ScheduleName = "1f1b"
     microbatches: int | Literal["auto"] = "auto"
     virtual: int = 1
@@ -162,6 +169,8 @@ class Plan:
                 raise PlanError(f"{key}={values[key]} is about a pipeline, and the plan has none",
                                 hint="add pipeline=N" + ("; accumulate=K cuts the steps of other plans"
                                                          if key == "microbatches" else ""))
+        if "place" in values and "parts" not in values:
+            raise PlanError(f"place={values['place']} needs the number of parts", hint="add parts=N, one a device")
         if values.get("schedule") == "interleaved":
             values.setdefault("virtual", 2)
         parts = {group: {k: v for k, v in values.items() if _KEYS[k].group == group} for group in _GROUPS}
@@ -241,8 +250,11 @@ _GROUPS: dict[str, Callable[..., Any]] = {"axes": Axes, "sync": AllReduce, "sche
 # Canonical order of the text form: axes outermost first, then synchronisation, schedule, modifiers.
 _KEYS: dict[str, _Key] = {
     "pipeline": _Key("axes", 1, "N", _whole),
+    "place": _Key("schedule", "", "auto|FILE", _word),
+    "parts": _Key("axes", 1, "N", _whole),
     "data": _Key("axes", 1, "N", _whole),
     "shard": _Key("axes", 1, "N", _whole),
+    "tensor": _Key("axes", 1, "N", _whole),
     "zero": _Key("sync", 3, "1|2|3", _whole),
     "schedule": _Key("schedule", "1f1b", "gpipe|1f1b|interleaved|zero-bubble", _word),
     "microbatches": _Key("schedule", "auto", "M|auto", _whole_or_auto),
@@ -276,7 +288,12 @@ def _schedule_problems(plan: Plan) -> list[str]:
     elif (order.virtual > 1) != (order.schedule == "interleaved"):
         found.append(f"virtual={order.virtual} contradicts schedule={order.schedule}: several stages a rank is what "
                      "schedule=interleaved means")
-    if order != Schedule() and plan.axes.pipeline == 1:
+    if (order.place != "") != (plan.axes.parts != 1):
+        found.append(f"parts={plan.axes.parts} and place={order.place or 'nothing'}: modules are placed with "
+                     "place=auto|FILE and parts=N of at least 2")
+    if plan.axes.parts != 1 and plan.axes.pipeline != 1:
+        found.append("pipeline=N and parts=N: both say where the model's modules go")
+    if replace(order, place="") != Schedule() and plan.axes.pipeline == 1:
         found.append("schedule, microbatches and virtual are about a pipeline, and the plan has none: add pipeline=N")
     if plan.axes.pipeline != 1 and plan.modifiers.accumulate != 1:
         found.append(f"accumulate={plan.modifiers.accumulate} and a pipeline: its steps are cut by microbatches=M")

@@ -1,12 +1,14 @@
-"""What a captured piece costs: arithmetic and traffic counted operator by operator, from shapes alone."""
+"""What a captured piece costs: arithmetic, traffic and memory, from shapes alone."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from paceline.capture.graph import Piece
+from paceline.capture.graph import Piece, Value
 
 # What a core does in a second; only the ratio matters for a cut. Measured on 2 cores (AVX-512), one thread each.
 FLOPS_PER_S = 90e9
@@ -16,6 +18,31 @@ BYTES_PER_S = 8e9
 def forward_s(piece: Piece) -> float:
     """Seconds of a piece's forward on one core of an ordinary CPU, from the shapes of its nodes."""
     return sum(_flops(node) / FLOPS_PER_S + _moved_bytes(node) / BYTES_PER_S for node in piece.nodes)
+
+
+def kept_bytes(piece: Piece, values: Mapping[str, Value], parameters: Mapping[str, nn.Parameter],
+               buffers: Mapping[str, torch.Tensor]) -> int:
+    """Bytes that a piece's forward keeps for its backward, with its outputs; found by running it on fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        held = [torch.empty(parameters[name].shape, dtype=parameters[name].dtype,
+                            requires_grad=parameters[name].requires_grad) for name in piece.parameters]
+        also = [torch.empty(buffers[name].shape, dtype=buffers[name].dtype) for name in piece.buffers]
+        given = [torch.empty(values[name].shape, dtype=values[name].dtype, requires_grad=values[name].differentiable)
+                 for name in piece.inputs]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = piece.run(*held, *also, *given)
+        for tensor in outputs:
+            pack(tensor)
+        elsewhere = {tensor.untyped_storage()._cdata for tensor in (*held, *also, *given)}
+        return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in elsewhere)
 
 
 def _tensors(value: object) -> list[torch.Tensor]:

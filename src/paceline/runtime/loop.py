@@ -49,6 +49,7 @@ class Settings:
     """What a launch is told besides job and plan.
 
     shares: weight of each replica in the global batch.
+    memory_bytes: of each rank's device; a placement must fit into it.
     observer: looks on without changing anything; `verify` compares through it.
     """
 
@@ -57,6 +58,7 @@ class Settings:
     save_every: int | None = None
     resume: bool = False
     loader_workers: int = 0
+    memory_bytes: tuple[float, ...] = ()
     observer: Observer | None = None
 
 
@@ -145,7 +147,7 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     memory = PeakMemory(context.device)
     mesh = Mesh(plan.axes.sizes(), context.rank)
     mesh.connect()
-    stepper = Stepper(job, plan, mesh, context.device)
+    stepper = Stepper(job, plan, mesh, context.device, memory_bytes=settings.memory_bytes)
     drift.check_replicas(stepper.held, mesh=mesh, step=0)
     run_dir = settings.run_dir
     writer = metrics = None
@@ -317,7 +319,7 @@ def _export(run: _Run, path: Path) -> None:
     for name, tensor in run.stepper.model_tensors():
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         here[name] = whole.detach()
-    row = mesh.ranks_along("pipeline")
+    row = mesh.ranks_along(mesh.stage_axis)
     if len(row) > 1 and row[0] == 0:
         here = _brought_together(run, here, row)
     if rank == 0:
@@ -331,9 +333,9 @@ def _brought_together(run: _Run, here: dict[str, torch.Tensor], row: list[int]) 
     found: dict[str, torch.Tensor] = {}
     for name, p in [*model.named_parameters(remove_duplicate=False), *state.persistent_buffers(model).items()]:
         home = owned[first_name.get(id(p), name)]
-        if run.mesh.coordinates["pipeline"] == home == 0:
+        if run.mesh.coordinates[run.mesh.stage_axis] == home == 0:
             found[name] = here[name]
-        elif run.mesh.coordinates["pipeline"] == home:
+        elif run.mesh.coordinates[run.mesh.stage_axis] == home:
             torch.distributed.send(here[name].contiguous(), row[0])
         elif run.context.rank == 0:
             found[name] = torch.empty(p.shape, dtype=p.dtype, device=run.context.device)

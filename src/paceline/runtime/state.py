@@ -16,15 +16,16 @@ from paceline.launch.logs import logger
 from paceline.runtime.checkpoint.pieces import Piece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
 from paceline.runtime.stepper import Stepper
+from paceline.strategies.mesh import axes_cut
 
 # Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY.
 
 
 def pieces(stepper: Stepper) -> Iterator[Piece]:
-    """What this rank writes of what it owns: in the first replica its shards, and what is whole on the first of all."""
-    at = stepper.mesh.coordinates
+    """What this rank writes of what it owns: its part of a tensor, if it is the first of those that hold that part."""
     for name, tensor in _tensors(stepper):
-        if at["data"] == 0 and (hasattr(tensor, "to_local") or at["shard"] == 0):
+        cut_along = axes_cut(tensor)
+        if not any(stepper.mesh.coordinates[axis] for axis in ("data", "shard", "tensor") if axis not in cut_along):
             yield from pieces_of(name, tensor.detach())
 
 

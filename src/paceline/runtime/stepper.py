@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,11 @@ from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_streams
 from paceline.strategies.compose import lay_out, prepare
 from paceline.strategies.data.run import local
-from paceline.strategies.mesh import Mesh
+from paceline.strategies.layout import Layout
+from paceline.strategies.mesh import Mesh, axes_cut
 from paceline.strategies.shard.run import is_about_shards
+
+ADAM_STATES = 2.0  # bytes of state a byte of parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,19 @@ def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, dtype=torch.bfloat16) if job.precision == "bf16" else nullcontext()
 
 
+def lay_out_job(model: torch.nn.Module, job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
+                memory_bytes: Sequence[float] = ()) -> Layout:
+    """What this rank runs of the job's model. Collective.
+
+    memory_bytes: of each rank's device; without it nothing is too large.
+    """
+    dtype = torch.float64 if job.precision == "float64" else None
+    return lay_out(model, plan=plan, mesh=mesh, device=device, memory_bytes=memory_bytes,
+                   example=lambda: example_batch(job.data).to(device, dtype), context=lambda: autocast(job, device),
+                   microbatch_samples=-(-job.batch // (plan.replicas * plan.num_microbatches)),
+                   state_factor=ADAM_STATES)
+
+
 def _kinds(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
     """Parameters that torch takes together: whole ones, and distributed ones of one mesh."""
     found: dict[Any, list[torch.nn.Parameter]] = {}
@@ -92,7 +108,9 @@ class _Window:
         self.tallies: list[Tally] = []
 
     def before_forward(self, microbatch: int, stage: int) -> None:
-        place = (self.stepper.mesh.rank, microbatch, stage) if stage else (self.stepper.mesh.rank, microbatch)
+        mesh = self.stepper.mesh
+        rank = mesh.rank // mesh.sizes["tensor"]  # ranks that compute one layer together draw alike
+        place = (rank, microbatch, stage) if stage else (rank, microbatch)
         seed_streams(self.stepper.job.seed, "step", self.step, *place)
         self.beat("forward")
 
@@ -121,11 +139,11 @@ class Stepper:
     groups: names of the parameters in each of the optimizer's groups, wherever they are held.
     """
 
-    def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
+                 memory_bytes: Sequence[float] = ()) -> None:
         self.job, self.mesh, self.device = job, mesh, device
         self.model = build_model(job, device)
-        self.layout = lay_out(self.model, plan=plan, mesh=mesh, device=device, example=self._example,
-                              context=lambda: autocast(job, device))
+        self.layout = lay_out_job(self.model, job, plan=plan, mesh=mesh, device=device, memory_bytes=memory_bytes)
         self.synchronisers = prepare(self.layout.module, plan=plan, mesh=mesh)
         self.model.train()
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -185,6 +203,8 @@ class Stepper:
 
         Ranks without the model's output have no tallies and learn of the loss here.
         """
+        if self.mesh.coordinates["tensor"]:
+            tallies = []  # the first of those that compute a loss together tells it
         totals = [tally.total for tally in tallies] or [torch.zeros((), dtype=torch.float64, device=self.device)]
         count = sum(torch.as_tensor(tally.count, dtype=torch.float64, device=self.device) for tally in tallies)
         sums = sum(not tally.is_mean for tally in tallies)
@@ -247,13 +267,19 @@ class Stepper:
         """
         if self.job.clip is None:
             return None
-        own = [self.parameters[name] for name in self.parameters if name in self.layout.owned]
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for kind in _kinds(own):
-            norm = torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])
-            squares += (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).double().square()
-        if self.mesh.sizes["pipeline"] > 1:
-            dist.all_reduce(squares, group=self.mesh.group("pipeline"))
+        cut: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        for name, p in self.parameters.items():
+            if p.grad is not None and name in self.layout.owned:
+                cut.setdefault(axes_cut(p), []).append(local(p.grad))
+        # Ranks that hold parts of the model have other parameters, but cut them along the same axes.
+        for axes in ((), ("shard",), ("tensor",), ("shard", "tensor")):
+            own = torch.nn.utils.get_total_norm(cut.get(axes, [])).to(squares).square()
+            for axis in axes if all(self.mesh.sizes[axis] > 1 for axis in axes) else ():
+                dist.all_reduce(own, group=self.mesh.group(axis))
+            squares += own
+        if self.mesh.sizes[self.mesh.stage_axis] > 1:
+            dist.all_reduce(squares, group=self.mesh.group(self.mesh.stage_axis))
         total = squares.sqrt()
         for kind in _kinds(self.parameters.values()):
             gradient = next((p.grad for p in kind if p.grad is not None), total)
@@ -279,11 +305,6 @@ class Stepper:
                 yield name, self.held[first_name[id(p)]]
         kept = set(self.model.state_dict(keep_vars=True)) if any(True for _ in self.model.buffers()) else set()
         yield from ((name, b) for name, b in self.model.named_buffers(remove_duplicate=False) if name in kept)
-
-    def _example(self) -> MicroBatch:
-        """Two samples, to see the model's forward with."""
-        return example_batch(self.job.data).to(
-            self.device, torch.float64 if self.job.precision == "float64" else None)
 
     def _build_optimizer(self) -> tuple[torch.optim.Optimizer, list[list[str]]]:
         """The optimizer for what this rank holds, and the names in its groups of all parameters.

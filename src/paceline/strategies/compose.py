@@ -8,7 +8,7 @@ and what gradients a rank then holds are reduced over the replicas. Each room se
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import JobError
@@ -78,17 +78,23 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
 
 
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Callable[[], Batch],
-            context: Callable[[], Any]) -> Layout:
+            context: Callable[[], Any], microbatch_samples: int, state_factor: float,
+            memory_bytes: Sequence[float]) -> Layout:
     """What this rank runs of the model. Collective.
 
     Args:
+        microbatch_samples: Most samples of a micro-batch.
+        state_factor: Bytes of optimizer state a byte of parameters.
+        memory_bytes: Of each rank's device.
         example: Makes a small batch, for plans that must see the model's forward.
         context: The numeric context of a forward.
     """
-    if plan.axes.pipeline > 1:
-        from paceline.strategies.pipeline.run import lay_out as lay_out_pipeline
+    if plan.axes.pipeline > 1 or plan.axes.parts > 1 or plan.axes.tensor > 1:
+        from paceline.strategies.stages.build import lay_out as lay_out_stages
 
-        return lay_out_pipeline(model, plan=plan, mesh=mesh, device=device, example=example(), context=context)
+        return lay_out_stages(model, plan=plan, mesh=mesh, device=device, example=example(), context=context,
+                              microbatch_samples=microbatch_samples, state_factor=state_factor,
+                              memory_bytes=memory_bytes)
     return Whole(model, context)
 
 

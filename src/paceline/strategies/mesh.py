@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Mesh:
     sizes: dict[str, int]
     rank: int
     _groups: dict[str, ProcessGroup] = field(default_factory=dict, compare=False)
+    _devices: dict[str, DeviceMesh] = field(default_factory=dict, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -45,11 +47,16 @@ class Mesh:
         return [row for first, row in enumerate(found) if row[0] == first]
 
     @property
+    def stage_axis(self) -> str:
+        """The axis along which ranks hold different modules."""
+        return "parts" if self.sizes["parts"] > 1 else "pipeline"
+
+    @property
     def replicas(self) -> list[int]:
         """Ranks that hold the same part of the model and see other samples: a block along data and shard."""
-        size = self.sizes["data"] * self.sizes["shard"]
-        first = self.rank - self.rank % size
-        return list(range(first, first + size))
+        apart = self.sizes["tensor"]
+        first = self.rank - self.replica * apart
+        return list(range(first, first + self.sizes["data"] * self.sizes["shard"] * apart, apart))
 
     @property
     def replica(self) -> int:
@@ -77,13 +84,33 @@ class Mesh:
         along = next((name for name in ("data", "shard") if self.sizes[name] == size > 1), None)
         if along:
             self._groups["replicas"] = self._groups[along]
+        elif size == self.world_size > 1:
+            self._groups["replicas"] = dist.group.WORLD  # type: ignore[assignment]
         elif size > 1:
-            for first in range(0, self.world_size, size):
-                ranks = list(range(first, first + size))
-                group = dist.group.WORLD if size == self.world_size else dist.new_group(ranks)
-                if first == self.replicas[0]:
-                    self._groups["replicas"] = group  # type: ignore[assignment]
+            everyone = [Mesh(self.sizes, rank).replicas for rank in range(self.world_size)]
+            for ranks in (row for rank, row in enumerate(everyone) if row[0] == rank):
+                group = dist.new_group(ranks)
+                if self.rank in ranks:
+                    self._groups["replicas"] = group
+
+    def devices(self, kind: str) -> DeviceMesh:
+        """torch's own mesh of all ranks, with the axes as its dims. Collective when it is first asked for."""
+        import torch
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if kind not in self._devices:
+            ranks = torch.arange(self.world_size).view(*self.sizes.values())
+            self._devices[kind] = DeviceMesh(kind, ranks, mesh_dim_names=tuple(self.sizes))
+        return self._devices[kind]
 
     def _stride(self, axis: str) -> int:
         after = list(self.sizes)[list(self.sizes).index(axis) + 1:]
         return math.prod(self.sizes[name] for name in after)
+
+
+def axes_cut(tensor: Any) -> tuple[str, ...]:
+    """Axes along which ranks hold different parts of a tensor, outermost first; none of a plain one."""
+    if not hasattr(tensor, "device_mesh"):
+        return ()
+    return tuple(axis for axis, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True)
+                 if not placement.is_replicate())

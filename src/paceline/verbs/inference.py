@@ -124,22 +124,16 @@ def _open(run_dir: Path, plan: str | Plan | None, *, devices: str | None,
 
 def _load(context: RankContext, job: Job, asked: Resolved, run_dir: Path) -> _Trained:
     """Build the model under the plan and read the run's newest weights into it; each rank reads what it holds."""
-    import torch
-
     from paceline.runtime import state
-    from paceline.runtime.feed import example_batch
     from paceline.runtime.loop import part_of
-    from paceline.runtime.stepper import autocast, build_model
-    from paceline.strategies.compose import lay_out, prepare
+    from paceline.runtime.stepper import build_model, lay_out_job
+    from paceline.strategies.compose import prepare
     from paceline.strategies.mesh import Mesh
 
     mesh = Mesh(asked.plan.axes.sizes(), context.rank)
     mesh.connect()
     model = build_model(job, context.device)
-    dtype = torch.float64 if job.precision == "float64" else None
-    layout = lay_out(model, plan=asked.plan, mesh=mesh, device=context.device,
-                     example=lambda: example_batch(job.data).to(context.device, dtype),
-                     context=lambda: autocast(job, context.device))
+    layout = lay_out_job(model, job, plan=asked.plan, mesh=mesh, device=context.device)
     prepare(layout.module, plan=asked.plan, mesh=mesh)
     checkpoint = state.choose_checkpoint(context, run_dir, accept=lambda found: state.model_mismatch(model, found))
     if checkpoint is None:

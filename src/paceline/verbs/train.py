@@ -84,7 +84,8 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         if place.is_first:
             print(_banner(loaded, asked, run_dir), file=sys.stderr, flush=True)
         settings = Settings(run_dir=run_dir, shares=asked.shares, save_every=save_every, resume=resume,
-                            loader_workers=loader_workers)
+                            loader_workers=loader_workers,
+                            memory_bytes=tuple(device.memory_bytes for device in asked.cluster.devices))
         figures = place.run(lambda context: train_rank(context, loaded, asked.plan, settings), run_dir=run_dir,
                             idle=lambda board: _predict_once_started(board, loaded, asked, run_dir))
         if place.is_first:

@@ -100,7 +100,7 @@ def _plans_that_fit(job: Job) -> list[Plan]:
 
 def _in_precision(job: Job, precision: Precision, random: Any) -> Job:
     """The job as it is compared: in a precision, its random layers off but for the initial weights."""
-    from paceline.proof.randomness import WithoutRandomness
+    from paceline.capture.randomness import WithoutRandomness
 
     assert isinstance(random, WithoutRandomness)
     return replace(job, precision=precision, model=random.building(job.model))
@@ -112,9 +112,9 @@ def _reference(job: Job, folder: Path, *, timeout_s: float) -> dict[str, Any]:
     Returns:
         figures: of each precision that the job runs in. problem: of the job itself. note: why float64 is missing.
     """
+    from paceline.capture.randomness import WithoutRandomness
     from paceline.cluster import Cluster
     from paceline.launch.local import run_local
-    from paceline.proof.randomness import WithoutRandomness
     from paceline.proof.reference import job_problem, sample_marks, whole_batches, write_reference
     from paceline.runtime.stepper import Stepper
     from paceline.strategies.mesh import Mesh
@@ -171,7 +171,7 @@ def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, t
 
 def _recorded(job: Job, asked: Any, precisions: Sequence[Precision], folder: Path) -> Callable[[Any], dict[str, Any]]:
     """What each rank runs: the job in every precision, one after the other."""
-    from paceline.proof.randomness import WithoutRandomness
+    from paceline.capture.randomness import WithoutRandomness
     from paceline.runtime.loop import Settings, train_rank
 
     def body(context: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ its gradient is summed at the end of a step.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import wraps
@@ -54,8 +55,12 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Sharding:
         if parameter not in whole:
             parameter.data = parameter.data.contiguous()  # FSDP2 takes no other memory format
     device = next(model.parameters()).device.type
-    along = DeviceMesh.from_group(mesh.group("shard"), device, mesh_dim_names=("shard",))
+    # FSDP2 wants its mesh and that of split layers from one parent.
+    along = (mesh.devices(device)["shard"] if mesh.sizes["tensor"] > 1
+             else DeviceMesh.from_group(mesh.group("shard"), device, mesh_dim_names=("shard",)))
     outermost = {"": model} if is_callable(model) else {}
+    # Pieces that edit each other's outputs in place are refused before (strategies/stages).
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPPieceModule\) returned a view")
     sharded = {name: module for name, module in {**units, **outermost}.items()
                if module is model or any(p not in whole for p in module.parameters())}
     for unit in sharded.values():
@@ -81,7 +86,7 @@ class Sharding:
         # The outermost tells those inside it.
         self.told: list[FSDPModule] = [sharded[""]] if "" in sharded else list(sharded.values())  # type: ignore
         self.whole, self.zero = whole, zero
-        self.names = {name for name, p in root.named_parameters() if hasattr(p, "to_local") and p.requires_grad}
+        self.names = {name for name, p in root.named_parameters() if _is_sharded(p) and p.requires_grad}
         self.used: set[str] = set()
         self.marked: set[str] = set()
         for name, module in sharded.items():
@@ -110,10 +115,15 @@ class Sharding:
             self.marked.add(unit)
             for path, parameter in module.named_parameters(prefix=unit):
                 name = name_in_model(path)
-                if name in self.names and not hasattr(parameter, "to_local"):
+                if name in self.names and not _is_sharded(parameter):
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.used.add(name))
 
         return before_forward
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether FSDP2 holds it in parts; a part of a split layer is not what this asks for."""
+    return hasattr(parameter, "device_mesh") and "shard" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _kept_whole(model: nn.Module, units: Iterable[nn.Module]) -> set[nn.Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,22 @@ from paceline.strategies.layout import Batch, Work
 from paceline.strategies.pipeline.schedule import Action
 from paceline.strategies.stages.engine import Engine, Links, Stage, Staged, cut
 from paceline.strategies.stages.module import PieceModule, Pieces
+from paceline.strategies.tensor.run import Split
 
 if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """For every name of a parameter the one under which the model lists it."""
+    listed = {id(p): name for name, p in model.named_parameters()}
+    return {name: listed[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def renamed(found: Capture, first_name: Mapping[str, str]) -> Capture:
+    """The capture with a tied parameter under one name."""
+    return replace(found, pieces=tuple(
+        replace(piece, parameters=tuple(first_name[name] for name in piece.parameters)) for piece in found.pieces))
 
 
 def hollow(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -44,35 +58,39 @@ class Stages:
     """Stages of a model on their ranks; see `Layout`.
 
     template: the model, hollow. tensors: its parameters, real ones. stage_of: the stage of each piece by key, of the
-    training capture. ranks: where along `axis` each stage runs. orders: of actions, for each rank.
+    training capture, `example`. ranks: where along `axis` each stage runs. orders: of actions, for each rank.
+    split: of layers over the tensor axis.
     """
 
     def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter], *, example: Capture,
                  stage_of: Mapping[str, int], ranks: Sequence[int], orders: Sequence[Sequence[Action]], mesh: Mesh,
-                 axis: str, device: torch.device,
-                 context: Callable[[], Any]) -> None:
+                 axis: str, device: torch.device, context: Callable[[], Any], split: Split) -> None:
         self.template, self.stage_of, self.ranks, self.context = template, stage_of, ranks, context
         self.captures: dict[Any, Staged] = {}
         own = mesh.coordinates[axis]
         self.links = Links(mesh.ranks_along(axis), own, device)
-        first_name = _first_names(template)
+        self.first_name = first_names(template)
         holders: dict[str, list[int]] = {name: [] for name in tensors}
         buffer_owners = dict.fromkeys((name for name, _ in template.named_buffers()), 0)
         for piece in example.pieces:
             buffer_owners |= dict.fromkeys(piece.buffers, ranks[stage_of[piece.key]])
-            for name in dict.fromkeys(first_name[n] for n in piece.parameters):
+            for name in dict.fromkeys(piece.parameters):
                 if ranks[stage_of[piece.key]] not in holders[name]:
                     holders[name].append(ranks[stage_of[piece.key]])
         unused = [name for name, at in holders.items() if not at]
         for name in unused:
             holders[name] = [0]
-        self.first_name = first_name
         # The order of a tied parameter's owners is that of the stages, so that the first one answers for it.
         self.owned = frozenset(name for name, at in holders.items() if at[0] == own)
         self.owned_buffers = frozenset(name for name, at in buffer_owners.items() if at == own)
         self.owners = {**{name: at[0] for name, at in holders.items()}, **buffer_owners}
-        pieces = {piece.key: PieceModule({name: tensors[name] for name in
-                                          dict.fromkeys(first_name[n] for n in piece.parameters)})
+        edited = next((piece for piece in example.pieces if piece.mutates), None)
+        if edited is not None and mesh.sizes["shard"] > 1:
+            raise JobError(f"'{edited.key}' edits in place what another module returned, and shard=N would lose the "
+                           "hooks on it", hint="x = x + y in place of x += y")
+        tensors = split.apply(tensors)
+        pieces = {piece.key: PieceModule({name: tensors[name] for name in dict.fromkeys(piece.parameters)},
+                                         split.runner if split.touches(piece) else None)
                   for piece in example.pieces if piece.parameters and ranks[stage_of[piece.key]] == own}
         self.module: Pieces = Pieces(pieces, {name: tensors[name] for name in unused if own == 0},
                                      dict(template.named_buffers(remove_duplicate=False)))
@@ -125,16 +143,9 @@ class Stages:
         if key not in self.captures:
             with self.context():
                 found = capture(self.template, args, kwargs)
-            self.captures[key] = cut(self._named(found), self._stage, self.ranks)
+            self.captures[key] = cut(renamed(found, self.first_name), self._stage, self.ranks)
             self._before = 0
         return self.captures[key]
-
-    def _named(self, found: Capture) -> Capture:
-        """The capture with a tied parameter under one name."""
-        from dataclasses import replace
-
-        return replace(found, pieces=tuple(
-            replace(piece, parameters=tuple(self.first_name[n] for n in piece.parameters)) for piece in found.pieces))
 
     def _stage(self, piece: Piece) -> int:
         """A piece that training doesn't have (or calls otherwise) runs where the one before it runs."""
@@ -146,12 +157,6 @@ class Stages:
 
     def _bound(self, staged: Staged, batch: Batch) -> dict[str, torch.Tensor]:
         return staged.capture.bind(*batch.arguments())
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter the one under which it is listed."""
-    listed = {id(p): name for name, p in model.named_parameters()}
-    return {name: listed[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _group(mesh: Mesh, axis: str, members: Sequence[int]) -> dist.ProcessGroup | None:

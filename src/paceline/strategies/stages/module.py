@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,16 +13,25 @@ from paceline.strategies.units import name_in_model, name_of_attribute
 
 
 class PieceModule(nn.Module):
-    """The parameters of one piece, as a module of its own that can be sharded and recomputed."""
+    """The parameters of one piece, as a module of its own that can be sharded and recomputed.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    split: makes what runs a piece whose parameters are split over ranks; None if they are whole.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter],
+                 split: Callable[[Piece], Callable[..., tuple[torch.Tensor, ...]]] | None = None) -> None:
         super().__init__()
+        self.split = split
+        self.runs: dict[int, tuple[Piece, Callable[..., tuple[torch.Tensor, ...]]]] = {}
         for name, parameter in parameters.items():
             self.register_parameter(name_of_attribute(name), parameter)
 
     def forward(self, piece: Piece, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run any capture's piece with this key. tensors: the model's buffers that it needs, then its inputs."""
-        return piece.run(*(getattr(self, name_of_attribute(name)) for name in piece.parameters), *tensors)
+        if id(piece) not in self.runs:
+            self.runs[id(piece)] = (piece, self.split(piece) if self.split else piece.run)
+        run = self.runs[id(piece)][1]
+        return run(*(getattr(self, name_of_attribute(name)) for name in piece.parameters), *tensors)
 
 
 class Pieces(nn.Module):

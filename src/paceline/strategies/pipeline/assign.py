@@ -1,0 +1,43 @@
+"""Which pieces of a captured model make which stage."""
+
+from __future__ import annotations
+
+from paceline.capture.graph import Capture
+from paceline.capture.price import forward_s
+from paceline.errors import PlanError
+from paceline.strategies.pipeline.cut import balance
+
+
+def assign(found: Capture, num_stages: int) -> dict[str, int]:
+    """The stage of each piece by key: consecutive pieces, balanced by the cost of their forwards.
+
+    A cut lies before a piece with parameters, and never between a value and an edit of it in place.
+
+    Raises:
+        PlanError: there are fewer places to cut at than stages.
+    """
+    starts = [0]
+    made_at = {name: number for number, piece in enumerate(found.pieces) for name in piece.outputs}
+    joined: set[int] = set()
+    for number, piece in enumerate(found.pieces):
+        for name in piece.mutates:
+            if name in made_at:
+                joined |= set(range(made_at[name] + 1, number + 1))
+    seen = False
+    for number, piece in enumerate(found.pieces):
+        if piece.parameters and seen and number not in joined:
+            starts.append(number)
+        seen = seen or bool(piece.parameters)
+    if len(starts) < num_stages:
+        names = ", ".join(piece.key for piece in found.pieces if piece.parameters)
+        raise PlanError(f"the model has {len(starts)} pieces that can be cut apart and the plan needs {num_stages} "
+                        f"stages", hint=f"at most {len(starts)} stages; the pieces are {names}")
+    ends = [*starts[1:], len(found.pieces)]
+    seconds = [sum(forward_s(piece) for piece in found.pieces[start:end])
+               for start, end in zip(starts, ends, strict=True)]
+    firsts = balance(seconds, [0.0] * len(seconds), speeds=[1.0] * num_stages, memory_bytes=[1.0] * num_stages)
+    stage_of: dict[str, int] = {}
+    for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        stage = max(k for k, first in enumerate(firsts) if first <= group)
+        stage_of |= {piece.key: stage for piece in found.pieces[start:end]}
+    return stage_of

@@ -1,0 +1,129 @@
+"""Which part of the devices each piece of a captured model goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.capture.graph import Capture, Piece
+from paceline.errors import PlanError
+from paceline.strategies.pipeline.schedule import Action
+from paceline.strategies.place.file import Placement
+from paceline.strategies.place.ledger import Need, by_device, table
+
+
+def place_automatically(found: Capture, seconds: Mapping[str, float], needs: Mapping[str, Need],
+                        memory_bytes: Sequence[float], names: Sequence[str]) -> dict[str, int]:
+    """A part for every piece, by key: what can run at the same time on different parts, and memory shared out.
+
+    Pieces are taken in the model's order and given to the part where they would end first, of those that still have
+    room (list scheduling: Topcuoglu et al. 2002, without their ranking). A part's room is its share of the whole by
+    its memory, and at least one piece.
+
+    Args:
+        seconds: of each piece's forward, by key.
+        memory_bytes: of each part's device.
+
+    Raises:
+        PlanError: fewer pieces than parts, or a part that gets more than its device has; with the ledger.
+    """
+    own = [piece for piece in found.pieces if piece.parameters]
+    if len(own) < len(memory_bytes):
+        raise PlanError(f"the model has {len(own)} pieces with parameters and {len(memory_bytes)} parts were asked for",
+                        hint=f"at most {len(own)} parts")
+    whole = sum(need.total for need in needs.values())
+    room = [whole * memory / sum(memory_bytes) for memory in memory_bytes]
+    maker = {name: piece.key for piece in found.pieces for name in piece.outputs}
+    ended: dict[str, float] = {}
+    free = [0.0] * len(memory_bytes)
+    held = [0.0] * len(memory_bytes)
+    part_of: dict[str, int] = {}
+    left = len(own)
+    for piece in found.pieces:
+        sources = [maker[name] for name in piece.inputs if name in maker]
+        need = needs[piece.key].total
+
+        def cost(part: int, sources: list[str] = sources, need: float = need) -> tuple[bool, float, bool, int]:
+            ready = max([0.0, *(ended[key] for key in sources)])
+            apart = any(part_of[key] != part for key in sources)
+            # Half a piece beyond the share still belongs here rather than to the next part.
+            return held[part] + need / 2 > room[part], max(ready, free[part]), apart, part
+
+        empty = [part for part in range(len(room)) if not any(
+            part_of.get(other.key) == part for other in own)] if piece.parameters else []
+        choices = empty if piece.parameters and len(empty) >= left else range(len(room))
+        part = min(choices, key=cost)
+        if not piece.parameters and sources:
+            part = part_of[sources[-1]]
+        start = max([free[part], *(ended[key] for key in sources)])
+        ended[piece.key] = free[part] = start + seconds[piece.key]
+        held[part] += need
+        part_of[piece.key] = part
+        left -= bool(piece.parameters)
+    refuse_overfull(needs, part_of, memory_bytes, names)
+    return part_of
+
+
+def place_by_file(found: Capture, placement: Placement, known: Sequence[str], needs: Mapping[str, Need],
+                  memory_bytes: Sequence[float], names: Sequence[str]) -> dict[str, int]:
+    """A part for every piece, by key, as a file says.
+
+    known: names of all modules of the model.
+
+    Raises:
+        PlanError: the file leaves a module out, names a missing one, or overfills a device; with the ledger.
+    """
+    pieces = {piece.key: _module_of(piece) for piece in found.pieces if piece.parameters}
+    parts = placement.part_of(list(dict.fromkeys(pieces.values())), known=known)
+    maker = {name: piece.key for piece in found.pieces for name in piece.outputs}
+    part_of: dict[str, int] = {}
+    for piece in found.pieces:
+        sources = [maker[name] for name in piece.inputs if name in maker]
+        part_of[piece.key] = (parts[pieces[piece.key]] if piece.key in pieces
+                              else part_of[sources[-1]] if sources else 0)
+    refuse_overfull(needs, part_of, memory_bytes, names)
+    return part_of
+
+
+def _module_of(piece: Piece) -> str:
+    """The module that a piece's parameters belong to."""
+    return piece.path or piece.parameters[0].rpartition(".")[0] or piece.parameters[0]
+
+
+def refuse_overfull(needs: Mapping[str, Need], part_of: Mapping[str, int], memory_bytes: Sequence[float],
+                    names: Sequence[str]) -> None:
+    """Raise PlanError with the ledger if a device would have to hold more than it has."""
+    held = by_device(needs, part_of, len(memory_bytes))
+    if any(need.total > has for need, has in zip(held, memory_bytes, strict=True)):
+        raise PlanError(f"the placement doesn't fit:\n{table(held, names, memory_bytes)}",
+                        hint="more parts, smaller micro-batches (accumulate=K), or recompute=full")
+
+
+def stages(found: Capture, part_of: Mapping[str, int]) -> tuple[dict[str, int], list[int]]:
+    """Pieces as stages that begin where a part needs something of another and end where another needs something.
+
+    So a part sends what others wait for before it goes on, and does what it can before it waits.
+
+    Returns:
+        The stage of each piece, by key; the part of each stage.
+    """
+    maker = {name: piece.key for piece in found.pieces for name in piece.outputs}
+    crossing = {maker[name] for piece in found.pieces for name in piece.inputs
+                if name in maker and part_of[maker[name]] != part_of[piece.key]}
+    stage_of: dict[str, int] = {}
+    parts: list[int] = []
+    before: Piece | None = None
+    for piece in found.pieces:
+        waits = any(name in maker and part_of[maker[name]] != part_of[piece.key] for name in piece.inputs)
+        if before is None or waits or before.key in crossing or part_of[before.key] != part_of[piece.key]:
+            parts.append(part_of[piece.key])
+        stage_of[piece.key] = len(parts) - 1
+        before = piece
+    return stage_of, parts
+
+
+def in_turn(parts: Sequence[int], *, num_parts: int, num_microbatches: int) -> list[list[Action]]:
+    """Each part's actions: all its stages forward, then all backward, micro-batch by micro-batch."""
+    return [[action for microbatch in range(num_microbatches) for action in (
+        *(Action("F", stage, microbatch) for stage, at in enumerate(parts) if at == part),
+        *(Action("B", stage, microbatch) for stage, at in reversed(list(enumerate(parts))) if at == part))]
+        for part in range(num_parts)]

@@ -1,0 +1,48 @@
+"""What each device of a placement has to hold: the figures that decide where modules go, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that a piece of a model, or a device, has to hold in training.
+
+    activations: kept for backward, of all samples in flight.
+    """
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+    def __add__(self, other: Need) -> Need:
+        return Need(self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer,
+                    self.activations + other.activations)
+
+
+def by_device(needs: Mapping[str, Need], part_of: Mapping[str, int], num_parts: int) -> list[Need]:
+    """The sum of each device's pieces."""
+    found = [Need() for _ in range(num_parts)]
+    for key, need in needs.items():
+        found[part_of[key]] += need
+    return found
+
+
+def table(needs: Sequence[Need], names: Sequence[str], memory_bytes: Sequence[float]) -> str:
+    """The ledger for people, a line a device, in MiB."""
+    rows = [f"{'device':<10} {'weights':>9} {'gradients':>9} {'optimizer':>9} {'activations':>11} {'sum':>9} "
+            f"{'has':>9} MiB"]
+    for need, name, has in zip(needs, names, memory_bytes, strict=True):
+        over = "  too much" if need.total > has else ""
+        rows.append(f"{name:<10} {need.weights / MIB:>9.1f} {need.gradients / MIB:>9.1f} {need.optimizer / MIB:>9.1f} "
+                    f"{need.activations / MIB:>11.1f} {need.total / MIB:>9.1f} {has / MIB:>9.0f}{over}")
+    return "\n".join(rows)
