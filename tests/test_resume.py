@@ -116,7 +116,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("plan", "after_step"), [
     ("single", 7), ("data=2", 1), ("data=2", 10), ("data=3", 8), ("data=4", 5), ("data=2 shard=2", 6),
-    ("shard=2 zero=1 accumulate=2", 9)])
+    ("shard=2 zero=1 accumulate=2", 9), ("pipeline=2", 5), ("pipeline=2 data=2 schedule=zero-bubble", 4),
+    ("tensor=2", 6), ("place=auto parts=2", 3)])
 def test_a_killed_run_goes_on_bitwise(plan: str, after_step: int, tmp_path: Path) -> None:
     """SIGKILL of all processes at any step, then resume: every weight is the uninterrupted run's, bit by bit."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -131,7 +132,10 @@ def test_a_killed_run_goes_on_bitwise(plan: str, after_step: int, tmp_path: Path
 
 
 @pytest.mark.parametrize(("before", "after"), [("data=2", "shard=3"), ("shard=3", "single"), ("data=2", "single"),
-                                               ("data=2 shard=2", "data=3"), ("single", "shard=2 zero=1")])
+                                               ("data=2 shard=2", "data=3"), ("single", "shard=2 zero=1"),
+                                               ("pipeline=2 data=2", "shard=3"), ("pipeline=2 data=2", "tensor=2"),
+                                               ("pipeline=2 data=2", "single"), ("shard=2 tensor=2", "pipeline=2"),
+                                               ("single", "place=auto parts=2")])
 def test_a_run_goes_on_under_another_plan(before: str, after: str, tmp_path: Path) -> None:
     """Stopped under one plan and resumed under another, it ends where one device ends, but for rounding."""
     job = replace(make_job(dropout=False), precision="float64")

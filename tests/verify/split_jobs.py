@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from verify_jobs import adamw, make_job, tagging_job
+from verify_jobs import MixtureOfExperts, adamw, make_job, tagging_job
 
 import paceline
 
@@ -130,6 +131,21 @@ class Pairs(Dataset[Any]):
         return {"user": x[:6], "item": x[6:]}, index % 3
 
 
+def keras_job() -> paceline.Job:
+    """A Keras 3 model on the torch backend."""
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+
+    def model() -> Any:
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(3)
+        return keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(10, activation="gelu"),
+                                 keras.layers.Dropout(0.1), keras.layers.Dense(8, activation="relu"),
+                                 keras.layers.LayerNormalization(), keras.layers.Dense(3)])
+
+    return make_job(model, optimizer=adamw)
+
+
 def split_job(name: str) -> paceline.Job:
     """One of the jobs by name."""
     own: dict[str, Callable[[], paceline.Job]] = {
@@ -137,10 +153,12 @@ def split_job(name: str) -> paceline.Job:
         "two-tower": lambda: make_job(TwoTower, data=Pairs(), optimizer=adamw, clip=0.5),
         "experts": lambda: make_job(GatedExperts, optimizer=adamw),
         "lstm": lambda: make_job(Recurrent, optimizer=adamw),
+        "routed": lambda: make_job(MixtureOfExperts, optimizer=adamw, clip=0.5, batch=9),
+        "keras": keras_job,
         "tied": lambda: tagging_job(optimizer=adamw, clip=0.5),
     }
     return own[name]() if name in own else transformers_job(name)
 
 
 TRANSFORMERS = ("gpt2", "llama", "qwen3", "bert", "mixtral")
-OWN = ("unet", "two-tower", "experts", "lstm", "tied")
+OWN = ("unet", "two-tower", "experts", "routed", "lstm", "tied", "keras")

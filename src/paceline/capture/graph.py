@@ -7,9 +7,13 @@ modules, and the same names in every capture.
 
 from __future__ import annotations
 
+import io
+import logging
 import operator
+import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +21,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from paceline.capture.opaque import Call, OpaqueModules, modules_in
 from paceline.errors import JobError
 from paceline.launch.failure import user_frames
 
@@ -98,36 +103,95 @@ class Constant:
     value: Any
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch.export tells its developers."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+class CaptureFailed(JobError):
+    """A model's forward can't be recorded; the error that stopped it is the cause."""
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, opaque: OpaqueModules | None = None,
+            tensors: Mapping[str, torch.Tensor] | None = None) -> Capture:
     """The model's forward for inputs like these, in the mode (training or not) that the model is in.
 
     No weight is read and none is changed.
 
+    Args:
+        opaque: Modules that are taken whole.
+        tensors: The model's parameters by name, where the model may use them past its own attributes, as Keras does.
+
     Raises:
-        JobError: the course of the model depends on values, or something else can't be recorded; the message has
-            the line.
+        CaptureFailed: the course of the model depends on values, or something else can't be recorded; the message
+            has the line.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    samples = next((leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs))
+                    if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
+    with _quiet(), (opaque or OpaqueModules()).standing_in(model, samples) as calls:
         try:
             exported = torch.export.export(model, args, kwargs, strict=False)
         except Exception as error:
             where, _ = user_frames(error)
             first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            raise JobError(f"{type(model).__name__} can't be cut: recording its forward failed"
-                           f"{f' at {where}' if where else ''}: {type(error).__name__}: {first}",
-                           hint="a forward whose course depends on the values of tensors can't be split; "
-                                "data=N and shard=N plans run it as it is") from error
-    return _Reader(model, exported, (args, kwargs)).read()
+            raise CaptureFailed(f"{type(model).__name__} can't be cut: recording its forward failed"
+                                f"{f' at {where}' if where else ''}: {type(error).__name__}: {first}",
+                                hint="a forward whose course depends on the values of tensors can't be split; "
+                                     "data=N and shard=N plans run it as it is") from error
+        return _Reader(model, exported, (args, kwargs), tuple(calls),
+                       tensors or dict(model.named_parameters())).read()
+
+
+def capture_or_learn(model: nn.Module, arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
+                     opaque: OpaqueModules) -> Capture:
+    """The model's forward for two samples; modules that can't be recorded become opaque, with all of their class.
+
+    arguments: what the model is called with for so many samples.
+
+    Raises:
+        CaptureFailed: what can't be recorded is in the model's own forward and not in a module of it.
+    """
+    while True:
+        try:
+            return capture(model, *arguments(2), opaque=opaque)
+        except CaptureFailed as failed:
+            cause = failed.__cause__
+            assert cause is not None
+            through = [path for path in modules_in(cause.__traceback__, model) if path not in opaque.outputs]
+            listed = [path for path in through if path.rpartition(".")[2].isdigit()]
+            if not through:
+                raise
+            kind = type(model.get_submodule((listed or through)[-1]))
+            alike = [path for path, module in model.named_modules() if type(module) is kind]
+            outermost = [path for path in alike if not any(path.startswith(f"{other}.") for other in alike)]
+
+            def run(samples: int) -> None:
+                args, kwargs = arguments(samples)
+                model(*args, **kwargs)
+
+            opaque.learn(model, outermost, run)
+            if (listed or through)[-1] not in opaque.outputs:
+                raise
 
 
 class _Reader:
     """Makes a `Capture` of an exported program."""
 
-    def __init__(self, model: nn.Module, exported: Any, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    def __init__(self, model: nn.Module, exported: Any, given: tuple[tuple[Any, ...], dict[str, Any]],
+                 calls: tuple[Call, ...], tensors: Mapping[str, torch.Tensor]) -> None:
         from torch.export.graph_signature import InputKind
 
-        self.model, self.exported = model, exported
+        self.model, self.exported, self.calls = model, exported, calls
+        self.trainable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        known = {_memory(tensor): name for name, tensor in tensors.items() if tensor.numel()}
         self.graph: fx.Graph = exported.graph_module.graph
         flat, self.in_spec = pytree.tree_flatten(given)
         self.listed = _listed_modules(model)
@@ -144,7 +208,10 @@ class _Reader:
                 self.inputs.append(spec.arg.name)
             else:
                 found = exported.constants.get(spec.target, exported.state_dict.get(spec.target))
-                self.constants[spec.arg.name] = found
+                if isinstance(found, torch.Tensor) and _memory(found) in known:
+                    self.tensors[spec.arg.name] = ("parameter", known[_memory(found)])
+                else:
+                    self.constants[spec.arg.name] = found
         assert len(flat) == len(self.inputs), (len(flat), self.inputs)
         self.inputs = [name if isinstance(value, torch.Tensor) else None
                        for name, value in zip(self.inputs, flat, strict=True)]
@@ -153,10 +220,15 @@ class _Reader:
         for node in reversed(list(self.graph.nodes)):
             if node.op == "call_function" and not node.users and str(node.target).startswith(_CHECKS):
                 self.graph.erase_node(node)
-        runs = self._runs()
-        owner = {node: number for number, (_, nodes) in enumerate(runs) for node in nodes}
+            elif _changes_nothing(node):
+                node.replace_all_uses_with(node.args[0])
+                self.graph.erase_node(node)
         output = next(node for node in self.graph.nodes if node.op == "output")
         returned = {arg for arg in output.args[0] if isinstance(arg, fx.Node)}
+        self.of_weights = self._of_weights(returned)
+        runs = [(key, self._with_weights(nodes)) for key, nodes in self._runs()]
+        owner = {node: number for number, (_, nodes) in enumerate(runs) for node in nodes
+                 if node not in self.of_weights}
         differentiable = self._differentiable()
         aliases = _aliases(self.graph)
         pieces = tuple(self._piece(number, key, nodes, owner, returned, aliases)
@@ -175,7 +247,7 @@ class _Reader:
         runs: list[tuple[str, list[fx.Node]]] = []
         place: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
-            if node.op in ("placeholder", "output", "get_attr"):
+            if node.op in ("placeholder", "output", "get_attr") or node in self.of_weights:
                 continue
             source = node.args[0] if node.target is operator.getitem else None
             if isinstance(source, fx.Node) and source in place:
@@ -196,6 +268,37 @@ class _Reader:
             named.append((f"{shown}@{seen[shown]}" if seen[shown] else shown, nodes))
         return named
 
+    def _of_weights(self, returned: set[fx.Node]) -> set[fx.Node]:
+        """Nodes that depend on weights alone, such as a transposed one: every piece that uses them has its own.
+
+        Passed from piece to piece they would outlive the weight, which a shard doesn't keep whole.
+        """
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if node.op != "call_function" or node in returned or not node.all_input_nodes or _mutated(node):
+                continue
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                continue
+            if all(arg in found or arg.name in self.tensors for arg in node.all_input_nodes):
+                found.add(node)
+        # What is edited in place must stay one tensor.
+        edited = {arg for node in self.graph.nodes for arg in _mutated(node)}
+        return set() if edited & found else found
+
+    def _with_weights(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        """The nodes of a piece, after those of weights alone that they need."""
+        needed: dict[fx.Node, None] = {}
+
+        def visit(node: fx.Node) -> None:
+            for arg in node.all_input_nodes:
+                if arg in self.of_weights and arg not in needed:
+                    visit(arg)
+                    needed[arg] = None
+
+        for node in nodes:
+            visit(node)
+        return [*needed, *nodes]
+
     def _owner(self, node: fx.Node) -> str:
         """The outermost listed module that the node runs in, else its leaf; "" for neither."""
         stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
@@ -203,21 +306,37 @@ class _Reader:
             if path.partition("@")[0] in self.listed:
                 return str(path)
         innermost = stack[-1] if stack else ""
-        return str(innermost) if innermost.partition("@")[0] in self.leaves else ""
+        if innermost.partition("@")[0] in self.leaves:
+            return str(innermost)
+        # Outside all of them a weight still says where a node belongs: a model may read one without calling a module.
+        names = [self.tensors[arg.name][1] for used in self._with_weights([node]) for arg in used.all_input_nodes
+                 if self.tensors.get(arg.name, ("",))[0] == "parameter"]
+        return re.sub(r"[./]?[^./]*$", "", names[0]) or names[0] if names else ""
 
     def _piece(self, number: int, key: str, nodes: list[fx.Node], owner: Mapping[fx.Node, int],
                returned: set[fx.Node], aliases: Mapping[fx.Node, fx.Node]) -> Piece:
         used = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes)
         own = set(nodes)
-        parameters = [n for n in used if self.tensors.get(n.name, ("",))[0] == "parameter"]
-        buffers = [n for n in used if self.tensors.get(n.name, ("",))[0] == "buffer"]
+        whole = {node: self.calls[node.args[1]] for node in nodes if _is_opaque(node)}  # type: ignore[index]
+        held: dict[str, dict[str, None]] = {"parameter": {}, "buffer": {}}
+        for n in used:
+            kind, name = self.tensors.get(n.name, ("", ""))
+            if kind:
+                held[kind][name] = None
+        for call in whole.values():
+            held["parameter"] |= dict.fromkeys(call.parameters)
+            held["buffer"] |= dict.fromkeys(call.buffers)
         inputs = [n for n in used if n not in own and n.op != "get_attr" and n.name not in self.tensors
                   and n.name not in self.constants]
-        outputs = [n for n in nodes if n in returned or any(owner.get(user, number) != number for user in n.users)]
+        outputs = [n for n in nodes if n not in self.of_weights and (
+            n in returned or any(owner.get(user, number) != number for user in n.users))]
         mutated = {aliases[arg] for node in nodes for arg in _mutated(node)}
         mutates = [base.name for base in mutated if owner.get(base, number) != number]
-        graph, copies = fx.Graph(), {}
-        for node in (*parameters, *buffers, *inputs):
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        placeholders = {name: graph.placeholder(f"{kind}_{number}") for kind, names in held.items()
+                        for number, name in enumerate(names)}
+        copies |= {n: placeholders[self.tensors[n.name][1]] for n in used if n.name in self.tensors}
+        for node in inputs:
             copies[node] = graph.placeholder(node.name)
         root: dict[str, Any] = {}
         for node in used:
@@ -228,29 +347,53 @@ class _Reader:
                 root[str(node.target)] = getattr(self.exported.graph_module, str(node.target))
                 copies[node] = graph.get_attr(str(node.target))
         for node in nodes:
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            if node in whole:
+                call = whole[node]
+                given = [placeholders[name] for name in (*call.parameters, *call.buffers)]
+                copies[node] = graph.call_function(call.run, (given, [copies[n] for n in node.args[0]]))  # type: ignore
+            else:
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
         graph.output(tuple(copies[n] for n in outputs))
         path = key.partition("@")[0]
         return Piece(
             key, "" if path.endswith("+") else path,
-            tuple(self.tensors[n.name][1] for n in parameters), tuple(self.tensors[n.name][1] for n in buffers),
+            tuple(held["parameter"]), tuple(held["buffer"]),
             tuple(n.name for n in inputs), tuple(n.name for n in outputs), tuple(mutates),
             fx.GraphModule(root, graph), tuple(nodes))
 
     def _differentiable(self) -> set[fx.Node]:
         """Nodes that a gradient may come back for: they depend on a trainable parameter. Rather too many than few."""
-        trainable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 kind, name = self.tensors.get(node.name, ("", ""))
-                if kind == "parameter" and name in trainable:
+                if kind == "parameter" and name in self.trainable:
                     found.add(node)
+            elif _is_opaque(node) and self.trainable.intersection(self.calls[node.args[1]].parameters):
+                found.add(node)
             elif any(arg in found for arg in node.all_input_nodes):
                 value = node.meta.get("val")
                 if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
                     found.add(node)
         return found
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that are the same elements."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    """A conversion to the dtype and device that a tensor has: it gives the tensor itself."""
+    if node.op != "call_function" or not str(node.target).startswith("aten.to.") or node.kwargs.get("copy"):
+        return False
+    before, after = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (node.args[0], node))
+    return (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.dtype == after.dtype
+            and before.device == after.device and True not in node.args)
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    return node.target is torch.ops.paceline.opaque.default
 
 
 def _listed_modules(model: nn.Module) -> set[str]:

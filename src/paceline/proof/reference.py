@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from paceline.errors import TrainingError
 from paceline.job import Job
@@ -23,7 +25,8 @@ from paceline.runtime.order import Order
 from paceline.runtime.streams import seed_streams
 
 ALLOWED = 10.0  # times the yardstick; see DESIGN: how equal is equal
-VARIANTS: tuple[dict[str, Any], ...] = ({"cuts": 2}, {"cuts": 4}, {"shake": 1.0}, {"shake": -1.0})
+# (micro-batches a batch, roundings added to its gradients)
+VARIANTS: tuple[tuple[int, float], ...] = ((2, 0.0), (4, 0.0), (1, 1.0), (1, -1.0))
 KINDS = ("gradient", "weight")
 # How far a job that is exact may move when it is cut, relative to its size. Losses and layers may compute in float32
 # whatever they are given.
@@ -71,19 +74,19 @@ def cut_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
 def plain_steps(job: Job, *, steps: int, cuts: int = 1, shake: float = 0.0) -> Iterator[StepRecord]:
     """Train on one device as one would by hand, each batch in `cuts` pieces.
 
-    shake: added to or taken from every gradient, by a fixed draw, in units of the largest gradient's rounding.
+    shake: added to or taken from every gradient, by a fixed draw, in units of the largest gradient.
     """
     model = build_plain(job)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = job.optimizer(named)
     schedule = job.lr_schedule(optimizer) if job.lr_schedule else None
-    signs, epsilon = torch.Generator().manual_seed(0), _coarsest(job, model.parameters())
+    signs = torch.Generator().manual_seed(0)
     for batch in whole_batches(job, steps):
         loss = _backward(job, model, cut_batch(batch, cuts))
         gradients = _gradients(model)
         if shake:
             largest = _largest(gradients.values())
-            _shake([p.grad for _, p in named if p.grad is not None], shake * epsilon * largest, signs)
+            _shake([p.grad for _, p in named if p.grad is not None], shake * largest, signs)
         if job.clip is not None:
             torch.nn.utils.clip_grad_norm_([p for _, p in named], job.clip)
         optimizer.step()
@@ -133,7 +136,7 @@ def write_reference(job: Job, folder: Path, *, steps: int) -> dict[str, Any]:
         any element of a parameter may differ by, by name.
     """
     _save(folder, "initial", 0, {name: p.detach() for name, p in build_plain(job).named_parameters()})
-    epsilon = _coarsest(job, build_plain(job).parameters())
+    epsilon = _coarsest(job)
     losses, floors = [], []
     for step, record in enumerate(plain_steps(job, steps=steps)):
         losses.append(record.loss)
@@ -147,8 +150,8 @@ def write_reference(job: Job, folder: Path, *, steps: int) -> dict[str, Any]:
             "weight": {name: torch.finfo(w.dtype).eps * _largest([w]) for name, w in record.weights.items()}})
     spreads: list[dict[str, dict[str, float]]] = [
         {kind: dict.fromkeys(names, 0.0) for kind, names in floor.items()} for floor in floors]
-    for options in VARIANTS:
-        for step, record in enumerate(plain_steps(job, steps=steps, **options)):
+    for cuts, shake in VARIANTS:
+        for step, record in enumerate(plain_steps(job, steps=steps, cuts=cuts, shake=shake * epsilon)):
             _widen(spreads[step]["loss"], {"": abs(record.loss - losses[step])})
             for kind in KINDS:
                 whole = load_file(folder / f"{kind}-{step}.safetensors")
@@ -169,9 +172,31 @@ def _save(folder: Path, kind: str, step: int, tensors: dict[str, torch.Tensor]) 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{kind}-{step}.safetensors")
 
 
-def _coarsest(job: Job, parameters: Iterable[torch.Tensor]) -> float:
-    """The rounding of the coarsest numbers that gradients pass through."""
-    return max(EPSILON[job.precision], *(torch.finfo(p.dtype).eps for p in parameters if p.requires_grad))
+def _coarsest(job: Job) -> float:
+    """The rounding of the coarsest numbers that a forward computes with, whatever the job's precision says.
+
+    Layers may compute in float32 whatever they are given; some norms and Keras's layers do.
+    """
+    model = build_plain(job)
+    seen = _Dtypes({p.dtype for p in model.parameters() if p.requires_grad})
+    for batch in whole_batches(job, 1):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"), seen:
+            job.loss(batch.call(model), batch.target)
+    return max(EPSILON[job.precision], *(torch.finfo(dtype).eps for dtype in seen.found))
+
+
+class _Dtypes(TorchDispatchMode):
+    """Notes the floating-point types that operators return."""
+
+    def __init__(self, found: set[torch.dtype]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found |= {leaf.dtype for leaf in tree_leaves(result)
+                       if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim}
+        return result
 
 
 def _largest(tensors: Iterable[torch.Tensor]) -> float:

@@ -208,16 +208,16 @@ def evaluation_feed(data: Any, *, batch: int, part: Part, seed: int) -> Iterator
             yield MicroBatch(*pair, samples=len(cut))
 
 
-def example_batch(data: Any) -> MicroBatch:
-    """The first two samples of the data, or the first twice."""
+def example_batch(data: Any, samples: int) -> MicroBatch:
+    """The first samples of the data, again and again if there are too few."""
     if is_stream(data):
-        items = list(islice(iter(data), 2))
+        items = list(islice(iter(data), samples))
         if not items:
             raise JobError("the data stream gave no samples")
-        items = [items[0], items[-1]]
-        return MicroBatch(*collate(items, [0, len(items) - 1]), samples=2)
-    places = [0, min(1, len(data) - 1)]
-    return MicroBatch(*fetch(data, places, places, seed=0), samples=2)
+        places = [i % len(items) for i in range(samples)]
+        return MicroBatch(*collate([items[i] for i in places], places), samples=samples)
+    places = [i % len(data) for i in range(samples)]
+    return MicroBatch(*fetch(data, places, places, seed=0), samples=samples)
 
 
 def is_stream(data: Any) -> bool:

@@ -79,7 +79,8 @@ def lay_out_job(model: torch.nn.Module, job: Job, *, plan: Plan, mesh: Mesh, dev
     """
     dtype = torch.float64 if job.precision == "float64" else None
     return lay_out(model, plan=plan, mesh=mesh, device=device, memory_bytes=memory_bytes,
-                   example=lambda: example_batch(job.data).to(device, dtype), context=lambda: autocast(job, device),
+                   example=lambda samples: example_batch(job.data, samples).to(device, dtype),
+                   context=lambda: autocast(job, device),
                    microbatch_samples=-(-job.batch // (plan.replicas * plan.num_microbatches)),
                    state_factor=ADAM_STATES)
 

@@ -77,7 +77,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
     return [synchroniser for synchroniser in made if synchroniser is not None]
 
 
-def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Callable[[], Batch],
+def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Callable[[int], Batch],
             context: Callable[[], Any], microbatch_samples: int, state_factor: float,
             memory_bytes: Sequence[float]) -> Layout:
     """What this rank runs of the model. Collective.
@@ -86,16 +86,28 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
         microbatch_samples: Most samples of a micro-batch.
         state_factor: Bytes of optimizer state a byte of parameters.
         memory_bytes: Of each rank's device.
-        example: Makes a small batch, for plans that must see the model's forward.
+        example: Makes a batch of so many samples, for plans that must see the model's forward.
         context: The numeric context of a forward.
     """
-    if plan.axes.pipeline > 1 or plan.axes.parts > 1 or plan.axes.tensor > 1:
+    axes = plan.axes
+    if axes.pipeline > 1 or axes.parts > 1 or axes.tensor > 1 or (axes.shard > 1 and _reads_past_modules(model)):
         from paceline.strategies.stages.build import lay_out as lay_out_stages
 
-        return lay_out_stages(model, plan=plan, mesh=mesh, device=device, example=example(), context=context,
+        return lay_out_stages(model, plan=plan, mesh=mesh, device=device, example=example, context=context,
                               microbatch_samples=microbatch_samples, state_factor=state_factor,
                               memory_bytes=memory_bytes)
     return Whole(model, context)
+
+
+def _reads_past_modules(model: nn.Module) -> bool:
+    """Whether the model may keep its parameters in a mapping that is never called, and read them elsewhere.
+
+    Keras's do. FSDP2 puts shards in the place of a module's parameters, which such a model would not see; a captured
+    graph takes them as arguments.
+    """
+    from torch.nn import ParameterDict
+
+    return any(isinstance(module, ParameterDict) and len(module) for module in model.modules())
 
 
 def _refuse_sparse(model: nn.Module) -> None:

@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_MARK = "model/"  # a parameter's name in the user's model, where it is held by a module of ours
+_MARK = "model|"  # a parameter's name in the user's model, where it is held by a module of ours
 
 
 def name_of_attribute(name: str) -> str:
     """The attribute under which a module of ours holds a parameter of the user's model; torch allows no dots in it."""
-    return _MARK + name.replace(".", "/")
+    return _MARK + name.replace(".", "|")
 
 
 def name_in_model(path: str) -> str:
@@ -22,7 +22,7 @@ def name_in_model(path: str) -> str:
     >>> name_in_model("pieces.3." + name_of_attribute("blocks.0.weight"))
     'blocks.0.weight'
     """
-    return path.partition(_MARK)[2].replace("/", ".") if _MARK in path else path
+    return path.partition(_MARK)[2].replace("|", ".") if _MARK in path else path
 
 
 def is_callable(module: nn.Module) -> bool:

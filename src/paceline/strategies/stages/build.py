@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from paceline.capture.graph import Capture, capture
+from paceline.capture.graph import Capture, capture_or_learn
+from paceline.capture.opaque import OpaqueModules
 from paceline.capture.price import forward_s, kept_bytes
 from paceline.errors import PlanError
 from paceline.strategies.layout import Batch
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
 
 EXAMPLE_SAMPLES = 2  # of the small batch that a model is captured with
 
-def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Batch,
-            context: Callable[[], Any], microbatch_samples: int, state_factor: float,
+def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
+            example: Callable[[int], Batch], context: Callable[[], Any], microbatch_samples: int, state_factor: float,
             memory_bytes: Sequence[float]) -> Stages:
     """This rank's part of a model that is cut into stages, or whose layers are split, or both. Collective.
 
     Args:
         model: Whole, with its initial weights; it is left hollow.
-        example: A small batch; where the model is cut does not depend on its values.
+        example: Makes a batch of so many samples; where the model is cut does not depend on their values.
         context: The numeric context of a forward.
         microbatch_samples: Most samples of a micro-batch.
         state_factor: Bytes of optimizer state a byte of trainable parameters.
@@ -45,9 +46,10 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
         PlanError: it has fewer pieces than the plan has stages, or what it is cut into doesn't fit.
     """
     model.train()
-    args, kwargs = example.arguments()
+    opaque = OpaqueModules()
     with context():
-        found = renamed(capture(model, args, kwargs), first_names(model))
+        found = capture_or_learn(model, lambda samples: example(samples).arguments(), opaque)
+    found = renamed(found, first_names(model))
     if plan.axes.parts > 1:
         stage_of, ranks, orders = _placed(model, found, plan, mesh, microbatch_samples=microbatch_samples,
                                           state_factor=state_factor, memory_bytes=memory_bytes)
@@ -61,11 +63,12 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
     if plan.axes.tensor > 1:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         with context():
-            split = derive(found, dict(model.named_parameters()), buffers, found.bind(args, kwargs),
+            inputs = found.bind(*example(EXAMPLE_SAMPLES).arguments())
+            split = derive(found, dict(model.named_parameters()), buffers, inputs,
                            mesh.devices(device.type)["tensor"])
     return Stages(model, hollow(model), example=found, stage_of=stage_of,
                   ranks=ranks, orders=orders, mesh=mesh, axis=mesh.stage_axis, device=device, context=context,
-                  split=split)
+                  split=split, opaque=opaque)
 
 
 def _placed(model: nn.Module, found: Capture, plan: Plan, mesh: Mesh, *, microbatch_samples: int,

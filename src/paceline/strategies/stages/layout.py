@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from paceline.capture.graph import Capture, Piece, capture
+from paceline.capture.opaque import OpaqueModules
 from paceline.errors import JobError
 from paceline.strategies.layout import Batch, Work
 from paceline.strategies.pipeline.schedule import Action
@@ -59,14 +60,16 @@ class Stages:
 
     template: the model, hollow. tensors: its parameters, real ones. stage_of: the stage of each piece by key, of the
     training capture, `example`. ranks: where along `axis` each stage runs. orders: of actions, for each rank.
-    split: of layers over the tensor axis.
+    split: of layers over the tensor axis. opaque: modules that are taken whole.
     """
 
     def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter], *, example: Capture,
                  stage_of: Mapping[str, int], ranks: Sequence[int], orders: Sequence[Sequence[Action]], mesh: Mesh,
-                 axis: str, device: torch.device, context: Callable[[], Any], split: Split) -> None:
+                 axis: str, device: torch.device, context: Callable[[], Any], split: Split,
+                 opaque: OpaqueModules) -> None:
         self.template, self.stage_of, self.ranks, self.context = template, stage_of, ranks, context
         self.captures: dict[Any, Staged] = {}
+        self.opaque, self.tensors = opaque, tensors
         own = mesh.coordinates[axis]
         self.links = Links(mesh.ranks_along(axis), own, device)
         self.first_name = first_names(template)
@@ -142,7 +145,7 @@ class Stages:
                tuple((tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in flat))
         if key not in self.captures:
             with self.context():
-                found = capture(self.template, args, kwargs)
+                found = capture(self.template, args, kwargs, opaque=self.opaque, tensors=self.tensors)
             self.captures[key] = cut(renamed(found, self.first_name), self._stage, self.ranks)
             self._before = 0
         return self.captures[key]

@@ -190,6 +190,14 @@ def _addmm(run: SplitPiece, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any
                     apply=lambda x, w, b: aten.mm(x, w) if b is None else aten.addmm(b, x, w))
 
 
+def _matmul(run: SplitPiece, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """x @ weight, weight (in, out)."""
+    x, weight = node.args
+    if weight not in run.parameter_of or values[weight].ndim != 2:  # type: ignore[index]
+        return None
+    return _product(run, values, x, weight, None, columns=1, rows=0, apply=lambda x, w, b: aten.matmul(x, w))
+
+
 def _product(run: SplitPiece, values: Mapping[fx.Node, Any], x: Any, weight: Any, bias: Any, *, columns: int,
              rows: int, apply: Callable[[Any, Any, Any], Any]) -> Any:
     given = values[x]
@@ -253,7 +261,8 @@ def _elementwise(run: SplitPiece, target: Any, args: Any, kwargs: Any) -> Any:
 
 
 _WEIGHTED: dict[Any, Callable[[SplitPiece, fx.Node, Mapping[fx.Node, Any]], Any]] = {
-    aten.linear.default: _linear, aten.addmm.default: _addmm, aten.embedding.default: _embedding}
+    aten.linear.default: _linear, aten.addmm.default: _addmm,
+    aten.matmul.default: _matmul, aten.mm.default: _matmul, aten.embedding.default: _embedding}
 _LOCAL: dict[Any, Callable[[SplitPiece, Any, Any, Any], Any]] = {
     aten.scaled_dot_product_attention.default: _attention, aten.dropout.default: _elementwise}
 
