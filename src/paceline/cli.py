@@ -125,7 +125,7 @@ def verify(
     if speaks:
         typer.echo(_json([certificate.to_dict() for certificate in certificates]) if as_json
                    else "\n".join(certificate.describe() for certificate in certificates))
-    if not all(certificate.passed for certificate in certificates):
+    if not all(certificate.passed or certificate.refused for certificate in certificates):
         raise typer.Exit(1)
 
 

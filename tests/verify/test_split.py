@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from split_jobs import OWN, TRANSFORMERS, split_job
-from verify_jobs import passes
+from torch import nn
+from verify_jobs import Mlp, make_job, passes, said
+
+import paceline
+from paceline.strategies.stages.engine import Engine
+from paceline.strategies.stages.layout import Stages
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -28,13 +38,170 @@ def test_products(plan: str) -> None:
     passes(split_job("tied"), plan, steps=3)
 
 
+@pytest.mark.parametrize("name", ["two-tower", "unet", "keras", "routed"])
+def test_placed_parts(name: str) -> None:
+    """Modules where a memory ledger puts them, alone and in two replicas."""
+    passes(split_job(name), "place=auto parts=2", "place=auto parts=2 data=2", steps=3)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "tied", "keras"])
+def test_split_layers(name: str) -> None:
+    """Heads, gates, embeddings and what can't be split beside them; fused weights and tied ones."""
+    passes(split_job(name), "tensor=2", steps=2)
+
+
+@pytest.mark.parametrize("plan", ["data=2 tensor=2", "shard=2 tensor=2", "pipeline=2 tensor=2",
+                                  "pipeline=2 data=2 tensor=2"])
+def test_split_layers_in_products(plan: str) -> None:
+    """Replicas, shards and stages of split layers."""
+    passes(split_job("bert"), plan, steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [*OWN, *TRANSFORMERS])
+@pytest.mark.parametrize("plan", ["tensor=2", "place=auto parts=2", "data=2 tensor=2", "pipeline=2 data=2",
+                                  "pipeline=2 shard=2", "pipeline=2 data=2 tensor=2"])
+def test_every_model_under_every_split(name: str, plan: str) -> None:
+    """Layers, parts, and products with replicas, shards and stages."""
+    passes(split_job(name), plan, steps=2)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [*OWN, *TRANSFORMERS])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_model_under_every_schedule(name: str, schedule: str) -> None:
-    """Two and four ranks where the model has as many pieces as the plan has stages."""
-    job, ranks = split_job(name), [2, 4]
-    if name in ("two-tower", "lstm", "unet", "tied") and schedule == "interleaved":
-        ranks = [2]
-    passes(job, *(f"pipeline={count} schedule={schedule}" for count in ranks), steps=2)
+    """Two and four ranks; where the model has fewer pieces than the plan has stages, it is refused in words."""
+    for certificate in paceline.verify(split_job(name), [f"pipeline={ranks} schedule={schedule}" for ranks in (2, 4)],
+                                       steps=2):
+        assert certificate.passed or "pieces that can be cut apart" in (certificate.problem or ""), certificate.describe()
+
+
+# --- Planted bugs -------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_tie_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages that don't add up the gradients of a weight that both use."""
+    monkeypatch.setattr(Stages, "finish", lambda self: None)
+
+    assert "gradient of 'embed.weight'" in said(split_job("tied"), "pipeline=2")
+
+
+def test_a_dropped_microbatch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward of one micro-batch never happens on the first stage."""
+    right = Engine._roots
+
+    def roots(self: Engine, action: Any, staged: Any, flight: Any) -> Any:
+        found = right(self, action, staged, flight)
+        return ([], []) if action.stage == 0 and action.microbatch == 1 else found
+
+    monkeypatch.setattr(Engine, "_roots", roots)
+
+    assert "gradient of 'layers.0." in said(make_job(Mlp), "pipeline=2")
+
+
+def test_a_scaled_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage's gradients come out larger by a thousandth."""
+    right = Stages.finish
+
+    def finish(self: Stages) -> None:
+        right(self)
+        if self.own == 1:
+            for parameter in self.module.parameters():
+                parameter.grad.mul_(1.001)
+
+    monkeypatch.setattr(Stages, "finish", finish)
+
+    assert "gradient of 'out." in said(make_job(Mlp), "pipeline=2")
+
+
+# --- What can't be split ------------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Its own course depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if x.sum() > 1e9:
+                x = layer(x)
+            x = torch.relu(layer(x))
+        return self.out(x)
+
+
+class InPlace(nn.Module):
+    """Adds to what a block returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.layers[0](x)
+        first += 1.0
+        return self.out(torch.tanh(self.layers[1](first)))
+
+
+@pytest.mark.parametrize(("model", "plan", "words"), [
+    (Mlp, "pipeline=5", "the model has 3 pieces that can be cut apart and the plan needs 5 stages"),
+    (Mlp, "pipeline=2 schedule=interleaved", "the model has 3 pieces that can be cut apart and the plan needs 4"),
+    (Mlp, "place=auto parts=4", "the model has 3 pieces with parameters and 4 parts were asked for"),
+    (Branching, "pipeline=2", "test_split.py"),
+    (InPlace, "pipeline=2 shard=2", "edits in place what another module returned"),
+])
+def test_models_that_a_plan_does_not_suit(model: Callable[[], nn.Module], plan: str, words: str) -> None:
+    """Each is refused in words."""
+    assert words in said(make_job(model), plan)
+
+
+def test_an_edit_in_place_stays_with_what_it_edits() -> None:
+    """No cut comes between them; shapes that don't divide leave a layer whole."""
+    passes(make_job(InPlace), "pipeline=2", "tensor=2", "tensor=4")
+
+
+def test_fewer_samples_than_microbatches() -> None:
+    """Stand-ins fill the pipeline."""
+    passes(make_job(Mlp), "pipeline=2 microbatches=11", steps=3)
+
+
+# --- Placements by hand -------------------------------------------------------------------------------------------
+
+
+def test_a_placement_by_hand(tmp_path: Path) -> None:
+    """The longest pattern wins."""
+    path = tmp_path / "parts.toml"
+    path.write_text('[parts]\n0 = ["layers", "out"]\n1 = ["layers.1"]\n')
+
+    passes(make_job(Mlp), f"place={path} parts=2")
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ('[parts]\n0 = ["layers.0"]\n1 = ["out"]', "leaves out 'layers.1'"),
+    ('[parts]\n0 = ["layers"]\n1 = ["outt"]', "no module 'outt', did you mean 'out'"),
+    ('[parts]\n0 = ["layers", "out"]\n1 = ["out"]', "puts 'out' on parts"),
+    ('[parts]\n0 = ["*"]', "has 1 parts and the plan 2"), ('[parts]\n1 = ["*"]', "the keys 0, 1, ..."),
+    ("parts = 3", "the keys 0, 1, ..."), ("[parts", "can't read the placement"),
+])
+def test_placements_that_are_wrong(tmp_path: Path, text: str, words: str) -> None:
+    """Each is refused with what to write."""
+    path = tmp_path / "parts.toml"
+    path.write_text(text)
+
+    assert words in said(make_job(Mlp), f"place={path} parts=2")
+
+
+def test_a_placement_that_overfills_a_device(tmp_path: Path) -> None:
+    """The ledger says what each device would hold."""
+    from paceline.strategies.place.assign import refuse_overfull
+    from paceline.strategies.place.ledger import MIB, Need
+
+    needs = {"a": Need(MIB, MIB, 2 * MIB, 3 * MIB), "b": Need(MIB, MIB, 2 * MIB, 0)}
+    with pytest.raises(paceline.errors.PlanError, match=r"doesn't fit:(?s:.)*rank 0 .* 7\.0 .* 6  too much"):
+        refuse_overfull(needs, {"a": 0, "b": 1}, [6 * MIB, 6 * MIB], ["rank 0", "rank 1"])

@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Piece:
     path: the module's path; "" for what lies between.
     parameters, buffers: by their names in the model, in the order in which `run` takes them.
     inputs, outputs: names of values; a piece's inputs are outputs of earlier ones or of the model's own inputs.
-    mutates: values of other pieces that it changes in place.
+    mutates: values of other pieces that it changes in place. edited: outputs of its own that another one changes.
     run: (*parameters, *buffers, *inputs) -> outputs.
     """
 
@@ -65,6 +65,7 @@ class Piece:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     mutates: tuple[str, ...]
+    edited: frozenset[str]
     run: Callable[..., tuple[torch.Tensor, ...]]
     nodes: tuple[fx.Node, ...] = field(repr=False)
 
@@ -233,6 +234,8 @@ class _Reader:
         aliases = _aliases(self.graph)
         pieces = tuple(self._piece(number, key, nodes, owner, returned, aliases)
                        for number, (key, nodes) in enumerate(runs))
+        edited = frozenset(name for piece in pieces for name in piece.mutates)
+        pieces = tuple(replace(piece, edited=edited.intersection(piece.outputs)) for piece in pieces)
         crossing = {name for piece in pieces for name in (*piece.inputs, *piece.outputs)}
         crossing |= {arg.name for arg in returned}
         values = {node.name: Value(node.name, tuple(node.meta["val"].shape), node.meta["val"].dtype,
@@ -358,7 +361,7 @@ class _Reader:
         return Piece(
             key, "" if path.endswith("+") else path,
             tuple(held["parameter"]), tuple(held["buffer"]),
-            tuple(n.name for n in inputs), tuple(n.name for n in outputs), tuple(mutates),
+            tuple(n.name for n in inputs), tuple(n.name for n in outputs), tuple(mutates), frozenset(),
             fx.GraphModule(root, graph), tuple(nodes))
 
     def _differentiable(self) -> set[fx.Node]:

@@ -56,6 +56,8 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     Raises:
         PlanError: the plan's ranks don't fit the devices, or accumulate=auto finds nothing that fits.
     """
+    if max(plan.axes.pipeline, plan.axes.parts, plan.axes.tensor) > 1:
+        raise PlanError(f"plan '{plan}' splits the model, and such plans are not priced yet")
     if plan.modifiers.accumulate == "auto":
         plan = plan.with_(accumulate=fewest_microbatches(profile, plan, cluster, batch=batch, precision=precision))
     ranks = _ranks(plan, cluster, batch=batch, rates=rates or _measured(cluster))

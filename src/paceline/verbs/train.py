@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.job import Job
 from paceline.jobfile import JobFile
 from paceline.launch.environment import current
@@ -147,7 +147,8 @@ def _predict(job: Job, asked: Resolved, run_dir: Path) -> None:
     try:
         found = estimate(profile_job(job), asked.plan, asked.cluster, batch=job.batch, precision=job.precision)
     except Exception as error:  # the model may do anything when it is profiled
-        print(f"warning: no prediction for this job: {type(error).__name__}: {error}", file=sys.stderr)
+        said = error if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        print(f"warning: no prediction: {said}", file=sys.stderr)
         write_json(run_dir / folder.PREDICTED, {"step_s": None, "peak_memory_bytes": None})
         return
     write_json(run_dir / folder.PREDICTED, {"step_s": found.step_s, "peak_memory_bytes": found.peak_memory_bytes,

@@ -8,15 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.errors import PlanError, UsageError
 from paceline.job import Job, Precision
 from paceline.jobfile import JobFile
 from paceline.plan import Plan
 from paceline.proof.compare import Recorder, Verdict, judge
 
-# What is tried when no plan is named: every axis, its stages, their product, uneven numbers, accumulation.
-EXACT_PLANS = ("single accumulate=4", "data=2", "data=3", "data=2 shares=3:1", "shard=2 zero=1", "shard=2 zero=2",
-               "shard=2", "data=2 shard=2", "data=2 accumulate=2 recompute=full")
+# What is tried when no plan is named: every axis, its stages, their products, uneven numbers, accumulation.
+EXACT_PLANS = (
+    "single accumulate=4", "data=2", "data=3", "data=2 shares=3:1", "shard=2 zero=1", "shard=2 zero=2", "shard=2",
+    "data=2 shard=2", "data=2 accumulate=2 recompute=full", "pipeline=2", "pipeline=2 schedule=gpipe",
+    "pipeline=2 schedule=interleaved", "pipeline=2 schedule=zero-bubble", "tensor=2", "place=auto parts=2",
+    "pipeline=2 data=2", "pipeline=2 shard=2", "data=2 tensor=2", "pipeline=2 data=2 tensor=2")
+_REFUSALS = (PlanError.__name__, "CaptureFailed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +29,14 @@ class Certificate:
 
     problem: what keeps the plan from being judged or the job from being exact under any plan; None if nothing.
     note: what the verdict does not cover; None if nothing.
+    refused: why the plan is none for this model, where it was not asked for; it neither passes nor fails.
     """
 
     plan: str
     verdicts: tuple[Verdict, ...]
     problem: str | None = None
     note: str | None = None
+    refused: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -45,7 +51,7 @@ class Certificate:
         empty = {"max_loss_diff": None, "max_param_diff": None, "worst_param": None, "steps": 0, "tolerance": None}
         main = {key: shown[0][key] for key in empty} if shown else empty
         return {"plan": self.plan, "passed": self.passed, **main, "reason": self.reason, "note": self.note,
-                "precisions": shown}
+                "refused": self.refused, "precisions": shown}
 
     @property
     def reason(self) -> str | None:
@@ -54,6 +60,8 @@ class Certificate:
 
     def describe(self) -> str:
         """A line for the verdict, and lines for what differs."""
+        if self.refused is not None:
+            return f"no plan {self.plan:<36} {self.refused.splitlines()[0]}"
         mark = "passed" if self.passed else "FAILED"
         figures = "; ".join(f"{v.precision}: loss {v.max_loss_diff:.1e}, weights {v.max_param_diff:.1e}"
                             for v in self.verdicts)
@@ -90,7 +98,8 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
         load(plan)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
         reference = _reference(loaded, Path(folder), timeout_s=timeout_s)
-        return [_certify(loaded, plan, reference, Path(folder), timeout_s=timeout_s) for plan in chosen]
+        return [_certify(loaded, plan, reference, Path(folder), timeout_s=timeout_s, asked_for=bool(plans))
+                for plan in chosen]
 
 
 def _plans_that_fit(job: Job) -> list[Plan]:
@@ -148,7 +157,8 @@ def _reference(job: Job, folder: Path, *, timeout_s: float) -> dict[str, Any]:
     return found
 
 
-def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, timeout_s: float) -> Certificate:
+def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, timeout_s: float,
+             asked_for: bool) -> Certificate:
     """Train under the plan with a recorder on every rank. A rank that fails is a problem, not an error."""
     from paceline.cluster import Cluster
     from paceline.launch.failure import RankFailed
@@ -163,6 +173,8 @@ def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, t
         ranks = run_local(_recorded(job, asked, list(reference["figures"]), folder), Cluster.local(devices).devices,
                           timeout_s=timeout_s)
     except RankFailed as error:
+        if error.failure.kind in _REFUSALS and not asked_for:
+            return Certificate(str(plan), (), refused=error.failure.message)
         return Certificate(str(plan), (), str(error), reference["note"])
     verdicts = tuple(judge(figures, [rank[precision] for rank in ranks], precision=precision)
                      for precision, figures in reference["figures"].items())

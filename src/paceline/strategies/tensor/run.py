@@ -92,7 +92,10 @@ class SplitPiece:
             elif node.op == "get_attr":
                 values[node] = getattr(self.piece.run, str(node.target))
             elif node.op == "output":
-                return tuple(self._plain(values[arg]) for arg in node.args[0])
+                plain = (self._plain(values[arg]) for arg in node.args[0])
+                # What came out of DTensor is a view, which can't be edited in place.
+                return tuple(tensor.clone() if name in self.piece.edited else tensor
+                             for name, tensor in zip(self.piece.outputs, plain, strict=True))
             else:
                 values[node] = self._run(node, values)
             for done in self.last_use.get(node, ()):
