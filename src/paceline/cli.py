@@ -65,6 +65,7 @@ def train(
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")] = None,
     settings: Settings = None,
     save_every: Annotated[int | None, typer.Option(metavar="STEPS", min=1, help="Steps between checkpoints.")] = None,
+    trace: Annotated[int, typer.Option(metavar="STEPS", min=0, help="Steps to draw: schedule.svg, trace.json.")] = 0,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the run is written.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")] = False,
     loader_workers: Annotated[int, typer.Option(metavar="N", min=0, help="Data loading processes a rank.")] = 0,
@@ -74,8 +75,8 @@ def train(
     """Train a job on one device or many."""
     with _reported():
         job = JobFile.parse(file, _parse_settings(settings))
-        summary = paceline.train(job, plan, devices=devices, procs=procs, steps=steps, save_every=save_every, run=run,
-                                 resume=resume, loader_workers=loader_workers, timeout_s=timeout)
+        summary = paceline.train(job, plan, devices=devices, procs=procs, steps=steps, save_every=save_every,
+                                 trace=trace, run=run, resume=resume, loader_workers=loader_workers, timeout_s=timeout)
         speaks = _is_first_rank()
     if speaks:
         figures = summary.to_dict()

@@ -18,7 +18,7 @@ from paceline.errors import JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.plan import Plan
-from paceline.runtime import drift, state
+from paceline.runtime import drift, state, trace
 from paceline.runtime.checkpoint.write import Writer, write_model
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import evaluate
@@ -50,6 +50,7 @@ class Settings:
 
     shares: weight of each replica in the global batch.
     memory_bytes: of each rank's device; a placement must fit into it.
+    trace_steps: how many steps to trace, after the first of this launch.
     observer: looks on without changing anything; `verify` compares through it.
     """
 
@@ -59,6 +60,7 @@ class Settings:
     resume: bool = False
     loader_workers: int = 0
     memory_bytes: tuple[float, ...] = ()
+    trace_steps: int = 0
     observer: Observer | None = None
 
 
@@ -134,6 +136,9 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     run = _build(context, job, plan, settings)
     try:
         _restore(run)
+        if settings.trace_steps:  # the first step is not like the others: models are captured in it
+            stepper = run.stepper
+            stepper.trace = trace.Recorder(context.rank, range(run.step + 1, run.step + 1 + settings.trace_steps))
         with context.stoppable():
             if _steps(run):
                 _stop(run)  # a request may reach this rank later than the others that told it
@@ -185,10 +190,18 @@ def _steps(run: _Run) -> bool:
     """Take every step that is left. Returns whether the run was asked to stop."""
     job, context = run.job, run.context
     order = None if is_stream(job.data) else Order(len(job.data), job.batch, job.seed, job.drop_last)
-    windows = iter(_feed(run, order))
+    windows, recorder = iter(_feed(run, order)), run.stepper.trace
+
+    def beat(phase: str) -> None:
+        context.beat(phase)
+        if recorder is not None:
+            recorder.phase(phase)
+
     while True:
         context.step = run.step + 1
-        context.beat("input")
+        if recorder is not None:
+            recorder.begin(run.step)
+        beat("input")
         began_s = time.perf_counter()
         found = next(windows, None)
         if found is None:
@@ -198,9 +211,12 @@ def _steps(run: _Run) -> bool:
         if observer is not None:
             observer.samples(run.step, batches)
         result = run.stepper.step(window, batches, step=run.step, stop=context.stop_signal is not None,
-                                  beat=context.beat,
+                                  beat=beat,
                                   observe=partial(observer.gradients, run.step) if observer else None)
-        _after_step(run, window, result, time.perf_counter() - began_s)
+        step_s = time.perf_counter() - began_s
+        if recorder is not None:
+            recorder.phase("end")
+        _after_step(run, window, result, step_s)
         if order is not None and run.step % order.steps_per_epoch == 0 and run.step != job.total_steps:
             _evaluate(run)
         if result.stop and run.step != job.total_steps:
@@ -287,6 +303,12 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         run.writer.wait()
         _export(run, run.settings.run_dir / "model.safetensors")
     run.context.beat("end")
+    logs = run.settings.run_dir / "logs" if run.settings.run_dir is not None else None
+    if run.stepper.trace is not None and logs is not None:
+        run.stepper.trace.write(logs)
+    peak_bytes = _greatest(run, run.memory.bytes())  # every rank has written its trace when this is known
+    if run.stepper.trace is not None and logs is not None and run.context.rank == 0:
+        trace.bring_together(logs, logs.parent, run.context.world_size)
     return {
         "plan": str(run.plan),
         "world_size": run.context.world_size,
@@ -298,7 +320,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "validation_loss": run.evaluated.get("validation_loss"),
         "metrics": {name: value for name, value in run.evaluated.items() if name != "validation_loss"},
         "wall_s": time.monotonic() - started_s,
-        "peak_memory_bytes": _greatest(run, run.memory.bytes()),
+        "peak_memory_bytes": peak_bytes,
         "save_blocked_s": run.blocked_s,
     }
 

@@ -22,6 +22,7 @@ from paceline.runtime.feed import MicroBatch, example_batch
 from paceline.runtime.loss import Tally, read_tally, require_gradient
 from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_streams
+from paceline.runtime.trace import Recorder
 from paceline.strategies.compose import lay_out, prepare
 from paceline.strategies.data.run import local
 from paceline.strategies.layout import Layout
@@ -126,6 +127,10 @@ class _Window:
         weight = batch.samples / self.window.count if tally.is_mean else float(batch.samples > 0)
         return tally.value * weight
 
+    def record(self, what: str, label: str, start_s: float, end_s: float) -> None:
+        if self.stepper.trace is not None:
+            self.stepper.trace.add(what, label, start_s, end_s)
+
     def before_backward(self, microbatch: int) -> None:
         for synchroniser in self.stepper.synchronisers:
             synchroniser.begin(last=microbatch == len(self.batches) - 1)
@@ -137,6 +142,7 @@ class Stepper:
 
     held: parameters of this rank by name, as it holds them (whole, or a shard). parameters: the trainable ones.
     trainable: all trainable parameters of the model; stand-ins without memory where another rank holds them.
+    trace: notes what is done when, if it is set.
     groups: names of the parameters in each of the optimizer's groups, wherever they are held.
     """
 
@@ -154,6 +160,7 @@ class Stepper:
         self.schedule = self._build_schedule()
         self.buffers = ChangingBuffers(self.model)
         self.saw_unused = False
+        self.trace: Recorder | None = None
 
     def step(self, window: Window, batches: list[MicroBatch], *, step: int, stop: bool = False,
              beat: Callable[[str], None] = lambda phase: None,

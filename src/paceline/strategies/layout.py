@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +33,9 @@ class Work(Protocol):
 
     def before_backward(self, microbatch: int) -> None:
         """Tells the synchronisers."""
+
+    def record(self, what: str, label: str, start_s: float, end_s: float) -> None:
+        """Notes when something was done, by `time.perf_counter`; for traces."""
 
 
 class Layout(Protocol):
@@ -79,11 +83,15 @@ class Whole:
     def run(self, batches: Sequence[Batch], work: Work) -> None:
         for number, batch in enumerate(batches):
             work.before_forward(number, 0)
+            began_s = time.perf_counter()
             with self.context():
                 output = batch.call(self.module)
             loss = work.loss(number, output)
+            turned_s = time.perf_counter()
             work.before_backward(number)
             loss.backward()
+            work.record("forward", str(number), began_s, turned_s)
+            work.record("backward", str(number), turned_s, time.perf_counter())
 
     def forward(self, batch: Batch) -> Any:
         return batch.call(self.module)

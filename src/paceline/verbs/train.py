@@ -37,7 +37,7 @@ class Summary:
 
 
 def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | None = None,
-          procs: int | None = None, steps: int | None = None, save_every: int | None = None,
+          procs: int | None = None, steps: int | None = None, save_every: int | None = None, trace: int = 0,
           run: str | Path | None = None, resume: bool = False, loader_workers: int = 0,
           timeout_s: float = 300.0) -> Summary:
     """Train a job under a plan and leave a run folder.
@@ -48,6 +48,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         procs: Number of ranks, if the plan doesn't say; contradicting it is an error.
         steps: Optimizer steps instead of the job's own length.
         save_every: Optimizer steps between checkpoints; one is always written at the end.
+        trace: Steps, after the first, of which every rank's work is noted: `trace.json` (Perfetto) and `schedule.svg`.
         run: The run folder; by default a new one in `runs/`. All hosts of a run must see it.
         resume: Go on from the newest valid checkpoint in the run folder, under this plan and these devices.
         loader_workers: Processes a rank that read samples ahead; 0 reads them in the rank.
@@ -84,7 +85,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         if place.is_first:
             print(_banner(loaded, asked, run_dir), file=sys.stderr, flush=True)
         settings = Settings(run_dir=run_dir, shares=asked.shares, save_every=save_every, resume=resume,
-                            loader_workers=loader_workers,
+                            loader_workers=loader_workers, trace_steps=trace,
                             memory_bytes=tuple(device.memory_bytes for device in asked.cluster.devices))
         figures = place.run(lambda context: train_rank(context, loaded, asked.plan, settings), run_dir=run_dir,
                             idle=lambda board: _predict_once_started(board, loaded, asked, run_dir))

@@ -6,6 +6,7 @@ branches are nothing special. Ranks follow their own order of actions and wait o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,12 +145,15 @@ class Engine:
     links: to the other ranks of the axis.
     run_piece: runs one piece with the tensors that this rank holds.
     weights: trainable parameters of a stage of this rank.
+    record: told of each action when its work began, after it had what it needs, and when it ended; perf_counter.
     """
 
     orders: Sequence[Sequence[Action]]
     links: Links
     run_piece: RunPiece
     weights: Callable[[Stage], list[torch.nn.Parameter]]
+    record: Callable[[Action, float, float], None] | None = None
+    _ready_s: float = 0.0
     _received: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     _uses: dict[tuple[str, int], int] = field(default_factory=dict)
     _gradients: dict[Message, torch.Tensor | None] = field(default_factory=dict)
@@ -176,6 +180,8 @@ class Engine:
                 self._forward(action, staged[action.microbatch], inputs[action.microbatch], loss)
             else:
                 self._backward(action, staged[action.microbatch])
+            if self.record is not None:
+                self.record(action, self._ready_s, time.perf_counter())
         self.links.finish()
 
     def run_forward(self, staged: Staged, inputs: Mapping[str, torch.Tensor]) -> Any:
@@ -264,6 +270,7 @@ class Engine:
         stage, number = staged.stages[action.stage], action.microbatch
         taken = {value.name: self._take(staged, value, number).detach().requires_grad_(value.differentiable)
                  for value in stage.inputs}
+        self._ready_s = time.perf_counter()
         values = dict(inputs) | taken
         self._run_pieces(stage, values)
         flight = _Flight(taken, {value.name: values[value.name] for value in stage.outputs})
@@ -275,12 +282,14 @@ class Engine:
     def _backward(self, action: Action, staged: Staged) -> None:
         stage, key = staged.stages[action.stage], (action.stage, action.microbatch)
         flight = self._flights[key]
+        self._ready_s = time.perf_counter()
         if action.kind == "W":
             assert flight.weights_left is not None, "I comes before W"
             flight.weights_left()
             del self._flights[key]
             return
         roots, gradients = self._roots(action, staged, flight)
+        self._ready_s = time.perf_counter()
         if action.kind == "I":
             inputs = [tensor for tensor in flight.inputs.values() if tensor.requires_grad]
             flight.weights_left = backward_of_inputs(roots, gradients, inputs, self.weights(stage))

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
 
 
+_ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+
+
 def first_names(model: nn.Module) -> dict[str, str]:
     """For every name of a parameter the one under which the model lists it."""
     listed = {id(p): name for name, p in model.named_parameters()}
@@ -114,6 +117,11 @@ class Stages:
             else:
                 work.before_backward(action.microbatch)
 
+        def record(action: Action, start_s: float, end_s: float) -> None:
+            label = str(action.microbatch) if len(self.ranks) == len(set(self.ranks)) else str(action)[1:]
+            work.record(_ACTIONS[action.kind], label, start_s, end_s)
+
+        self.engine.record = record
         with self.context():
             self.engine.run(staged, inputs, work.loss, before=before)
 
