@@ -155,7 +155,7 @@ def test_an_unknown_hyperparameter(tmp_path: Path, run_dir: Path):
 
 
 @pytest.mark.parametrize(("plan", "words"), [
-    ("dta=2", "unknown plan key 'dta', did you mean 'data'? Known: pipeline, data, shard"),
+    ("dta=2", "unknown plan key 'dta', did you mean 'data'? Known: pipeline, place, parts, data"),
     ("data=2 zero=3", "zero=3 splits the shard axis, and the plan has none"),
     ("data=25", "plan 'data=25' has 25 replicas and the data has 24 samples: some would never have any"),
     ("data=9", "plan 'data=9' has 9 replicas and a global batch has 8 samples"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,22 @@ from hypothesis import strategies as st
 from paceline.errors import PlanError
 from paceline.plan import SCHEDULES, AllReduce, Axes, Modifiers, Plan, Schedule
 
+PLACES = ("auto", "parts.toml", "/a/b-c.toml")
+
 
 @st.composite
 def legal_plans(draw: st.DrawFn) -> Plan:
-    axes = Axes(draw(st.integers(1, 4)), data=draw(st.integers(1, 6)), shard=draw(st.integers(1, 6)))
+    axes = Axes(pipeline=draw(st.integers(1, 4)), data=draw(st.integers(1, 6)), shard=draw(st.integers(1, 6)),
+                tensor=draw(st.integers(1, 4)))
     zero = draw(st.sampled_from([1, 2, 3])) if axes.shard > 1 else 3
     per_replica = st.tuples(*[st.integers(1, 1000)] * (axes.data * axes.shard))
     order = Schedule()
     if axes.pipeline > 1:
         name = draw(st.sampled_from(SCHEDULES))
-        order = Schedule(name, draw(st.integers(1, 64) | st.just("auto")),
-                         draw(st.integers(2, 4)) if name == "interleaved" else 1)
+        order = Schedule(schedule=name, microbatches=draw(st.integers(1, 64) | st.just("auto")),
+                         virtual=draw(st.integers(2, 4)) if name == "interleaved" else 1)
+    elif draw(st.booleans()):
+        axes, order = replace(axes, parts=draw(st.integers(2, 4))), Schedule(place=draw(st.sampled_from(PLACES)))
     modifiers = Modifiers(
         accumulate=1 if axes.pipeline > 1 else draw(st.integers(1, 10_000) | st.just("auto")),
         recompute=draw(st.sampled_from(["none", "full"])),
@@ -80,7 +86,7 @@ def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("shrad=2", "unknown plan key 'shrad', did you mean 'shard'? Known: pipeline, data, shard, zero"),
+    ("shrad=2", "unknown plan key 'shrad', did you mean 'shard'? Known: pipeline, place, parts, data, shard, tensor"),
     ("singel", "did you mean 'single'?"), ("data", "plan key 'data' needs a value"), ("data=", "needs a value"),
     ("data=two", "data=two is not a whole number"), ("data=-1", "data=-1 is not a whole number"),
     ("data=2.5", "data=2.5 is not a whole number"), ("data=0", "data=0 must be a whole number of at least 1"),
@@ -89,6 +95,8 @@ def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
     ("auto", "needs a planner"), ("", "the plan is empty"), (" , ", "the plan is empty"),
     ("zero=2", "zero=2 splits the shard axis, and the plan has none"), ("data=2 zero=1", "hint: add shard=N"),
     ("shard=2 zero=4", "zero=4 must be 1, 2 or 3"), ("shard=2 zero=0", "zero=0 must be 1, 2 or 3"),
+    ("place=auto", "place=auto needs the number of parts"), ("parts=2", "place=nothing"),
+    ("pipeline=2 place=auto parts=2", "both say where"), ("place=auto parts=1", "parts=1 and place=auto"),
     ("schedule=gpipe", "schedule=gpipe is about a pipeline, and the plan has none"),
     ("microbatches=4", "accumulate=K cuts the steps of other plans"), ("pipeline=2 accumulate=2", "microbatches=M"),
     ("pipeline=2 schedule=1f1f", "did you mean '1f1b'?"), ("pipeline=2 microbatches=0", "microbatches=0 must be"),

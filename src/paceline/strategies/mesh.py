@@ -49,19 +49,20 @@ class Mesh:
     @property
     def stage_axis(self) -> str:
         """The axis along which ranks hold different modules."""
-        return "parts" if self.sizes["parts"] > 1 else "pipeline"
+        return "parts" if self.sizes.get("parts", 1) > 1 else "pipeline"
 
     @property
     def replicas(self) -> list[int]:
         """Ranks that hold the same part of the model and see other samples: a block along data and shard."""
-        apart = self.sizes["tensor"]
+        apart = self.sizes.get("tensor", 1)
         first = self.rank - self.replica * apart
-        return list(range(first, first + self.sizes["data"] * self.sizes["shard"] * apart, apart))
+        return list(range(first, first + self.sizes.get("data", 1) * self.sizes.get("shard", 1) * apart, apart))
 
     @property
     def replica(self) -> int:
         """Which replica this rank belongs to: replicas are numbered along data, then shard."""
-        return self.coordinates["data"] * self.sizes["shard"] + self.coordinates["shard"]
+        at = self.coordinates
+        return at.get("data", 0) * self.sizes.get("shard", 1) + at.get("shard", 0)
 
     def group(self, axis: str) -> ProcessGroup:
         """The process group along an axis, or of all "replicas". `connect` must have been called."""
@@ -81,7 +82,7 @@ class Mesh:
                         self._groups[axis] = group
 
         size = len(self.replicas)
-        along = next((name for name in ("data", "shard") if self.sizes[name] == size > 1), None)
+        along = next((name for name in ("data", "shard") if self.sizes.get(name, 1) == size > 1), None)
         if along:
             self._groups["replicas"] = self._groups[along]
         elif size == self.world_size > 1:
