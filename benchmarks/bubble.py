@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.plan import SCHEDULES, Plan
-from paceline.strategies.pipeline.schedule import Action, in_flight, schedule
+from paceline.strategies.pipeline.schedule import bubble, in_flight, schedule
 
 STEPS = 4
 WORK = ("forward", "backward", "input gradients", "weight gradients")
@@ -81,20 +81,6 @@ def paced_job(layers: int, microbatches: int, seconds: float) -> paceline.Job:
         optimizer=lambda named: torch.optim.SGD(named, lr=1e-3), batch=microbatches, steps=STEPS + 1)
 
 
-def own_bubble(orders: list[list[Action]], *, num_stages: int) -> float:
-    """The fraction of all ranks' time that the schedule itself leaves idle, where all parts take equally long."""
-    seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-    done: dict[Action, float] = {}
-    free, left = [0.0] * len(orders), [list(reversed(order)) for order in orders]
-    while any(left):
-        for rank, order in enumerate(left):
-            while order and all(needed in done for needed in order[-1].needs(num_stages)):
-                action = order.pop()
-                start = max([free[rank], *(done[needed] for needed in action.needs(num_stages))])
-                done[action] = free[rank] = start + seconds[action.kind]
-    return 1 - sum(seconds[a.kind] for order in orders for a in order) / (len(orders) * max(free))
-
-
 def measure(name: str, *, ranks: int, microbatches: int, pace_s: float) -> dict[str, Any]:
     """A run under one schedule: what its trace leaves idle, the median over its steps."""
     virtual = 2 if name == "interleaved" else 1
@@ -114,7 +100,7 @@ def measure(name: str, *, ranks: int, microbatches: int, pace_s: float) -> dict[
         idle.append(1 - sum(e["dur"] for e in found) / (total * ranks))
     orders = schedule(name, num_ranks=ranks, num_microbatches=microbatches, virtual=virtual)  # type: ignore[arg-type]
     return {"schedule": name, "idle": statistics.median(idle), "in_flight": max(map(in_flight, orders)),
-            "own_bubble": own_bubble(orders, num_stages=ranks * virtual)}
+            "own_bubble": bubble(orders, num_stages=ranks * virtual)}
 
 
 def main() -> None:

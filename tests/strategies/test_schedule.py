@@ -7,23 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.plan import SCHEDULES
-from paceline.strategies.pipeline.schedule import Action, blocked, in_flight, schedule, stages_of
-
-SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-
-
-def idle_fraction(orders: list[list[Action]], *, num_stages: int) -> float:
-    """Of all ranks' time until the last is done, with equal stages whose parts take one second each."""
-    done: dict[Action, float] = {}
-    free, left = [0.0] * len(orders), [list(reversed(order)) for order in orders]
-    while any(left):
-        for rank, order in enumerate(left):
-            while order and all(needed in done for needed in order[-1].needs(num_stages)):
-                action = order.pop()
-                start = max([free[rank], *(done[needed] for needed in action.needs(num_stages))])
-                done[action] = free[rank] = start + SECONDS[action.kind]
-    work = sum(SECONDS[action.kind] for order in orders for action in order)
-    return 1 - work / (len(orders) * max(free))
+from paceline.strategies.pipeline.schedule import Action, blocked, bubble, in_flight, schedule, stages_of
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 5), st.integers(1, 9), st.integers(2, 3))
@@ -47,10 +31,10 @@ def test_every_order_is_complete_and_never_blocks(name, num_ranks, num_microbatc
 def test_gpipe_and_1f1b_idle_alike_and_1f1b_holds_less(num_ranks, num_microbatches):
     """(p-1)/(m+p-1) of the time (Huang et al. 2019); 1F1B has as many forwards in flight as stages are left."""
     gpipe, one = (schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches) for name in ("gpipe", "1f1b"))
-    bubble = (num_ranks - 1) / (num_microbatches + num_ranks - 1)
+    expected = (num_ranks - 1) / (num_microbatches + num_ranks - 1)
 
-    assert idle_fraction(gpipe, num_stages=num_ranks) == pytest.approx(bubble)
-    assert idle_fraction(one, num_stages=num_ranks) == pytest.approx(bubble)
+    assert bubble(gpipe, num_stages=num_ranks) == pytest.approx(expected)
+    assert bubble(one, num_stages=num_ranks) == pytest.approx(expected)
     assert [in_flight(order) for order in gpipe] == [num_microbatches] * num_ranks
     assert [in_flight(order) for order in one] == list(range(num_ranks, 0, -1))
 
@@ -61,9 +45,9 @@ def test_interleaved_and_zero_bubble_idle_less(num_ranks, num_microbatches):
     one = schedule("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
     turns = schedule("interleaved", num_ranks=num_ranks, num_microbatches=num_microbatches, virtual=2)
     zero = schedule("zero-bubble", num_ranks=num_ranks, num_microbatches=num_microbatches)
-    idle = idle_fraction(one, num_stages=num_ranks)
-    bubble = (num_ranks - 1) / num_microbatches / 2
+    idle = bubble(one, num_stages=num_ranks)
+    ratio = (num_ranks - 1) / num_microbatches / 2
 
-    assert idle_fraction(turns, num_stages=2 * num_ranks) == pytest.approx(bubble / (1 + bubble))
-    assert idle_fraction(zero, num_stages=num_ranks) < 0.75 * idle
+    assert bubble(turns, num_stages=2 * num_ranks) == pytest.approx(ratio / (1 + ratio))
+    assert bubble(zero, num_stages=num_ranks) < 0.75 * idle
     assert max(map(in_flight, zero)) <= num_ranks

@@ -17,6 +17,9 @@ from paceline.plan import ScheduleName
 ActionKind = Literal["F", "B", "I", "W"]
 
 
+_SECONDS: dict[ActionKind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
     """Work of one stage on one micro-batch.
@@ -106,7 +109,6 @@ def _forward_backward(name: ScheduleName, rank: int, num_ranks: int, num_microba
 
 def _zero_bubble(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
     """Greedy: a free rank takes a gradient that others wait for, else a forward, else a weight gradient."""
-    seconds = {"F": 1.0, "I": 1.0, "W": 1.0}
     best = {"I": 0, "F": 1, "W": 2}
     done: dict[Action, float] = {}
     free = [0.0] * num_ranks
@@ -123,7 +125,7 @@ def _zero_bubble(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
                      and (action.kind != "F" or flying < num_ranks)]
             choices += [min(ready)] if ready else []
         start, _, _, rank, action = min(choices)
-        done[action] = free[rank] = start + seconds[action.kind]
+        done[action] = free[rank] = start + _SECONDS[action.kind]
         orders[rank].append(action)
         left[rank].remove(action)
     return orders
@@ -136,3 +138,20 @@ def in_flight(order: list[Action]) -> int:
         held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
         most = max(most, held)
     return most
+
+
+def bubble(orders: Sequence[Sequence[Action]], *, num_stages: int) -> float:
+    """The part of all ranks' time that a schedule itself leaves idle, with stages whose F, I and W take equally long.
+
+    Source: played, rank by rank; for GPipe and 1F1B it is (p-1) / (m+p-1) (Huang et al. 2019).
+    """
+    done: dict[Action, float] = {}
+    free, left = [0.0] * len(orders), [list(reversed(order)) for order in orders]
+    while any(left):
+        for rank, order in enumerate(left):
+            while order and all(needed in done for needed in order[-1].needs(num_stages)):
+                action = order.pop()
+                start = max([free[rank], *(done[needed] for needed in action.needs(num_stages))])
+                done[action] = free[rank] = start + _SECONDS[action.kind]
+    work = sum(_SECONDS[action.kind] for order in orders for action in order)
+    return 1 - work / (len(orders) * max(free))
