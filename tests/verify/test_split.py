@@ -79,6 +79,27 @@ def test_every_model_under_every_schedule(name: str, schedule: str) -> None:
         assert certificate.passed or refused, certificate.describe()
 
 
+class Dense(nn.Module):
+    """Each layer reads what all before it returned: values with several consumers, on several ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [x]
+        for layer in self.layers:
+            made.append(torch.tanh(layer(torch.stack(made).sum(0))))
+        return self.out(torch.stack(made).sum(0))
+
+
+def test_a_value_that_several_stages_need() -> None:
+    """Its gradient is the sum of what comes back from each of them."""
+    passes(make_job(Dense), "pipeline=3", "pipeline=4 schedule=zero-bubble", "pipeline=2 schedule=interleaved",
+           "place=auto parts=3")
+
+
 # --- Planted bugs -------------------------------------------------------------------------------------------------
 
 
