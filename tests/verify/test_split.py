@@ -13,6 +13,9 @@ from torch import nn
 from verify_jobs import Mlp, make_job, passes, said
 
 import paceline
+from paceline.runtime.stepper import Stepper
+from paceline.strategies.data.run import local
+from paceline.strategies.mesh import Mesh
 from paceline.strategies.stages.engine import Engine
 from paceline.strategies.stages.layout import Stages
 
@@ -48,6 +51,23 @@ def test_placed_parts(name: str) -> None:
 def test_split_layers(name: str) -> None:
     """Heads, gates, embeddings and what can't be split beside them; fused weights and tied ones."""
     passes(split_job(name), "tensor=2", steps=2)
+
+
+@pytest.mark.parametrize(("name", "plan", "most"), [
+    ("llama", "tensor=2", 0.51), ("qwen3", "tensor=2", 0.51), ("gpt2", "tensor=2", 0.52), ("bert", "tensor=2", 0.53),
+    ("llama", "pipeline=2", 0.6), ("two-tower", "place=auto parts=2", 0.6), ("llama", "pipeline=2 tensor=2", 0.31)])
+def test_a_rank_holds_a_part(name: str, plan: str, most: float, run_ranks: Callable[..., Any]) -> None:
+    """What verify can't see: that the model is split at all."""
+    asked = paceline.Plan.parse(plan).with_microbatches(2)
+
+    def body(context: Any) -> float:
+        mesh = Mesh(asked.axes.sizes(), context.rank)
+        mesh.connect()
+        stepper = Stepper(split_job(name), asked, mesh, context.device)
+        whole = sum(p.numel() for p in stepper.model.parameters())
+        return sum(local(p).numel() for p in stepper.held.values()) / whole
+
+    assert max(run_ranks(body, asked.world_size)) <= most
 
 
 @pytest.mark.parametrize("plan", ["data=2 tensor=2", "shard=2 tensor=2", "pipeline=2 tensor=2",
