@@ -68,7 +68,8 @@ def test_what_is_taken_is_given_back(text, recompute, samples):
     whole = 2 * UNIT + ROOT
 
     assert held["activations"] == pytest.approx(0)
-    assert held.get("communication", 0) == (whole / ranks if "data=2 shard" in text else 0)
+    buckets = whole / ranks if "data=2 shard" in text else 0
+    assert held.get("communication", 0) == buckets + (whole / ranks / 2 if "data=2" in text else 0)
     assert (held["parameters"], held["gradients"], held["optimizer"]) == (
         whole / ranks, whole / ranks, 2 * whole / ranks)
 
@@ -106,7 +107,19 @@ def test_data_reduces_every_gradient_once_beside_backward():
     """However many micro-batches there are; small gradients share a bucket."""
     expected = [("all_reduce", 2 * UNIT + ROOT, 2)]
 
-    assert collectives("data=2", stream=NETWORK) == collectives("data=2", 1.0, 1.0, stream=NETWORK) == expected
+    for samples in ((1.0,), (1.0, 1.0)):
+        assert collectives("data=2", *samples, kind="cuda", stream=NETWORK) == expected
+
+
+def test_cpu_ranks_sum_gradients_in_shared_memory_after_backward():
+    """Two meetings of no size, and between them every byte is read once and written once."""
+    events = program("data=2", 1.0, 1.0)
+    first, second = (i for i, e in enumerate(events) if isinstance(e, Collective) and e.num_bytes == 4)
+    last_backward = max(i for i, e in enumerate(events) if isinstance(e, Compute) and e.flops)
+
+    assert last_backward < first and second == first + 2
+    assert events[first + 1] == Compute(moved_bytes=2 * (2 * UNIT + ROOT))
+    assert not collectives("data=2", stream=NETWORK)
 
 
 def test_gradients_of_replicas_live_in_the_buckets():
@@ -117,7 +130,7 @@ def test_gradients_of_replicas_live_in_the_buckets():
 
     assert taken == [2 * UNIT + ROOT]
     assert highest("data=2", 1.0)["gradients"] == 2 * UNIT + ROOT + UNIT
-    assert not highest("data=2", 1.0).get("communication")
+    assert highest("data=2", 1.0)["communication"] == (2 * UNIT + ROOT) / 2  # what it sums of the other's
 
 
 def test_buckets_leave_while_backward_goes_on(monkeypatch):
@@ -126,7 +139,7 @@ def test_buckets_leave_while_backward_goes_on(monkeypatch):
 
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     order = ["compute" if isinstance(e, Compute) and e.flops else e.num_bytes
-             for e in program("data=2") if (isinstance(e, Compute) and e.flops) or
+             for e in program("data=2", kind="cuda") if (isinstance(e, Compute) and e.flops) or
              (isinstance(e, Collective) and e.name != "meet")]
 
     assert order == ["compute"] * 4 + [ROOT, "compute", UNIT, "compute", UNIT]
@@ -138,7 +151,7 @@ def test_a_complete_bucket_waits_for_those_before_it(monkeypatch):
 
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     late = replace(PROFILE, segments=(segment("first", "a", "head"), segment("second", "b"), segment("")))
-    events = step_program(late, Plan.parse("data=2"), "cpu", (1.0,))
+    events = step_program(late, Plan.parse("data=2"), "cuda", (1.0,))
     order = [type(e) for e in events if isinstance(e, Collective) or (isinstance(e, Compute) and e.flops)]
 
     assert order[:-1] == [Compute] * 6 + [Collective] * 3  # the very last is the loss's
@@ -202,7 +215,7 @@ def test_ranks_call_the_roll_before_each_unit_and_at_the_end_of_forward():
 
 def test_hybrid_reduces_local_shards_over_the_replicas():
     """Each rank's half of the gradients, over the data axis alone."""
-    found = collectives("data=3 shard=2")
+    found = collectives("data=3 shard=2", kind="cuda")
 
     assert [c for c in found if c[0] == "all_reduce"] == [("all_reduce", (2 * UNIT + ROOT) / 2, 3)]
     assert {c[2] for c in found if c[0] != "all_reduce"} == {2}

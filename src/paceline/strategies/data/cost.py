@@ -1,4 +1,4 @@
-"""What replicas add to a step: an all-reduce a bucket of gradients, beside the backward that is still going on."""
+"""What replicas add to a step: the sum of their buckets of gradients, beside backward or after it."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import replace
 
 from paceline.plan import Plan
 from paceline.profile.profile import Profile
-from paceline.simulate.program import Allocate, Collective, Compute, Event
+from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event
 from paceline.strategies.costs import Held, Hooks, Moment, Room, Step
 from paceline.strategies.data.buckets import assign
 
-# What gloo's copying takes from the cores that also compute, for each byte a rank sends: 0.41 to 0.54 CPU seconds
-# a GB, both ends together, measured over loopback. The waiting is hidden behind backward, the copying is not.
-GLOO_S_PER_BYTE = 0.45e-9
 _AT_THE_END = -1  # after the backward of every segment
 
 
 def enter(step: Step) -> Hooks:
+    """Ranks on CPUs of one host sum their buckets in memory that they share, all others over the network."""
+    replicas = step.plan.axes.data
     leaving = departures(step)
     total = sum(sum(sizes) for sizes in leaving.values())
-
-    replicas = step.plan.axes.data
-    copying_s = GLOO_S_PER_BYTE * 2 * (replicas - 1) / replicas if step.device_kind == "cpu" else 0.0
-
     copied = step.held.gradients_by_unit
+    shared = step.device_kind == "cpu"
 
     def start(at: Moment) -> Iterable[Event]:
-        """Gradients live in the buckets, unless they are shards: those are copied in and out."""
-        yield Allocate("communication", total if copied else 0)
+        """Gradients live in the buckets, unless they are shards: those are copied in and out. Pages that are shared
+        count for every rank that touches them: each sums its part of all buckets."""
+        touched = total * (replicas - 1) / replicas if shared else 0
+        yield Allocate("communication", touched + (total if copied else 0))
 
     def send(segment: int) -> Iterable[Event]:
         for num_bytes in leaving[segment]:
-            yield Compute(moved_bytes=2 * num_bytes if copied else 0, operators=1, fixed_s=copying_s * num_bytes)
-            yield Collective("all_reduce", num_bytes, replicas, name="buckets")
+            if copied:
+                yield Compute(moved_bytes=2 * num_bytes, operators=1)
+            if not shared:
+                yield Collective("all_reduce", num_bytes, replicas, name="buckets")
 
     def after_backward(at: Moment) -> Iterable[Event]:
         return send(at.segment) if step.is_last(at) else ()
@@ -43,7 +43,11 @@ def enter(step: Step) -> Hooks:
         return send(_AT_THE_END) if step.is_last(at) else ()
 
     def finish(at: Moment) -> Iterable[Event]:
-        yield Compute(moved_bytes=2 * total if copied else 0, after=("buckets",) if total else ())
+        if shared and total:
+            yield Collective("all_reduce", 4, replicas, stream=COMPUTE)  # all are here
+            yield Compute(moved_bytes=2 * total)  # every rank's part is read, the sum written to every rank
+            yield Collective("all_reduce", 4, replicas, stream=COMPUTE)  # all are done
+        yield Compute(moved_bytes=2 * total if copied else 0, after=("buckets",) if total and not shared else ())
 
     return {"start": start, "after_backward": after_backward, "done": done, "finish": finish}
 

@@ -1,4 +1,4 @@
-"""Replicas whose gradients meet by all-reduce, in buckets, while backward goes on.
+"""Replicas whose gradients are summed in buckets: over the network while backward goes on, or in shared memory.
 
 Why not DistributedDataParallel: it rebuilds its buckets after the first backward, which moves a resumed run by a
 rounding, and it is wrong or refused together with tensor and pipeline axes. The buckets here are fixed before
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.strategies.data.buckets import assign
+from paceline.strategies.data.reduce import reduction
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,17 +48,19 @@ class GradientBuckets:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.group, self.names = group, {p: name for name, p in parameters.items()}
+        self.names = {p: name for name, p in parameters.items()}
         held = list(parameters.values())
         sizes = [local(p).numel() * p.element_size() for p in held]
         self.buckets = [[held[i] for i in bucket] for bucket in assign(sizes, [(p.dtype, p.device) for p in held])]
         self.bucket_of = {parameter: k for k, bucket in enumerate(self.buckets) for parameter in bucket}
-        self.memory = [local(bucket[0]).new_zeros(sum(local(p).numel() for p in bucket)) for bucket in self.buckets]
+        self.reduction = reduction([local(bucket[0]) for bucket in self.buckets],
+                                   [sum(local(p).numel() for p in bucket) for bucket in self.buckets], group)
+        self.memory = self.reduction.memory
         self.views = {p: view for bucket, flat in zip(self.buckets, self.memory, strict=True)
                       for p, view in zip(bucket, _views(bucket, flat), strict=True)}
         self.missing: list[int] = []
         self.arrived: set[torch.Tensor] = set()
-        self.works: list[dist.Work] = []
+        self.started = 0
         self.armed = self.begun = False
         for parameter in held:
             parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -83,26 +86,26 @@ class GradientBuckets:
         self.arrived.add(parameter)
         if self.armed:
             self.missing[self.bucket_of[parameter]] -= 1  # type: ignore[index]
-            while len(self.works) < len(self.buckets) and self.missing[len(self.works)] <= 0:
-                self._reduce_next()
+            while self.started < len(self.buckets) and self.missing[self.started] <= 0:
+                self._start_next()
 
-    def _reduce_next(self) -> None:
-        number = len(self.works)
-        for parameter in self.buckets[number]:
+    def _start_next(self) -> None:
+        for parameter in self.buckets[self.started]:
             gradient, view = parameter.grad, self.views[parameter]
             if gradient is None:
                 view.zero_()
             elif gradient is not view:
                 view.copy_(local(gradient))
-        self.works.append(dist.all_reduce(self.memory[number], group=self.group, async_op=True))
+        self.reduction.start(self.started)
+        self.started += 1
 
     def finish(self) -> None:
         """Wait for every bucket; a gradient that never came (an unused parameter) counts as zero."""
         self.armed = self.begun = False
-        while len(self.works) < len(self.buckets):
-            self._reduce_next()
-        for work in self.works:
-            work.wait()
+        while self.started < len(self.buckets):
+            self._start_next()
+        self.started = 0
+        self.reduction.finish()
         for parameter, view in self.views.items():
             if not _is_distributed(parameter):
                 parameter.grad = view
@@ -110,7 +113,6 @@ class GradientBuckets:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 local(parameter.grad).copy_(view)
-        self.works = []
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:

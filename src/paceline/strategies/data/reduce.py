@@ -1,0 +1,153 @@
+"""How the buckets of several ranks are summed: over the network while backward goes on, or in memory they share."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+_BLOCK_BYTES = 2**18  # what is summed at a time: a block of each rank's stays in a core's cache until it is written
+_ALIGNED_BYTES = 64
+_HEADER_BYTES = 4096
+
+
+class Reduction(Protocol):
+    """Sums buckets over a group.
+
+    memory: each bucket's, this rank's own, zero at first.
+    """
+
+    @property
+    def memory(self) -> list[torch.Tensor]: ...
+
+    def start(self, number: int) -> None:
+        """A bucket is complete here. Called once a step for every bucket, in one order on all ranks."""
+
+    def finish(self) -> None:
+        """On return every bucket holds the sum. Collective."""
+
+
+class OverNetwork:
+    """One all-reduce a bucket, beside the backward that is still going on."""
+
+    def __init__(self, like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.memory = [tensor.new_zeros(size) for tensor, size in zip(like, sizes, strict=True)]
+        self.works: list[dist.Work] = []
+
+    def start(self, number: int) -> None:
+        self.works.append(dist.all_reduce(self.memory[number], group=self.group, async_op=True))
+
+    def finish(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+
+class InSharedMemory:
+    """Buckets of CPU ranks on one host lie in memory that all of them map.
+
+    Each rank sums its part of every bucket, in the order of ranks, and writes the sum to all of them: every byte is
+    read once and written once, where a ring over loopback copies it through sockets on the cores that compute.
+    """
+
+    def __init__(self, memory: Sequence[list[torch.Tensor]], group: dist.ProcessGroup) -> None:
+        self.group, self.rank = group, dist.get_rank(group)
+        self.memory = memory[self.rank]
+        self.blocks = [list(_blocks(parts, self.rank)) for parts in zip(*memory, strict=True)]
+
+    def start(self, number: int) -> None:
+        """All of them are summed at the end."""
+
+    def finish(self) -> None:
+        self._wait_for_all()
+        for blocks in self.blocks:
+            total = torch.empty_like(blocks[0][0]) if blocks else None
+            for parts in blocks:
+                sums = total[:len(parts[0])]  # type: ignore[index]
+                torch.add(parts[0], parts[1], out=sums)
+                for part in parts[2:]:
+                    sums.add_(part)
+                for part in parts:
+                    part.copy_(sums)
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        dist.all_reduce(torch.zeros(1), group=self.group)
+
+
+def reduction(like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> Reduction:
+    """The faster way for the ranks of a group. Collective.
+
+    Args:
+        like: A tensor of each bucket's dtype and device.
+        sizes: Elements of each bucket.
+    """
+    if all(tensor.device.type == "cpu" for tensor in like):
+        shared = _share(like, sizes, group)
+        if shared is not None:
+            return InSharedMemory(shared, group)
+    return OverNetwork(like, sizes, group)
+
+
+def _share(like: Sequence[torch.Tensor], sizes: Sequence[int],
+           group: dist.ProcessGroup) -> list[list[torch.Tensor]] | None:
+    """Every rank's buckets, mapped here; None if a rank can't map another's. Collective.
+
+    The memory has no name in a file system, so nothing is left of it after a kill, and a container's small /dev/shm
+    is no limit. A rank knows another's by a random mark: the same process number may exist on two hosts.
+    """
+    starts, end = [], _HEADER_BYTES
+    for tensor, size in zip(like, sizes, strict=True):
+        starts.append(end)
+        end += -(-size * tensor.element_size() // _ALIGNED_BYTES) * _ALIGNED_BYTES
+    mark = secrets.randbits(62)
+    own = _create(end, mark)
+    addresses = [torch.zeros(3, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(addresses, torch.tensor([os.getpid(), -1 if own is None else own, mark]), group=group)
+    maps = [_map(*map(int, address), num_bytes=end) for address in addresses]
+    missing = torch.tensor([float(any(found is None for found in maps))])
+    dist.all_reduce(missing, group=group)  # also: nobody closes before all have mapped
+    if own is not None:
+        os.close(own)
+    if missing.item():
+        logging.getLogger(__name__).info("gradients meet over the network: these ranks share no memory")
+        return None
+    return [[torch.frombuffer(found, dtype=tensor.dtype, offset=start, count=size) if size else tensor.new_zeros(0)
+             for tensor, start, size in zip(like, starts, sizes, strict=True)] for found in maps if found is not None]
+
+
+def _create(num_bytes: int, mark: int) -> int | None:
+    """A file descriptor of so much memory, marked; None where there is none to be had."""
+    with contextlib.suppress(OSError, AttributeError):
+        descriptor = os.memfd_create("paceline-gradients")
+        with contextlib.suppress(OSError):
+            os.posix_fallocate(descriptor, 0, num_bytes)  # a lack of memory shows here and not as a SIGBUS later
+            os.pwrite(descriptor, mark.to_bytes(8), 0)
+            return descriptor
+        os.close(descriptor)
+    return None
+
+
+def _map(process: int, descriptor: int, mark: int, *, num_bytes: int) -> mmap.mmap | None:
+    with (contextlib.suppress(OSError, ValueError),
+          open(f"/proc/{process}/fd/{descriptor}", "r+b", buffering=0) as file):
+        if os.pread(file.fileno(), 8, 0) == mark.to_bytes(8):
+            return mmap.mmap(file.fileno(), num_bytes)
+    return None
+
+
+def _blocks(parts: Sequence[torch.Tensor], rank: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """This rank's share of a bucket, in blocks: each a piece of every rank's memory."""
+    size, ranks = len(parts[0]), len(parts)
+    step = max(1, _BLOCK_BYTES // parts[0].element_size())
+    first, end = size * rank // ranks, size * (rank + 1) // ranks
+    for start in range(first, end, step):
+        yield tuple(part[start:min(start + step, end)] for part in parts)

@@ -1,0 +1,75 @@
+"""Buckets are summed alike in shared memory and over the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.strategies.data import reduce
+from paceline.strategies.data.reduce import InSharedMemory, OverNetwork, Reduction, reduction
+
+# Less than a block, several blocks and a rest, nothing at all, fewer elements than ranks.
+SIZES = (5, 3 * 2**16 + 7, 0, 1)
+DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16)
+
+
+def fill(reduction: Reduction, rank: int, step: int) -> None:
+    for number, memory in enumerate(reduction.memory):
+        memory.copy_(torch.arange(len(memory)) % 13 + 10 * rank + step + number)
+
+
+def sums(made: Reduction, rank: int) -> list[list[torch.Tensor]]:
+    """What is in the buckets after each of three steps."""
+    found = []
+    for step in range(3):
+        fill(made, rank, step)
+        for number in range(len(SIZES)):
+            made.start(number)
+        made.finish()
+        found.append([memory.clone() for memory in made.memory])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shared_memory_sums_as_the_network_does(run_ranks: Callable[..., list[Any]], ranks: int) -> None:
+    def body(context: Any) -> bool:
+        like = [torch.zeros(0, dtype=dtype) for dtype in DTYPES]
+        shared = reduction(like, SIZES, dist.group.WORLD)
+        network = OverNetwork(like, SIZES, dist.group.WORLD)
+        assert isinstance(shared, InSharedMemory)
+        pairs = zip(sums(shared, context.rank), sums(network, context.rank), strict=True)
+        return all(torch.equal(a, b) for step in pairs for a, b in zip(*step, strict=True))
+
+    assert run_ranks(body, ranks) == [True] * ranks
+
+
+def test_one_rank_without_shared_memory_sends_all_over_the_network(run_ranks: Callable[..., list[Any]],
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one on another host: all agree on the way."""
+    create = reduce._create
+    monkeypatch.setattr(reduce, "_create", lambda size, mark: None if dist.get_rank() == 1 else create(size, mark))
+
+    def body(context: Any) -> list[Any]:
+        made = reduction([torch.zeros(1)], [4], dist.group.WORLD)
+        made.memory[0].fill_(1.0)
+        made.start(0)
+        made.finish()
+        return [isinstance(made, OverNetwork), float(made.memory[0].sum())]
+
+    assert run_ranks(body, 2) == [[True, 8.0]] * 2
+
+
+def test_another_hosts_process_of_the_same_number_is_not_taken(run_ranks: Callable[..., list[Any]],
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark in the memory is another."""
+    create = reduce._create
+    monkeypatch.setattr(reduce, "_create", lambda size, mark: create(size, mark + dist.get_rank()))
+
+    def body(context: Any) -> bool:
+        return isinstance(reduction([torch.zeros(1)], [4], dist.group.WORLD), OverNetwork)
+
+    assert run_ranks(body, 2) == [True, True]
