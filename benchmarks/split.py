@@ -27,7 +27,7 @@ import paceline
 from benchmarks.turns import Ratio, ratio, take_turns, warn_if_busy
 from paceline.strategies.pipeline import assign
 
-STEPS, BATCH = 25, 64
+STEPS, BATCH = 25, 256
 PARTS = '[parts]\n0 = ["left", "out"]\n1 = ["right"]\n'
 
 
@@ -50,14 +50,15 @@ class TwoTowers(nn.Module):
 
 
 def lopsided() -> nn.Module:
-    """Two wide layers, then six narrow ones."""
-    wide = [nn.Sequential(nn.Linear(768, 3072), nn.GELU(), nn.Linear(3072, 768)) for _ in range(2)]
-    return nn.Sequential(*wide, *(nn.Sequential(nn.Linear(768, 768), nn.GELU()) for _ in range(6)), nn.Linear(768, 8))
+    """Four wide layers, then twelve narrow ones, between an entry and a head."""
+    wide = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)]
+    narrow = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(12)]
+    return nn.Sequential(nn.Linear(768, 512), *wide, *narrow, nn.Linear(512, 8))
 
 
 def step_s(model: Callable[[], nn.Module], plan: str) -> float:
     """Seconds a step, after the warm-up."""
-    x = torch.randn(512, 768, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2048, 768, generator=torch.Generator().manual_seed(0))
     job = paceline.Job(model=model, data=TensorDataset(x, x[:, :8].argmax(1)), loss=F.cross_entropy,
                        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3), batch=BATCH, steps=STEPS)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
