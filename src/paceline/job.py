@@ -29,9 +29,9 @@ class Job:
         precision: "float32"; "bf16" for autocast; "float64" for the model and every floating-point input.
         lr_schedule: Builds a learning-rate scheduler from the optimizer; stepped once an optimizer step.
         clip: Greatest global norm of the gradients.
-        validation: Dataset that is evaluated at the end of every epoch and of the run, every sample once.
+        validation: Dataset that is evaluated at the end of every epoch and of the run, every sample once; not empty.
         metrics: Name to (output, target) -> a mean over dim-0 samples, or (sum, count).
-        seed: Of initial weights, data order and random layers.
+        seed: Of initial weights, data order and random layers; at least 0.
         drop_last: Leave out the short last batch of an epoch.
 
     Raises:
@@ -61,10 +61,7 @@ class Job:
     @property
     def num_samples(self) -> int | None:
         """Samples an epoch; None for a stream of unknown length."""
-        try:
-            return len(self.data)
-        except (TypeError, NotImplementedError):
-            return None
+        return _length(self.data)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -81,6 +78,13 @@ class Job:
             return self.steps
         assert self.epochs is not None
         return None if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _problems(job: Job) -> Iterator[str]:
@@ -106,6 +110,8 @@ def _problems(job: Job) -> Iterator[str]:
         yield f"clip must be a positive number, got {job.clip!r}"
     if not isinstance(job.seed, int) or isinstance(job.seed, bool):
         yield f"seed must be a whole number, got {job.seed!r}"
+    elif job.seed < 0:
+        yield f"seed must be at least 0, got {job.seed}"
     datasets = {"data": job.data} if job.validation is None else {"data": job.data, "validation": job.validation}
     for name, value in datasets.items():
         if hasattr(value, "batch_sampler"):
@@ -117,6 +123,8 @@ def _problems(job: Job) -> Iterator[str]:
             yield "data has no samples"
         elif job.num_samples is not None and job.steps_per_epoch == 0:
             yield f"drop_last leaves nothing: data has {job.num_samples} samples and batch is {job.batch}"
+    if _length(job.validation) == 0:
+        yield "validation has no samples: leave it out, or give some"
     if not isinstance(job.metrics, Mapping) or not all(callable(f) for f in job.metrics.values()):
         yield "metrics must map names to functions (output, target)"
     elif job.metrics and job.validation is None:
