@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 import traceback
@@ -19,9 +18,11 @@ from typing import Annotated, Any
 import typer
 
 import paceline
+from paceline.document import strict
 from paceline.errors import PacelineError, UsageError
 from paceline.jobfile import JobFile
 from paceline.launch import environment
+from paceline.runtime.folder import fresh_name
 
 app = typer.Typer(
     add_completion=False,
@@ -116,13 +117,17 @@ def verify(
     settings: Settings = None,
     plans: Annotated[list[str] | None, typer.Option("--plan", metavar="PLAN", help="A plan; may be repeated.")] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Optimizer steps that are compared.")] = 4,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the certificate is written.")] = None,
     as_json: Json = False,
 ) -> None:
     """Prove that plans compute what one device computes."""
     with _reported():
         job = JobFile.parse(file, _parse_settings(settings))
-        certificates = paceline.verify(job, plans or (), steps=steps)
         speaks = _is_first_rank()
+        written = (run or fresh_name(f"verify-{job.path.stem}")) if speaks else None
+        certificates = paceline.verify(job, plans or (), steps=steps, run=written)
+        if speaks:
+            typer.echo(f"certificate {written}/certificate.txt", err=True)
     if speaks:
         typer.echo(_json([certificate.to_dict() for certificate in certificates]) if as_json
                    else "\n".join(certificate.describe() for certificate in certificates))
@@ -204,16 +209,7 @@ def _is_first_rank() -> bool:
 
 
 def _json(document: Any) -> str:
-    return json.dumps(_finite(document), indent=2, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
-    if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(strict(document), indent=2, allow_nan=False)
 
 
 def _summary_table(summary: Mapping[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.errors import Preempted
 from paceline.runtime.feed import Part
 from paceline.runtime.stepper import Stepper
 from paceline.strategies.data.run import GradientBuckets
@@ -190,6 +193,15 @@ def test_a_small_error_in_one_gradient_is_found(monkeypatch: pytest.MonkeyPatch)
     certificate = only(paceline.verify(make_job(), ["data=2"], steps=2))
 
     assert not certificate.passed and "'out.weight'" in certificate.describe()
+
+
+def test_a_stop_ends_the_verification(start_child: Callable[..., Any]) -> None:
+    """A signal is no verdict on the plan that happens to be tried."""
+    child = start_child(lambda: paceline.verify(make_job(), ["data=2"] * 50))
+    child.ranks(2)
+    os.kill(child.pid, signal.SIGTERM)
+
+    assert child.exit_code() == Preempted.exit_code
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -39,12 +41,15 @@ class WithoutRandomness(TorchDispatchMode):
     are seen too, and in the second forward of a recomputed block.
 
     left: names of random operators that were called and have no mean here.
+    off: names of those that gave their mean, by the path of the module that called them; "" for none.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.left: set[str] = set()
+        self.off: dict[str, set[str]] = {}
         self._building = False
+        self._inside: list[str] = []
 
     def building(self, build: Callable[[], Any]) -> Callable[[], Any]:
         """The same function with its draws left alone, for initial weights."""
@@ -57,12 +62,27 @@ class WithoutRandomness(TorchDispatchMode):
 
         return built
 
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Meanwhile `off` learns which of the model's modules draw."""
+        handles = []
+        for path, module in model.named_modules():
+            handles += [module.register_forward_pre_hook(lambda module, given, path=path: self._inside.append(path)),
+                        module.register_forward_hook(lambda module, given, output: (self._inside.pop(), None)[1])]
+        try:
+            yield
+        finally:
+            self._inside.clear()
+            for handle in handles:
+                handle.remove()
+
     def __torch_dispatch__(self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._building or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name in _MEANS:
+            self.off.setdefault(self._inside[-1] if self._inside else "", set()).add(name)
             return _MEANS[name](*args, **{key: value for key, value in kwargs.items() if key != "generator"})
         if "scaled_dot_product" not in name:  # on the CPU it draws nothing itself
             self.left.add(name)

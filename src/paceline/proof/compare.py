@@ -72,12 +72,42 @@ def _greatest(difference: torch.Tensor) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Furthest:
+    """What came nearest to its limit, or went furthest beyond it.
+
+    name: of the parameter; "" for the loss. step: from 0. off, allowed: how far it is from one device's, and may be.
+    ranks: where it is beyond its limit. others: so many parameters are beyond theirs too, in that step.
+    """
+
+    name: str
+    step: int
+    off: float
+    allowed: float
+    ranks: tuple[int, ...] = ()
+    others: int = 0
+
+    @property
+    def excess(self) -> float:
+        return _excess(self.off, self.allowed)
+
+    def describe(self, kind: str, *, num_ranks: int) -> str:
+        what, when = {"initial": ("initial weight", ""), "gradient": ("gradient", f" in step {self.step + 1}"),
+                      "weight": ("weight", f" after step {self.step + 1}")}[kind]
+        module = self.name.rpartition(".")[0] or "the model itself"
+        where = ("" if num_ranks == 1 else " on every rank" if len(self.ranks) == num_ranks
+                 else f" on rank {', '.join(map(str, self.ranks))}")
+        rest = f", and so are {self.others} other parameters" if self.others else ""
+        return (f"{what} of '{self.name}' (module {module}) is off by {self.off:.3g}{when}{where}, "
+                f"{self.allowed:.3g} is allowed{rest}")
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """One plan in one precision against one device.
 
-    worst_param: The parameter whose weights used up most of what they may differ by.
-    tolerance: What they may differ by.
-    difference: The first thing that differs by more than that, in words; None if nothing does.
+    max_loss_diff, max_gradient_diff, max_param_diff: the greatest difference of all.
+    loss, gradient, weight: what used up most of what it may differ by, which need not be the greatest difference.
+    difference: The first thing that differs by more than it may, in words; None if nothing does.
     """
 
     precision: str
@@ -85,9 +115,20 @@ class Verdict:
     max_loss_diff: float
     max_gradient_diff: float
     max_param_diff: float
-    worst_param: str
-    tolerance: float
+    loss: Furthest
+    gradient: Furthest
+    weight: Furthest
     difference: str | None = None
+
+    @property
+    def worst_param(self) -> str:
+        """The parameter whose weights used up most of what they may differ by."""
+        return self.weight.name
+
+    @property
+    def tolerance(self) -> float:
+        """What the weights of `worst_param` may differ by."""
+        return self.weight.allowed
 
     @property
     def passed(self) -> bool:
@@ -102,13 +143,14 @@ def judge(reference: dict[str, Any], ranks: list[dict[str, Any]], *, precision: 
     """
     steps = len(reference["losses"])
     differing = ("; ".join(said) for step in range(steps) if (said := list(_differences(reference, ranks, step))))
-    worst = max((_worst(reference["weight_limit"][step], [rank["weight"][step] for rank in ranks])
-                 for step in range(steps)), key=lambda item: item.excess)
+    furthest = {kind: max((_furthest(reference[f"{kind}_limit"][step], [rank[kind][step] for rank in ranks], step)
+                           for step in range(steps)), key=lambda item: item.excess) for kind in KINDS}
+    losses = [Furthest("", step, _loss_off(reference, ranks, step), reference["loss_limit"][step])
+              for step in range(steps)]
     return Verdict(
-        precision=precision, steps=steps,
-        max_loss_diff=max(abs(rank["losses"][s] - reference["losses"][s]) for rank in ranks for s in range(steps)),
+        precision=precision, steps=steps, max_loss_diff=max(loss.off for loss in losses),
         max_gradient_diff=_most(ranks, "gradient"), max_param_diff=_most(ranks, "weight"),
-        worst_param=worst.name, tolerance=worst.allowed, difference=next(differing, None))
+        loss=max(losses, key=lambda item: item.excess), **furthest, difference=next(differing, None))
 
 
 def _differences(reference: dict[str, Any], ranks: list[dict[str, Any]], step: int) -> Iterator[str]:
@@ -124,39 +166,17 @@ def _differences(reference: dict[str, Any], ranks: list[dict[str, Any]], step: i
     limits = [("initial", {name: 0.0 for rank in ranks for name in rank["held"]})] if step == 0 else []
     limits += [(kind, reference[f"{kind}_limit"][step]) for kind in KINDS]
     for kind, limit in limits:
-        found = _worst(limit, [rank[kind][step] for rank in ranks])
+        found = _furthest(limit, [rank[kind][step] for rank in ranks], step)
         if found.excess > 1.0:
-            yield found.describe(kind, step, num_ranks=len(ranks))
+            yield found.describe(kind, num_ranks=len(ranks))
             break
-    allowed = reference["loss_limit"][step]
-    off = [abs(rank["losses"][step] - reference["losses"][step]) for rank in ranks]
-    if not max(off) <= allowed:
-        yield f"the loss of step {step + 1} is off by {max(off):.3g}, {allowed:.3g} is allowed"
+    allowed, off = reference["loss_limit"][step], _loss_off(reference, ranks, step)
+    if not off <= allowed:
+        yield f"the loss of step {step + 1} is off by {off:.3g}, {allowed:.3g} is allowed"
 
 
-@dataclass(frozen=True, slots=True)
-class _Worst:
-    """The tensor furthest beyond its limit, and where it is so; `others` are beyond theirs too."""
-
-    name: str
-    off: float
-    allowed: float
-    ranks: tuple[int, ...]
-    others: int
-
-    @property
-    def excess(self) -> float:
-        return _excess(self.off, self.allowed)
-
-    def describe(self, kind: str, step: int, *, num_ranks: int) -> str:
-        what, when = {"initial": ("initial weight", ""), "gradient": ("gradient", f" in step {step + 1}"),
-                      "weight": ("weight", f" after step {step + 1}")}[kind]
-        module = self.name.rpartition(".")[0] or "the model itself"
-        where = ("" if num_ranks == 1 else " on every rank" if len(self.ranks) == num_ranks
-                 else f" on rank {', '.join(map(str, self.ranks))}")
-        rest = f", and so are {self.others} other parameters" if self.others else ""
-        return (f"{what} of '{self.name}' (module {module}) is off by {self.off:.3g}{when}{where}, "
-                f"{self.allowed:.3g} is allowed{rest}")
+def _loss_off(reference: dict[str, Any], ranks: list[dict[str, Any]], step: int) -> float:
+    return max(abs(rank["losses"][step] - reference["losses"][step]) for rank in ranks)
 
 
 def _excess(off: float, allowed: float) -> float:
@@ -164,7 +184,7 @@ def _excess(off: float, allowed: float) -> float:
     return off / allowed if allowed else (math.inf if off else 0.0)
 
 
-def _worst(limits: dict[str, float], ranks: list[dict[str, float]]) -> _Worst:
+def _furthest(limits: dict[str, float], ranks: list[dict[str, float]], step: int) -> Furthest:
     def excess(name: str) -> float:
         return max(_excess(rank.get(name, 0.0), limits.get(name, 0.0)) for rank in ranks)
 
@@ -172,9 +192,9 @@ def _worst(limits: dict[str, float], ranks: list[dict[str, float]]) -> _Worst:
     excesses = {name: excess(name) for name in names}
     name = max(names, key=lambda name: excesses[name])
     allowed = limits.get(name, 0.0)
-    return _Worst(name=name, off=max(rank.get(name, 0.0) for rank in ranks), allowed=allowed,
-                  ranks=tuple(r for r, rank in enumerate(ranks) if _excess(rank.get(name, 0.0), allowed) > 1.0),
-                  others=sum(value > 1.0 for value in excesses.values()) - 1)
+    return Furthest(name=name, step=step, off=max(rank.get(name, 0.0) for rank in ranks), allowed=allowed,
+                    ranks=tuple(r for r, rank in enumerate(ranks) if _excess(rank.get(name, 0.0), allowed) > 1.0),
+                    others=sum(value > 1.0 for value in excesses.values()) - 1)
 
 
 def _most(ranks: list[dict[str, Any]], kind: str) -> float:

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.errors import TrainingError
 from paceline.job import Job
 from paceline.runtime.feed import MicroBatch, Part, is_stream, map_tensors, training_feed
 from paceline.runtime.order import Order
@@ -67,7 +66,7 @@ def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
 def cut_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
     """The batch in consecutive pieces along dim 0, as equal as can be; fewer if it has fewer samples."""
     edges = sorted({batch.samples * i // pieces for i in range(pieces + 1)})
-    return [MicroBatch(_rows(batch.input, range(a, b), batch.samples), _rows(batch.target, range(a, b), batch.samples),
+    return [MicroBatch(rows(batch.input, range(a, b), batch.samples), rows(batch.target, range(a, b), batch.samples),
                        b - a) for a, b in pairwise(edges)]
 
 
@@ -82,10 +81,10 @@ def plain_steps(job: Job, *, steps: int, cuts: int = 1, shake: float = 0.0) -> I
     schedule = job.lr_schedule(optimizer) if job.lr_schedule else None
     signs = torch.Generator().manual_seed(0)
     for batch in whole_batches(job, steps):
-        loss = _backward(job, model, cut_batch(batch, cuts))
-        gradients = _gradients(model)
+        loss = backward(job, model, cut_batch(batch, cuts))
+        gradients = gradients_of(model)
         if shake:
-            largest = _largest(gradients.values())
+            largest = greatest(gradients.values())
             _shake([p.grad for _, p in named if p.grad is not None], shake * largest, signs)
         if job.clip is not None:
             torch.nn.utils.clip_grad_norm_([p for _, p in named], job.clip)
@@ -95,7 +94,7 @@ def plain_steps(job: Job, *, steps: int, cuts: int = 1, shake: float = 0.0) -> I
         yield StepRecord(loss, gradients, {name: p.detach().clone() for name, p in named})
 
 
-def _backward(job: Job, model: torch.nn.Module, pieces: list[MicroBatch]) -> float:
+def backward(job: Job, model: torch.nn.Module, pieces: list[MicroBatch]) -> float:
     """Leave the gradients of a batch, given in pieces, in the model, and return its loss."""
     model.zero_grad()
     samples = sum(piece.samples for piece in pieces)
@@ -115,7 +114,7 @@ def _backward(job: Job, model: torch.nn.Module, pieces: list[MicroBatch]) -> flo
     return loss / count
 
 
-def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the gradients that are there, by parameter name."""
     return {name: p.grad.to_dense() if p.grad.is_sparse else p.grad.clone()
             for name, p in model.named_parameters() if p.grad is not None}
@@ -133,21 +132,22 @@ def write_reference(job: Job, folder: Path, *, steps: int) -> dict[str, Any]:
 
     Returns:
         losses: of each step. loss_limit: what they may differ by. gradient_limit and weight_limit: of each step, what
-        any element of a parameter may differ by, by name.
+        any element of a parameter may differ by, by name. yardstick: of losses, gradients and weights, the largest
+        spread over the variants, what plans may differ by there, the parameter, and the step from 1.
     """
     _save(folder, "initial", 0, {name: p.detach() for name, p in build_plain(job).named_parameters()})
-    epsilon = _coarsest(job)
+    epsilon = coarsest(job)
     losses, floors = [], []
     for step, record in enumerate(plain_steps(job, steps=steps)):
         losses.append(record.loss)
         for kind in KINDS:
             _save(folder, kind, step, record.tensors(kind))
         # A gradient's own size says nothing about its rounding: terms that cancel leave noise of the terms' size.
-        largest = _largest(record.gradients.values())
+        largest = greatest(record.gradients.values())
         floors.append({
             "loss": {"": epsilon * max(map(abs, losses))},
             "gradient": dict.fromkeys(record.gradients, epsilon * largest),
-            "weight": {name: torch.finfo(w.dtype).eps * _largest([w]) for name, w in record.weights.items()}})
+            "weight": {name: torch.finfo(w.dtype).eps * greatest([w]) for name, w in record.weights.items()}})
     spreads: list[dict[str, dict[str, float]]] = [
         {kind: dict.fromkeys(names, 0.0) for kind, names in floor.items()} for floor in floors]
     for cuts, shake in VARIANTS:
@@ -155,12 +155,21 @@ def write_reference(job: Job, folder: Path, *, steps: int) -> dict[str, Any]:
             _widen(spreads[step]["loss"], {"": abs(record.loss - losses[step])})
             for kind in KINDS:
                 whole = load_file(folder / f"{kind}-{step}.safetensors")
-                _widen(spreads[step][kind], {name: _distance(tensor, record.tensors(kind).get(name))
+                _widen(spreads[step][kind], {name: distance(tensor, record.tensors(kind).get(name))
                                              for name, tensor in whole.items()})
     limits = [{kind: {name: ALLOWED * max(spread[kind][name], least) for name, least in named.items()}
                for kind, named in floor.items()} for spread, floor in zip(spreads, floors, strict=True)]
     return {"losses": losses, "loss_limit": [limit["loss"][""] for limit in limits],
-            **{f"{kind}_limit": [limit[kind] for limit in limits] for kind in KINDS}}
+            **{f"{kind}_limit": [limit[kind] for limit in limits] for kind in KINDS},
+            "yardstick": {kind: _widest(spreads, limits, kind) for kind in ("loss", *KINDS)}}
+
+
+def _widest(spreads: list[dict[str, dict[str, float]]], limits: list[dict[str, dict[str, float]]],
+            kind: str) -> dict[str, Any]:
+    """Where rounding moves one device's own figures furthest, and what plans may differ by there."""
+    spread, step, name = max((spread, -step, name) for step, found in enumerate(spreads)
+                             for name, spread in found[kind].items())
+    return {"spread": spread, "tolerance": limits[-step][kind][name], "name": name or None, "step": 1 - step}
 
 
 def _widen(spread: dict[str, float], distances: dict[str, float]) -> None:
@@ -172,7 +181,7 @@ def _save(folder: Path, kind: str, step: int, tensors: dict[str, torch.Tensor]) 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{kind}-{step}.safetensors")
 
 
-def _coarsest(job: Job) -> float:
+def coarsest(job: Job) -> float:
     """The rounding of the coarsest numbers that a forward computes with, whatever the job's precision says.
 
     Layers may compute in float32 whatever they are given; some norms and Keras's layers do.
@@ -199,11 +208,13 @@ class _Dtypes(TorchDispatchMode):
         return result
 
 
-def _largest(tensors: Iterable[torch.Tensor]) -> float:
+def greatest(tensors: Iterable[torch.Tensor]) -> float:
+    """The largest absolute value of any element; 0.0 without elements."""
     return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
 
 
-def _distance(mine: torch.Tensor, theirs: torch.Tensor | None) -> float:
+def distance(mine: torch.Tensor, theirs: torch.Tensor | None) -> float:
+    """How far two tensors are apart at most; a missing one counts as zeros."""
     if not mine.numel():
         return 0.0
     return float((mine if theirs is None else mine - theirs).abs().max())
@@ -224,72 +235,6 @@ def sample_marks(batch: MicroBatch) -> torch.Tensor:
     return marks[: batch.samples]
 
 
-def job_problem(job: Job, *, steps: int) -> str | None:
-    """What keeps any plan that cuts the batch from being exact: found on one device, in words; None if nothing."""
-    return _unsteady_weights(job) or _loss_problem(job, steps=steps) or _coupling(job, steps=steps)
-
-
-def _unsteady_weights(job: Job) -> str | None:
-    first, second = (dict(build_plain(job).named_parameters()) for _ in range(2))
-    for name, p in first.items():
-        if name not in second or not torch.equal(p, second[name]):
-            return (f"the initial weights are not fixed by the seed: '{name}' differs between two models built alike. "
-                    "Draw them from torch's, NumPy's or Python's own generator, without seeding it")
-    return None
-
-
-def _loss_problem(job: Job, *, steps: int) -> str | None:
-    """Whether a scalar loss is no mean over its samples: computed whole and in two uneven parts of one output."""
-    model = build_plain(job)
-    with torch.no_grad():
-        for batch in whole_batches(job, steps):
-            with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
-                value = job.loss(output := batch.call(model), batch.target)
-            if isinstance(value, tuple | list) or batch.samples < 2:
-                continue
-            first = max(1, batch.samples // 3)
-            try:
-                mixed = sum(len(part) / batch.samples * float(job.loss(_rows(output, part, batch.samples),
-                                                                       _rows(batch.target, part, batch.samples)))
-                            for part in (range(first), range(first, batch.samples)))
-            except (RuntimeError, ValueError, TypeError, IndexError, TrainingError):
-                return None  # an output that can't be cut by samples says nothing about the loss
-            if not abs(mixed - float(value)) <= EXACT[job.precision] * max(1.0, abs(float(value))):
-                return (f"the loss is a scalar and not the mean over its samples: {float(value):.6g} of "
-                        f"{batch.samples} samples at once, {mixed:.6g} as the mean of its parts. Ignored targets or "
-                        "weights do this, and so does a loss that compares samples. Return (sum, count) "
-                        "instead of a scalar: the loss's sum, and the number or weight of what it counts")
-    return None
-
-
-def _rows(value: Any, part: range, samples: int) -> Any:
+def rows(value: Any, part: range, samples: int) -> Any:
+    """Some samples of tensors that have all of them along dim 0."""
     return map_tensors(lambda t: t[part.start:part.stop] if t.ndim and t.shape[0] == samples else t, value)
-
-
-def _coupling(job: Job, *, steps: int) -> str | None:
-    """Whether cutting a batch changes its gradients by more than rounding can explain: samples see each other."""
-    model = build_plain(job)
-    optimizer = job.optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
-    for step, batch in enumerate(whole_batches(job, steps)):
-        _backward(job, model, cut_batch(batch, 2))
-        cut = _gradients(model)
-        _backward(job, model, [batch])
-        whole = _gradients(model)
-        moved = {name: _distance(g, cut.get(name)) for name, g in whole.items()}
-        name = max(moved, key=lambda name: moved[name])
-        if not moved[name] <= EXACT[job.precision] * _largest(whole.values()):
-            return (f"the job couples the samples of a batch: cutting the one of step {step + 1} in two moves the "
-                    f"gradient of '{name}' by {moved[name]:.2g} on one device already, so no plan that cuts the batch "
-                    f"can equal one device: {_coupling_layers(model)}")
-        optimizer.step()
-    return None
-
-
-def _coupling_layers(model: torch.nn.Module) -> str:
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    norms = [path for path, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    if not norms:
-        return "a layer or the loss mixes samples, or a layer changes with every forward"
-    return (f"{len(norms)} BatchNorm layer{'s' * (len(norms) > 1)}, such as '{norms[0]}', use the statistics of a "
-            "micro-batch; GroupNorm or LayerNorm make the job exact")

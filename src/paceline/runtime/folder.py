@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -36,6 +37,21 @@ def check_free(run_dir: Path, *, resume: bool) -> None:
         raise UsageError(f"{run_dir} is a file and not a run folder")
     if not resume and any((run_dir / name).exists() for name in (METRICS, SUMMARY, CHECKPOINTS)):
         raise UsageError(f"{run_dir} already holds a run", hint="--resume goes on with it; another --run starts anew")
+
+
+def writable(folder: Path) -> Path:
+    """The folder, made if need be.
+
+    Raises:
+        UsageError: it can't be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return folder
 
 
 @contextmanager

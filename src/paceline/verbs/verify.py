@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PlanError, UsageError
+from paceline.errors import PlanError, Preempted, UsageError
 from paceline.job import Job, Precision
 from paceline.jobfile import JobFile
 from paceline.plan import Plan
-from paceline.proof.compare import Recorder, Verdict, judge
+from paceline.proof import certificate
+from paceline.proof.compare import Furthest, Recorder, Verdict, judge
+from paceline.runtime.folder import writable
 
 # What is tried when no plan is named: every axis, its stages, their products, uneven numbers, accumulation.
 EXACT_PLANS = (
@@ -43,10 +45,14 @@ class Certificate:
         return self.problem is None and bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The contract's fields, of the job's precision; `precisions` holds them for each."""
+        """The contract's fields, of the job's precision; `precisions` holds them for each.
+
+        `worst` is what used up most of what it may differ by, of the losses, the gradients and the weights.
+        """
         shown = [{"precision": v.precision, "passed": v.passed, "max_loss_diff": v.max_loss_diff,
                   "max_gradient_diff": v.max_gradient_diff, "max_param_diff": v.max_param_diff,
-                  "worst_param": v.worst_param, "steps": v.steps, "tolerance": v.tolerance, "difference": v.difference}
+                  "worst_param": v.worst_param, "steps": v.steps, "tolerance": v.tolerance, "difference": v.difference,
+                  "worst": {"loss": _where(v.loss), "gradient": _where(v.gradient), "weight": _where(v.weight)}}
                  for v in self.verdicts]
         empty = {"max_loss_diff": None, "max_param_diff": None, "worst_param": None, "steps": 0, "tolerance": None}
         main = {key: shown[0][key] for key in empty} if shown else empty
@@ -71,7 +77,12 @@ class Certificate:
         return "\n".join(lines)
 
 
-def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int = 4,
+def _where(furthest: Furthest) -> dict[str, Any]:
+    return {"name": furthest.name or None, "step": furthest.step + 1, "diff": furthest.off,
+            "tolerance": furthest.allowed}
+
+
+def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int = 4, run: str | Path | None = None,
            timeout_s: float = 120.0) -> list[Certificate]:
     """Run the job for some steps on one device and under each plan, and compare losses, gradients and weights.
 
@@ -80,13 +91,15 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
 
     Args:
         plans: Plans or their texts; by default those of `EXACT_PLANS` that the job has samples for.
+        run: A folder, made if need be, for `certificate.json` and `certificate.txt`; without it none is written.
 
     Raises:
-        UsageError: a plan that can't be read or doesn't suit the job.
+        UsageError: a plan that can't be read or doesn't suit the job, or a folder that can't be written.
         PacelineError: the job fails on one device.
     """
     from paceline.strategies.compose import load
 
+    source = job.to_dict() if run is not None and isinstance(job, JobFile) else None
     loaded = job.load() if isinstance(job, JobFile) else job
     if steps < 1:
         raise UsageError(f"steps must be at least 1, got {steps}")
@@ -96,10 +109,27 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
     chosen = [Plan.read(plan) for plan in plans] or _plans_that_fit(loaded)
     for plan in chosen:
         load(plan)
+    written = writable(Path(run)) if run is not None else None
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
         reference = _reference(loaded, Path(folder), timeout_s=timeout_s)
-        return [_certify(loaded, plan, reference, Path(folder), timeout_s=timeout_s, asked_for=bool(plans))
-                for plan in chosen]
+        found = [_certify(loaded, plan, reference, Path(folder), timeout_s=timeout_s, asked_for=bool(plans))
+                 for plan in chosen]
+    if written is not None:
+        certificate.write(written, _document(loaded, source, reference, found, steps))
+    return found
+
+
+def _document(job: Job, source: dict[str, Any] | None, reference: dict[str, Any], found: Sequence[Certificate],
+              steps: int) -> dict[str, Any]:
+    """All that the certificates stand on, for a file."""
+    problem = reference["problem"]
+    subject = dict(reference["subject"])
+    return certificate.document(
+        subject, [each.to_dict() for each in found], job=source,
+        run={"steps": steps, "batch": job.batch, "seed": job.seed, "precision": job.precision, "clip": job.clip,
+             "optimizer": subject.pop("optimizer"), "samples": job.num_samples},
+        yardstick={precision: figures["yardstick"] for precision, figures in reference["figures"].items()},
+        coupling=None if problem is None else problem.to_dict(), note=reference["note"])
 
 
 def _plans_that_fit(job: Job) -> list[Plan]:
@@ -120,11 +150,14 @@ def _reference(job: Job, folder: Path, *, timeout_s: float) -> dict[str, Any]:
 
     Returns:
         figures: of each precision that the job runs in. problem: of the job itself. note: why float64 is missing.
+        subject: what was compared.
     """
     from paceline.capture.randomness import WithoutRandomness
     from paceline.cluster import Cluster
     from paceline.launch.local import run_local
-    from paceline.proof.reference import job_problem, sample_marks, whole_batches, write_reference
+    from paceline.proof.problems import Problem, job_problem
+    from paceline.proof.reference import sample_marks, whole_batches, write_reference
+    from paceline.proof.subject import subject
     from paceline.runtime.stepper import Stepper
     from paceline.strategies.mesh import Mesh
 
@@ -136,7 +169,8 @@ def _reference(job: Job, folder: Path, *, timeout_s: float) -> dict[str, Any]:
         with WithoutRandomness() as random:
             exact = _in_precision(job, precision, random)
             figures = write_reference(exact, folder / precision, steps=steps)
-            figures["problem"] = job_problem(exact, steps=steps)
+            problem = job_problem(exact, steps=steps)
+            figures["problem"] = None if problem is None else problem.to_dict()
             figures["marks"] = [sample_marks(batch).tolist() for batch in whole_batches(exact, steps)]
         return {**figures, "left": sorted(random.left)}
 
@@ -151,9 +185,11 @@ def _reference(job: Job, folder: Path, *, timeout_s: float) -> dict[str, Any]:
         finest = list(figures.values())[-1]
         if note is None and finest["left"]:
             note = f"the job draws random numbers that can't be switched off ({', '.join(finest['left'])})"
-        return {"figures": figures, "problem": finest["problem"], "note": note}
+        return {"figures": figures, "problem": finest["problem"], "note": note, "subject": subject(job)}
 
     found: dict[str, Any] = run_local(body, Cluster.local("cpu:0").devices, timeout_s=timeout_s)[0]
+    if found["problem"] is not None:
+        found["problem"] = Problem.from_dict(found["problem"])
     return found
 
 
@@ -173,12 +209,14 @@ def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, t
         ranks = run_local(_recorded(job, asked, list(reference["figures"]), folder), Cluster.local(devices).devices,
                           timeout_s=timeout_s)
     except RankFailed as error:
+        if error.failure.kind == Preempted.__name__:
+            raise
         if error.failure.kind in _REFUSALS and not asked_for:
             return Certificate(str(plan), (), refused=error.failure.message)
         return Certificate(str(plan), (), str(error), reference["note"])
     verdicts = tuple(judge(figures, [rank[precision] for rank in ranks], precision=precision)
                      for precision, figures in reference["figures"].items())
-    return Certificate(str(plan), verdicts, problem, reference["note"])
+    return Certificate(str(plan), verdicts, None if problem is None else str(problem), reference["note"])
 
 
 def _recorded(job: Job, asked: Any, precisions: Sequence[Precision], folder: Path) -> Callable[[Any], dict[str, Any]]:

@@ -38,7 +38,7 @@ EXIT_WAIT_S = 10.0  # for a file that is being written when the process exits; i
 
 def write_json(path: Path, document: Any) -> None:
     """Write a JSON file in one move: readers see the old content or the new, also after a power cut."""
-    _write_text(path, json.dumps(document, indent=1) + "\n")
+    write_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def write_model(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -221,7 +221,7 @@ class _Save:
         part_paths = [self.temp / _part_name(rank, "json") for rank in range(self.world_size)]
         parts = [json.loads(path.read_text()) for path in part_paths]
         write_json(self.temp / INDEX, {"tensors": _merged(parts)})
-        _write_text(self.temp / DOCUMENT, self._document)
+        write_text(self.temp / DOCUMENT, self._document)
         files = {_part_name(rank, "safetensors"): {key: part[key] for key in ("bytes", "sha256")}
                  for rank, part in enumerate(parts)}
         files |= {name: _summary(self.temp / name) for name in (INDEX, DOCUMENT)}
@@ -406,7 +406,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: di
     _fsync(path)
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in one move."""
     temp = _temp_beside(path)
     try:
         with temp.open("w", encoding="utf-8") as file:

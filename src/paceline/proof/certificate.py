@@ -1,0 +1,142 @@
+"""The certificate of a verification: a document for programs and a table for people, in one folder."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.document import strict
+
+DOCUMENT, TABLE = "certificate.json", "certificate.txt"
+VERSION = 1
+WIDTH = 99  # characters a line of the table
+_PLAN, _NAME = 27, 26  # characters of a plan's column and of a parameter's
+
+
+def document(subject: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], *, job: Mapping[str, Any] | None,
+             run: Mapping[str, Any], yardstick: Mapping[str, Any], coupling: Mapping[str, Any] | None,
+             note: str | None) -> dict[str, Any]:
+    """What certificate.json holds.
+
+    Args:
+        subject: The model, versions, device and randomness.
+        plans: Of each plan what `verify --json` prints of it.
+        job: The file, its function and its settings; None for a job that was made in Python.
+        run: Batch, seed, steps, precision and the like.
+        yardstick: By precision, then by "loss", "gradient" and "weight".
+        coupling: Why no plan that cuts the batch can be exact; None if nothing was found.
+        note: What the certificate does not cover.
+    """
+    judged = [plan for plan in plans if plan["refused"] is None]
+    found: dict[str, Any] = strict({
+        "certificate": "paceline verify", "version": VERSION,
+        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "passed": bool(judged) and all(plan["passed"] for plan in judged),
+        "job": job, **subject, "run": run, "yardstick": yardstick, "coupling": coupling, "note": note,
+        "plans": list(plans)})
+    return found
+
+
+def write(folder: Path, found: Mapping[str, Any]) -> None:
+    """Write both files, each in one move; the document last, so that its table is there when it is."""
+    from paceline.runtime.checkpoint.write import write_text
+
+    write_text(folder / TABLE, table(found) + "\n")
+    write_text(folder / DOCUMENT, json.dumps(found, indent=1, allow_nan=False) + "\n")
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The document for people; no line is longer than `WIDTH`."""
+    plans = found["plans"]
+    refused = sum(plan["refused"] is not None for plan in plans)
+    failed = sum(not plan["passed"] and plan["refused"] is None for plan in plans)
+    verdict = (f"{len(plans) - refused - failed} plans passed, {failed} failed, {refused} are none for this model")
+    return "\n".join([f"Paceline certificate, {found['written']}: {verdict}", "", *_facts(found), "",
+                      *_yardstick(found["yardstick"]), "", *_verdicts(plans)])
+
+
+def _facts(found: Mapping[str, Any]) -> Iterator[str]:
+    job, model, run, device = found["job"], found["model"], found["run"], found["device"]
+    if job:
+        settings = " ".join(f"{name}={value}" for name, value in job["settings"].items())
+        yield from _row("job", f"{job['path']}:{job['function']} {settings}".rstrip())
+    yield from _row("model", f"{model['class']}, {model['parameters']:,} parameters, {model['trainable']:,} of them "
+                             "trained")
+    yield from _row("initial weights", f"sha256 {model['initial_weights_sha256']}")
+    yield from _row("run", f"{run['steps']} steps of {run['batch']} samples, seed {run['seed']}, {run['precision']}, "
+                           f"{run['optimizer']}" + (f", clip {run['clip']:g}" if run['clip'] else ""))
+    yield from _row("device", f"{device['kind']} ({device['machine']}, {device['capability']})")
+    yield from _row("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items()))
+    yield from _row("randomness", _random(found["randomness"]))
+    coupling = found["coupling"]
+    yield from _row("coupling", "no layer and no loss was seen to mix the samples of a batch" if coupling is None
+                    else f"{coupling['found']}. Instead: {coupling['instead']}")
+    if found["note"]:
+        yield from _row("note", found["note"])
+
+
+def _random(randomness: Mapping[str, Any]) -> str:
+    off, left = randomness["switched_off"], randomness["left_on"]
+    names = list(off)
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    said = (f"compared switched off, in {shown}: random operators gave the mean of what they draw" if off
+            else "nothing that is random was called")
+    return f"{said}; left on: {', '.join(left)}" if left else said
+
+
+def _yardstick(yardstick: Mapping[str, Any]) -> Iterator[str]:
+    yield "How far rounding moves one device's own figures, and what a plan may be off by there:"
+    for precision, kinds in yardstick.items():
+        for kind, figures in kinds.items():
+            where = f" of {_cut(figures['name'], _NAME)}" if figures["name"] else ""
+            yield (f"  {precision:<8} {kind:<9} spread {_figure(figures['spread']):<8} "
+                   f"may be off by {_figure(figures['tolerance']):<8} step {figures['step']}{where}")
+
+
+def _verdicts(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Two lines a plan, one for each precision, beside the plan's text; then why it failed or was refused."""
+    yield f"{'':<8}{'plan':<{_PLAN}}  {'in':<8} {'loss':<8} {'gradient':<8} {'weight':<8} nearest to its limit"
+    for plan in plans:
+        mark = "no plan" if plan["refused"] else "passed" if plan["passed"] else "FAILED"
+        words = textwrap.wrap(plan["plan"], _PLAN) or [""]
+        figures = [_line(each) for each in plan["precisions"]]
+        for number in range(max(len(words), len(figures))):
+            left = f"{mark if number == 0 else '':<8}{words[number] if number < len(words) else '':<{_PLAN}}"
+            yield f"{left}  {figures[number] if number < len(figures) else ''}".rstrip()
+        for remark in filter(None, (plan["refused"], plan["reason"])):
+            for line in remark.splitlines():
+                yield from textwrap.wrap(line, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+
+
+def _line(verdict: Mapping[str, Any]) -> str:
+    worst = verdict["worst"]
+    kind = max(worst, key=lambda kind: _share(worst[kind]))
+    share, name = _share(worst[kind]), worst[kind]["name"] or "loss"
+    shown = f"{100 * share:.0f} %" if share < 10 else f"{share:.0e}x" if share < 1e300 else "more"
+    return (f"{verdict['precision']:<8} {_figure(verdict['max_loss_diff']):<8} "
+            f"{_figure(verdict['max_gradient_diff']):<8} {_figure(verdict['max_param_diff']):<8} "
+            f"{shown} {_cut(name, _NAME - len(shown) - 1)}")
+
+
+def _share(furthest: Mapping[str, Any]) -> float:
+    """How much of what is allowed a difference uses up."""
+    off, allowed = furthest["diff"], furthest["tolerance"]
+    if off is None:
+        return float("inf")
+    return off / allowed if allowed else (float("inf") if off else 0.0)
+
+
+def _row(label: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=f"{label:<17}", subsequent_indent=" " * 17) or [label]
+
+
+def _figure(value: float | None) -> str:
+    return "none" if value is None else f"{value:.1e}"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"...{text[3 - most:]}"

@@ -1,0 +1,248 @@
+"""What in a job keeps plans that cut the batch from equalling one device: found on one device, named, with a way out.
+
+A model must be built alike twice, a loss must be a mean or a (sum, count), and no layer and no loss may let the
+samples of a batch see each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from paceline.errors import TrainingError
+from paceline.job import Job
+from paceline.proof.reference import (
+    EXACT,
+    backward,
+    build_plain,
+    cut_batch,
+    distance,
+    gradients_of,
+    greatest,
+    rows,
+    whole_batches,
+)
+from paceline.runtime.feed import MicroBatch, map_tensors
+
+UNCUT = "plans that don't cut the batch, such as tensor=N and place=auto parts=N, are exact as it is"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why no plan that cuts the batch can equal one device.
+
+    kind: "weights" that the seed doesn't fix; a "loss" that is no mean over its samples; "samples" that see each
+        other; a layer that "changes" with every forward.
+    names: modules or parameters that do it; "the loss" if that does it; empty where it couldn't be told.
+    found: what was seen. instead: the conversion that makes the job exact.
+    """
+
+    kind: Literal["weights", "loss", "samples", "changes"]
+    names: tuple[str, ...]
+    found: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.found}. {self.instead[:1].upper()}{self.instead[1:]}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {**asdict(self), "names": list(self.names)}
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> Problem:
+        """The inverse of `to_dict`."""
+        return cls(**{**document, "names": tuple(document["names"])})
+
+
+def job_problem(job: Job, *, steps: int) -> Problem | None:
+    """The first thing that keeps any plan that cuts the batch from being exact; None if nothing."""
+    return _unsteady_weights(job) or _loss_problem(job, steps=steps) or _coupling(job, steps=steps)
+
+
+def _unsteady_weights(job: Job) -> Problem | None:
+    first, second = (dict(build_plain(job).named_parameters()) for _ in range(2))
+    for name, p in first.items():
+        if name not in second or not torch.equal(p, second[name]):
+            return Problem("weights", (name,), "the initial weights are not fixed by the seed: "
+                           f"'{name}' differs between two models built alike",
+                           "draw them from torch's, NumPy's or Python's own generator, without seeding it")
+    return None
+
+
+# --- The loss -----------------------------------------------------------------------------------------------------
+
+# What a loss raises for an output that is not cut by samples: that says nothing about the loss.
+_NOT_CUT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, TrainingError)
+
+
+def _loss_problem(job: Job, *, steps: int) -> Problem | None:
+    """Whether the loss compares samples, or a scalar one is no mean over its samples."""
+    model = build_plain(job)
+    for batch in whole_batches(job, steps):
+        if batch.samples < 2:
+            continue
+        with torch.no_grad(), _autocast(job):
+            output = batch.call(model)
+        for check in (_comparing, _no_mean):
+            with suppress(*_NOT_CUT):
+                if found := check(job, output, batch):
+                    return found
+    return None
+
+
+def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
+    """Whether the gradient for some samples' outputs changes with the outputs of the others."""
+    half = batch.samples // 2
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        """The second half of the samples drawn towards the first: within the range that outputs have."""
+        if not _by_sample(tensor, batch.samples):
+            return tensor
+        others = tensor[:batch.samples - half].flip(0)
+        return torch.cat([tensor[:half], (tensor[half:] + others) / 2])
+
+    def gradients(values: Any) -> list[torch.Tensor]:
+        values = map_tensors(lambda t: t.detach().clone().requires_grad_() if _by_sample(t, batch.samples) else t,
+                             values)
+        leaves = [t for t in _tensors(values) if t.requires_grad]
+        with torch.enable_grad(), _autocast(job):
+            value = job.loss(values, batch.target)
+        total = value[0] if isinstance(value, tuple | list) else value
+        if not leaves or not total.requires_grad:
+            return []
+        found = torch.autograd.grad(total, leaves, allow_unused=True)
+        return [g[:half] for g in found if g is not None]
+
+    before, after = gradients(output), gradients(map_tensors(moved, output))
+    off = max((distance(a, b) for a, b in zip(before, after, strict=True)), default=0.0)
+    if off <= EXACT[job.precision] * greatest(before):
+        return None
+    return Problem("samples", ("the loss",), "the job couples the samples of a batch: the loss compares them, for the "
+                   "gradient of some changes with the outputs of others",
+                   f"let an item of the data hold all samples that are compared; {UNCUT}")
+
+
+def _no_mean(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
+    """Whether a scalar loss is no mean over its samples: computed whole and in two uneven parts of one output."""
+    first = max(1, batch.samples // 3)
+    with torch.no_grad(), _autocast(job):
+        value = job.loss(output, batch.target)
+        if isinstance(value, tuple | list):
+            return None
+        mixed = sum(len(part) / batch.samples * float(job.loss(rows(output, part, batch.samples),
+                                                               rows(batch.target, part, batch.samples)))
+                    for part in (range(first), range(first, batch.samples)))
+    if abs(mixed - float(value)) <= EXACT[job.precision] * max(1.0, abs(float(value))):
+        return None
+    return Problem("loss", ("the loss",), "the loss is a scalar and not the mean over its samples: "
+                   f"{float(value):.6g} of {batch.samples} samples at once, {mixed:.6g} as the mean of its parts; "
+                   "ignored targets or weights do this",
+                   "return (sum, count) instead of a scalar: the loss's sum, and the number or weight of what it "
+                   "counts")
+
+
+# --- Layers -------------------------------------------------------------------------------------------------------
+
+
+def _coupling(job: Job, *, steps: int) -> Problem | None:
+    """Whether cutting a batch changes its gradients by more than rounding can explain: samples see each other."""
+    model = build_plain(job)
+    optimizer = job.optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
+    for step, batch in enumerate(whole_batches(job, steps)):
+        backward(job, model, cut_batch(batch, 2))
+        cut = gradients_of(model)
+        backward(job, model, [batch])
+        whole = gradients_of(model)
+        moved = {name: distance(g, cut.get(name)) for name, g in whole.items()}
+        name = max(moved, key=lambda name: moved[name])
+        if not moved[name] <= EXACT[job.precision] * greatest(whole.values()):
+            return _described(job, model, batch, f"cutting the batch of step {step + 1} in two moves the gradient of "
+                                                 f"'{name}' by {moved[name]:.2g} on one device already")
+        optimizer.step()
+    return None
+
+
+def _described(job: Job, model: nn.Module, batch: MicroBatch, seen: str) -> Problem:
+    """The layer behind it, if one can be seen: the first whose output for some samples depends on the others."""
+    whole, again, part = (_outputs(job, model, given) for given in (batch, batch, cut_batch(batch, 2)[0]))
+    changing = _first_difference(job, model, whole, again, batch.samples)
+    if changing is not None:
+        kind = type(model.get_submodule(changing)).__name__
+        return Problem("changes", (changing,), f"'{changing}' ({kind}) gives another output each time it is called "
+                       f"with the same input: {seen}", "a layer must not change in a forward; keep what it counts out "
+                       "of what it computes")
+    mixing = _first_difference(job, model, whole, part, batch.samples)
+    coupled = f"the job couples the samples of a batch: {seen}"
+    if mixing is None:
+        return Problem("samples", (), f"{coupled}, and no layer's output shows where",
+                       f"look for a loss or a hook that mixes samples; {UNCUT}")
+    layer = model.get_submodule(mixing)
+    norms = [path for path, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if mixing in norms:
+        return Problem("samples", tuple(norms), f"{coupled}. {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)}, "
+                       f"such as '{mixing}', use the statistics of a micro-batch",
+                       f"GroupNorm or LayerNorm make the job exact: {_group_norm(layer)} in the place of '{mixing}'; "
+                       f"{UNCUT}")
+    return Problem("samples", (mixing,), f"{coupled}. '{mixing}' ({type(layer).__name__}) mixes samples",
+                   f"let it compute each sample by itself (reduce over dim 1 and later, never over dim 0); {UNCUT}")
+
+
+def _group_norm(norm: nn.Module) -> str:
+    """A GroupNorm of at least four channels a group, for the same channels."""
+    channels = int(norm.num_features)  # type: ignore[arg-type]
+    groups = math.gcd(32, channels)
+    while groups > 1 and channels // groups < 4:
+        groups //= 2
+    return f"nn.GroupNorm({groups}, {channels})"
+
+
+def _outputs(job: Job, model: nn.Module, batch: MicroBatch) -> list[tuple[str, list[torch.Tensor]]]:
+    """What every module returned, in the order in which they were done."""
+    found: list[tuple[str, list[torch.Tensor]]] = []
+
+    def note(path: str) -> Callable[..., None]:
+        return lambda module, given, output: found.append((path, [t.detach().clone() for t in _tensors(output)]))
+
+    handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules()]
+    with torch.no_grad(), _autocast(job):
+        batch.call(model)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _first_difference(job: Job, model: nn.Module, whole: Sequence[tuple[str, list[torch.Tensor]]],
+                      other: Sequence[tuple[str, list[torch.Tensor]]], samples: int) -> str | None:
+    """The first module whose outputs differ for the samples that both have; None if none does.
+
+    Tensors that don't have the samples along dim 0 are not compared.
+    """
+    for (path, mine), (_, theirs) in zip(whole, other, strict=False):
+        for a, b in zip(mine, theirs, strict=False):
+            if not _by_sample(a, samples) or b.ndim != a.ndim or a.shape[1:] != b.shape[1:]:
+                continue
+            if distance(a[:len(b)], b) > EXACT[job.precision] * max(1.0, greatest([a])):
+                return path
+    return None
+
+
+def _by_sample(tensor: torch.Tensor, samples: int) -> bool:
+    return tensor.is_floating_point() and tensor.ndim > 0 and tensor.shape[0] == samples
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, value)
+    return found or [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _autocast(job: Job) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16")

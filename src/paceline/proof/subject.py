@@ -1,0 +1,64 @@
+"""What a certificate is about: the model by its weights, the packages that made it, and what in it is random."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+import paceline
+from paceline.capture.randomness import WithoutRandomness
+from paceline.job import Job
+from paceline.proof.reference import build_plain, whole_batches
+
+
+def subject(job: Job) -> dict[str, Any]:
+    """The job's model and optimizer, versions of what they are made of, the device, and what is random; JSON-able."""
+    model = build_plain(job)
+    parameters = dict(model.named_parameters())
+    return {
+        "model": {"class": f"{type(model).__module__}.{type(model).__qualname__}",
+                  "parameters": sum(p.numel() for p in parameters.values()),
+                  "trainable": sum(p.numel() for p in parameters.values() if p.requires_grad),
+                  "initial_weights_sha256": weights_sha256(parameters)},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "paceline": paceline.__version__,
+                     **_packages(model)},
+        "device": {"kind": "cpu", "capability": torch.backends.cpu.get_cpu_capability(),
+                   "machine": platform.machine()},
+        "optimizer": type(job.optimizer([(name, p) for name, p in parameters.items() if p.requires_grad])).__name__,
+        "randomness": _randomness(job, model),
+    }
+
+
+def weights_sha256(parameters: dict[str, nn.Parameter]) -> str:
+    """A digest of names, dtypes, shapes and elements, in the order of the names."""
+    found = hashlib.sha256()
+    for name, p in sorted(parameters.items()):
+        found.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
+        found.update(p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _packages(model: nn.Module) -> dict[str, str]:
+    """Versions of the packages that the model's layers come from, where they have any."""
+    tops = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch", "paceline"}
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in sorted(tops)}
+    return {name: str(version) for name, version in versions.items() if version}
+
+
+def _randomness(job: Job, model: nn.Module) -> dict[str, Any]:
+    """Which modules draw in a training step and what is switched off in them; seen in the first step."""
+    random = WithoutRandomness()
+    for batch in whole_batches(job, 1):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
+            with random, random.watching(model):
+                output = batch.call(model)
+            with random:
+                job.loss(output, batch.target)
+    return {"compared": "switched off: random operators give the mean of what they would draw",
+            "switched_off": {path or "outside any module": sorted(names) for path, names in random.off.items()},
+            "left_on": sorted(random.left)}
