@@ -25,15 +25,18 @@ SAMPLES, BATCH, STEPS = 53, 12, 15  # three epochs with a short last batch of 5
 
 
 class Net(nn.Module):
-    """Some layers, dropout, and several gradient buckets' worth of dtypes and shapes for a ring of any size."""
+    """Some layers, dropout, shapes for a ring of any size, layers that two ranks can split, and a weight that the
+    first and the last stage share."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 33), nn.GELU(), nn.Dropout(0.1), nn.Linear(33, 17), nn.GELU())
-        self.out = nn.Linear(17, 3)
+        self.layers = nn.Sequential(nn.Linear(6, 34), nn.GELU(), nn.Dropout(0.1), nn.Linear(34, 17), nn.GELU())
+        self.last = nn.ModuleList([nn.Linear(17, 6), nn.Linear(6, 34)])
+        self.last[1].weight = self.layers[0].weight
+        self.out = nn.Linear(34, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.layers(x[:, 1:]))
+        return self.out(torch.tanh(self.last[1](torch.tanh(self.last[0](self.layers(x[:, 1:]))))))
 
 
 def make_job(record: Path | None = None, dropout: bool = True) -> paceline.Job:

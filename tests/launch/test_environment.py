@@ -121,6 +121,7 @@ class Small:
 @pytest.mark.parametrize(("plan", "options", "words"), [
     ("data=4", {}, r"plan 'data=4' needs 4 ranks and torchrun started 8"),
     ("data=8", {"procs": 4}, r"plan 'data=8' needs 8 ranks and --procs says 4"),
+    ("pipeline=3 data=2 tensor=2", {}, r"plan 'pipeline=3 data=2 tensor=2' needs 12 ranks and torchrun started 8"),
     ("data=8", {"devices": "cpu:0,cpu:1"}, r"plan 'data=8' needs 4 devices here and --devices names 2"),
 ])
 def test_counts_are_checked_before_joining(plan: str, options: dict[str, Any], words: str):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from verify_jobs import MixtureOfExperts, adamw, make_job, tagging_job
+from verify_jobs import MixtureOfExperts, Sentences, adamw, make_job, tagging_job, token_loss
 
 import paceline
 
@@ -75,6 +75,25 @@ class UNet(nn.Module):
         second = torch.relu(self.down[1](first))
         up = torch.relu(self.up[0](torch.cat([self.middle(second), second], 1)))
         return self.up[1](torch.cat([up, first], 1)).mean(-1)
+
+
+class Chain(nn.Module):
+    """All that torch's own pipelines get wrong, and small: tied embeddings, a weight that two blocks share, and a skip
+    from the first piece to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in range(3)])
+        self.blocks[2][0].weight = self.blocks[0][0].weight
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        first = h = self.embed(ids) * mask.unsqueeze(-1)
+        for block in self.blocks:
+            h = h + block(h)
+        return {"logits": self.head(h + first)}
 
 
 class TwoTower(nn.Module):
@@ -156,9 +175,10 @@ def split_job(name: str) -> paceline.Job:
         "routed": lambda: make_job(MixtureOfExperts, optimizer=adamw, clip=0.5, batch=9),
         "keras": keras_job,
         "tied": lambda: tagging_job(optimizer=adamw, clip=0.5),
+        "chain": lambda: make_job(Chain, data=Sentences(), loss=token_loss, optimizer=adamw, clip=0.1),
     }
     return own[name]() if name in own else transformers_job(name)
 
 
 TRANSFORMERS = ("gpt2", "llama", "qwen3", "bert", "mixtral")
-OWN = ("unet", "two-tower", "experts", "routed", "lstm", "tied", "keras")
+OWN = ("unet", "two-tower", "experts", "routed", "lstm", "tied", "keras", "chain")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from split_jobs import OWN, TRANSFORMERS, split_job
 from torch import nn
 from verify_jobs import Mlp, make_job, passes, said
 
 import paceline
+from paceline.errors import PlanError
 from paceline.runtime.stepper import Stepper
 from paceline.strategies.data.run import local
 from paceline.strategies.mesh import Mesh
@@ -22,23 +25,25 @@ from paceline.strategies.stages.layout import Stages
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
-@pytest.mark.parametrize("name", [*OWN, "gpt2", "llama"])
+@pytest.mark.parametrize("name", [*(name for name in OWN if name != "chain"), "gpt2", "llama"])
 def test_a_pipeline_of_two(name: str) -> None:
     """Skips, towers, ties, keyword inputs, ignored targets and a short last batch, under the default schedule."""
     passes(split_job(name), "pipeline=2", steps=3)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules(schedule: str) -> None:
-    """Each on a model with tied embeddings, whose stages' gradients must meet."""
-    passes(split_job("tied"), f"pipeline=2 schedule={schedule} microbatches=3", steps=3)
+def test_schedules() -> None:
+    """Tied weights, a skip over all stages, uneven micro-batches, a norm over all stages: what torch's own pipelines
+    get wrong without an error, or refuse. One reference serves all plans."""
+    passes(split_job("chain"), *(f"pipeline=2 schedule={schedule} microbatches=3" for schedule in SCHEDULES),
+           "pipeline=4", "pipeline=4 schedule=zero-bubble microbatches=2", "pipeline=4 microbatches=1", steps=3)
 
 
-@pytest.mark.parametrize("plan", ["pipeline=2 data=2", "pipeline=2 shard=2", "pipeline=2 shard=2 zero=1 recompute=full",
-                                  "pipeline=2 data=2 schedule=zero-bubble", "pipeline=2 data=2 shares=2:1"])
-def test_products(plan: str) -> None:
-    """Pipelines of replicas, of shards, of unequal parts."""
-    passes(split_job("tied"), plan, steps=3)
+def test_products() -> None:
+    """Pipelines of replicas, of shards, of unequal parts. torch's DistributedDataParallel is wrong or fails in these;
+    with a zero-bubble schedule the reduction still waits for the weights' own half of the backward."""
+    passes(split_job("chain"), "pipeline=2 data=2", "pipeline=2 shard=2", "pipeline=2 shard=2 zero=1 recompute=full",
+           "pipeline=2 data=2 schedule=zero-bubble", "pipeline=2 data=2 shares=2:1", "data=2 tensor=2",
+           "pipeline=2 tensor=2 schedule=zero-bubble", "pipeline=2 data=2 tensor=2", steps=3)
 
 
 @pytest.mark.parametrize("name", ["two-tower", "unet", "keras", "routed"])
@@ -47,10 +52,11 @@ def test_placed_parts(name: str) -> None:
     passes(split_job(name), "place=auto parts=2", "place=auto parts=2 data=2", steps=3)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "tied", "keras"])
-def test_split_layers(name: str) -> None:
+@pytest.mark.parametrize(("name", "plans"), [("qwen3", ["tensor=2"]), ("tied", ["tensor=2", "shard=2 tensor=2"]),
+                                             ("keras", ["tensor=2"]), ("bert", ["pipeline=2 tensor=2"])])
+def test_split_layers(name: str, plans: list[str]) -> None:
     """Heads, gates, embeddings and what can't be split beside them; fused weights and tied ones."""
-    passes(split_job(name), "tensor=2", steps=2)
+    passes(split_job(name), *plans, steps=2)
 
 
 @pytest.mark.parametrize(("name", "plan", "most"), [
@@ -70,31 +76,16 @@ def test_a_rank_holds_a_part(name: str, plan: str, most: float, run_ranks: Calla
     assert max(run_ranks(body, asked.world_size)) <= most
 
 
-@pytest.mark.parametrize("plan", ["data=2 tensor=2", "shard=2 tensor=2", "pipeline=2 tensor=2",
-                                  "pipeline=2 data=2 tensor=2"])
-def test_split_layers_in_products(plan: str) -> None:
-    """Replicas, shards and stages of split layers."""
-    passes(split_job("bert"), plan, steps=2)
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [*OWN, *TRANSFORMERS])
-@pytest.mark.parametrize("plan", ["tensor=2", "place=auto parts=2", "data=2 tensor=2", "pipeline=2 data=2",
-                                  "pipeline=2 shard=2", "pipeline=2 data=2 tensor=2"])
-def test_every_model_under_every_split(name: str, plan: str) -> None:
-    """Layers, parts, and products with replicas, shards and stages."""
-    passes(split_job(name), plan, steps=2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [*OWN, *TRANSFORMERS])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_model_under_every_schedule(name: str, schedule: str) -> None:
-    """Two and four ranks; where the model has fewer pieces than the plan has stages, it is refused in words."""
-    for certificate in paceline.verify(split_job(name), [f"pipeline={ranks} schedule={schedule}" for ranks in (2, 4)],
-                                       steps=2):
+def test_every_model_under_every_plan(name: str) -> None:
+    """Layers, parts, products with replicas, shards and stages, and every schedule on two and on four ranks; where the
+    model has fewer pieces than the plan has stages, it is refused in words."""
+    plans = ["tensor=2", "place=auto parts=2", "data=2 tensor=2", "pipeline=2 data=2", "pipeline=2 shard=2",
+             "pipeline=2 data=2 tensor=2",
+             *(f"pipeline={ranks} schedule={schedule}" for ranks in (2, 4) for schedule in SCHEDULES)]
+    for certificate in paceline.verify(split_job(name), plans, steps=2):
         refused = "pieces that can be cut apart" in (certificate.problem or "")
         assert certificate.passed or refused, certificate.describe()
 
@@ -158,6 +149,49 @@ def test_a_scaled_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gradient of 'out." in said(make_job(Mlp), "pipeline=2")
 
 
+def test_a_norm_of_one_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage clips by the norm of its own gradients."""
+    def clip(self: Stepper) -> float:
+        return float(torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), self.job.clip))
+
+    monkeypatch.setattr(Stepper, "_clip", clip)
+
+    assert "weight of '" in said(split_job("chain"), "pipeline=2")
+
+
+def test_split_layers_that_are_not_summed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias of a layer that ranks compute together gets one rank's gradient, doubled."""
+    right = Stages.finish
+
+    def finish(self: Stages) -> None:
+        right(self)
+        for name, parameter in self.module.named_parameters():
+            if name == "layers.0.bias":
+                parameter.grad.mul_(2.0)
+
+    monkeypatch.setattr(Stages, "finish", finish)
+
+    assert "gradient of 'layers.0.bias'" in said(make_job(Mlp), "tensor=2")
+
+
+def test_a_stage_with_weights_of_its_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that would initialise its stage by itself has other weights before the first step."""
+    right = Stages.__init__
+
+    def init(self: Stages, *arguments: Any, **options: Any) -> None:
+        right(self, *arguments, **options)
+        if self.own == 1:
+            with torch.no_grad():
+                for parameter in self.module.parameters():
+                    parameter.normal_()
+
+    monkeypatch.setattr(Stages, "__init__", init)
+
+    words = said(make_job(Mlp), "pipeline=2")
+
+    assert "initial weight of 'layers.1.weight'" in words and "on rank 1" in words
+
+
 # --- What can't be split ------------------------------------------------------------------------------------------
 
 
@@ -191,11 +225,15 @@ class InPlace(nn.Module):
         return self.out(torch.tanh(self.layers[1](first)))
 
 
+BRANCH = next(number for number, line in enumerate(inspect.getsource(Branching).splitlines(),
+                                                 inspect.getsourcelines(Branching)[1]) if "x.sum()" in line)
+
+
 @pytest.mark.parametrize(("model", "plan", "words"), [
     (Mlp, "pipeline=5", "the model has 3 pieces that can be cut apart and the plan needs 5 stages"),
     (Mlp, "pipeline=2 schedule=interleaved", "the model has 3 pieces that can be cut apart and the plan needs 4"),
     (Mlp, "place=auto parts=4", "the model has 3 pieces with parameters and 4 parts were asked for"),
-    (Branching, "pipeline=2", "test_split.py"),
+    (Branching, "pipeline=2", f"test_split.py:{BRANCH}: "),
     (InPlace, "pipeline=2 shard=2", "edits in place what another module returned"),
 ])
 def test_models_that_a_plan_does_not_suit(model: Callable[[], nn.Module], plan: str, words: str) -> None:
@@ -208,9 +246,17 @@ def test_an_edit_in_place_stays_with_what_it_edits() -> None:
     passes(make_job(InPlace), "pipeline=2", "tensor=2", "tensor=4")
 
 
-def test_fewer_samples_than_microbatches() -> None:
-    """Stand-ins fill the pipeline."""
-    passes(make_job(Mlp), "pipeline=2 microbatches=11", steps=3)
+def test_more_microbatches_than_samples_and_fewer_than_stages() -> None:
+    """Stand-ins fill the pipeline; one that can't be filled is slow and right."""
+    passes(make_job(Mlp), "pipeline=2 microbatches=11", "pipeline=3 microbatches=2",
+           "pipeline=3 schedule=zero-bubble microbatches=1", steps=3)
+
+
+def test_a_mean_over_targets_that_count_is_named() -> None:
+    """Micro-batches have unequal numbers of targets: torch's own pipelines average such losses without an error."""
+    job = make_job(Mlp, loss=lambda output, target: F.cross_entropy(output, target, ignore_index=2))
+
+    assert "not the mean over its samples" in said(job, "pipeline=2")
 
 
 # --- Placements by hand -------------------------------------------------------------------------------------------
@@ -239,11 +285,28 @@ def test_placements_that_are_wrong(tmp_path: Path, text: str, words: str) -> Non
     assert words in said(make_job(Mlp), f"place={path} parts=2")
 
 
-def test_a_placement_that_overfills_a_device(tmp_path: Path) -> None:
-    """The ledger says what each device would hold."""
+def test_a_placement_by_hand_that_overfills_a_device(tmp_path: Path, run_ranks: Callable[..., Any]) -> None:
+    """It is refused before a step, with what each device would hold and has."""
+    path = tmp_path / "parts.toml"
+    path.write_text('[parts]\n0 = ["layers", "out"]\n1 = ["layers.1"]\n')
+    asked = paceline.Plan.parse(f"place={path} parts=2")
+
+    def body(context: Any) -> str:
+        mesh = Mesh(asked.axes.sizes(), context.rank)
+        mesh.connect()
+        with pytest.raises(PlanError) as refused:
+            Stepper(make_job(Mlp), asked, mesh, context.device, memory_bytes=(4 * 2**20, 100))
+        return str(refused.value)
+
+    for words in run_ranks(body, 2):
+        assert "doesn't fit" in words and "rank 0" in words and words.count("too much") == 1
+
+
+def test_the_ledger_of_a_placement() -> None:
+    """A line a device, with its sum and what it has."""
     from paceline.strategies.place.assign import refuse_overfull
     from paceline.strategies.place.ledger import MIB, Need
 
     needs = {"a": Need(MIB, MIB, 2 * MIB, 3 * MIB), "b": Need(MIB, MIB, 2 * MIB, 0)}
-    with pytest.raises(paceline.errors.PlanError, match=r"doesn't fit:(?s:.)*rank 0 .* 7\.0 .* 6  too much"):
+    with pytest.raises(PlanError, match=r"doesn't fit:(?s:.)*rank 0 .* 7\.0 .* 6  too much"):
         refuse_overfull(needs, {"a": 0, "b": 1}, [6 * MIB, 6 * MIB], ["rank 0", "rank 1"])

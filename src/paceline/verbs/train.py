@@ -127,7 +127,25 @@ def _banner(job: Job, asked: Resolved, run_dir: Path) -> str:
     return (f"plan {plan} on {devices}\n"
             f"global batch {job.batch} = {plan.replicas} x {shown} samples in {microbatches} micro-batch"
             f"{'es' if microbatches != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
-            f"run folder {run_dir}")
+            f"{_idle(plan)}run folder {run_dir}")
+
+
+def _idle(plan: Plan) -> str:
+    """A line about the time that a pipeline's schedule leaves its ranks idle; nothing for other plans."""
+    from paceline.strategies.pipeline.schedule import bubble, schedule
+
+    ranks, name, virtual = plan.axes.pipeline, plan.schedule.schedule, plan.schedule.virtual
+    if ranks == 1:
+        return ""
+
+    def idle(microbatches: int) -> float:
+        orders = schedule(name, num_ranks=ranks, num_microbatches=microbatches, virtual=virtual)
+        return bubble(orders, num_stages=ranks * virtual)
+
+    line = f"equal stages would be idle {idle(plan.num_microbatches):.0%} of the time under schedule={name}"
+    if plan.num_microbatches < 2 * ranks:
+        line += f", and {idle(2 * ranks):.0%} with microbatches={2 * ranks}"
+    return f"{line}\n"
 
 
 def _predict_once_started(board: Board, job: Job, asked: Resolved, run_dir: Path) -> None:

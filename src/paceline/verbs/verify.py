@@ -213,7 +213,8 @@ def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, t
             raise
         if error.failure.kind in _REFUSALS and not asked_for:
             return Certificate(str(plan), (), refused=error.failure.message)
-        return Certificate(str(plan), (), str(error), reference["note"])
+        why = "\n".join(str(cause) for cause in (problem, error) if cause is not None)
+        return Certificate(str(plan), (), why, reference["note"])
     verdicts = tuple(judge(figures, [rank[precision] for rank in ranks], precision=precision)
                      for precision, figures in reference["figures"].items())
     return Certificate(str(plan), verdicts, None if problem is None else str(problem), reference["note"])

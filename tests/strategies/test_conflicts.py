@@ -1,0 +1,37 @@
+"""Plans whose choices don't compose are refused with the reason, and others are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import PlanError
+from paceline.plan import Plan
+from paceline.strategies.conflicts import CONFLICTS, check
+
+
+@pytest.mark.parametrize(("text", "why", "instead"), [
+    ("pipeline=2 shard=2 schedule=zero-bubble", "gradients come out wrong without an error", "data=N"),
+    ("pipeline=2 shard=2 zero=1 schedule=zero-bubble", "passes them by", "1f1b"),
+    ("pipeline=2 schedule=zero-bubble recompute=full", "compute the forward again", "1f1b"),
+])
+def test_what_does_not_compose_is_refused(text: str, why: str, instead: str):
+    """With the plan, what goes wrong, and what to choose."""
+    with pytest.raises(PlanError) as refused:
+        check(Plan.parse(text))
+    assert f"plan '{text.split()[0]}" in str(refused.value)
+    assert why in str(refused.value) and instead in str(refused.value.hint)
+
+
+def test_every_conflict_is_met_by_a_plan():
+    """No row of the table is dead."""
+    plans = [Plan.parse(text) for text in ("pipeline=2 shard=2 schedule=zero-bubble",
+                                           "pipeline=2 schedule=zero-bubble recompute=full")]
+    assert all(any(conflict.is_met(plan) for plan in plans) for conflict in CONFLICTS)
+
+
+@pytest.mark.parametrize("text", ["pipeline=2 data=2 schedule=zero-bubble", "pipeline=2 shard=2 schedule=interleaved",
+                                  "data=2 tensor=2", "shard=2 tensor=2", "pipeline=2 data=2 tensor=2",
+                                  "place=auto parts=2 data=2", "pipeline=2 recompute=full"])
+def test_what_composes_is_not_refused(text: str):
+    """tests/verify shows that these equal one device."""
+    check(Plan.parse(text))
