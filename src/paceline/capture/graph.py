@@ -13,7 +13,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -152,10 +152,13 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
 
 
 def capture_or_learn(model: nn.Module, arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
-                     opaque: OpaqueModules) -> Capture:
+                     opaque: OpaqueModules,
+                     running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Capture:
     """The model's forward for two samples; modules that can't be recorded become opaque, with all of their class.
 
-    arguments: what the model is called with for so many samples.
+    Args:
+        arguments: What the model is called with for so many samples.
+        running: Entered where the model runs to learn the shapes of opaque modules.
 
     Raises:
         CaptureFailed: what can't be recorded is in the model's own forward and not in a module of it.
@@ -176,7 +179,8 @@ def capture_or_learn(model: nn.Module, arguments: Callable[[int], tuple[tuple[An
 
             def run(samples: int) -> None:
                 args, kwargs = arguments(samples)
-                model(*args, **kwargs)
+                with running():
+                    model(*args, **kwargs)
 
             opaque.learn(model, outermost, run)
             if (listed or through)[-1] not in opaque.outputs:
@@ -383,7 +387,7 @@ class _Reader:
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What two tensors have in common that are the same elements."""
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.dtype
 
 
 def _changes_nothing(node: fx.Node) -> bool:

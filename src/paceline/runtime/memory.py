@@ -32,7 +32,17 @@ class PeakMemory:
     def bytes(self) -> int:
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
-        return max(0, (_status_bytes("VmHWM:") or _peak_resident_bytes()) - self._before)
+        return max(0, resident_peak_bytes() - self._before)
+
+
+def resident_peak_bytes() -> int:
+    """The most that this process has had in memory."""
+    return _status_bytes("VmHWM:") or _peak_resident_bytes()
+
+
+def reset_peak() -> None:
+    """Forget it but for what is in memory now; Linux alone can."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak_resident_bytes() -> int:

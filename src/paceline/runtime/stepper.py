@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from paceline.errors import JobError, TrainingError
 from paceline.job import Job
+from paceline.launch.logs import logger
 from paceline.plan import Plan
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.feed import MicroBatch, example_batch
@@ -23,11 +24,12 @@ from paceline.runtime.loss import Tally, read_tally, require_gradient
 from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_streams
 from paceline.runtime.trace import Recorder
-from paceline.strategies.compose import lay_out, prepare
+from paceline.strategies.compose import Synchroniser, holds_parts, lay_out, prepare
 from paceline.strategies.data.run import local
 from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh, axes_cut
 from paceline.strategies.shard.run import is_about_shards
+from paceline.strategies.spill import CannotSpill, Spill
 
 ADAM_STATES = 2.0  # bytes of state a byte of parameters
 
@@ -72,18 +74,56 @@ def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, dtype=torch.bfloat16) if job.precision == "bf16" else nullcontext()
 
 
-def lay_out_job(model: torch.nn.Module, job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
-                memory_bytes: Sequence[float] = ()) -> Layout:
-    """What this rank runs of the job's model. Collective.
+@dataclass(frozen=True)
+class Prepared:
+    """A job's model, what this rank runs of it, and how its gradients meet."""
+
+    model: torch.nn.Module
+    layout: Layout
+    synchronisers: list[Synchroniser]
+
+
+def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
+                memory_bytes: Sequence[float] = ()) -> Prepared:
+    """Build the job's model and let this rank hold its part of it. Collective.
+
+    Where a rank holds a part, no more than that and one more tensor need memory at a time.
 
     memory_bytes: of each rank's device; without it nothing is too large.
     """
     dtype = torch.float64 if job.precision == "float64" else None
-    return lay_out(model, plan=plan, mesh=mesh, device=device, memory_bytes=memory_bytes,
-                   example=lambda samples: example_batch(job.data, samples).to(device, dtype),
-                   context=lambda: autocast(job, device),
-                   microbatch_samples=-(-job.batch // (plan.replicas * plan.num_microbatches)),
-                   state_factor=ADAM_STATES)
+    spill, model = _build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
+    running = spill.running if spill is not None else nullcontext
+    layout = lay_out(model, plan=plan, mesh=mesh, device=device, memory_bytes=memory_bytes, running=running,
+                     example=lambda samples: example_batch(job.data, samples).to(device, dtype),
+                     context=lambda: autocast(job, device),
+                     microbatch_samples=-(-job.batch // (plan.replicas * plan.num_microbatches)),
+                     state_factor=ADAM_STATES)
+    with running():
+        synchronisers = prepare(layout.module, plan=plan, mesh=mesh)
+        layout.let_go()
+        if spill is not None:
+            spill.bring_in([*layout.module.parameters(), *model.buffers()])
+    return Prepared(model, layout, synchronisers)
+
+
+def _build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:
+    """The model with its weights in files, or in memory where that can't be."""
+    try:
+        spill = Spill()
+        with spill.building():
+            model = build_model(job, device)
+    except JobError:
+        raise
+    except Exception as error:  # of the user's own code, too: then it comes again
+        first = (str(error).splitlines() or [""])[0]
+        logger.warning("every rank takes memory for the whole model to begin with: it could not be built in files (%s)",
+                       first if isinstance(error, CannotSpill) else f"{type(error).__name__}: {first}")
+        return None, build_model(job, device)
+    if (left := spill.in_memory_bytes(model.parameters())) > spill.resident_bytes:
+        logger.warning("every rank takes %.0f MB for the whole model to begin with: that much of it was not made by "
+                       "torch on the thread that calls model()", left / 1e6)
+    return spill, model
 
 
 def _kinds(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
@@ -149,9 +189,8 @@ class Stepper:
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
                  memory_bytes: Sequence[float] = ()) -> None:
         self.job, self.mesh, self.device = job, mesh, device
-        self.model = build_model(job, device)
-        self.layout = lay_out_job(self.model, job, plan=plan, mesh=mesh, device=device, memory_bytes=memory_bytes)
-        self.synchronisers = prepare(self.layout.module, plan=plan, mesh=mesh)
+        prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, memory_bytes=memory_bytes)
+        self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
         self.model.train()
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.held = dict(self.layout.module.named_parameters())

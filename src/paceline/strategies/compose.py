@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import JobError
@@ -61,6 +62,12 @@ def load(plan: Plan) -> None:
         importlib.import_module(name)  # torch's optimizers import _dynamo when they are built; it takes a second
 
 
+def holds_parts(plan: Plan) -> bool:
+    """Whether a rank holds a part of the model, at least between steps."""
+    axes = plan.axes
+    return any(size > 1 for size in (axes.pipeline, axes.parts, axes.shard, axes.tensor))
+
+
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
     """Enter every room of the plan. Collective: every rank calls it with equal weights.
 
@@ -79,7 +86,8 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
 
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Callable[[int], Batch],
             context: Callable[[], Any], microbatch_samples: int, state_factor: float,
-            memory_bytes: Sequence[float]) -> Layout:
+            memory_bytes: Sequence[float],
+            running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Layout:
     """What this rank runs of the model. Collective.
 
     Args:
@@ -88,6 +96,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
         memory_bytes: Of each rank's device.
         example: Makes a batch of so many samples, for plans that must see the model's forward.
         context: The numeric context of a forward.
+        running: Entered where the whole model's weights are used.
     """
     axes = plan.axes
     if axes.pipeline > 1 or axes.parts > 1 or axes.tensor > 1 or (axes.shard > 1 and _reads_past_modules(model)):
@@ -95,7 +104,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
 
         return lay_out_stages(model, plan=plan, mesh=mesh, device=device, example=example, context=context,
                               microbatch_samples=microbatch_samples, state_factor=state_factor,
-                              memory_bytes=memory_bytes)
+                              memory_bytes=memory_bytes, running=running)
     return Whole(model, context)
 
 

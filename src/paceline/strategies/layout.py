@@ -59,6 +59,9 @@ class Layout(Protocol):
     @property
     def has_output(self) -> bool: ...
 
+    def let_go(self) -> None:
+        """Take the memory of parameters that `module` doesn't hold, once the rooms have changed it."""
+
     def run(self, batches: Sequence[Batch], work: Work) -> None:
         """Forward and backward of every micro-batch of a step."""
 
@@ -79,6 +82,9 @@ class Whole:
         self.owned = frozenset(name for name, _ in model.named_parameters())
         self.owned_buffers = frozenset(name for name, _ in model.named_buffers())
         self.owners = dict.fromkeys(self.owned | self.owned_buffers, 0)
+
+    def let_go(self) -> None:
+        """All of them are held."""
 
     def run(self, batches: Sequence[Batch], work: Work) -> None:
         for number, batch in enumerate(batches):

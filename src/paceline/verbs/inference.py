@@ -126,15 +126,13 @@ def _load(context: RankContext, job: Job, asked: Resolved, run_dir: Path) -> _Tr
     """Build the model under the plan and read the run's newest weights into it; each rank reads what it holds."""
     from paceline.runtime import state
     from paceline.runtime.loop import part_of
-    from paceline.runtime.stepper import build_model, lay_out_job
-    from paceline.strategies.compose import prepare
+    from paceline.runtime.stepper import prepare_job
     from paceline.strategies.mesh import Mesh
 
     mesh = Mesh(asked.plan.axes.sizes(), context.rank)
     mesh.connect()
-    model = build_model(job, context.device)
-    layout = lay_out_job(model, job, plan=asked.plan, mesh=mesh, device=context.device)
-    prepare(layout.module, plan=asked.plan, mesh=mesh)
+    prepared = prepare_job(job, plan=asked.plan, mesh=mesh, device=context.device)
+    model, layout = prepared.model, prepared.layout
     checkpoint = state.choose_checkpoint(context, run_dir, accept=lambda found: state.model_mismatch(model, found))
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint", hint="train it first, or longer")

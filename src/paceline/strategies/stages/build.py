@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,8 @@ EXAMPLE_SAMPLES = 2  # of the small batch that a model is captured with
 
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
             example: Callable[[int], Batch], context: Callable[[], Any], microbatch_samples: int, state_factor: float,
-            memory_bytes: Sequence[float]) -> Stages:
+            memory_bytes: Sequence[float],
+            running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Stages:
     """This rank's part of a model that is cut into stages, or whose layers are split, or both. Collective.
 
     Args:
@@ -40,6 +42,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
         microbatch_samples: Most samples of a micro-batch.
         state_factor: Bytes of optimizer state a byte of trainable parameters.
         memory_bytes: Of each rank's device.
+        running: Entered where the whole model's weights are used.
 
     Raises:
         JobError: the model can't be captured.
@@ -48,7 +51,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
     model.train()
     opaque = OpaqueModules()
     with context():
-        found = capture_or_learn(model, lambda samples: example(samples).arguments(), opaque)
+        found = capture_or_learn(model, lambda samples: example(samples).arguments(), opaque, running)
     found = renamed(found, first_names(model))
     if plan.axes.parts > 1:
         stage_of, ranks, orders = _placed(model, found, plan, mesh, microbatch_samples=microbatch_samples,
@@ -62,13 +65,14 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
     split = Split()
     if plan.axes.tensor > 1:
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        with context():
+        with context(), running():
             inputs = found.bind(*example(EXAMPLE_SAMPLES).arguments())
             split = derive(found, dict(model.named_parameters()), buffers, inputs,
                            mesh.devices(device.type)["tensor"])
-    return Stages(model, hollow(model), example=found, stage_of=stage_of,
-                  ranks=ranks, orders=orders, mesh=mesh, axis=mesh.stage_axis, device=device, context=context,
-                  split=split, opaque=opaque)
+    with running():
+        return Stages(model, hollow(model), example=found, stage_of=stage_of,
+                      ranks=ranks, orders=orders, mesh=mesh, axis=mesh.stage_axis, device=device, context=context,
+                      split=split, opaque=opaque)
 
 
 def _placed(model: nn.Module, found: Capture, plan: Plan, mesh: Mesh, *, microbatch_samples: int,

@@ -61,9 +61,9 @@ def hollow(model: nn.Module) -> dict[str, nn.Parameter]:
 class Stages:
     """Stages of a model on their ranks; see `Layout`.
 
-    template: the model, hollow. tensors: its parameters, real ones. stage_of: the stage of each piece by key, of the
-    training capture, `example`. ranks: where along `axis` each stage runs. orders: of actions, for each rank.
-    split: of layers over the tensor axis. opaque: modules that are taken whole.
+    template: the model, hollow. tensors: its parameters, real ones until `let_go`. stage_of: the stage of each piece by
+    key, of the training capture, `example`. ranks: where along `axis` each stage runs. orders: of actions, for each
+    rank. split: of layers over the tensor axis. opaque: modules that are taken whole.
     """
 
     def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter], *, example: Capture,
@@ -94,11 +94,11 @@ class Stages:
         if edited is not None and mesh.sizes["shard"] > 1:
             raise JobError(f"'{edited.key}' edits in place what another module returned, and shard=N would lose the "
                            "hooks on it", hint="x = x + y in place of x += y")
-        tensors = split.apply(tensors)
-        pieces = {piece.key: PieceModule({name: tensors[name] for name in dict.fromkeys(piece.parameters)},
+        here = split.apply({name: tensors[name] for name, at in holders.items() if own in at})
+        pieces = {piece.key: PieceModule({name: here[name] for name in dict.fromkeys(piece.parameters)},
                                          split.runner if split.touches(piece) else None)
                   for piece in example.pieces if piece.parameters and ranks[stage_of[piece.key]] == own}
-        self.module: Pieces = Pieces(pieces, {name: tensors[name] for name in unused if own == 0},
+        self.module: Pieces = Pieces(pieces, {name: here[name] for name in unused if own == 0},
                                      dict(template.named_buffers(remove_duplicate=False)))
         self.engine = Engine(orders, self.links, self.module.run, self._weights)
         self.has_output = ranks[-1] == own
@@ -106,6 +106,13 @@ class Stages:
         self.groups = {members: _group(mesh, axis, members) for members in
                        sorted({tuple(at) for _, at in self.ties})}
         self.own = own
+
+    def let_go(self) -> None:
+        """A model may still refer to what it doesn't hold, as Keras's do: it finds one element in that shape."""
+        kept = set(self.module.parameters())
+        for parameter in self.tensors.values():
+            if parameter not in kept:
+                parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
     def run(self, batches: Sequence[Batch], work: Work) -> None:
         staged = [self._staged(batch) for batch in batches]

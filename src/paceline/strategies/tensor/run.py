@@ -58,8 +58,9 @@ class Split:
         from torch.distributed.tensor import DTensor, Shard
 
         found = dict(tensors)
-        for name, dim in self.dims.items():
+        for name in [name for name in tensors if name in self.dims]:
             assert self.mesh is not None
+            dim = self.dims[name]
             own = own_part(tensors[name].data, self.mesh, dim).clone(memory_format=torch.contiguous_format)
             found[name] = nn.Parameter(DTensor.from_local(own, self.mesh, [Shard(dim)], run_check=False),
                                        requires_grad=tensors[name].requires_grad)

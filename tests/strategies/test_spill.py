@@ -1,0 +1,254 @@
+"""Models that are built in files have the weights of models built in memory, and need no memory for them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from paceline.runtime.memory import reset_peak, resident_peak_bytes
+from paceline.runtime.streams import seed_streams
+from paceline.strategies import spill as spill_module
+from paceline.strategies.spill import CannotSpill, Spill
+
+MIB = 1024**2
+
+
+def conv_net() -> nn.Module:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False),
+                        nn.ConvTranspose2d(8, 4, 2), nn.Flatten(), nn.Linear(7, 5))
+    return net.to(memory_format=torch.channels_last)
+
+
+class Odd(nn.Module):
+    """Values that depend on values, on other generators, on order, on what was there before; ties and aliases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        torch.rand(17)  # drawn for nothing
+        self.embed = nn.Embedding(40, 6, padding_idx=3)
+        self.scaled = nn.Parameter(torch.randn(7, 6) * 0.02)
+        self.orthogonal = nn.init.orthogonal_(nn.Parameter(torch.empty(9, 6)))
+        self.truncated = nn.init.trunc_normal_(nn.Parameter(torch.empty(9, 600)), std=0.5, a=-0.3, b=0.4)
+        self.sparse = nn.init.sparse_(nn.Parameter(torch.empty(9, 6)), 0.5)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(rate)) for rate in rates))
+        self.numbers = nn.Parameter(torch.from_numpy(np.random.normal(size=(4, 5))))
+        self.copied = nn.Parameter(torch.tensor(np.random.random((4, 5)), dtype=torch.float32))
+        self.largest = nn.Parameter(self.scaled.detach().max() * torch.ones(11))
+        self.head = nn.Linear(6, 40, bias=False)
+        self.head.weight = self.embed.weight
+        flat = torch.randn(30)
+        self.first, self.second = nn.Parameter(flat[:10]), nn.Parameter(flat[10:].view(4, 5).t())
+        flat.mul_(2)  # seen by both
+        self.wide = nn.Parameter(torch.zeros(()).expand(4, 4).clone().fill_diagonal_(2))
+        self.waves = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+        self.small = nn.Parameter(torch.randn(4, 3).bfloat16())
+        self.register_buffer("places", torch.arange(12.0).outer(torch.ones(3)), persistent=False)
+        self.register_buffer("mask", torch.ones(9, 9, dtype=torch.bool).tril())
+        self.register_buffer("seen", self.scaled.detach())  # the parameter's own elements
+        self.plain = torch.randn(5)
+        self.normed = parametrizations.orthogonal(nn.Linear(4, 4))
+        self.weighted = parametrizations.weight_norm(nn.Linear(4, 4))
+        self.last = nn.Linear(3, 3)  # after all of the above, whose draws it depends on
+
+
+def hugging(kind: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers as hf
+
+        small: dict[str, Any] = {"vocab_size": 30, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+                                 "intermediate_size": 20, "max_position_embeddings": 16}
+        if kind == "gpt2":
+            return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=12, n_layer=2, n_head=2, vocab_size=30, n_positions=8,
+                                                    bos_token_id=1, eos_token_id=2))
+        if kind == "llama":
+            return hf.LlamaForCausalLM(hf.LlamaConfig(**small, num_key_value_heads=1))
+        if kind == "bert":
+            return hf.BertForMaskedLM(hf.BertConfig(**small))
+        return hf.ViTForImageClassification(hf.ViTConfig(**small, image_size=8, patch_size=4))
+
+    return make
+
+
+def keras() -> nn.Module:
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(3)
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(3)])
+
+
+MODELS = {
+    "odd": Odd, "conv": conv_net, "lstm": lambda: nn.LSTM(6, 5, 2, bidirectional=True),
+    "transformer": lambda: nn.Transformer(12, 2, 2, 2, 20, batch_first=True), "double": lambda: Odd().double(),
+    "keras": keras, **{kind: hugging(kind) for kind in ("gpt2", "llama", "bert", "vit")}}
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+def built(make: Callable[[], nn.Module]) -> nn.Module:
+    seed_streams(5, "model")
+    return make()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_those_of_the_whole_build(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, in files and brought back from them, strides and ties with them; and so is what is drawn next."""
+    monkeypatch.setattr(spill_module, "LEAST_BYTES", 1)
+    whole, next_draws = built(MODELS[name]), (torch.rand(3), np.random.random(3))
+    spill = Spill(resident_bytes=100)
+    with spill.building():
+        model = built(MODELS[name])
+    draws = (torch.rand(3), np.random.random(3))
+    held = [spill.holds(tensor) for tensor in tensors_of(model).values()]
+    assert sum(held) >= 0.7 * len(held)
+
+    for _ in range(2):
+        found = tensors_of(model)
+        for tensor_name, expected in tensors_of(whole).items():
+            assert torch.equal(found[tensor_name], expected), tensor_name
+            assert found[tensor_name].stride() == expected.stride(), tensor_name
+            assert found[tensor_name].requires_grad == expected.requires_grad
+        assert [n for n, _ in model.named_parameters()] == [n for n, _ in whole.named_parameters()]
+        assert torch.equal(draws[0], next_draws[0]) and np.array_equal(draws[1], next_draws[1])
+        spill.bring_in(found.values())
+        assert not any(spill.holds(tensor) for tensor in found.values())
+    if name == "odd":
+        with torch.no_grad():
+            model.scaled += 1
+        assert torch.equal(model.seen, model.scaled)
+
+
+def deep() -> nn.Module:
+    """16 layers of 16 MiB, and one of 64 MiB."""
+    return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)), nn.Linear(2048, 8192, bias=False))
+
+
+def rewritten() -> nn.Module:
+    """Written again when all of it is there, as Transformers does, layer by layer and by values."""
+    model = deep()
+    with torch.no_grad():
+        for p in model.parameters():
+            nn.init.trunc_normal_(p, std=0.02)
+        for p in model.parameters():
+            p.mul_(0.5)
+    return model
+
+
+def temporary() -> nn.Module:
+    """Made of values that are not needed after."""
+    return nn.ParameterList([nn.Parameter((torch.randn(2048, 2048) * 0.02).double().float()) for _ in range(20)])
+
+
+def read_by_torch() -> nn.Module:
+    model = deep()
+    model.load_state_dict(torch.load(WEIGHTS))
+    return model
+
+
+def read_by_safetensors() -> nn.Module:
+    from safetensors.torch import load_file
+
+    with torch.device("meta"):
+        model = deep()
+    model.load_state_dict(load_file(WEIGHTS.with_suffix(".safetensors")), assign=True)
+    return model
+
+
+WEIGHTS = Path(tempfile.gettempdir()) / f"paceline-test-{os.getpid()}.pt"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def weights() -> Any:
+    """320 MiB in a file of each kind."""
+    from safetensors.torch import save_file
+
+    state = deep().state_dict()
+    torch.save(state, WEIGHTS)
+    save_file(state, WEIGHTS.with_suffix(".safetensors"))
+    yield
+    WEIGHTS.unlink()
+    WEIGHTS.with_suffix(".safetensors").unlink()
+
+
+@pytest.mark.parametrize("make", [deep, rewritten, temporary, read_by_torch, read_by_safetensors])
+def test_a_whole_model_is_never_in_memory(make: Callable[[], nn.Module], run_ranks: Callable[..., Any]) -> None:
+    """Of 320 MiB no more than the largest tensor, what is let in at a time and what is held; running it, too."""
+    def body(context: Any) -> list[int]:
+        spill = Spill()
+        nn.Linear(300, 300)(torch.ones(2, 300))  # what the first use of torch takes
+        with spill.building():
+            torch.randn(300, 300)
+        peaks = []
+        reset_peak()
+        before = resident_peak_bytes()
+        with spill.building():
+            model = built(make)
+        peaks.append(resident_peak_bytes() - before)
+        assert spill.in_memory_bytes(model.parameters()) == 0
+        parameters = list(model.parameters())
+        reset_peak()
+        with spill.running(), torch.no_grad():
+            for p in parameters:
+                p.sum()
+        peaks.append(resident_peak_bytes() - before)
+        spill.bring_in(parameters[:4])
+        parameters.clear()
+        del model, p
+        reset_peak()
+        peaks.append(resident_peak_bytes() - before)
+        return peaks
+
+    build, use, _ = run_ranks(body, 1)[0]
+    assert build < 180 * MIB
+    assert use < 110 * MIB
+
+
+def test_what_was_not_made_here_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy's memory is numpy's."""
+    spill = Spill()
+    with spill.building():
+        model = nn.ParameterList([torch.from_numpy(np.ones((512, 512))), torch.ones(512, 512)])
+    assert spill.in_memory_bytes(model.parameters()) == 512 * 512 * 8
+
+
+def test_nothing_is_left(nothing_left: Path) -> None:
+    """Not even while the tensors are there."""
+    spill = Spill()
+    with spill.building():
+        tensor = torch.ones(512, 512)
+    assert spill.holds(tensor)
+    assert not list(nothing_left.iterdir())
+
+
+def test_a_folder_in_memory_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is taken, and if there is none the error says what to do."""
+    monkeypatch.setattr(spill_module, "_file_system", lambda folder: "ext4" if folder == Path("/var/tmp") else "tmpfs")
+    assert Spill().folder == Path("/var/tmp")
+    monkeypatch.setattr(spill_module, "_file_system", lambda folder: "tmpfs")
+    with pytest.raises(CannotSpill, match="are in memory or can't be written to; TMPDIR"):
+        Spill()
+    assert spill_module._file_system(Path("/proc/self")) == "tmpfs"
+
+
+def test_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not a signal when the tensor is written."""
+    def full(descriptor: int, start: int, count: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    spill = Spill()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"), spill.building():
+        torch.ones(512, 512)
