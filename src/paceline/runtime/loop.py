@@ -18,7 +18,8 @@ from paceline.errors import JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.plan import Plan
-from paceline.runtime import drift, state, trace
+from paceline.runtime import drift, folder, state, trace
+from paceline.runtime.checkpoint.read import open_checkpoint
 from paceline.runtime.checkpoint.write import Writer, write_model
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import evaluate
@@ -301,7 +302,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         if not (run.settings.save_every and run.step % run.settings.save_every == 0):
             _save(run)
         run.writer.wait()
-        _export(run, run.settings.run_dir / "model.safetensors")
+        _export(run, run.settings.run_dir)
     run.context.beat("end")
     logs = run.settings.run_dir / "logs" if run.settings.run_dir is not None else None
     if run.stepper.trace is not None and logs is not None:
@@ -334,32 +335,12 @@ def _greatest(run: _Run, value: int) -> int:
     return int(held)
 
 
-def _export(run: _Run, path: Path) -> None:
-    """The trained model under its own names. Collective where parameters are sharded or in stages."""
-    rank, mesh = run.context.rank, run.mesh
-    here: dict[str, torch.Tensor] = {}
-    for name, tensor in run.stepper.model_tensors():
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        here[name] = whole.detach()
-    row = mesh.ranks_along(mesh.stage_axis)
-    if len(row) > 1 and row[0] == 0:
-        here = _brought_together(run, here, row)
-    if rank == 0:
-        write_model(path, {name: tensor.cpu() for name, tensor in here.items()})
-
-
-def _brought_together(run: _Run, here: dict[str, torch.Tensor], row: list[int]) -> dict[str, torch.Tensor]:
-    """On rank 0 the tensors of all stages, in the model's order; the others send what they own."""
-    model, owned = run.stepper.model, run.stepper.layout.owners
-    first_name = {id(p): name for name, p in model.named_parameters()}
-    found: dict[str, torch.Tensor] = {}
-    for name, p in [*model.named_parameters(remove_duplicate=False), *state.persistent_buffers(model).items()]:
-        home = owned[first_name.get(id(p), name)]
-        if run.mesh.coordinates[run.mesh.stage_axis] == home == 0:
-            found[name] = here[name]
-        elif run.mesh.coordinates[run.mesh.stage_axis] == home:
-            torch.distributed.send(here[name].contiguous(), row[0])
-        elif run.context.rank == 0:
-            found[name] = torch.empty(p.shape, dtype=p.dtype, device=run.context.device)
-            torch.distributed.recv(found[name], row[home])
-    return found
+def _export(run: _Run, run_dir: Path) -> None:
+    """The trained model under its own names, on rank 0: tensor by tensor from the checkpoint of this step."""
+    if run.context.rank:
+        return
+    checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{run.step}", checksums=False)
+    stored = state.stored_names(run.stepper.model)
+    write_model(run_dir / folder.MODEL,
+                {name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape) for name, key in stored.items()},
+                lambda name: checkpoint.read(stored[name]))

@@ -48,6 +48,19 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
+def stored_names(model: torch.nn.Module) -> dict[str, str]:
+    """For every name that `model.state_dict()` has for a tensor the one in a checkpoint: ties are there once."""
+    found: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[name] = first.setdefault(id(parameter), f"parameters/{name}")
+    kept = set(model.state_dict(keep_vars=True)) if list(model.buffers()) else set()
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in kept:
+            found[name] = first.setdefault(id(buffer), f"buffers/{name}")
+    return found
+
+
 def document(stepper: Stepper, *, step: int, samples: int) -> dict[str, Any]:
     """What is not a tensor: the cursor, the optimizer's groups, the schedule.
 

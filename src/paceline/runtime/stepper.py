@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -343,15 +343,6 @@ class Stepper:
                            f"{str(error).splitlines()[0]}",
                            hint="leave out fused=True and foreach=True, or use an optimizer that treats every element "
                                 "alike (AdamW, SGD), or a data=N plan, which keeps parameters whole") from error
-
-    def model_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this rank holds of what `model.state_dict()` names: a tied parameter under each of its names."""
-        first_name = {id(p): name for name, p in self.model.named_parameters()}
-        for name, p in self.model.named_parameters(remove_duplicate=False):
-            if first_name[id(p)] in self.held:
-                yield name, self.held[first_name[id(p)]]
-        kept = set(self.model.state_dict(keep_vars=True)) if any(True for _ in self.model.buffers()) else set()
-        yield from ((name, b) for name, b in self.model.named_buffers(remove_duplicate=False) if name in kept)
 
     def _build_optimizer(self) -> tuple[torch.optim.Optimizer, list[list[str]]]:
         """The optimizer for what this rank holds, and the names in its groups of all parameters.

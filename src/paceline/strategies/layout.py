@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,16 +42,13 @@ class Layout(Protocol):
     """How a rank runs its part of a model.
 
     module: holds the parameters of this rank, under the model's names. The rooms of the plan change it in place.
-    owners: for each parameter and buffer the place of the ranks that answer for it, along the axis that the model
-        is spread over: they alone count it in norms and write it into checkpoints.
-    owned, owned_buffers: names of what this rank answers for.
+    owned, owned_buffers: names of what this rank answers for: of the ranks that the model is spread over it alone
+        counts it in norms and writes it into checkpoints.
     has_output: whether the model's output, and so the loss, is here.
     """
 
     @property
     def module(self) -> nn.Module: ...
-    @property
-    def owners(self) -> Mapping[str, int]: ...
     @property
     def owned(self) -> frozenset[str]: ...
     @property
@@ -81,7 +78,6 @@ class Whole:
         self.module, self.context = model, context
         self.owned = frozenset(name for name, _ in model.named_parameters())
         self.owned_buffers = frozenset(name for name, _ in model.named_buffers())
-        self.owners = dict.fromkeys(self.owned | self.owned_buffers, 0)
 
     def let_go(self) -> None:
         """All of them are held."""

@@ -18,6 +18,9 @@ from safetensors import SafetensorError, safe_open
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint.pieces import DTYPES, Region, copy, pieces_of, uncovered
 from paceline.runtime.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, VERSION
+from paceline.strategies.spill import give_back_freed
+
+MAPPED_BYTES = 16 * 1024**2  # read of files before they are unmapped; a larger piece is read at once
 
 # step-N, and what was step-N until a save of the same step began to replace it and was cut off.
 _FOLDER = re.compile(r"step-(\d+)|\.step-(\d+)\.replaced")
@@ -53,6 +56,7 @@ class Checkpoint:
     document: dict[str, Any]
     tensors: Mapping[str, TensorEntry]
     _files: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _read_bytes: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def read(self, name: str, offsets: tuple[int, ...] | None = None,
              shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -110,9 +114,18 @@ class Checkpoint:
             except (SafetensorError, OSError, LookupError, ValueError) as error:
                 raise CheckpointError(f"{self.path}: can't read '{piece.key}' from {piece.file}: {error}") from error
             copy(target[common.slices(region.offsets)], part)
+            self._close_after(part.nbytes)
+
+    def _close_after(self, num_bytes: int) -> None:
+        """Unmap the files when so much has been read: pages that were read count as this process's memory."""
+        self._read_bytes.append(num_bytes)
+        if sum(self._read_bytes) > MAPPED_BYTES:
+            self._read_bytes.clear()
+            self._files.clear()
+            give_back_freed()
 
     def _open(self, file: str) -> Any:
-        """A file, mapped into memory once and kept: a model has thousands of tensors in few files."""
+        """A file, mapped into memory and kept for a while: a model has thousands of tensors in few files."""
         if file not in self._files:
             self._files[file] = safe_open(self.path / file, framework="pt")
         return self._files[file]

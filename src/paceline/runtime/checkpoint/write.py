@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint.pieces import DTYPE_NAMES, Piece, Region, copy, uncovered
+from paceline.strategies.spill import give_back_freed
 
 FORMAT = "paceline-checkpoint"
 VERSION = 1
@@ -41,24 +42,41 @@ def write_json(path: Path, document: Any) -> None:
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
-def write_model(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write whole tensors by name to one safetensors file, in one move.
+def write_model(path: Path, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+                read: Callable[[str], torch.Tensor]) -> None:
+    """Write whole tensors by name to one safetensors file, one after the other, in one move.
 
-    Tensors that share memory are each written in full, so that every name is there.
+    Args:
+        kinds: Each tensor's dtype and shape.
+        read: Gives a tensor; no more than one is asked for at a time.
 
     Raises:
         CheckpointError: the file can't be written; nothing is left behind and an older file stays.
     """
     path = Path(path)
     temp = _temp_beside(path)
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in kinds.items()}
     try:
-        # transformers refuses a file that doesn't say "pt".
-        _write_tensors(temp, _apart(tensors), metadata={"format": "pt"})
+        ordered = sorted(kinds, key=lambda name: -kinds[name][0].itemsize)  # so that each is aligned
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without
+        start = 0
+        for name in ordered:
+            dtype, shape = kinds[name]
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape),
+                            "data_offsets": [start, start + sizes[name]]}
+            start += sizes[name]
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with temp.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in ordered:
+                file.write(_bytes_of(read(name)))
+            file.flush()
+            os.fsync(file.fileno())
         temp.replace(path)
         _fsync(path.parent)
     except Exception as error:
-        needed_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        raise _explained(error, "could not write the model", path, needed_bytes) from error
+        raise _explained(error, "could not write the model", path, sum(sizes.values())) from error
     finally:
         _remove(temp)
 
@@ -212,6 +230,7 @@ class _Save:
         path = self.temp / _part_name(self.rank, "safetensors")
         _write_tensors(path, self._tensors)
         self._tensors.clear()
+        give_back_freed()
         if self._exiting.is_set():
             raise _Exiting
         write_json(self.temp / _part_name(self.rank, "json"), {**_summary(path), "tensors": self._entries})
@@ -317,17 +336,12 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return target
 
 
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as safetensors wants them: contiguous, and no two in one storage. Copied only where they aren't."""
-    apart: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        is_lazy = tensor.is_conj() or tensor.is_neg()
-        is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy
-        apart[name] = tensor.detach() if is_plain and storage not in storages else _copied(tensor)
-        storages.add(storage)
-    return apart
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's elements as they lie in a file; copied only if they don't lie in memory like that."""
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy
+    plain = tensor.detach() if is_plain else _copied(tensor)
+    return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -392,12 +406,12 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a safetensors file and force it to the disk."""
     path.touch()
     mode = path.stat().st_mode  # as the user's umask has it: safetensors makes its file private (0600)
     try:
-        save_file(dict(tensors), path, metadata=metadata)
+        save_file(dict(tensors), path)
     except SafetensorError as error:
         if code := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error

@@ -89,7 +89,6 @@ class Stages:
         # The order of a tied parameter's owners is that of the stages, so that the first one answers for it.
         self.owned = frozenset(name for name, at in holders.items() if at[0] == own)
         self.owned_buffers = frozenset(name for name, at in buffer_owners.items() if at == own)
-        self.owners = {**{name: at[0] for name, at in holders.items()}, **buffer_owners}
         edited = next((piece for piece in example.pieces if piece.mutates), None)
         if edited is not None and mesh.sizes["shard"] > 1:
             raise JobError(f"'{edited.key}' edits in place what another module returned, and shard=N would lose the "
