@@ -15,9 +15,9 @@ from typing import Any
 from paceline.errors import UsageError
 
 # What a run writes into its folder; `claim` takes any of these as the sign of an earlier run.
-PLAN, SUMMARY, METRICS, MODEL, JOB, CHECKPOINTS, PREDICTED = (
+PLAN, SUMMARY, METRICS, MODEL, JOB, CHECKPOINTS, PREDICTED, SPLIT = (
     "plan.json", "summary.json", "metrics.jsonl", "model.safetensors", "job.json", "checkpoints",
-    "predicted.json")
+    "predicted.json", "split.json")
 
 
 def fresh_name(stem: str) -> Path:

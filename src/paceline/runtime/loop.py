@@ -20,10 +20,11 @@ from paceline.launch.context import RankContext
 from paceline.plan import Plan
 from paceline.runtime import drift, folder, state, trace
 from paceline.runtime.checkpoint.read import open_checkpoint
-from paceline.runtime.checkpoint.write import Writer, write_model
+from paceline.runtime.checkpoint.write import Writer, write_json, write_model
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import evaluate
 from paceline.runtime.feed import MicroBatch, Part, is_stream, training_feed
+from paceline.runtime.folder import SPLIT
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
 from paceline.runtime.stepper import Stepper, StepResult
@@ -161,7 +162,18 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
         writer = Writer(run_dir, rank=context.rank, world_size=context.world_size, attempt=context.attempt)
         metrics = run_dir / "metrics.jsonl" if context.rank == 0 else None
         state.document(stepper, step=0, samples=0)  # what can't be saved is refused now, not after an hour
-    return _Run(context, job, plan, settings, mesh, stepper, memory, Display(shown=context.rank == 0), writer, metrics)
+    run = _Run(context, job, plan, settings, mesh, stepper, memory, Display(shown=context.rank == 0), writer, metrics)
+    _tell(run)
+    return run
+
+
+def _tell(run: _Run) -> None:
+    """How the model was laid out, where there is something to say."""
+    report = run.stepper.layout.report
+    for line in report.lines:
+        run.display.say(line)
+    if report.document and run.settings.run_dir is not None and run.context.rank == 0:
+        write_json(run.settings.run_dir / SPLIT, report.document)
 
 
 def _restore(run: _Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -38,6 +39,17 @@ class Work(Protocol):
         """Notes when something was done, by `time.perf_counter`; for traces."""
 
 
+@dataclass(frozen=True)
+class Report:
+    """What a user should know of how a model was laid out.
+
+    lines: to show when a run begins. document: the same in full, for `split.json`; empty if there is nothing to say.
+    """
+
+    lines: tuple[str, ...] = ()
+    document: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Layout(Protocol):
     """How a rank runs its part of a model.
 
@@ -45,6 +57,7 @@ class Layout(Protocol):
     owned, owned_buffers: names of what this rank answers for: of the ranks that the model is spread over it alone
         counts it in norms and writes it into checkpoints.
     has_output: whether the model's output, and so the loss, is here.
+    report: how the model was laid out.
     """
 
     @property
@@ -55,6 +68,8 @@ class Layout(Protocol):
     def owned_buffers(self) -> frozenset[str]: ...
     @property
     def has_output(self) -> bool: ...
+    @property
+    def report(self) -> Report: ...
 
     def let_go(self) -> None:
         """Take the memory of parameters that `module` doesn't hold, once the rooms have changed it."""
@@ -73,6 +88,7 @@ class Whole:
     """The model as it is."""
 
     has_output = True
+    report = Report()
 
     def __init__(self, model: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self.module, self.context = model, context

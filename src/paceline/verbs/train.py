@@ -104,7 +104,7 @@ def _begin(run_dir: Path, asked: Resolved, source: JobFile | None) -> None:
     """What is known before the first rank starts. Nothing of a finished run is left standing."""
     from paceline.runtime.checkpoint.write import write_json
 
-    for name in (folder.SUMMARY, folder.MODEL, folder.PREDICTED):
+    for name in (folder.SUMMARY, folder.MODEL, folder.PREDICTED, folder.SPLIT):
         (run_dir / name).unlink(missing_ok=True)
     write_json(run_dir / folder.PLAN, {"plan": str(asked.plan), "world_size": asked.plan.world_size,
                                        "shares": list(asked.shares)})

@@ -93,6 +93,7 @@ class Stages:
         if edited is not None and mesh.sizes["shard"] > 1:
             raise JobError(f"'{edited.key}' edits in place what another module returned, and shard=N would lose the "
                            "hooks on it", hint="x = x + y in place of x += y")
+        self.report = split.report(tensors)
         here = split.apply({name: tensors[name] for name, at in holders.items() if own in at})
         pieces = {piece.key: PieceModule({name: here[name] for name in dict.fromkeys(piece.parameters)},
                                          split.runner if split.touches(piece) else None)

@@ -30,6 +30,7 @@ class SplitPiece:
 
     dims: of each parameter that is cut, by its name in the model; found where `derive` is set, else given.
     forbidden: parameters that must not be cut.
+    reasons: why parameters could not be cut, by name. notes: what every rank computes whole.
     """
 
     def __init__(self, piece: Piece, mesh: DeviceMesh, dims: dict[str, int], *, derive: bool = False,
@@ -40,6 +41,8 @@ class SplitPiece:
         self.parameter_of = dict(zip(placeholders, piece.parameters, strict=False))
         self.replicated: set[fx.Node] = set()
         self.last_use = _last_uses(self.graph)
+        self.reasons: dict[str, str] = {}
+        self.notes: list[str] = []
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """tensors: as `Piece.run` takes them; split parameters as DTensors, all else whole and plain."""
@@ -82,6 +85,7 @@ class SplitPiece:
                 return self._call(node, args, kwargs, lambda t: t if _is_distributed(t) else self._replicate(t))
             except Exception:  # no sharding rule, or one that doesn't take these placements
                 self.replicated.add(node)
+                self._note(node, args)
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._plain, (args, kwargs))
         return pytree.tree_map_only(torch.Tensor, self._replicate, node.target(*args, **kwargs))  # type: ignore
 
@@ -127,9 +131,34 @@ class SplitPiece:
             # Taken apart and put together again, so that its gradient comes back cut as it is, however DTensor made it.
             own = value.to_local(grad_placements=[Shard(dim)])  # type: ignore[attr-defined]
             return DTensor.from_local(own, self.mesh, [Shard(dim)], run_check=False)
-        if name in self.forbidden or value.shape[dim] % self.mesh.size() or self.dims.setdefault(name, dim) != dim:
+        if name in self.forbidden:
+            self.reasons[name] = "another module that uses it can't run split"
+        elif value.shape[dim] % self.mesh.size():
+            self.reasons[name] = f"its dim of {value.shape[dim]} doesn't divide by {self.mesh.size()}"
+        elif self.dims.setdefault(name, dim) != dim:
+            self.reasons[name] = "two uses of it would cut it differently"
+        if name in self.reasons:
             return None
         return DTensor.from_local(own_part(value, self.mesh, dim), self.mesh, [Shard(dim)], run_check=False)
+
+    def used_by(self, name: str) -> str:
+        """Why a parameter was not cut that nothing tried to: the operators that take it."""
+        used = {str(user.target).removeprefix("aten.").partition(".")[0] for node, known in self.parameter_of.items()
+                if known == name for user in node.users}
+        return f"{', '.join(sorted(used))} takes it whole" if used else "no operator takes it"
+
+    def _note(self, node: fx.Node, args: tuple[Any, ...]) -> None:
+        """Heads that the ranks can't share alike are computed by each."""
+        if self.derive and node.target in _VIEWS and self.is_split_last(args[0]):
+            shape, given = node.meta["val"].shape, args[0].shape
+            heads = shape[len(given) - 1] if shape[:len(given) - 1] == given[:-1] else 1
+            if heads % self.mesh.size():
+                path = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1][0]
+                fits = [n for n in range(2, heads + 1) if heads % n == 0]
+                self.notes.append(
+                    f"{path.partition('@')[0]}: {heads} heads don't divide by tensor={self.mesh.size()}, so every rank "
+                    f"computes all of them"
+                    + (f" (tensor={' or '.join(map(str, fits))} would share them)" if fits else ""))
 
     def is_split_last(self, tensor: torch.Tensor) -> bool:
         """Whether a value is cut along its last dim, the features."""
@@ -222,6 +251,7 @@ def _elementwise(run: SplitPiece, target: Any, args: Any, kwargs: Any) -> Any:
                               placements, run_check=False)
 
 
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int)
 _WEIGHTED: dict[Any, Callable[[SplitPiece, fx.Node, Mapping[fx.Node, Any]], Any]] = {
     aten.linear.default: _linear, aten.addmm.default: _addmm,
     aten.matmul.default: _matmul, aten.mm.default: _matmul, aten.embedding.default: _embedding}

@@ -1,0 +1,76 @@
+"""What of a model is split, and what every rank holds whole, for people and for `split.json`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.strategies.layout import Report
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SHOWN_SHARE, SHOWN_GROUPS = 0.005, 4  # of the parameters; smaller groups are in the file alone
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that stay whole for one reason.
+
+    names: of them; where there are several a pattern with `*` for the numbers. share: of all parameters, 0 to 1.
+    """
+
+    names: str
+    reason: str
+    parameters: int
+    share: float
+
+
+def pattern(name: str) -> str:
+    """A name with its numbers left out.
+
+    >>> pattern("layers.11.norm.weight")
+    'layers.*.norm.weight'
+    """
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+
+
+def groups(sizes: Mapping[str, int], whole: Mapping[str, str]) -> list[Group]:
+    """Whole parameters by pattern and reason, the largest first. sizes: elements of every parameter."""
+    total = sum(sizes.values())
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, reason in whole.items():
+        found.setdefault((pattern(name), reason), []).append(name)
+    made = [Group(alike if len(names) > 1 else names[0], reason, sum(sizes[name] for name in names),
+                  sum(sizes[name] for name in names) / total) for (alike, reason), names in found.items()]
+    return sorted(made, key=lambda group: -group.parameters)
+
+
+def report(tensors: Mapping[str, nn.Parameter], whole: Mapping[str, str], notes: tuple[str, ...], *,
+           ranks: int) -> Report:
+    """Of a model split over so many ranks. tensors: all its parameters, whole."""
+    sizes = {name: math.prod(p.shape) for name, p in tensors.items()}
+    total, kept = sum(sizes.values()), groups(sizes, whole)
+    split = total - sum(group.parameters for group in kept)
+    large = [group for group in kept if group.share >= SHOWN_SHARE][:SHOWN_GROUPS]
+    rest = sum(group.share for group in kept) - sum(group.share for group in large)
+    said = [f"{group.names} {_percent(group.share)} ({group.reason})" for group in large]
+    said += [f"others {_percent(rest)}"] if rest and large else [_percent(rest)] if rest else []
+    line = f"tensor={ranks} splits {_percent(split / total)} of {total:,} parameters"
+    line += f"; whole on every rank: {', '.join(said)}" if said else ""
+    document: dict[str, Any] = {"ranks": ranks, "parameters": total, "split_parameters": split,
+                                "split_share": split / total, "whole": [asdict(group) for group in kept],
+                                "notes": list(notes)}
+    return Report((line, *notes), document)
+
+
+def _percent(share: float) -> str:
+    """
+    >>> _percent(0.9996), _percent(0.173)
+    ('99.96 %', '17.3 %')
+    """
+    digits = 2 if 0.995 < share < 1 or 0 < share < 0.005 else 1
+    return f"{100 * share:.{digits}f}".rstrip("0").rstrip(".") + " %"

@@ -1,0 +1,80 @@
+"""Small models for split layers, and what a rank makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import paceline
+from paceline.runtime.stepper import Stepper
+from paceline.strategies.mesh import Mesh
+
+
+class Points(Dataset[Any]):
+    """16 samples of six features in three classes."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.sin(torch.arange(6.0) * (index + 1))
+        return x, int(3 * (x.sum() / 3 % 1))
+
+
+def job_of(model: Callable[[], nn.Module], **options: Any) -> paceline.Job:
+    """A job of classes over `Points`."""
+    chosen: dict[str, Any] = {"data": Points(), "loss": F.cross_entropy, "batch": 8, "steps": 3,
+                              "optimizer": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9)}
+    return paceline.Job(model=model, **{**chosen, **options})
+
+
+def laid_out(job: paceline.Job, plan: str, context: Any) -> Stepper:
+    """The stepper of one rank of a plan."""
+    asked = paceline.Plan.parse(plan).with_microbatches(1)
+    mesh = Mesh(asked.axes.sizes(), context.rank)
+    mesh.connect()
+    return Stepper(job, asked, mesh, context.device)
+
+
+class Mlp(nn.Module):
+    """Two products."""
+
+    def __init__(self, hidden: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.dropout, self.second = nn.Linear(6, hidden), nn.Dropout(dropout), nn.Linear(hidden, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.dropout(torch.relu(self.first(x))))
+
+
+class SelfAttention(nn.Module):
+    """Heads of attention over a sequence, written by hand."""
+
+    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.drop = heads, dropout
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        found = F.scaled_dot_product_attention(q, k, v, dropout_p=self.drop if self.training else 0.0)
+        return self.o(found.transpose(1, 2).flatten(2))
+
+
+class Attention(nn.Module):
+    """A block of attention between an embedding of positions and a head."""
+
+    def __init__(self, heads: int, width: int = 12) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Linear(1, width), nn.LayerNorm(width)
+        self.blocks = nn.ModuleList([SelfAttention(width, heads)])
+        self.out = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x.unsqueeze(-1))
+        return self.out((x + self.blocks[0](self.norm(x))).mean(1))

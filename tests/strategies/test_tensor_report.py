@@ -1,0 +1,72 @@
+"""What stays whole under tensor=N is told, with its share and the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensor_models import Attention, Mlp, job_of, laid_out
+from torch import nn
+
+import paceline
+from paceline.strategies.tensor.report import groups, report
+
+
+def test_shares_of_what_stays_whole() -> None:
+    """Repeated modules are one group; shares are of all parameters, the largest group first."""
+    sizes = {"layers.0.norm.weight": 10, "layers.1.norm.weight": 10, "rnn.weight": 60, "out.weight": 120}
+    norm = "layer_norm takes it whole"
+    whole = {"layers.0.norm.weight": norm, "layers.1.norm.weight": norm, "rnn.weight": "lstm takes it whole"}
+
+    found = groups(sizes, whole)
+
+    assert [(group.names, group.parameters, group.share) for group in found] == [
+        ("rnn.weight", 60, 0.3), ("layers.*.norm.weight", 20, 0.1)]
+
+
+def test_the_lines_that_are_shown() -> None:
+    """Groups under half a percent are summed up, and the file has them all."""
+    tensors = {"rnn.weight": nn.Parameter(torch.zeros(300)), "norm.weight": nn.Parameter(torch.zeros(1)),
+               "out.weight": nn.Parameter(torch.zeros(699))}
+
+    found = report(tensors, {"rnn.weight": "lstm takes it whole", "norm.weight": "why"}, ("a note",), ranks=4)
+
+    assert found.lines == ("tensor=4 splits 69.9 % of 1,000 parameters; whole on every rank: "
+                           "rnn.weight 30 % (lstm takes it whole), others 0.1 %", "a note")
+    assert [group["names"] for group in found.document["whole"]] == ["rnn.weight", "norm.weight"]
+    assert found.document["split_share"] == pytest.approx(0.699)
+
+
+@pytest.mark.parametrize(("model", "ranks", "words"), [
+    (lambda: Attention(heads=3), 2,
+     "blocks.0: 3 heads don't divide by tensor=2, so every rank computes all of them (tensor=3 would share them)"),
+    (lambda: Attention(heads=2, width=24), 4,
+     "blocks.0: 2 heads don't divide by tensor=4, so every rank computes all of them (tensor=2 would share them)"),
+    (lambda: Mlp(hidden=5), 2, "first.weight 56.6 % (its dim of 5 doesn't divide by 2)"),
+    (lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(24, 3)), 2,
+     "1.weight 13.2 % (conv1d takes it whole)"),
+])
+def test_what_cannot_be_split_is_said(model: Callable[[], nn.Module], ranks: int, words: str,
+                                      run_ranks: Callable[..., Any]) -> None:
+    """Heads and sizes that don't divide, operators without a rule: each with the module and what would do."""
+    found = run_ranks(lambda context: laid_out(job_of(model), f"tensor={ranks}", context).layout.report.lines, ranks)
+
+    assert words in "\n".join(found[0])
+
+
+def test_a_run_keeps_it(tmp_path: Path) -> None:
+    """`split.json` lies beside `plan.json`, and not where nothing is split."""
+    job = job_of(lambda: Attention(heads=3), steps=1)
+
+    paceline.train(job, "tensor=2", devices="cpu:0,cpu:1", run=tmp_path / "split")
+    paceline.train(job, "single", devices="cpu:0", run=tmp_path / "whole")
+
+    document = json.loads((tmp_path / "split" / "split.json").read_text())
+    assert document["ranks"] == 2
+    assert document["parameters"] == sum(p.numel() for p in Attention(heads=3).parameters())
+    assert "3 heads" in document["notes"][0]
+    assert not (tmp_path / "whole" / "split.json").exists()
