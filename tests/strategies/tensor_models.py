@@ -78,3 +78,55 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x.unsqueeze(-1))
         return self.out((x + self.blocks[0](self.norm(x))).mean(1))
+
+
+class Fused(nn.Module):
+    """Attention whose q, k and v come from one product, an MLP whose gate and input do; each in one of two ways."""
+
+    def __init__(self, width: int = 12, heads: int = 2, *, view: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.view, self.dropout = heads, view, nn.Dropout(dropout)
+        self.norm, self.qkv, self.o = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.gated, self.down = nn.Linear(width, 16), nn.Linear(8, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm(x))
+        if self.view:
+            q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv.split(x.shape[-1], -1))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.o(found))
+        both = self.gated(x)
+        gate, value = (both[..., :8], both[..., 8:]) if self.view else both.chunk(2, -1)
+        return x + self.down(F.silu(gate) * value)
+
+
+class StackedExperts(nn.Module):
+    """Every sample through every expert: weights of three dims, one matrix for each expert."""
+
+    def __init__(self, width: int = 12, experts: int = 3) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.randn(experts, width, 16) * 0.3)
+        self.down = nn.Parameter(torch.randn(experts, width, 8) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        gate, value = torch.bmm(flat.expand(len(self.up), -1, -1), self.up).chunk(2, -1)
+        each = torch.matmul(F.silu(gate) * value, self.down.transpose(1, 2))
+        return x + (each * self.router(flat).softmax(-1).t().unsqueeze(-1)).sum(0).view_as(x)
+
+
+class Stack(nn.Module):
+    """Blocks over the features as a sequence."""
+
+    def __init__(self, *blocks: nn.Module, width: int = 12) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.out = nn.Linear(1, width), nn.ModuleList(blocks), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x.unsqueeze(-1))
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x.mean(1))

@@ -132,21 +132,22 @@ class Piece:
 
 
 def pieces_of(name: str, tensor: torch.Tensor) -> list[Piece]:
-    """What this rank holds of a tensor: all of a plain one, its own part of a DTensor.
+    """What this rank holds of a tensor: all of a plain one, its own part of a DTensor, box by box.
 
     The parts share memory with the tensor. A rank that holds no element of a DTensor has no piece of it; of a
     tensor that is empty as a whole, every rank has the (empty) whole. Replicas get equal pieces; the caller
     decides who writes them.
 
     Raises:
-        ValueError: see `Piece`; also a DTensor whose local part is cut into several chunks, or is not what its
-            placement says.
+        ValueError: see `Piece`; also a DTensor whose local part is not what its placement says.
         RuntimeError: a DTensor that still waits for its reduction (a Partial placement).
     """
     shape = tuple(tensor.shape)
     # Asked by name, so that a run without DTensors never imports torch.distributed.tensor (0.5 s).
     if not hasattr(tensor, "__create_chunk_list__"):
         return [Piece(name, shape, (0,) * len(shape), tensor.detach())]
+    if (runs := _runs(tensor)) is not None:
+        return _pieces_of_runs(name, tensor, runs)
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
         raise ValueError(f"'{name}' is held in {len(chunks)} chunks by this rank; one is supported")
@@ -158,3 +159,39 @@ def pieces_of(name: str, tensor: torch.Tensor) -> list[Piece]:
     if local.shape != chunks[0].sizes:
         raise ValueError(f"'{name}': this rank holds {tuple(local.shape)} where its mesh says {tuple(chunks[0].sizes)}")
     return [Piece(name, shape, tuple(chunks[0].offsets), local)]
+
+
+def _runs(tensor: torch.Tensor) -> list[list[range]] | None:
+    """Where a rank's part of a DTensor lies along each dim, where it is a part of each of several blocks.
+
+    None for other DTensors, of which torch knows it. What it says of these is wrong (2.13).
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    blocks = [getattr(placement, "split_factor", 1) for placement in placements]
+    # FSDP2 writes the order of two cuts of one dim as blocks too; later cuts of the dim account for as many.
+    later = [math.prod(mesh.size(j) for j in range(i + 1, len(placements)) if placements[j].is_shard(p.dim))
+             if blocks[i] > 1 else 1 for i, p in enumerate(placements)]
+    if blocks == later:
+        return None
+    own = [torch.arange(length) for length in tensor.shape]
+    for placement, count, place, ranks in zip(placements, blocks, mesh.get_coordinate(), mesh.shape, strict=True):
+        if not placement.is_replicate():
+            parts = own[placement.dim].chunk(count * ranks)
+            own[placement.dim] = torch.cat([parts[block * ranks + place] for block in range(count)])
+    found: list[list[range]] = []
+    for index in own:
+        breaks = (index.diff() != 1).nonzero().flatten() + 1
+        found.append([range(int(run[0]), int(run[-1]) + 1) for run in index.tensor_split(breaks)])
+    return found
+
+
+def _pieces_of_runs(name: str, tensor: torch.Tensor, runs: list[list[range]]) -> list[Piece]:
+    """A piece for every box that the runs along the dims make."""
+    local, shape = tensor.to_local().detach(), tuple(sum(map(len, along)) for along in runs)  # type: ignore[attr-defined]
+    if tuple(local.shape) != shape:
+        raise ValueError(f"'{name}': this rank holds {tuple(local.shape)} where its mesh says {shape}")
+    parts: list[tuple[tuple[int, ...], torch.Tensor]] = [((), local)]
+    for dim, along in enumerate(runs):
+        parts = [((*offsets, run.start), own) for offsets, part in parts
+                 for run, own in zip(along, part.split([len(run) for run in along], dim), strict=True)]
+    return [Piece(name, tuple(tensor.shape), offsets, part) for offsets, part in parts]

@@ -68,7 +68,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
         with context(), running():
             inputs = found.bind(*example(EXAMPLE_SAMPLES).arguments())
             split = derive(found, dict(model.named_parameters()), buffers, inputs,
-                           mesh.devices(device.type)["tensor"])
+                           mesh.devices(device.type)["tensor"], sharded=plan.axes.shard > 1)
     with running():
         return Stages(model, hollow(model), example=found, stage_of=stage_of,
                       ranks=ranks, orders=orders, mesh=mesh, axis=mesh.stage_axis, device=device, context=context,

@@ -6,8 +6,9 @@ can't run, stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,8 @@ from torch import nn
 from paceline.capture.graph import Capture, Piece
 from paceline.capture.randomness import WithoutRandomness
 from paceline.strategies.layout import Report
-from paceline.strategies.tensor.piece import SplitPiece, own_part
+from paceline.strategies.tensor.cut import Cut
+from paceline.strategies.tensor.piece import SplitPiece
 from paceline.strategies.tensor.report import pattern, report
 
 if TYPE_CHECKING:
@@ -32,22 +34,22 @@ class Split:
     """How a model is split.
 
     mesh: of one dim; None if nothing is split.
-    dims: of each split parameter the dim that is cut, by name.
+    cuts: how each split parameter is cut, by name.
     whole: why each other parameter is not split, by name.
     notes: what every rank computes whole although its weights are split.
     """
 
     mesh: DeviceMesh | None = None
-    dims: Mapping[str, int] = field(default_factory=dict)
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def touches(self, piece: Piece) -> bool:
-        return any(name in self.dims for name in piece.parameters)
+        return any(name in self.cuts for name in piece.parameters)
 
     def runner(self, piece: Piece) -> SplitPiece:
         assert self.mesh is not None
-        return SplitPiece(piece, self.mesh, dict(self.dims))
+        return SplitPiece(piece, self.mesh, dict(self.cuts))
 
     def report(self, tensors: Mapping[str, nn.Parameter]) -> Report:
         """What is split and what is not. tensors: all parameters, whole."""
@@ -55,32 +57,33 @@ class Split:
 
     def apply(self, tensors: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Each parameter as this rank holds it."""
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import DTensor
 
         found = dict(tensors)
-        for name in [name for name in tensors if name in self.dims]:
+        for name in [name for name in tensors if name in self.cuts]:
             assert self.mesh is not None
-            dim = self.dims[name]
-            own = own_part(tensors[name].data, self.mesh, dim).clone(memory_format=torch.contiguous_format)
-            found[name] = nn.Parameter(DTensor.from_local(own, self.mesh, [Shard(dim)], run_check=False),
+            cut = self.cuts[name]
+            own = cut.own(tensors[name].data, self.mesh).clone(memory_format=torch.contiguous_format)
+            found[name] = nn.Parameter(DTensor.from_local(own, self.mesh, [cut.placement()], run_check=False),
                                        requires_grad=tensors[name].requires_grad)
         return found
 
 
 def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-           inputs: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> Split:
+           inputs: Mapping[str, torch.Tensor], mesh: DeviceMesh, *, sharded: bool = False) -> Split:
     """How the model's pieces are split over a mesh of one dim, each checked on the example. Collective.
 
-    tensors: the model's parameters, whole. inputs: the example's, by name.
+    tensors: the model's parameters, whole. inputs: the example's, by name. sharded: replicas will share them out too.
     """
     forbidden: set[str] = set()
     while True:
-        found = _derive(capture, tensors, buffers, inputs, mesh, forbidden)
+        found = _derive(capture, tensors, buffers, inputs, partial(
+            SplitPiece, mesh=mesh, derive=True, forbidden=forbidden, sharded=sharded))
         # A parameter that one piece cuts and another can't take cut (a tied one) stays whole in both.
-        clash = {name for piece in found.unsplit for name in piece.parameters if name in found.dims}
+        clash = {name for piece in found.unsplit for name in piece.parameters if name in found.cuts}
         if not clash:
-            whole = {name: found.reasons.get(name, "no module uses it") for name in tensors if name not in found.dims}
-            return Split(mesh, found.dims, whole, tuple(dict.fromkeys(map(pattern, found.notes))))
+            whole = {name: found.reasons.get(name, "no module uses it") for name in tensors if name not in found.cuts}
+            return Split(mesh, found.cuts, whole, tuple(dict.fromkeys(map(pattern, found.notes))))
         forbidden |= clash
 
 
@@ -88,14 +91,14 @@ def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mappi
 class _Found:
     """What is known after some pieces. unsplit: those that stay whole. reasons: why parameters do, by name."""
 
-    dims: dict[str, int] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)
     unsplit: list[Piece] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
 def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-            inputs: Mapping[str, torch.Tensor], mesh: DeviceMesh, forbidden: Collection[str]) -> _Found:
+            inputs: Mapping[str, torch.Tensor], split: Callable[..., SplitPiece]) -> _Found:
     found = _Found()
     values = dict(inputs)
     for piece in capture.pieces:
@@ -104,10 +107,10 @@ def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapp
         also = [buffers[name] for name in piece.buffers]
         before = [buffer.clone() for buffer in also]
         if piece.parameters:
-            run = SplitPiece(piece, mesh, dict(found.dims), derive=True, forbidden=forbidden)
+            run = split(piece, cuts=dict(found.cuts))
             outputs, reason = _compare(run, held, also, given)
             if reason is None:
-                found.dims = run.dims
+                found.cuts = run.cuts
                 found.notes += run.notes
             else:
                 found.unsplit.append(piece)
@@ -135,11 +138,11 @@ def _compare(run: SplitPiece, held: list[torch.Tensor], buffers: list[torch.Tens
             found, grads = _outputs_and_gradients(run, held, buffers, given)
     except Exception as error:
         reason = f"DTensor can't run it: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    cuts = any(name in run.dims for name in run.piece.parameters)
+    cuts = any(name in run.cuts for name in run.piece.parameters)
     if not _agreed(cuts and reason is None, run.mesh):
         return expected, reason or ("another rank can't run it" if cuts else "")
     for name, gradient in zip(run.piece.parameters, grads, strict=False):
-        if name in run.dims and gradient is not None:  # each rank has its own part's, and zeros
+        if name in run.cuts and gradient is not None:  # each rank has its own part's, and zeros
             dist.all_reduce(gradient, group=run.mesh.get_group())
     reason = next((f"split, its {what} differ by {off:.2g}" for what, off, allowed in
                    (*_distances("outputs", found, expected), *_distances("gradients", grads, expected_grads))

@@ -1,0 +1,45 @@
+"""How one tensor is cut over the ranks that compute a layer together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Along a dim, in each of so many equal blocks of it: one product that gives q, k and v has three."""
+
+    dim: int
+    blocks: int = 1
+
+    def placement(self) -> Any:
+        """As DTensor says it."""
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        return Shard(self.dim) if self.blocks == 1 else _StridedShard(self.dim, split_factor=self.blocks)
+
+    def divides(self, length: int, ranks: int) -> bool:
+        return length % (self.blocks * ranks) == 0
+
+    def own(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """This rank's part of a whole tensor: a view where there is one block."""
+        length = tensor.shape[self.dim] // (self.blocks * mesh.size())
+        parts = tensor.unflatten(self.dim, (self.blocks, -1))
+        return parts.narrow(self.dim + 1, mesh.get_local_rank() * length, length).flatten(self.dim, self.dim + 1)
+
+
+def cut_of(tensor: Any) -> Cut | None:
+    """How a DTensor over one mesh dim is cut; None if it is whole, a sum that is not yet made, or plain."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placement = getattr(tensor, "placements", (None,))[0]
+    if isinstance(placement, _StridedShard):
+        return Cut(placement.dim, int(placement.split_factor))
+    return Cut(placement.dim) if isinstance(placement, Shard) else None
