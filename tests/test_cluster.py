@@ -105,3 +105,35 @@ def test_a_cgroup_limits_the_memory(
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(f"{limit}\n")
     assert usable_memory_bytes() == (4096 if is_limited else psutil.virtual_memory().total)
+
+
+@pytest.mark.usefixtures("cpus")
+@pytest.mark.parametrize(("text", "expected"), [
+    ("100", [100, 100]), ("2KiB", [2048, 2048]), ("1.5kb", [1500, 1500]),
+    ("1GiB,2GB", [2**30, 2 * 10**9]), ("1MiB 3MiB", [2**20, 3 * 2**20]),
+])
+def test_memory_limits(text: str, expected: list[int]):
+    """One limit for all ranks or one a rank, in either kind of unit."""
+    found = Cluster.local("cpu:0-1", memory=text).devices
+    assert [device.memory_bytes for device in found] == expected
+    assert all(device.is_limit for device in found)
+    assert not any(device.is_limit for device in Cluster.local("cpu:0-1").devices)
+
+
+@pytest.mark.usefixtures("cpus")
+@pytest.mark.parametrize(("text", "message"), [
+    ("much", "can't read the size 'much'(?s:.*)such as 512MiB"), ("5XB", "can't read the size '5XB'"),
+    ("-1GiB", "can't read"), ("0", "can't read"), ("", "names 0 limits for 2 devices"),
+    ("1GiB,1GiB,1GiB", "names 3 limits for 2 devices(?s:.*)one a device"),
+])
+def test_memory_limits_that_make_no_sense(text: str, message: str):
+    """What can't be read is refused with what can."""
+    with pytest.raises(ClusterError, match=message):
+        Cluster.local("cpu:0-1", memory=text)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_gpus_have_no_other_limit():
+    """A limit on a GPU would not be kept, so it is refused."""
+    with pytest.raises(ClusterError, match="for CPU ranks"):
+        Cluster.local("cuda:0", memory="1GiB")

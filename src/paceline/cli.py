@@ -63,6 +63,7 @@ def train(
     plan: OnePlan = None,
     devices: Devices = None,
     procs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of a CPU rank, such as 512MiB.")] = None,
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")] = None,
     settings: Settings = None,
     save_every: Annotated[int | None, typer.Option(metavar="STEPS", min=1, help="Steps between checkpoints.")] = None,
@@ -76,8 +77,9 @@ def train(
     """Train a job on one device or many."""
     with _reported():
         job = JobFile.parse(file, _parse_settings(settings))
-        summary = paceline.train(job, plan, devices=devices, procs=procs, steps=steps, save_every=save_every,
-                                 trace=trace, run=run, resume=resume, loader_workers=loader_workers, timeout_s=timeout)
+        summary = paceline.train(job, plan, devices=devices, procs=procs, memory=memory, steps=steps,
+                                 save_every=save_every, trace=trace, run=run, resume=resume,
+                                 loader_workers=loader_workers, timeout_s=timeout)
         speaks = _is_first_rank()
     if speaks:
         figures = summary.to_dict()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +35,8 @@ NVLINK = Link(bytes_per_s=320e9, latency_s=1e-5)
 class Device:
     """One place where a rank can run.
 
-    memory_bytes: What one rank may use.
+    memory_bytes: What one rank may use. Of a CPU rank: by how much its resident size may grow once it has started.
+    is_limit: Whether the user said so, and a rank that needs more is stopped; else it is what the device has.
     flops_per_s: Matrix products in float32 with one rank's share of the cores, all ranks busy; None if not known.
     memory_bytes_per_s: Streaming bandwidth of one rank; None if not known.
     """
@@ -45,6 +47,7 @@ class Device:
     name: str = ""
     flops_per_s: float | None = None
     memory_bytes_per_s: float | None = None
+    is_limit: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
@@ -58,15 +61,17 @@ class Cluster:
     link: Link = LOOPBACK
 
     @classmethod
-    def local(cls, devices: str | None = None, *, num_ranks: int | None = None) -> Cluster:
+    def local(cls, devices: str | None = None, *, num_ranks: int | None = None, memory: str | None = None) -> Cluster:
         """This machine: its GPUs if it has any, else one CPU device a core (8 at most).
 
         Args:
             devices: Names such as "cpu:0,cpu:1" or "cuda:0-3", one a rank.
             num_ranks: Ranks to make room for; CPU ranks may outnumber cores, GPU ranks may not outnumber GPUs.
+            memory: The limit of each CPU rank, such as "512MiB", or of all in order, "1GiB,2GiB"; by default ranks
+                share the machine's memory and none is stopped.
 
         Raises:
-            ClusterError: a device doesn't exist or a name can't be read.
+            ClusterError: a device doesn't exist, or a name or a size can't be read.
         """
         gpus = _gpus()
         if devices is not None:
@@ -83,8 +88,9 @@ class Cluster:
         else:
             named = [("cpu", i) for i in range(num_ranks or min(usable_cores(), 8))]
         num_cpu = sum(kind == "cpu" for kind, _ in named)
+        found = tuple(gpus[i] if kind == "cuda" else _cpu(i, num_cpu) for kind, i in named)
         return cls(
-            devices=tuple(gpus[i] if kind == "cuda" else _cpu(i, num_cpu) for kind, i in named),
+            devices=found if memory is None else _limited(found, memory),
             link=NVLINK if all(kind == "cuda" for kind, _ in named) else LOOPBACK,
         )
 
@@ -116,6 +122,38 @@ def usable_memory_bytes() -> int:
 
 def _cpu(index: int, num_cpu_ranks: int) -> Device:
     return Device("cpu", index, usable_memory_bytes() // num_cpu_ranks, name="CPU")
+
+
+def _limited(devices: tuple[Device, ...], text: str) -> tuple[Device, ...]:
+    """The devices with the limits that a user sets."""
+    sizes = [_size_bytes(word) for word in filter(None, re.split(r"[\s,]+", text))]
+    if len(sizes) not in (1, len(devices)):
+        raise ClusterError(f"memory '{text}' names {len(sizes)} limits for {len(devices)} devices",
+                           hint="one limit for each of them, or one a device in their order")
+    if any(device.kind != "cpu" for device in devices):
+        raise ClusterError("a memory limit is for CPU ranks, and a GPU's ranks may use what it has",
+                           hint="--devices cpu:0-3 --memory 512MiB, or no limit")
+    if not sys.platform.startswith("linux"):
+        raise ClusterError("memory limits are kept by Linux alone", hint="leave the limit out")
+    return tuple(replace(device, memory_bytes=size, is_limit=True)
+                 for device, size in zip(devices, sizes * (len(devices) if len(sizes) == 1 else 1), strict=True))
+
+
+_UNITS = {"": 1, "B": 1, **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+          **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}}
+
+
+def _size_bytes(text: str) -> int:
+    """
+    >>> _size_bytes("1.5GiB")
+    1610612736
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", text)
+    unit = next((unit for unit in _UNITS if match and unit.lower() == match[2].lower()), None)
+    if match is None or unit is None or float(match[1]) * _UNITS[unit] < 1:
+        raise ClusterError(f"can't read the size '{text}'", hint="a number above 0 and a unit, such as 512MiB; units "
+                                                                 f"are {', '.join(filter(None, _UNITS))}")
+    return int(float(match[1]) * _UNITS[unit])
 
 
 def _gpus() -> list[Device]:

@@ -20,7 +20,8 @@ from paceline.launch.board import Sign
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
                "ncclremoteerror", "ncclsystemerror", "nccl communicator was aborted", "socket timeout",
                "timed out waiting", "application timeout caused pair closure", "timed out after")
-_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "cuda out of memory")
+_MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc",
+                 "cuda out of memory")
 # Not sys.prefix: it can be /usr, and a container's code is often somewhere in /usr/src.
 _NOT_USERS = (f"{Path(__file__).resolve().parent.parent}{os.sep}", "<",
               *(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "scripts")))
@@ -72,7 +73,7 @@ def failure_of(error: BaseException, *, rank: int, sign: Sign) -> Failure:
     where, frames = user_frames(error)
     if isinstance(error, PacelineError):
         exit_code, message, where = error.exit_code, str(error), where or getattr(error, "where", "")
-    elif isinstance(error, MemoryError) or any(words in lowered for words in _MEMORY_WORDS):
+    elif is_about_memory(error):
         exit_code = OutOfMemory.exit_code
         message = (f"out of memory: {error}\n\n"
                    "hint: accumulate=K or recompute=full need less memory, and shard=N splits the state")
@@ -83,6 +84,12 @@ def failure_of(error: BaseException, *, rank: int, sign: Sign) -> Failure:
         trace = f"{title}\n{''.join(traceback.format_list(frames)).rstrip()}"
     return Failure(rank, socket.gethostname(), type(error).__name__, message, exit_code, heard, sign.step, sign.phase,
                    where, trace, time.time())
+
+
+def is_about_memory(error: BaseException) -> bool:
+    """Whether something could not be allocated."""
+    text = f"{type(error).__name__}: {error}".lower()
+    return isinstance(error, MemoryError) or any(words in text for words in _MEMORY_WORDS)
 
 
 def user_frames(error: BaseException) -> tuple[str, list[traceback.FrameSummary]]:

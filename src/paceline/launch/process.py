@@ -19,6 +19,7 @@ from paceline.cluster import Device, usable_cores
 from paceline.launch.board import Board
 from paceline.launch.context import RankContext
 from paceline.launch.failure import Failure
+from paceline.launch.limit import held_to
 from paceline.launch.logs import open_log, set_up_logging
 from paceline.launch.watch import Watch, peer_loss
 
@@ -45,7 +46,7 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
         if make_store is not None:
             context.store = make_store()
         set_up_logging(terminal, rank=rank, store=context.store)
-        with Watch(context, timeout_s=timeout_s, report=report), _process_group(context, timeout_s):
+        with Watch(context, timeout_s=timeout_s, report=report), _process_group(context, timeout_s), held_to(device):
             result = body(context)
     except BaseException as error:
         failure = peer_loss(context, error)

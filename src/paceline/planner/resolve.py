@@ -22,8 +22,10 @@ class Resolved:
 
 
 def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, procs: int | None = None,
-            environment: Environment | None = None) -> Resolved:
+            memory: str | None = None, environment: Environment | None = None) -> Resolved:
     """Check a request against the devices and the job, and settle what it left open.
+
+    memory: limits of CPU ranks, see `Cluster.local`.
 
     Raises:
         PlanError: counts that contradict each other, or more replicas than the job has samples for.
@@ -32,11 +34,11 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
     given = Plan.read(plan) if plan is not None else None
     num_ranks = given.world_size if given else procs or (environment.world_size if environment else None)
     local_ranks = environment.local_world_size if environment else num_ranks
-    cluster = Cluster.local(devices, num_ranks=local_ranks)
+    cluster = Cluster.local(devices, num_ranks=local_ranks, memory=memory)
     if given is None:
         given = _default_plan(job, num_ranks or len(cluster.devices))
         if num_ranks is None and devices is None:
-            cluster = Cluster.local(num_ranks=given.world_size)
+            cluster = Cluster.local(num_ranks=given.world_size, memory=memory)
     _check_counts(given, cluster, devices=devices, procs=procs, environment=environment)
     _check_samples(given, job)
     conflicts.check(given)

@@ -37,15 +37,16 @@ class Summary:
 
 
 def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | None = None,
-          procs: int | None = None, steps: int | None = None, save_every: int | None = None, trace: int = 0,
-          run: str | Path | None = None, resume: bool = False, loader_workers: int = 0,
-          timeout_s: float = 300.0) -> Summary:
+          procs: int | None = None, memory: str | None = None, steps: int | None = None,
+          save_every: int | None = None, trace: int = 0, run: str | Path | None = None, resume: bool = False,
+          loader_workers: int = 0, timeout_s: float = 300.0) -> Summary:
     """Train a job under a plan and leave a run folder.
 
     Args:
         plan: A plan, its text or a plan file; by default one replica on each local device.
         devices: Names such as "cpu:0,cpu:1"; by default this machine's GPUs, else one CPU rank a core.
         procs: Number of ranks, if the plan doesn't say; contradicting it is an error.
+        memory: What each CPU rank may use, such as "512MiB", or one size a rank; a rank that needs more is stopped.
         steps: Optimizer steps instead of the job's own length.
         save_every: Optimizer steps between checkpoints; one is always written at the end.
         trace: Steps, after the first, of which every rank's work is noted: `trace.json` (Perfetto) and `schedule.svg`.
@@ -68,7 +69,8 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
     if steps is not None:
         loaded = replace(loaded, steps=steps, epochs=None)
     environment = current()
-    asked = resolve(loaded, plan, devices=devices, procs=procs, environment=environment)
+    asked = resolve(loaded, plan, devices=devices, procs=procs, memory=memory,
+                    environment=environment)
     load(asked.plan)
     place = Place(environment, asked.cluster.devices, timeout_s=timeout_s)
     with ExitStack() as held:
