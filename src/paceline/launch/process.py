@@ -39,7 +39,7 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
     use_threads(local_world_size)
     where = _claim(device)
     if where.type == "cpu":
-        keep_freed_memory()
+        set_up_heap(keep=not device.is_limit)
     context = RankContext(rank, world_size, local_world_size, where, None, board, slot, attempt)
     result, failure = None, None
     try:
@@ -75,18 +75,20 @@ def _process_group(context: RankContext, timeout_s: float) -> Any:
             dist.destroy_process_group()
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep what a CPU rank frees, for its next step takes as much again.
+def set_up_heap(*, keep: bool) -> None:
+    """Let glibc keep what a CPU rank frees, for its next step takes as much again; or give all that is large back.
 
-    Without it the heap is given back after every backward, and forward pays for each page anew: 31 of 700 ms a step
-    of the byte GPT. Thresholds that the user set in the environment stay.
+    If the heap is given back after every backward, forward pays for each page anew: 31 of 700 ms a step of the byte
+    GPT. A heap that is kept has holes, which a rank with a memory limit can't afford: there each tensor of a MiB or
+    more has pages of its own, for which the same step takes LEAN_PRICE. Thresholds that the user set stay.
     """
     if not any(name.startswith("MALLOC_") for name in os.environ) and "malloc" not in os.environ.get(
             "GLIBC_TUNABLES", ""):
         with contextlib.suppress(OSError, AttributeError):
             mallopt = ctypes.CDLL("libc.so.6").mallopt
-            mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: the greatest that glibc's own adjustment comes to
-            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+            # M_MMAP_THRESHOLD: the greatest that glibc's own adjustment comes to, or a MiB; M_TRIM_THRESHOLD
+            mallopt(-3, 32 * 2**20 if keep else 2**20)
+            mallopt(-1, 2**31 - 1 if keep else 2**20)
 
 
 def use_threads(local_world_size: int) -> None:

@@ -269,12 +269,15 @@ def _predicted_step_s(run: _Run) -> float | None:
     return json.loads(path.read_text())["step_s"] if path is not None and path.exists() else None
 
 
-def _save(run: _Run) -> None:
+def _save(run: _Run, *, last: bool = False) -> None:
+    """Write a checkpoint in the background; after the last step from the tensors themselves, and wait for it."""
     if run.writer is None:
         return
     run.context.beat("save")
     document = state.document(run.stepper, step=run.step, samples=run.samples)
-    blocked_s = run.writer.save(run.step, state.pieces(run.stepper), document)
+    blocked_s = run.writer.save(run.step, state.pieces(run.stepper), document, snapshot=not last)
+    if last:
+        run.writer.wait()
     run.blocked_s += blocked_s
     run.record(saved=True, blocked_s=blocked_s)
 
@@ -293,9 +296,7 @@ def _evaluate(run: _Run) -> None:
 def _stop(run: _Run) -> None:
     """Save where the run is and leave, because it was asked to."""
     if run.settings.run_dir is not None:
-        _save(run)
-        assert run.writer is not None
-        run.writer.wait()
+        _save(run, last=True)
     number = run.context.stop_signal
     why = signal.Signals(number).name if number else "a signal to another rank"
     raise Preempted(f"stopped by {why} after step {run.step}"
@@ -311,9 +312,9 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
     run.context.beat("save")
     if run.settings.run_dir is not None:
         assert run.writer is not None
-        if not (run.settings.save_every and run.step % run.settings.save_every == 0):
-            _save(run)
         run.writer.wait()
+        if not (run.settings.save_every and run.step % run.settings.save_every == 0):
+            _save(run, last=True)
         _export(run, run.settings.run_dir)
     run.context.beat("end")
     logs = run.settings.run_dir / "logs" if run.settings.run_dir is not None else None

@@ -549,6 +549,20 @@ def test_write_model_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.equal(load_file(path)["w"], W)
 
 
+def test_without_a_snapshot_nothing_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that is waited for is written from the tensors themselves, but for what a file can't hold as it is."""
+    copies: list[tuple[int, ...]] = []
+    copied = write._copied
+    monkeypatch.setattr(write, "_copied", lambda tensor: copies.append(tuple(tensor.shape)) or copied(tensor))
+    [writer] = writers(tmp_path, 1)
+    tensors = {"w": W, "turned": torch.ones(2, 5).T, "tied": W[1:2]}
+    writer.save(1, [piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)], snapshot=False)
+    writer.wait()
+    found = open_checkpoint(tmp_path / "checkpoints" / "step-1")
+    assert all(torch.equal(found.read(name), tensor) for name, tensor in tensors.items())
+    assert sorted(copies) == [(1, *W.shape[1:]), (5, 2)]
+
+
 def test_write_json_in_one_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A JSON file is replaced at once or not at all."""
     path = tmp_path / "summary.json"

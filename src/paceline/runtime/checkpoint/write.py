@@ -105,13 +105,16 @@ class Writer:
         if rank == 0:
             self._remove_leftovers()
 
-    def save(self, step: int, pieces: Iterable[Piece], document: Mapping[str, Any] | None = None) -> float:
+    def save(self, step: int, pieces: Iterable[Piece], document: Mapping[str, Any] | None = None, *,
+             snapshot: bool = True) -> float:
         """Copy the pieces to CPU memory and start writing them; waits first for a save that still runs.
 
         Args:
             pieces: What this rank owns. The pieces of all ranks must cover every tensor without overlap; equal
                 pieces from several ranks are allowed.
             document: Anything JSON can hold, to be read back with the tensors. Only rank 0's counts.
+            snapshot: Without it, what is in CPU memory already is written from there, and must stay as it is until
+                `wait` returns.
 
         Returns:
             Seconds the caller was blocked.
@@ -123,7 +126,7 @@ class Writer:
         self._num_saves += 1  # counted first, so that ranks stay in step when one of them fails here
         self.wait()
         save = _Save(self, step, f"{self.attempt}-{self._num_saves}")
-        save.start(pieces, document)
+        save.start(pieces, document, snapshot=snapshot)
         self._save = save
         return time.monotonic() - started_s
 
@@ -179,13 +182,14 @@ class _Save:
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
-    def start(self, pieces: Iterable[Piece], document: Mapping[str, Any] | None) -> None:
-        """Take the snapshot and begin to write it."""
+    def start(self, pieces: Iterable[Piece], document: Mapping[str, Any] | None, *, snapshot: bool) -> None:
+        """Take the snapshot, or what it would be of, and begin to write it."""
         try:
             if self.rank == 0 and document is not None:
                 self._document = json.dumps(document, indent=1)
             for piece in pieces:
-                self._take(piece)
+                self._take(piece, _copied(piece.tensor) if snapshot else piece.tensor)
+            self._tensors = _apart(self._tensors)
         except Exception as error:
             raise self._give_up(error) from error
         atexit.register(self._leave)
@@ -195,11 +199,11 @@ class _Save:
         self._thread.join()
         atexit.unregister(self._leave)
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: Piece, held: torch.Tensor) -> None:
         key = piece.name
         while key in self._tensors or key == "__metadata__":  # the one key that safetensors keeps for itself
             key += "+"
-        self._tensors[key] = _copied(piece.tensor)
+        self._tensors[key] = held
         self._needed_bytes += self._tensors[key].nbytes
         entry = {"shape": list(piece.shape), "dtype": DTYPE_NAMES[piece.tensor.dtype], "pieces": []}
         self._entries.setdefault(piece.name, entry)["pieces"].append({
@@ -342,6 +346,19 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy
     plain = tensor.detach() if is_plain else _copied(tensor)
     return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as safetensors wants them: contiguous, and no two in one storage. Copied only where they aren't."""
+    apart: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        is_lazy = tensor.is_conj() or tensor.is_neg()
+        is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy
+        apart[name] = tensor.detach() if is_plain and storage not in storages else _copied(tensor)
+        storages.add(storage)
+    return apart
 
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
