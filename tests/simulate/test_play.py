@@ -5,8 +5,8 @@ import pytest
 from paceline.cluster import Link
 from paceline.profile.device import DeviceRates
 from paceline.simulate.collectives import collective_s
-from paceline.simulate.play import play
-from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, free
+from paceline.simulate.play import play, play_together
+from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Receive, Send, free
 
 RATES = DeviceRates(flops_per_s=10, bf16_flops_per_s=20, memory_bytes_per_s=5, function_bytes_per_s=2, operator_s=0.1)
 LINK = Link(bytes_per_s=10, latency_s=0)
@@ -82,3 +82,30 @@ def test_memory_peaks_where_most_is_held():
     assert timeline.peak_memory_bytes == 15
     assert timeline.ledger == {"parameters": 10, "activations": 5}
     assert timeline.highest == {"parameters": 10, "activations": 5, "gradients": 4}
+
+
+def test_ranks_wait_for_messages():
+    """A second rank starts when the first one's bytes are there, whatever order they are played in."""
+    first = (Compute(flops=30), Send(1, "x", 20), Compute(flops=40), Receive(1, "y"), Compute(flops=10))
+    second = (Allocate("activations", 7), Receive(0, "x"), Compute(flops=50), Send(0, "y", 10))
+    link = Link(bytes_per_s=10, latency_s=0.5)
+
+    one, other = play_together([first, second], [RATES, RATES], link)
+
+    assert one.step_s == pytest.approx(3 + 2 + 0.5 + 5 + 1 + 0.5 + 1)
+    assert one.breakdown["compute"] == pytest.approx(8)
+    assert other.step_s == pytest.approx(3 + 2 + 0.5 + 5 + 1)
+    assert (one.peak_memory_bytes, other.peak_memory_bytes) == (0, 7)
+
+
+def test_messages_leave_one_after_the_other():
+    """A rank's link carries one of them at a time; computing goes on meanwhile."""
+    sends = (Send(1, "a", 10), Send(1, "b", 20), Compute(flops=10))
+    one, other = play_together([sends, (Receive(0, "b"), Receive(0, "a"))], [RATES, RATES], LINK)
+    assert (one.breakdown["compute"], one.step_s, other.step_s) == (1, 3, 3)
+
+
+def test_a_message_that_nobody_sends():
+    """Ranks that would wait for ever are an error of the program."""
+    with pytest.raises(ValueError, match="rank 1 waits for Receive"):
+        play_together([(), (Receive(0, "x"),)], [RATES, RATES], LINK)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.cluster import Link
 from paceline.job import Precision
 from paceline.profile.device import DeviceRates
 from paceline.simulate.collectives import collective_s
-from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Program
+from paceline.simulate.program import (
+    COMPUTE,
+    SENDING,
+    Allocate,
+    Collective,
+    Compute,
+    Event,
+    Program,
+    Receive,
+    Send,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +42,84 @@ class Timeline:
 
 def play(program: Program, rates: DeviceRates, link: Link, *, precision: Precision = "float32") -> Timeline:
     """One rank's step. The streams run at the same time, the events of one stream one after the other."""
-    clock: dict[str, float] = defaultdict(float)  # when each stream is free
-    ended: dict[str, float] = {}
-    busy: dict[str, float] = {"compute": 0.0, "optimizer": 0.0}
-    memory = _Memory()
-    for event in program:
+    return play_together([program], [rates], link, precision=precision)[0]
+
+
+def play_together(programs: Sequence[Program], rates: Sequence[DeviceRates], link: Link, *,
+                  precision: Precision = "float32") -> list[Timeline]:
+    """The step of ranks that wait for each other's messages, in rank order.
+
+    Raises:
+        ValueError: a rank waits for a message that nobody sends.
+    """
+    arrived: dict[tuple[int, int, str], float] = {}
+    ranks = [_Rank(number, program, own, link, precision) for number, (program, own) in
+             enumerate(zip(programs, rates, strict=True))]
+    while any(rank.go_on(arrived) for rank in ranks):
+        pass
+    if waiting := [rank for rank in ranks if not rank.is_done]:
+        raise ValueError(f"rank {waiting[0].number} waits for {waiting[0].waits_for}, which nobody sends")
+    return [rank.timeline() for rank in ranks]
+
+
+class _Rank:
+    """A rank on its way through its program."""
+
+    def __init__(self, number: int, program: Program, rates: DeviceRates, link: Link, precision: Precision) -> None:
+        self.number, self.program, self.rates, self.link, self.precision = number, program, rates, link, precision
+        self.at = 0
+        self.clock: dict[str, float] = defaultdict(float)  # when each stream is free
+        self.ended: dict[str, float] = {}
+        self.busy: dict[str, float] = {"compute": 0.0, "optimizer": 0.0}
+        self.memory = _Memory()
+
+    @property
+    def is_done(self) -> bool:
+        return self.at == len(self.program)
+
+    @property
+    def waits_for(self) -> Event:
+        return self.program[self.at]
+
+    def go_on(self, arrived: dict[tuple[int, int, str], float]) -> bool:
+        """Play until a message is missing; whether any event was played. arrived: when, by (from, to, name)."""
+        before = self.at
+        while not self.is_done:
+            event = self.program[self.at]
+            if isinstance(event, Receive):
+                key = (event.source, self.number, event.name)
+                if key not in arrived:
+                    break
+                self.clock[COMPUTE] = max(self.clock[COMPUTE], arrived.pop(key))
+            elif isinstance(event, Send):
+                self.clock[SENDING] = (max(self.clock[SENDING], self.clock[COMPUTE])
+                                       + event.num_bytes / self.link.bytes_per_s)
+                arrived[self.number, event.to, event.name] = self.clock[SENDING] + self.link.latency_s
+            else:
+                self._play(event)
+            self.at += 1
+        return self.at > before
+
+    def _play(self, event: Compute | Collective | Allocate) -> None:
+        clock = self.clock
         if isinstance(event, Allocate):
-            memory.change(event)
+            self.memory.change(event)
         elif isinstance(event, Collective):
-            clock[event.stream] = max(clock[event.stream], clock[COMPUTE]) + collective_s(event, link)
-            ended[event.name] = clock[event.stream]
+            clock[event.stream] = max(clock[event.stream], clock[COMPUTE]) + collective_s(event, self.link)
+            self.ended[event.name] = clock[event.stream]
         else:
-            seconds = compute_s(event, rates, precision)
-            clock[COMPUTE] = max([clock[COMPUTE], *(ended[name] for name in event.after)]) + seconds
-            busy[event.part] += seconds
-    step_s = max(clock.values(), default=0.0)
-    return Timeline(
-        step_s, breakdown={**busy, "communication": max(0.0, step_s - sum(busy.values()))},
-        peak_memory_bytes=round(memory.peak), ledger={name: round(held) for name, held in memory.at_peak.items()},
-        highest={name: round(held) for name, held in memory.highest.items()},
-    )
+            seconds = compute_s(event, self.rates, self.precision)
+            clock[COMPUTE] = max([clock[COMPUTE], *(self.ended[name] for name in event.after)]) + seconds
+            self.busy[event.part] += seconds
+
+    def timeline(self) -> Timeline:
+        step_s, memory = max(self.clock.values(), default=0.0), self.memory
+        return Timeline(
+            step_s, breakdown={**self.busy, "communication": max(0.0, step_s - sum(self.busy.values()))},
+            peak_memory_bytes=round(memory.peak),
+            ledger={name: round(held) for name, held in memory.at_peak.items()},
+            highest={name: round(held) for name, held in memory.highest.items()},
+        )
 
 
 def compute_s(event: Compute, rates: DeviceRates, precision: Precision) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-COMPUTE, NETWORK = "compute", "network"
+COMPUTE, NETWORK, SENDING = "compute", "network", "sending"
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Part = Literal["compute", "optimizer"]
 
@@ -55,7 +55,27 @@ class Allocate:
     num_bytes: float
 
 
-Event = Compute | Collective | Allocate
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message to another rank; computing goes on. A rank's messages to all others leave one after the other.
+
+    name: of the message, once between two ranks in a step.
+    """
+
+    to: int
+    name: str
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Computing waits for a message of another rank."""
+
+    source: int
+    name: str
+
+
+Event = Compute | Collective | Allocate | Send | Receive
 Program = tuple[Event, ...]
 
 
