@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from paceline.cluster import Cluster, Device, usable_cores
 from paceline.errors import PlanError
 from paceline.job import Precision
 from paceline.plan import Plan
-from paceline.planner.program import step_program
+from paceline.planner.program import stage_program, step_program
 from paceline.profile.device import DeviceRates, measure_device
 from paceline.profile.profile import Profile
 from paceline.runtime.order import split
-from paceline.simulate.play import Timeline, play
+from paceline.simulate.play import Timeline, play, play_together
+from paceline.strategies.costs import CPU_RUNTIME_BYTES
+from paceline.strategies.mesh import weakest
+from paceline.strategies.stages.cost import RankCost
 
-# What a rank's resident size grows by besides tensors, once it runs: library pages that it touches for the first
-# time, kernels that are compiled for its shapes, threads, the network's buffers. Measured; see docs/prediction.md.
-CPU_RUNTIME_BYTES = 40 * 2**20
 # Holes in the C library's heap, as a part of the most bytes of activations, which come and go in many sizes.
 # Measured with glibc 2.36; see docs/prediction.md.
 CPU_HOLES = 0.4
+CPU_HOLES_LEAN = 0.1  # of a rank with a memory limit, whose large tensors have pages of their own
 # Rates that only stand in where nothing but memory is asked for.
-_ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)
+ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Estimate:
         communication, checkpoint; on a CPU also runtime (libraries) and holes (in the heap).
     breakdown: the slowest rank's seconds: compute, communication (what no computing hides), optimizer.
     notes: which figures are rough, and why.
+    needs: of every kind of rank, what its device must hold.
     """
 
     step_s: float
@@ -43,28 +46,106 @@ class Estimate:
     ledger: Mapping[str, int]
     breakdown: Mapping[str, float]
     notes: tuple[str, ...] = ()
+    needs: tuple[Need, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank stays within its device's memory."""
+        return all(need.missing_bytes <= 0 for need in self.needs)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a rank needs at its peak, by what it is for, and the device that has to hold it."""
+
+    name: str
+    device: Device
+    ledger: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.ledger.values())
+
+    @property
+    def missing_bytes(self) -> int:
+        return self.total_bytes - self.device.memory_bytes
+
+
+class Split(Protocol):
+    """A job's model in pieces; see `strategies.stages.price`."""
+
+    def ranks(self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int) -> Sequence[RankCost]: ...
 
 
 def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision = "float32",
-             rates: DeviceRates | None = None) -> Estimate:
+             rates: DeviceRates | None = None, split: Split | None = None, snapshot: bool = True) -> Estimate:
     """Play the plan's step on the cluster.
 
     Args:
         batch: Samples an optimizer step, over all devices.
         rates: Of a device that doesn't state its own; by default measured on this machine (0.3 s, then cached).
+        split: The model in pieces, for plans that split it.
+        snapshot: Whether checkpoints are written while training goes on, from a copy of the state.
 
     Raises:
-        PlanError: the plan's ranks don't fit the devices, or accumulate=auto finds nothing that fits.
+        PlanError: the plan's ranks don't fit the devices, accumulate=auto finds nothing that fits, or a plan splits
+            the model and its pieces are not known.
     """
-    if max(plan.axes.pipeline, plan.axes.parts, plan.axes.tensor) > 1:
-        raise PlanError(f"plan '{plan}' splits the model, and such plans are not priced yet")
+    if splits_model(plan):
+        return _estimate_split(profile, plan, cluster, batch=batch, precision=precision, rates=rates, split=split,
+                               snapshot=snapshot)
     if plan.modifiers.accumulate == "auto":
         plan = plan.with_(accumulate=fewest_microbatches(profile, plan, cluster, batch=batch, precision=precision))
     ranks = _ranks(plan, cluster, batch=batch, rates=rates or _measured(cluster))
-    played = {rank: _play(profile, plan, cluster, rank, precision=precision) for rank in ranks}
+    played = {rank: _play(profile, plan, cluster, rank, precision=precision, snapshot=snapshot) for rank in ranks}
     slowest = max(played.values(), key=lambda timeline: timeline.step_s)
     fullest = max(played.values(), key=lambda timeline: timeline.peak_memory_bytes)
-    return Estimate(slowest.step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes)
+    needs = tuple(Need(f"{rank.samples} samples" if len(played) > 1 else "each rank", rank.device, timeline.ledger)
+                  for rank, timeline in played.items())
+    return Estimate(slowest.step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes, needs)
+
+
+def splits_model(plan: Plan) -> bool:
+    """Whether ranks hold different modules, or parts of layers."""
+    return max(plan.axes.pipeline, plan.axes.parts, plan.axes.tensor) > 1
+
+
+def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
+                    rates: DeviceRates | None, split: Split | None, snapshot: bool) -> Estimate:
+    """Play one replica's ranks together; replicas are alike."""
+    if split is None:
+        raise PlanError(f"plan '{plan}' splits the model, and what its pieces cost is not known")
+    devices = devices_of(plan, cluster)
+    samples = max(1, -(-batch // (plan.replicas * plan.num_microbatches)))
+    try:
+        ranks = split.ranks(plan, devices, microbatch_samples=samples)
+    except PlanError:  # no cut fits: the best one without limits says by how much
+        ranks = split.ranks(plan, (), microbatch_samples=samples)
+    own = rates or _measured(cluster, waiting=True)
+    places = [device for device in weakest(plan, devices) if device is not None]
+    programs = [stage_program(rank, plan, device.kind, snapshot=snapshot)
+                for rank, device in zip(ranks, places, strict=True)]
+    played = play_together(programs, [_rates_of(device, own) for device in places], cluster.link, precision=precision)
+    played = [_resident(timeline, device) if device.kind == "cpu" else timeline
+              for timeline, device in zip(played, places, strict=True)]
+    slowest = max(played, key=lambda timeline: timeline.step_s)
+    fullest = max(played, key=lambda timeline: timeline.peak_memory_bytes)
+    axis = "part" if plan.axes.parts > 1 else "stage"
+    needs = tuple(Need(f"{axis} {place}" if len(played) > 1 else "each rank", device, timeline.ledger)
+                  for place, (device, timeline) in enumerate(zip(places, played, strict=True)))
+    notes = profile.notes
+    if plan.axes.tensor > 1:
+        notes += ("tensor=N: every matrix that can be is taken to be split, and no activation",)
+    step_s = max(slowest.step_s, _work_s(played, plan, places))
+    return Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, notes, needs)
+
+
+def _work_s(played: Sequence[Timeline], plan: Plan, places: Sequence[Device]) -> float:
+    """The least that CPU ranks take together where there are fewer cores than ranks; waiting ranks need none."""
+    if places[0].kind != "cpu":
+        return 0.0
+    busy_s = sum(timeline.breakdown["compute"] + timeline.breakdown["optimizer"] for timeline in played)
+    return busy_s * plan.world_size / len(played) / usable_cores()
 
 
 def fewest_microbatches(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,
@@ -75,7 +156,7 @@ def fewest_microbatches(profile: Profile, plan: Plan, cluster: Cluster, *, batch
         PlanError: one sample a micro-batch is too much for some device; says by how much, for what, and which
             plan on the same devices would fit.
     """
-    ranks = _ranks(plan, cluster, batch=batch, rates=_ANY_RATES)
+    ranks = _ranks(plan, cluster, batch=batch, rates=ANY_RATES)
     most = max(rank.samples for rank in ranks)
 
     def shortfall(count: int) -> tuple[int, _Rank, Timeline]:
@@ -109,7 +190,7 @@ def split_shares(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
     shares = plan.modifiers.shares
     if isinstance(shares, tuple):
         return shares
-    devices = _devices(plan, cluster)
+    devices = devices_of(plan, cluster)
     if shares == "memory":
         return _whole_weights([device.memory_bytes for device in devices])
     if shares == "speed":
@@ -147,7 +228,7 @@ def _ranks(plan: Plan, cluster: Cluster, *, batch: int, rates: DeviceRates) -> l
     """The different kinds of ranks; replicas are numbered as ranks are."""
     parts = split(batch, split_shares(plan, cluster))
     kinds = {_Rank(replace(device, index=0), _rates_of(device, rates), len(part))
-             for device, part in zip(_devices(plan, cluster), parts, strict=True)}
+             for device, part in zip(devices_of(plan, cluster), parts, strict=True)}
     return sorted(kinds, key=lambda rank: (-rank.samples, rank.device.memory_bytes))
 
 
@@ -158,20 +239,26 @@ def _rates_of(device: Device, rates: DeviceRates) -> DeviceRates:
                    memory_bytes_per_s=device.memory_bytes_per_s or rates.memory_bytes_per_s)
 
 
-def _measured(cluster: Cluster) -> DeviceRates:
-    """This machine's rates for one of its ranks. Ranks share the cores evenly; more ranks than cores take turns."""
+def _measured(cluster: Cluster, *, waiting: bool = False) -> DeviceRates:
+    """This machine's rates for one of its ranks. Ranks share the cores evenly; more ranks than cores take turns.
+
+    waiting: ranks wait for each other, so that who works has a core.
+    """
     num_ranks, num_cores = len(cluster.devices), usable_cores()
     rates = measure_device(cluster.devices[0].kind, max(1, num_cores // num_ranks))
+    if waiting:
+        return rates
     return rates.slowed(num_ranks / num_cores) if cluster.devices[0].kind == "cpu" and num_ranks > num_cores else rates
 
 
-def _play(profile: Profile, plan: Plan, cluster: Cluster, rank: _Rank, *, precision: Precision) -> Timeline:
+def _play(profile: Profile, plan: Plan, cluster: Cluster, rank: _Rank, *, precision: Precision,
+          snapshot: bool = True) -> Timeline:
     """A rank's step. Micro-batches between the first two and the last are alike and are played once."""
     # A rank without samples of its own runs one that doesn't count.
     sizes = [max(1.0, len(part)) for part in split(rank.samples, (1,) * plan.num_microbatches)]
 
     def played(sizes: Sequence[float]) -> Timeline:
-        program = step_program(profile, plan, rank.device.kind, sizes)
+        program = step_program(profile, plan, rank.device.kind, sizes, snapshot=snapshot)
         return play(program, rank.rates, cluster.link, precision=precision)
 
     if len(sizes) <= 3:
@@ -179,14 +266,15 @@ def _play(profile: Profile, plan: Plan, cluster: Cluster, rank: _Rank, *, precis
     else:
         middle = sum(sizes[1:-1]) / (len(sizes) - 2)
         found = _repeated(played([sizes[0], sizes[-1]]), played([sizes[0], middle, sizes[-1]]), len(sizes) - 2)
-    return _resident(found) if rank.device.kind == "cpu" else found
+    return _resident(found, rank.device) if rank.device.kind == "cpu" else found
 
 
-def _resident(timeline: Timeline) -> Timeline:
-    """What a process holds for the tensors of a timeline."""
+def _resident(timeline: Timeline, device: Device) -> Timeline:
+    """What a process holds for the tensors of a timeline. One with a limit keeps no heap, and few holes."""
     ledger = dict(timeline.ledger)
     ledger["runtime"] = ledger.get("runtime", 0) + CPU_RUNTIME_BYTES
-    ledger["holes"] = ledger.get("holes", 0) + round(CPU_HOLES * timeline.highest.get("activations", 0))
+    ledger["holes"] = ledger.get("holes", 0) + round((CPU_HOLES_LEAN if device.is_limit else CPU_HOLES)
+                                                     * timeline.highest.get("activations", 0))
     return replace(timeline, peak_memory_bytes=sum(ledger.values()), ledger=ledger)
 
 
@@ -199,7 +287,7 @@ def _repeated(without: Timeline, once: Timeline, times: int) -> Timeline:
         part: many(without.breakdown[part], seconds) for part, seconds in once.breakdown.items()})
 
 
-def _devices(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
+def devices_of(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
     """The device of every rank. A cluster that lists the devices of one host stands for as many like it as needed."""
     hosts, rest = divmod(plan.world_size, len(cluster.devices))
     if rest and hosts:
@@ -222,7 +310,7 @@ def _plans_that_fit(profile: Profile, plan: Plan, cluster: Cluster, *, batch: in
 
 def _fits(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision) -> bool:
     """Whether some number of micro-batches fits every rank's memory."""
-    ranks = _ranks(plan, cluster, batch=batch, rates=_ANY_RATES)
+    ranks = _ranks(plan, cluster, batch=batch, rates=ANY_RATES)
     return any(all(_play(profile, plan.with_(accumulate=count), cluster, rank, precision=precision).peak_memory_bytes
                    <= rank.device.memory_bytes for rank in ranks)
                for count in (1, max(rank.samples for rank in ranks)))

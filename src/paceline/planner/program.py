@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from paceline.cluster import DeviceKind
 from paceline.plan import Plan
@@ -12,6 +12,7 @@ from paceline.strategies.costs import Held, Hooks, Moment, MomentName, Room, Ste
 from paceline.strategies.data.cost import ROOM as DATA
 from paceline.strategies.recompute.cost import ROOM as RECOMPUTE
 from paceline.strategies.shard.cost import ROOM as SHARD
+from paceline.strategies.stages.cost import RankCost, course
 
 # Python around a micro-batch that no operator accounts for: hooks, seeds, the loss's bookkeeping. Measured on a
 # model of one small layer, one core; see docs/prediction.md.
@@ -20,9 +21,24 @@ MICROBATCH_S = 0.6e-3
 ROOMS: tuple[Room, ...] = (RECOMPUTE, SHARD, DATA)
 
 
-def step_program(profile: Profile, plan: Plan, device_kind: DeviceKind,
-                 microbatch_samples: Sequence[float]) -> Program:
-    """What the first rank does in a step with these micro-batches of its own. It holds the most of every cut."""
+def step_program(profile: Profile, plan: Plan, device_kind: DeviceKind, microbatch_samples: Sequence[float], *,
+                 snapshot: bool = True) -> Program:
+    """What the first rank does in a step with these micro-batches of its own. It holds the most of every cut.
+
+    snapshot: whether checkpoints are written while training goes on.
+    """
+    return _filled(moments, profile, plan, device_kind, microbatch_samples, snapshot=snapshot)
+
+
+def stage_program(rank: RankCost, plan: Plan, device_kind: DeviceKind, *, snapshot: bool = True) -> Program:
+    """What a rank of a split model does in a step."""
+    return _filled(lambda step: course(rank), rank.profile, plan, device_kind, (1.0,) * plan.num_microbatches,
+                   snapshot=snapshot)
+
+
+def _filled(course: Callable[[Step], Iterable[Event | tuple[MomentName, Moment]]], profile: Profile, plan: Plan,
+            device_kind: DeviceKind, microbatch_samples: Sequence[float], *, snapshot: bool) -> Program:
+    """A course of moments with what the rooms of the plan do at each."""
     rooms = [room for room in ROOMS if room.is_active(plan)]
     held = Held({p.name: p.num_bytes for p in profile.parameters},
                 {p.name: p.gradient_bytes for p in profile.parameters},
@@ -31,9 +47,15 @@ def step_program(profile: Profile, plan: Plan, device_kind: DeviceKind,
         held = room.hold(held, plan, profile)
     step = Step(profile, plan, device_kind, tuple(microbatch_samples), held)
     hooks = [_one_device(step), *(room.enter(step) for room in rooms)]
-    return tuple(event for name, moment in moments(step)
-                 for events in (reversed(hooks) if name.startswith("before_") else hooks) if name in events
-                 for event in events[name](moment))
+    program: list[Event] = []
+    for item in course(step):
+        if not isinstance(item, tuple):
+            program.append(item)
+        elif snapshot or item[0] != "save":
+            name, moment = item
+            in_order = reversed(hooks) if name.startswith("before_") else hooks
+            program += [event for events in in_order if name in events for event in events[name](moment)]
+    return tuple(program)
 
 
 def moments(step: Step) -> Iterator[tuple[MomentName, Moment]]:

@@ -46,10 +46,10 @@ def profile_job(job: Job, *, samples: int = 2) -> Profile:
     import warnings
 
     notes: list[str] = []
-    with _kept_generators(), warnings.catch_warnings():
+    with kept_generators(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real run will show them
         try:
-            items = _first_items(job.data, samples)
+            items = first_items(job.data, samples)
         except Exception as error:
             return _from_parameters(job, [f"the data gave no samples ({_named(error)})"])
         for how, run in (("on fake tensors", _fake_runs), ("for real", _real_runs)):
@@ -82,25 +82,25 @@ def _fake_runs(job: Job, items: list[Any]) -> tuple[_Run, _Run]:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        model = _build(job)
+        model = build(job)
         if not all(isinstance(p, FakeTensor) for p in model.parameters()):
             raise TypeError("model returned a module that existed before")
         batch = tree_map(lambda t: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t, default_collate(items))
         first = _trace(job, model, batch, samples=len(items), factor=1)
-        model = _build(job)
+        model = build(job)
         factor = max(2, -(-job.batch // len(items)))
         return first, _trace(job, model, batch, samples=len(items) * factor, factor=factor)
 
 
 def _real_runs(job: Job, items: list[Any]) -> tuple[_Run, _Run]:
     batch = default_collate(items)
-    model = _build(job)  # stays as it is: the job may hand out one module again and again
+    model = build(job)  # stays as it is: the job may hand out one module again and again
     first, second = (_trace(job, copy.deepcopy(model), batch, samples=len(items) * factor, factor=factor)
                      for factor in (1, 2))
     return first, second
 
 
-def _build(job: Job) -> nn.Module:
+def build(job: Job) -> nn.Module:
     model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"model returned {type(model).__name__} and not a torch.nn.Module")
@@ -109,14 +109,14 @@ def _build(job: Job) -> nn.Module:
 
 def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, factor: int) -> _Run:
     """One step of the model with `factor` copies of the batch."""
-    inputs, target = (tree_map(lambda t: _as_the_job_takes(t, job, samples, factor), part) for part in batch)
+    inputs, target = (tree_map(lambda t: as_the_job_takes(t, job, samples, factor), part) for part in batch)
     units = find_units(model)
     recorder = Recorder()
     pieces = follow(recorder, {**units, **_outer_pieces(model, units)}, model)
     recorder.ignore([*model.parameters(), *model.buffers(), *tree_leaves((inputs, target))])
     model.train()
     with recorder:
-        with _autocast(job):
+        with autocast(job):
             loss = job.loss(_call(model, inputs), target)
         loss = loss[0] if isinstance(loss, tuple | list) else loss
         recorder.move_to(Place(len(pieces) - 1, "backward"))
@@ -144,8 +144,33 @@ def _trace_update(job: Job, model: nn.Module, recorder: Recorder) -> dict[str, i
         optimizer.step()
     except Exception:
         return None
-    return {name: sum(t.numel() * t.element_size() for t in tree_leaves(dict(optimizer.state.get(p, {})))
-                      if isinstance(t, torch.Tensor)) for name, p in named}
+    return {name: _state_bytes(optimizer, p) for name, p in named}
+
+
+def state_factor(job: Job, model: nn.Module) -> float:
+    """Bytes that the job's optimizer keeps for a byte of trainable parameters, from a step of it on fake tensors.
+
+    An optimizer that can't be run so counts as one with two moments.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with kept_generators(), FakeTensorMode():
+        named = [(name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype))) for name, p in model.named_parameters()
+                 if p.requires_grad]
+        for _, p in named:
+            p.grad = torch.empty_like(p)
+        try:
+            optimizer = job.optimizer(named)
+            optimizer.step()
+        except Exception:
+            return ASSUMED_STATE_FACTOR
+    held = sum(_state_bytes(optimizer, p) for _, p in named)
+    return held / max(1, sum(p.numel() * p.element_size() for _, p in named))
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_leaves(dict(optimizer.state.get(parameter, {})))
+               if isinstance(t, torch.Tensor))
 
 
 def _outer_pieces(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -221,7 +246,7 @@ class _Side:
         return self._levels.get(place, Levels(0, 0, 0))
 
 
-def _first_items(data: Any, count: int) -> list[Any]:
+def first_items(data: Any, count: int) -> list[Any]:
     """The first items, again and again if there are too few.
 
     Raises:
@@ -236,7 +261,7 @@ def _first_items(data: Any, count: int) -> list[Any]:
     return [found[i % len(found)] for i in range(count)]
 
 
-def _as_the_job_takes(value: Any, job: Job, samples: int, factor: int) -> Any:
+def as_the_job_takes(value: Any, job: Job, samples: int, factor: int) -> Any:
     """A tensor of the batch, repeated along dim 0 and in the job's type."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -251,12 +276,12 @@ def _call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
-def _autocast(job: Job) -> AbstractContextManager[Any]:
+def autocast(job: Job) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16) if job.precision == "bf16" else nullcontext()
 
 
 @contextmanager
-def _kept_generators() -> Iterator[None]:
+def kept_generators() -> Iterator[None]:
     """Leave the global random generators as they are found."""
     import numpy as np
 
@@ -276,7 +301,7 @@ def _named(error: Exception) -> str:
 
 def _from_parameters(job: Job, notes: list[str]) -> Profile:
     """A rough profile of a model that can be built but not be run."""
-    model = _build(job)
+    model = build(job)
     units = find_units(model)
     parameters = _parameters(model, tuple(units), None)
     segments = []

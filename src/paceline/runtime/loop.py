@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.cluster import Device
 from paceline.errors import JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
@@ -51,7 +52,7 @@ class Settings:
     """What a launch is told besides job and plan.
 
     shares: weight of each replica in the global batch.
-    memory_bytes: of each rank's device; a placement must fit into it.
+    devices: of each rank; where a model is cut depends on their memory and speed.
     trace_steps: how many steps to trace, after the first of this launch.
     observer: looks on without changing anything; `verify` compares through it.
     """
@@ -61,7 +62,7 @@ class Settings:
     save_every: int | None = None
     resume: bool = False
     loader_workers: int = 0
-    memory_bytes: tuple[float, ...] = ()
+    devices: tuple[Device, ...] = ()
     trace_steps: int = 0
     observer: Observer | None = None
 
@@ -154,7 +155,7 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     memory = PeakMemory(context.device)
     mesh = Mesh(plan.axes.sizes(), context.rank)
     mesh.connect()
-    stepper = Stepper(job, plan, mesh, context.device, memory_bytes=settings.memory_bytes)
+    stepper = Stepper(job, plan, mesh, context.device, devices=settings.devices)
     drift.check_replicas(stepper.held, mesh=mesh, step=0)
     run_dir = settings.run_dir
     writer = metrics = None

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
+from paceline.cluster import Device
 from paceline.errors import JobError, TrainingError
 from paceline.job import Job
 from paceline.launch.logs import logger
 from paceline.plan import Plan
+from paceline.profile.trace import state_factor
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.feed import MicroBatch, example_batch
 from paceline.runtime.loss import Tally, read_tally, require_gradient
@@ -30,8 +32,6 @@ from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh, axes_cut
 from paceline.strategies.shard.run import is_about_shards
 from paceline.strategies.spill import CannotSpill, Spill
-
-ADAM_STATES = 2.0  # bytes of state a byte of parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +84,21 @@ class Prepared:
 
 
 def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
-                memory_bytes: Sequence[float] = ()) -> Prepared:
+                devices: Sequence[Device] = ()) -> Prepared:
     """Build the job's model and let this rank hold its part of it. Collective.
 
     Where a rank holds a part, no more than that and one more tensor need memory at a time.
 
-    memory_bytes: of each rank's device; without it nothing is too large.
+    devices: of each rank; without them nothing is too large.
     """
     dtype = torch.float64 if job.precision == "float64" else None
     spill, model = _build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
     running = spill.running if spill is not None else nullcontext
-    layout = lay_out(model, plan=plan, mesh=mesh, device=device, memory_bytes=memory_bytes, running=running,
+    layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,
                      example=lambda samples: example_batch(job.data, samples).to(device, dtype),
                      context=lambda: autocast(job, device),
                      microbatch_samples=-(-job.batch // (plan.replicas * plan.num_microbatches)),
-                     state_factor=ADAM_STATES)
+                     state_factor=lambda: state_factor(job, model))
     with running():
         synchronisers = prepare(layout.module, plan=plan, mesh=mesh)
         layout.let_go()
@@ -187,9 +187,9 @@ class Stepper:
     """
 
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
-                 memory_bytes: Sequence[float] = ()) -> None:
+                 devices: Sequence[Device] = ()) -> None:
         self.job, self.mesh, self.device = job, mesh, device
-        prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, memory_bytes=memory_bytes)
+        prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
         self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
         self.model.train()
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}

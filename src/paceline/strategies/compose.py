@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from paceline.cluster import Device
     from paceline.plan import Plan
     from paceline.strategies.mesh import Mesh
 
@@ -85,15 +86,15 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
 
 
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Callable[[int], Batch],
-            context: Callable[[], Any], microbatch_samples: int, state_factor: float,
-            memory_bytes: Sequence[float],
+            context: Callable[[], Any], microbatch_samples: int,
+            state_factor: Callable[[], float], devices: Sequence[Device],
             running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Layout:
     """What this rank runs of the model. Collective.
 
     Args:
         microbatch_samples: Most samples of a micro-batch.
-        state_factor: Bytes of optimizer state a byte of parameters.
-        memory_bytes: Of each rank's device.
+        state_factor: Gives bytes of optimizer state a byte of parameters.
+        devices: Of each rank.
         example: Makes a batch of so many samples, for plans that must see the model's forward.
         context: The numeric context of a forward.
         running: Entered where the whole model's weights are used.
@@ -104,7 +105,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
 
         return lay_out_stages(model, plan=plan, mesh=mesh, device=device, example=example, context=context,
                               microbatch_samples=microbatch_samples, state_factor=state_factor,
-                              memory_bytes=memory_bytes, running=running)
+                              devices=devices, running=running)
     return Whole(model, context)
 
 

@@ -30,6 +30,10 @@ from paceline.plan import Plan
 from paceline.profile.profile import Profile, Segment, Work
 from paceline.simulate.program import Compute, Event, Part
 
+# What a rank's resident size grows by besides tensors, once it runs: library pages that it touches for the first
+# time, kernels that are compiled for its shapes, threads, the network's buffers. Measured; see docs/prediction.md.
+CPU_RUNTIME_BYTES = 40 * 2**20
+
 MomentName = Literal["start", "begin", "before_forward", "forward", "after_forward", "turn", "before_backward",
                      "backward", "after_backward", "done", "finish", "meet", "update", "save"]
 

@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from paceline.cluster import Device
+    from paceline.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,19 @@ class Mesh:
     def _stride(self, axis: str) -> int:
         after = list(self.sizes)[list(self.sizes).index(axis) + 1:]
         return math.prod(self.sizes[name] for name in after)
+
+
+def weakest(plan: Plan, devices: Sequence[Device]) -> list[Device | None]:
+    """For each place along the axis of stages the device with the least memory: replicas are cut alike."""
+    sizes = plan.axes.sizes()
+    axis = Mesh(sizes, 0).stage_axis
+    found: list[Device | None] = [None] * sizes[axis]
+    for rank, device in enumerate(devices):
+        at = Mesh(sizes, rank).coordinates[axis]
+        known = found[at]
+        if known is None or device.memory_bytes < known.memory_bytes:
+            found[at] = device
+    return found
 
 
 def axes_cut(tensor: Any) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, PlanError, UsageError
 from paceline.job import Job
 from paceline.jobfile import JobFile
 from paceline.launch.environment import current
@@ -19,7 +19,13 @@ from paceline.planner.resolve import Resolved, resolve
 from paceline.runtime import folder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.cluster import Device
     from paceline.launch.board import Board
+    from paceline.planner.estimate import Split
+    from paceline.profile import Profile
+    from paceline.strategies.stages.cost import RankCost
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         UsageError: the request makes no sense (job, plan or cluster); nothing was started or written.
         RankFailed: a rank failed; its report names rank, step and line.
     """
+    from paceline.planner.estimate import devices_of
     from paceline.runtime.loop import Settings, train_rank
     from paceline.strategies.compose import load
 
@@ -72,6 +79,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
     asked = resolve(loaded, plan, devices=devices, procs=procs, memory=memory,
                     environment=environment)
     load(asked.plan)
+    priced = _price(loaded, asked, save_every=save_every)
     place = Place(environment, asked.cluster.devices, timeout_s=timeout_s)
     with ExitStack() as held:
         stem = Path(source.path).stem if source else "job"
@@ -86,13 +94,15 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         run_dir = Path(place.agree("run folder", claim))
         if place.is_first:
             print(_banner(loaded, asked, run_dir), file=sys.stderr, flush=True)
+            if priced.problem:
+                print(f"warning: no prediction: {priced.problem}", file=sys.stderr)
         settings = Settings(run_dir=run_dir, shares=asked.shares, save_every=save_every, resume=resume,
                             loader_workers=loader_workers, trace_steps=trace,
-                            memory_bytes=tuple(device.memory_bytes for device in asked.cluster.devices))
+                            devices=devices_of(asked.plan, asked.cluster))
         figures = place.run(lambda context: train_rank(context, loaded, asked.plan, settings), run_dir=run_dir,
-                            idle=lambda board: _predict_once_started(board, loaded, asked, run_dir))
+                            idle=lambda board: _predict_once_started(board, priced, run_dir))
         if place.is_first:
-            figures = _sum_up(run_dir, figures, loaded, asked)
+            figures = _sum_up(run_dir, figures, priced)
         return Summary(figures, run_dir)
 
 
@@ -150,37 +160,94 @@ def _idle(plan: Plan) -> str:
     return f"{line}\n"
 
 
-def _predict_once_started(board: Board, job: Job, asked: Resolved, run_dir: Path) -> None:
-    """Predict beside the ranks, when the first has taken a step and start-up is over."""
+@dataclass(frozen=True)
+class _Priced:
+    """A job's cost, as far as it is known before it runs.
+
+    problem: why it isn't.
+    """
+
+    job: Job
+    asked: Resolved
+    snapshot: bool
+    profile: Profile | None = None
+    split: Split | None = None
+    problem: str = ""
+
+
+def _price(job: Job, asked: Resolved, *, save_every: int | None) -> _Priced:
+    """Profile the job and refuse a plan that doesn't fit. A job that can't be profiled trains all the same.
+
+    Raises:
+        PlanError: a rank needs more memory than its device has; with the ledger and the plans that fit.
+    """
+    from paceline.planner.estimate import splits_model
+    from paceline.planner.fit import check_fits
+    from paceline.profile import profile_job
+    from paceline.strategies.stages.price import SplitJob
+
+    priced = _Priced(job, asked, snapshot=save_every is not None)
+    split: Split | None = None
+    try:
+        profile = profile_job(job)
+        if splits_model(asked.plan):
+            split = SplitJob(job, profile)
+    except Exception as error:  # the model may do anything when it is profiled
+        return replace(priced, problem=str(error) if isinstance(error, PacelineError)
+                       else f"{type(error).__name__}: {error}")
+    check_fits(job, asked.plan, asked.cluster, profile, split or _Later(job, profile), snapshot=priced.snapshot)
+    return replace(priced, profile=profile, split=split)
+
+
+class _Later:
+    """A job's pieces, captured when they are first asked for: only to suggest plans to one that doesn't fit."""
+
+    def __init__(self, job: Job, profile: Profile) -> None:
+        self.job, self.profile = job, profile
+        self.found: Split | None = None
+
+    def ranks(self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int) -> Sequence[RankCost]:
+        from paceline.strategies.stages.price import SplitJob
+
+        if self.found is None:
+            try:
+                self.found = SplitJob(self.job, self.profile)
+            except Exception as error:
+                raise PlanError(f"the model can't be cut: {error}") from error
+        return self.found.ranks(plan, devices, microbatch_samples=microbatch_samples)
+
+
+def _predict_once_started(board: Board, priced: _Priced, run_dir: Path) -> None:
+    """Predict beside the ranks, when the first has taken a step and start-up is over: it takes a device's rates."""
     while board.read(0).step < 2:
         if board.over:
             return
         time.sleep(0.05)
-    _predict(job, asked, run_dir)
+    _predict(priced, run_dir)
 
 
-def _predict(job: Job, asked: Resolved, run_dir: Path) -> None:
-    """Write the predicted figures into the run folder. A job that can't be predicted trains all the same."""
+def _predict(priced: _Priced, run_dir: Path) -> None:
+    """Write the predicted figures into the run folder."""
     from paceline.planner.estimate import estimate
-    from paceline.profile import profile_job
     from paceline.runtime.checkpoint.write import write_json
 
-    try:
-        found = estimate(profile_job(job), asked.plan, asked.cluster, batch=job.batch, precision=job.precision)
-    except Exception as error:  # the model may do anything when it is profiled
-        said = error if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-        print(f"warning: no prediction: {said}", file=sys.stderr)
+    if priced.profile is None:
         write_json(run_dir / folder.PREDICTED, {"step_s": None, "peak_memory_bytes": None})
         return
-    write_json(run_dir / folder.PREDICTED, {"step_s": found.step_s, "peak_memory_bytes": found.peak_memory_bytes,
-                                            "ledger": dict(found.ledger), "breakdown": dict(found.breakdown)})
+    job, asked = priced.job, priced.asked
+    found = estimate(priced.profile, asked.plan, asked.cluster, batch=job.batch, precision=job.precision,
+                     split=priced.split, snapshot=priced.snapshot)
+    write_json(run_dir / folder.PREDICTED, {
+        "step_s": found.step_s, "peak_memory_bytes": found.peak_memory_bytes, "ledger": dict(found.ledger),
+        "breakdown": dict(found.breakdown),
+        "ranks": [{"rank": need.name, "ledger": dict(need.ledger)} for need in found.needs]})
 
 
-def _sum_up(run_dir: Path, figures: dict[str, Any], job: Job, asked: Resolved) -> dict[str, Any]:
+def _sum_up(run_dir: Path, figures: dict[str, Any], priced: _Priced) -> dict[str, Any]:
     from paceline.runtime.checkpoint.write import write_json
 
     if not (run_dir / folder.PREDICTED).exists():
-        _predict(job, asked, run_dir)
+        _predict(priced, run_dir)
     predicted = folder.read_document(run_dir, folder.PREDICTED)
     figures = {**figures, "predicted": {key: predicted[key] for key in ("step_s", "peak_memory_bytes")}}
     write_json(run_dir / folder.SUMMARY, figures)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from paceline.capture.graph import Capture
 from paceline.capture.price import forward_s
 from paceline.errors import PlanError
 from paceline.strategies.pipeline.cut import balance
+from paceline.strategies.place.ledger import Need
 
 
-def assign(found: Capture, num_stages: int) -> dict[str, int]:
+def assign(found: Capture, needs: Mapping[str, Need], *, speeds: Sequence[float], memory_bytes: Sequence[float],
+           in_flight: Sequence[int]) -> dict[str, int]:
     """The stage of each piece by key: consecutive pieces, balanced by the cost of their forwards.
 
     A cut lies before a piece with parameters, and never between a value and an edit of it in place.
 
+    Args:
+        needs: What each piece holds, by key; its activations for each micro-batch in flight.
+        speeds, memory_bytes, in_flight: Of each stage: how fast and how large its device is, and how many
+            micro-batches it holds at once.
+
     Raises:
-        PlanError: there are fewer places to cut at than stages.
+        PlanError: there are fewer places to cut at than stages, or no cut fits the memory.
     """
+    num_stages = len(speeds)
     starts = [0]
     made_at = {name: number for number, piece in enumerate(found.pieces) for name in piece.outputs}
     joined: set[int] = set()
@@ -35,7 +45,11 @@ def assign(found: Capture, num_stages: int) -> dict[str, int]:
     ends = [*starts[1:], len(found.pieces)]
     seconds = [sum(forward_s(piece) for piece in found.pieces[start:end])
                for start, end in zip(starts, ends, strict=True)]
-    firsts = balance(seconds, [0.0] * len(seconds), speeds=[1.0] * num_stages, memory_bytes=[1.0] * num_stages)
+    groups = [sum((needs[piece.key] for piece in found.pieces[start:end]), Need())
+              for start, end in zip(starts, ends, strict=True)]
+    firsts = balance(seconds, [need.total - need.activations for need in groups],
+                     [need.activations for need in groups], speeds=speeds, memory_bytes=memory_bytes,
+                     in_flight=in_flight)
     stage_of: dict[str, int] = {}
     for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
         stage = max(k for k, first in enumerate(firsts) if first <= group)

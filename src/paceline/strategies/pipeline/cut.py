@@ -9,16 +9,18 @@ from itertools import accumulate
 from paceline.errors import PlanError
 
 
-def balance(seconds: Sequence[float], held_bytes: Sequence[float], *, speeds: Sequence[float],
-            memory_bytes: Sequence[float]) -> list[int]:
+def balance(seconds: Sequence[float], held_bytes: Sequence[float], kept_bytes: Sequence[float], *,
+            speeds: Sequence[float], memory_bytes: Sequence[float], in_flight: Sequence[int]) -> list[int]:
     """Cut consecutive pieces into one run a stage, exactly: the longest stage is the shortest possible.
 
     Dynamic programming over (pieces, stages); of equally fast cuts the one whose stages are the more even.
 
     Args:
         seconds: of each piece on a device of speed 1.
-        held_bytes: what a piece takes of its stage's memory.
+        held_bytes: what a piece takes of its stage's memory at all times.
+        kept_bytes: what it keeps besides for each micro-batch in flight.
         speeds, memory_bytes: of each stage's device.
+        in_flight: micro-batches that each stage holds at once.
 
     Returns:
         The first piece of each stage.
@@ -26,19 +28,21 @@ def balance(seconds: Sequence[float], held_bytes: Sequence[float], *, speeds: Se
     Raises:
         PlanError: fewer pieces than stages, or no cut that fits.
 
-    >>> balance([1, 1, 1, 3], [0] * 4, speeds=[1, 1], memory_bytes=[1, 1])
+    >>> balance([1, 1, 1, 3], [1] * 4, [0] * 4, speeds=[1, 1], memory_bytes=[4, 4], in_flight=[2, 1])
     [0, 3]
+    >>> balance([1, 1, 1, 3], [1] * 4, [0] * 4, speeds=[1, 1], memory_bytes=[2, 4], in_flight=[2, 1])
+    [0, 2]
     """
     num_pieces, num_stages = len(seconds), len(speeds)
     if num_pieces < num_stages:
         raise PlanError(f"the model has {num_pieces} pieces and {num_stages} stages were asked for",
                         hint=f"at most {num_pieces} stages")
     time_to = [0.0, *accumulate(seconds)]
-    bytes_to = [0.0, *accumulate(held_bytes)]
+    bytes_to, kept_to = [0.0, *accumulate(held_bytes)], [0.0, *accumulate(kept_bytes)]
 
     def stage_s(stage: int, first: int, end: int) -> float:
         """Time of a stage with these pieces; infinite if they don't fit."""
-        if bytes_to[end] - bytes_to[first] > memory_bytes[stage]:
+        if bytes_to[end] - bytes_to[first] + in_flight[stage] * (kept_to[end] - kept_to[first]) > memory_bytes[stage]:
             return float("inf")
         return (time_to[end] - time_to[first]) / speeds[stage]
 
@@ -56,7 +60,8 @@ def balance(seconds: Sequence[float], held_bytes: Sequence[float], *, speeds: Se
 
     if best(0, 0)[0] == float("inf"):
         raise PlanError(f"no cut into {num_stages} stages fits the devices' memory: the pieces hold "
-                        f"{sum(held_bytes) / 2**20:.0f} MiB and the largest {max(held_bytes) / 2**20:.0f} MiB",
+                        f"{sum(held_bytes) / 2**20:.0f} MiB and the largest {max(held_bytes) / 2**20:.0f} MiB, without "
+                        "activations",
                         hint="more stages, smaller micro-batches, or recompute=full")
     firsts = [0]
     for stage in range(num_stages - 1):

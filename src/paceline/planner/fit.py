@@ -1,0 +1,79 @@
+"""Whether a plan fits its devices: the ledger for people, and which plans would fit where it doesn't."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from paceline.cluster import Cluster
+from paceline.errors import PlanError
+from paceline.job import Job
+from paceline.plan import Plan
+from paceline.planner.estimate import ANY_RATES, Estimate, Need, Split, estimate
+from paceline.profile.profile import Profile
+
+MIB = 2**20
+MOST_CPU_RANKS = 8  # that are tried where a plan doesn't fit; ranks on one machine may outnumber its cores
+_COLUMNS = {"weights": ("parameters",), "gradients": ("gradients",), "optimizer": ("optimizer",),
+            "activations": ("activations",), "communication": ("communication",),
+            "other": ("runtime", "holes", "checkpoint")}
+
+
+def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: Split | None, *,
+               snapshot: bool) -> None:
+    """Refuse a plan that needs more than its devices have, before anything starts.
+
+    Raises:
+        PlanError: with the ledger of every kind of rank, and plans that would fit.
+    """
+    found = _estimate(job, plan, cluster, profile, split, snapshot=snapshot)
+    if found.fits:
+        return
+    worst = max(found.needs, key=lambda need: need.missing_bytes)
+    others = list(_plans_that_fit(job, plan, cluster, profile, split, snapshot=snapshot))
+    shown = "\n".join(f"  {other!s:<34} {most.total_bytes / MIB:>8,.0f} MiB a rank" for other, most in others)
+    raise PlanError(f"plan '{plan}' doesn't fit: it needs {worst.total_bytes / MIB:,.0f} MiB on a rank that may use "
+                    f"{worst.device.memory_bytes / MIB:,.0f} MiB\n{ledger(found.needs)}",
+                    hint=f"plans that fit:\n{shown}" if others
+                    else "devices with more memory, or a smaller model: none of the plans that were tried fits")
+
+
+def ledger(needs: Sequence[Need]) -> str:
+    """What each kind of rank holds at its peak, in MiB, a line each."""
+    rows = [["MiB", *_COLUMNS, "sum", "limit"]]
+    for need in needs:
+        figures = [sum(need.ledger.get(key, 0) for key in keys) for keys in _COLUMNS.values()]
+        rows.append([need.name, *(f"{figure / MIB:,.1f}" for figure in (*figures, need.total_bytes)),
+                     f"{need.device.memory_bytes / MIB:,.0f}" + (" too little" if need.missing_bytes > 0 else "")])
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]) - 1)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:]), row[-1]])
+                     for row in rows)
+
+
+def _plans_that_fit(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: Split | None, *,
+                    snapshot: bool) -> Iterator[tuple[Plan, Need]]:
+    """Of every kind the plan with the fewest ranks that fits, and what its fullest rank needs."""
+    least = min(cluster.devices, key=lambda device: device.memory_bytes)
+    most = MOST_CPU_RANKS if least.kind == "cpu" else max(plan.world_size, len(Cluster.local().devices))
+    sizes = sorted({plan.world_size, *(size for size in (2, 4, 8, 16) if plan.world_size <= size <= most)} - {1})
+    kinds = [[plan.with_(recompute="full")] if plan.modifiers.recompute == "none" else [],
+             [Plan.of(shard=size) for size in sizes if size <= job.batch],
+             [Plan.of(pipeline=size, microbatches=min(2 * size, job.batch)) for size in sizes],
+             [Plan.of(place="auto", parts=size) for size in sizes]]
+    for tried in kinds:
+        for other in (other for other in tried if other != plan):
+            devices = cluster.devices if other.world_size == len(cluster.devices) else tuple(
+                replace(least, index=index) for index in range(other.world_size))
+            try:
+                found = _estimate(job, other, replace(cluster, devices=devices), profile, split, snapshot=snapshot)
+            except PlanError:  # fewer pieces than ranks
+                continue
+            if found.fits:
+                yield other, max(found.needs, key=lambda need: need.total_bytes)
+                break
+
+
+def _estimate(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: Split | None, *,
+              snapshot: bool) -> Estimate:
+    return estimate(profile, plan, cluster, batch=job.batch, precision=job.precision, rates=ANY_RATES, split=split,
+                    snapshot=snapshot)

@@ -1,0 +1,108 @@
+"""Which rank runs which pieces of a captured model, and in what order: one answer before a run and on its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from paceline.capture.graph import Capture
+from paceline.capture.price import forward_s, kept_bytes
+from paceline.cluster import Device
+from paceline.errors import PlanError
+from paceline.plan import Plan
+from paceline.strategies.costs import CPU_RUNTIME_BYTES
+from paceline.strategies.mesh import weakest
+from paceline.strategies.pipeline.assign import assign
+from paceline.strategies.pipeline.schedule import Action, in_flight, schedule
+from paceline.strategies.place.assign import in_turn, place_automatically, place_by_file, stages
+from paceline.strategies.place.file import read_placement
+from paceline.strategies.place.ledger import Need
+
+EXAMPLE_SAMPLES = 2  # of the small batch that a model is captured with
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A model as stages on ranks.
+
+    stage_of: the stage of each piece, by key. ranks: where each stage runs, along the axis that stages are spread
+    over. orders: of actions, for each of those places.
+    """
+
+    stage_of: Mapping[str, int]
+    ranks: Sequence[int]
+    orders: Sequence[Sequence[Action]]
+
+
+def assigned(model: nn.Module, found: Capture, plan: Plan, *, samples: int, state_factor: float,
+             devices: Sequence[Device]) -> Assignment:
+    """Cut a captured model as a plan says.
+
+    Args:
+        found: Captured with EXAMPLE_SAMPLES samples.
+        samples: Most of a micro-batch.
+        state_factor: Bytes of optimizer state a byte of trainable parameters.
+        devices: Of each rank; without them nothing is too large, and all are equally fast.
+
+    Raises:
+        PlanError: the model has fewer pieces than the plan has stages, or what it is cut into doesn't fit.
+    """
+    needs = piece_needs(model, found, samples=samples, state_factor=state_factor)
+    places = weakest(plan, devices)
+    memory = [float("inf") if device is None else _room_bytes(device) for device in places]
+    if plan.axes.parts > 1:
+        part_of = _part_of(model, found, plan, needs, memory)
+        stage_of, ranks = stages(found, part_of)
+        return Assignment(stage_of, ranks, in_turn(ranks, num_parts=plan.axes.parts,
+                                                   num_microbatches=plan.num_microbatches))
+    num_ranks, virtual = plan.axes.pipeline, plan.schedule.virtual
+    orders = schedule(plan.schedule.schedule, num_ranks=num_ranks, num_microbatches=plan.num_microbatches,
+                      virtual=virtual)
+    stage_of = assign(found, needs, speeds=_speeds(places) * virtual,
+                      memory_bytes=[num_bytes / virtual for num_bytes in memory] * virtual,
+                      in_flight=[-(-in_flight(list(order)) // virtual) for order in orders] * virtual)
+    return Assignment(stage_of, [stage % num_ranks for stage in range(num_ranks * virtual)], orders)
+
+
+def _room_bytes(device: Device) -> float:
+    """What is left for tensors."""
+    return max(0.0, float(device.memory_bytes - (CPU_RUNTIME_BYTES if device.kind == "cpu" else 0)))
+
+
+def _speeds(places: Sequence[Device | None]) -> list[float]:
+    """Relative speeds; devices count as equally fast unless all state theirs."""
+    stated = [device.flops_per_s for device in places if device is not None and device.flops_per_s]
+    return [speed / max(stated) for speed in stated] if len(stated) == len(places) else [1.0] * len(places)
+
+
+def _part_of(model: nn.Module, found: Capture, plan: Plan, needs: Mapping[str, Need],
+             memory: Sequence[float]) -> dict[str, int]:
+    names = [f"part {part}" for part in range(plan.axes.parts)]
+    if plan.schedule.place == "auto":
+        seconds = {piece.key: forward_s(piece) for piece in found.pieces}
+        return place_automatically(found, seconds, needs, memory, names)
+    placement = read_placement(Path(plan.schedule.place))
+    if placement.num_parts != plan.axes.parts:
+        raise PlanError(f"{placement.path} has {placement.num_parts} parts and the plan {plan.axes.parts}",
+                        hint=f"parts={placement.num_parts}")
+    return place_by_file(found, placement, [name for name, _ in model.named_modules() if name], needs, memory, names)
+
+
+def piece_needs(model: nn.Module, found: Capture, *, samples: int, state_factor: float) -> dict[str, Need]:
+    """What each piece has to hold in training, by key. A tied parameter counts in each piece that uses it.
+
+    samples: whose activations are in flight.
+    """
+    parameters = dict(model.named_parameters())
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    needs = {}
+    for piece in found.pieces:
+        weights = sum(parameters[name].nbytes for name in dict.fromkeys(piece.parameters))
+        trained = sum(parameters[name].nbytes for name in dict.fromkeys(piece.parameters)
+                      if parameters[name].requires_grad)
+        kept = kept_bytes(piece, found.values, parameters, buffers) / EXAMPLE_SAMPLES * samples
+        needs[piece.key] = Need(weights, trained, state_factor * trained, kept)
+    return needs

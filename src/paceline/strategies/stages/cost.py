@@ -1,0 +1,107 @@
+"""What a rank of a split model does in a step: its own pieces in its schedule's order, and messages to other ranks.
+
+The order of actions is the one that the engine carries out; the simulator plays the ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from paceline.profile.profile import Profile
+from paceline.simulate.program import COMPUTE, Allocate, Collective, Event, Receive, Send, free
+from paceline.strategies.costs import Moment, MomentName, compute
+from paceline.strategies.pipeline.schedule import Action
+
+POSTED_AHEAD = 2  # actions whose messages a rank makes room for: the one at hand and the next
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A value, or a gradient, that passes between a stage and another rank in each micro-batch."""
+
+    name: str
+    peer: int
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """A stage as a run of its rank's segments, and its messages.
+
+    takes, gives: values in forward, from and to other ranks. regains, returns: gradients in backward.
+    """
+
+    segments: range
+    takes: tuple[Message, ...] = ()
+    gives: tuple[Message, ...] = ()
+    regains: tuple[Message, ...] = ()
+    returns: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """One place along the axis of stages.
+
+    profile: of what it holds and runs; its figures are for micro-batches as large as they come.
+    stages: by number. order: of actions. batch_bytes: inputs and targets of all micro-batches.
+    tied_bytes: gradients of parameters that other ranks use too.
+    """
+
+    profile: Profile
+    stages: dict[int, StageCost]
+    order: Sequence[Action]
+    batch_bytes: float = 0.0
+    tied_bytes: float = 0.0
+
+
+def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, Moment]]:
+    """The rank's step up to its update, as messages and as moments that the rooms of the plan fill."""
+    yield "start", Moment()
+    yield Allocate("activations", rank.batch_bytes)
+    posted: set[Action] = set()
+    for position, action in enumerate(rank.order):
+        stage, microbatch = rank.stages[action.stage], action.microbatch
+        for coming in rank.order[position:position + POSTED_AHEAD]:
+            if coming not in posted:
+                posted.add(coming)
+                yield Allocate("communication", _room_bytes(rank.stages[coming.stage], coming))
+        arriving = {"F": stage.takes, "B": stage.regains, "I": stage.regains}.get(action.kind, ())
+        leaving = {"F": stage.gives, "B": stage.returns, "I": stage.returns}.get(action.kind, ())
+        yield from (Receive(message.peer, f"{message.name}.{microbatch}") for message in arriving)
+        if action.kind == "F":
+            yield from _forward(stage, microbatch)
+        elif action.kind == "I":  # the other half of the work is done with the weights
+            yield from (compute(rank.profile.segments[k].backward, 1.0) for k in reversed(stage.segments))
+        else:
+            yield from _backward(stage, microbatch)
+        yield from (Send(message.peer, f"{message.name}.{microbatch}", message.num_bytes) for message in leaving)
+        if action.kind in ("B", "W"):
+            yield free("communication", sum(m.num_bytes for m in (*stage.takes, *stage.regains)))
+    if rank.tied_bytes:
+        yield Collective("all_reduce", rank.tied_bytes, 2, name="ties", stream=COMPUTE)
+    for name in ("finish", "meet", "update", "save"):
+        yield name, Moment()
+
+
+def _room_bytes(stage: StageCost, action: Action) -> float:
+    """Of the buffers that an action's messages come into; they are kept until the stage's backward is done."""
+    arriving = {"F": stage.takes, "B": stage.regains, "I": stage.regains}.get(action.kind, ())
+    return sum(message.num_bytes for message in arriving)
+
+
+def _forward(stage: StageCost, microbatch: int) -> Iterator[tuple[MomentName, Moment]]:
+    yield "begin", Moment(microbatch, stage.segments.start)
+    for segment in stage.segments:
+        yield "before_forward", Moment(microbatch, segment)
+        yield "forward", Moment(microbatch, segment)
+        yield "after_forward", Moment(microbatch, segment)
+
+
+def _backward(stage: StageCost, microbatch: int) -> Iterator[tuple[MomentName, Moment]]:
+    yield "turn", Moment(microbatch, stage.segments.start)
+    for segment in reversed(stage.segments):
+        yield "before_backward", Moment(microbatch, segment)
+        yield "backward", Moment(microbatch, segment)
+        yield "after_backward", Moment(microbatch, segment)
+    yield "done", Moment(microbatch, stage.segments.start)
