@@ -308,6 +308,7 @@ def _stop(run: _Run) -> None:
 def _finish(run: _Run, started_s: float) -> dict[str, Any]:
     if run.step == 0:
         raise JobError("there was nothing to train on: no step was taken")
+    run.stepper.layout.module.zero_grad()  # their memory is free for evaluating, saving and exporting
     drift.check_replicas(run.stepper.held, mesh=run.mesh, step=run.step)
     _evaluate(run)
     run.context.beat("save")
