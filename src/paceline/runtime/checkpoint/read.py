@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint.pieces import DTYPES, Region, copy, pieces_of, uncovered
@@ -55,7 +55,7 @@ class Checkpoint:
     step: int
     document: dict[str, Any]
     tensors: Mapping[str, TensorEntry]
-    _files: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _files: dict[str, _Mapped] = field(default_factory=dict, init=False, repr=False, compare=False)
     _read_bytes: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def read(self, name: str, offsets: tuple[int, ...] | None = None,
@@ -107,11 +107,8 @@ class Checkpoint:
             if common is None:
                 continue
             try:
-                stored = self._open(piece.file).get_slice(piece.key)
-                if tuple(stored.get_shape()) != piece.region.shape or DTYPES[stored.get_dtype()] != entry.dtype:
-                    raise ValueError("its shape or dtype is not that of the index")
-                part = stored[common.slices(piece.region.offsets)]
-            except (SafetensorError, OSError, LookupError, ValueError) as error:
+                part = self._open(piece.file).read(piece, entry.dtype, common.slices(piece.region.offsets))
+            except (OSError, LookupError, ValueError) as error:
                 raise CheckpointError(f"{self.path}: can't read '{piece.key}' from {piece.file}: {error}") from error
             copy(target[common.slices(region.offsets)], part)
             self._close_after(part.nbytes)
@@ -124,11 +121,44 @@ class Checkpoint:
             self._files.clear()
             give_back_freed()
 
-    def _open(self, file: str) -> Any:
+    def _open(self, file: str) -> _Mapped:
         """A file, mapped into memory and kept for a while: a model has thousands of tensors in few files."""
         if file not in self._files:
-            self._files[file] = safe_open(self.path / file, framework="pt")
+            self._files[file] = _Mapped(self.path / file)
         return self._files[file]
+
+
+class _Mapped:
+    """A safetensors file, mapped for reading alone: safetensors maps it for writing, too, which counts as this
+    process's memory where that is limited.
+
+    Raises:
+        OSError, ValueError: it can't be read, or has no header.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            self.header = json.loads(file.read(length))
+        self.bytes = np.memmap(path, np.uint8, "r", offset=8 + length) if path.stat().st_size > 8 + length else \
+            np.empty(0, np.uint8)
+
+    def read(self, piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
+        """A copy of a part of a stored tensor.
+
+        Raises:
+            KeyError: there is none of that name.
+            ValueError: it is another one than the index says.
+        """
+        entry = self.header[piece.key]
+        if tuple(entry["shape"]) != piece.region.shape or DTYPES[entry["dtype"]] != dtype:
+            raise ValueError("its shape or dtype is not that of the index")
+        start, end = entry["data_offsets"]
+        whole = self.bytes[start:end].reshape(*piece.region.shape, dtype.itemsize)
+        copied = torch.from_numpy(np.array(whole[part], order="C"))
+        return copied.flatten().view(dtype).reshape(copied.shape[:-1])
 
 
 def open_checkpoint(path: Path, *, checksums: bool = True) -> Checkpoint:
