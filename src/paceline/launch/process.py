@@ -80,7 +80,7 @@ def set_up_heap(*, keep: bool) -> None:
 
     If the heap is given back after every backward, forward pays for each page anew: 31 of 700 ms a step of the byte
     GPT. A heap that is kept has holes, which a rank with a memory limit can't afford: there each tensor of a MiB or
-    more has pages of its own, for which the same step takes LEAN_PRICE. Thresholds that the user set stay.
+    more has pages of its own, at the price of new pages in every step. Thresholds that the user set stay.
     """
     if not any(name.startswith("MALLOC_") for name in os.environ) and "malloc" not in os.environ.get(
             "GLIBC_TUNABLES", ""):

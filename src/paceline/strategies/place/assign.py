@@ -17,7 +17,7 @@ def place_automatically(found: Capture, seconds: Mapping[str, float], needs: Map
 
     Pieces are taken in the model's order and given to the part where they would end first, of those that still have
     room (list scheduling: Topcuoglu et al. 2002, without their ranking). A part's room is its share of the whole by
-    its memory, and at least one piece.
+    its memory, or an equal one where that is not known, and at least one piece.
 
     Args:
         seconds: of each piece's forward, by key.
@@ -31,7 +31,8 @@ def place_automatically(found: Capture, seconds: Mapping[str, float], needs: Map
         raise PlanError(f"the model has {len(own)} pieces with parameters and {len(memory_bytes)} parts were asked for",
                         hint=f"at most {len(own)} parts")
     whole = sum(need.total for need in needs.values())
-    room = [whole * memory / sum(memory_bytes) for memory in memory_bytes]
+    known = 0 < sum(memory_bytes) < float("inf")
+    room = [whole * (memory / sum(memory_bytes) if known else 1 / len(memory_bytes)) for memory in memory_bytes]
     maker = {name: piece.key for piece in found.pieces for name in piece.outputs}
     ended: dict[str, float] = {}
     free = [0.0] * len(memory_bytes)

@@ -1,0 +1,163 @@
+"""Plans that need more than their devices have, the ledger that says so, and figures of split models by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.cluster import Cluster, Device, Link
+from paceline.errors import PlanError
+from paceline.plan import Plan
+from paceline.planner.estimate import ANY_RATES, CPU_RUNTIME_BYTES, Need, estimate
+from paceline.planner.fit import check_fits, ledger
+from paceline.profile import profile_job
+from paceline.strategies.mesh import weakest
+from paceline.strategies.pipeline.cut import balance
+from paceline.strategies.stages.price import SplitJob
+
+MIB = 2**20
+WIDTH = 512  # a layer without bias has a MiB of weights
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.linear(x))
+
+
+def a_job(layers: int = 8, momentum: float = 0.9, batch: int = 8) -> paceline.Job:
+    data = TensorDataset(torch.zeros(batch, WIDTH), torch.zeros(batch, WIDTH))
+    return paceline.Job(model=lambda: nn.Sequential(*(Layer() for _ in range(layers))), data=data, loss=F.mse_loss,
+                        optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=momentum), batch=batch, steps=1)
+
+
+JOB = a_job()
+PROFILE = profile_job(JOB)
+SPLIT = SplitJob(JOB, PROFILE)
+
+
+def cluster(*memory_mib: float, kind: str = "cuda", flops_per_s: tuple[float, ...] = ()) -> Cluster:
+    devices = (Device(kind, k, round(mib * MIB)) for k, mib in enumerate(memory_mib))  # type: ignore[arg-type]
+    if flops_per_s:
+        devices = (replace(d, flops_per_s=speed) for d, speed in zip(devices, flops_per_s, strict=True))
+    return Cluster(tuple(devices), Link(1e12, 0.0))
+
+
+def needs(plan: str, devices: Cluster, *, snapshot: bool = False) -> tuple[Need, ...]:
+    return estimate(PROFILE, Plan.parse(plan), devices, batch=8, rates=ANY_RATES, split=SPLIT, snapshot=snapshot).needs
+
+
+@pytest.mark.parametrize("plan", ["pipeline=4 microbatches=8", "place=auto parts=4"])
+def test_each_stage_holds_its_own_layers(plan: str):
+    """Two of eight layers a rank: weights, gradients and one momentum, and no checkpoint unless it is asked for."""
+    for need in needs(plan, cluster(*[100] * 4)):
+        assert need.ledger["parameters"] == 2 * MIB
+        assert 2 * MIB <= need.ledger["gradients"] <= 3 * MIB  # and one that is about to be added
+        assert need.ledger["optimizer"] == pytest.approx(2 * MIB, abs=2 * MIB)  # and what the update needs meanwhile
+        assert "checkpoint" not in need.ledger
+    assert needs(plan, cluster(*[100] * 4, kind="cpu"), snapshot=True)[0].ledger["checkpoint"] == 4 * MIB
+
+
+def test_a_schedule_decides_how_many_activations_are_held():
+    """GPipe holds those of every micro-batch, 1F1B on the first of four stages those of four of eight."""
+    def kept(schedule: str) -> float:
+        ranks = SPLIT.ranks(Plan.parse(f"pipeline=4 microbatches=8 schedule={schedule}"), (), microbatch_samples=64)
+        from paceline.planner.program import stage_program
+        from paceline.simulate.play import play_together
+        programs = [stage_program(rank, Plan.parse(f"pipeline=4 microbatches=8 schedule={schedule}"), "cuda",
+                                  snapshot=False) for rank in ranks]
+        batch_bytes = ranks[0].batch_bytes
+        return play_together(programs, [ANY_RATES] * 4, Link(1e12, 0.0))[0].highest["activations"] - batch_bytes
+
+    assert kept("gpipe") == pytest.approx(2 * kept("1f1b"), rel=0.2)
+
+
+def test_stages_wait_for_each_other():
+    """Two parts in a chain take as long as one device; a pipeline of two with many micro-batches little more than
+    half of it, and its bubble."""
+    one = estimate(PROFILE, Plan.parse("single"), cluster(100), batch=8, rates=ANY_RATES, split=SPLIT).step_s
+    chain = estimate(PROFILE, Plan.parse("place=auto parts=2"), cluster(100, 100), batch=8, rates=ANY_RATES,
+                     split=SPLIT).step_s
+    piped = estimate(PROFILE, Plan.parse("pipeline=2 microbatches=8"), cluster(100, 100), batch=8, rates=ANY_RATES,
+                     split=SPLIT)
+    forward_and_backward = 1 - PROFILE.update.moved_bytes.fixed / 1e9 / one
+    assert forward_and_backward * one / 2 < chain <= one * 1.1
+    assert piped.step_s < 16 * one  # eight micro-batches read the weights eight times; no more than that
+    assert piped.breakdown["communication"] > 0
+
+
+def test_what_does_not_fit_is_refused_with_plans_that_do():
+    """The ledger has a line for each rank; what is suggested fits by the same ledger."""
+    devices = cluster(CPU_RUNTIME_BYTES / MIB + 20, kind="cpu")
+    with pytest.raises(PlanError, match=r"plan 'single' doesn't fit") as caught:
+        check_fits(JOB, Plan.parse("single"), devices, PROFILE, SPLIT, snapshot=False)
+
+    message = str(caught.value)
+    assert "too little" in message
+    offered = [Plan.parse(line.partition("  ")[0].strip()) for line in (
+        part.strip() for part in message.partition("plans that fit:")[2].splitlines()) if line]
+    assert {"pipeline", "parts"} <= {key for plan in offered for key in plan.values()}
+    for plan in offered:
+        same = Cluster(tuple(replace(devices.devices[0], index=k) for k in range(plan.world_size)), devices.link)
+        check_fits(JOB, plan, same, PROFILE, SPLIT, snapshot=False)
+
+
+def test_nothing_fits():
+    """Without a plan to suggest the way out is another one."""
+    with pytest.raises(PlanError, match="none of the plans that were tried fits"):
+        check_fits(JOB, Plan.parse("single"), cluster(1, kind="cpu"), PROFILE, SPLIT, snapshot=False)
+
+
+def test_the_ledger_for_people():
+    """A line a rank, in MiB, marked where it is too much."""
+    device = Device("cpu", 0, 10 * MIB)
+    text = ledger([Need("stage 0", device, {"parameters": 4 * MIB, "runtime": MIB, "holes": MIB}),
+                   Need("stage 1", device, {"optimizer": 1500 * MIB})])
+    assert [line.split() for line in text.splitlines()] == [
+        ["MiB", "weights", "gradients", "optimizer", "activations", "communication", "other", "sum", "limit"],
+        ["stage", "0", "4.0", "0.0", "0.0", "0.0", "0.0", "2.0", "6.0", "10"],
+        ["stage", "1", "0.0", "0.0", "1,500.0", "0.0", "0.0", "0.0", "1,500.0", "10", "too", "little"]]
+
+
+def test_a_small_device_gets_fewer_layers():
+    """Cuts weigh the memory of each stage's device: 3 MiB a layer, and its activations."""
+    even, uneven = ([need.ledger["parameters"] // MIB for need in needs("pipeline=2 microbatches=8", devices)]
+                    for devices in (cluster(100, 100), cluster(7, 100)))
+    assert even == [4, 4]
+    assert uneven == [2, 6]
+
+
+def test_a_fast_device_gets_more_layers():
+    """Cuts weigh the speed that devices state."""
+    devices = cluster(100, 100, flops_per_s=(1e12, 3e12))
+    assert [need.ledger["parameters"] // MIB for need in needs("pipeline=2 microbatches=8", devices)] == [2, 6]
+
+
+def test_replicas_are_cut_alike():
+    """The smallest device of each stage decides, wherever it is among the replicas."""
+    devices = cluster(100, 7, 100, 100).devices
+    plan = Plan.parse("pipeline=2 data=2 microbatches=4")
+    assert [device.memory_bytes // MIB for device in weakest(plan, devices) if device] == [7, 100]
+    assert [need.ledger["parameters"] // MIB for need in needs(str(plan), Cluster(devices, Link(1e12, 0.0)))] == [2, 6]
+
+
+def test_activations_in_flight_count_in_a_cut():
+    """A first stage holds more micro-batches at once, so it gets fewer pieces where memory is short."""
+    firsts = balance([1] * 6, [1] * 6, [1] * 6, speeds=[1, 1], memory_bytes=[9, 12], in_flight=[3, 1])
+    assert firsts == [0, 2]
+
+
+@pytest.mark.parametrize(("momentum", "factor"), [(0.0, 0.0), (0.9, 1.0)])
+def test_the_state_is_the_job_s_own_optimizers(momentum: float, factor: float):
+    """SGD keeps nothing, and one copy with momentum."""
+    job = a_job(layers=2, momentum=momentum)
+    assert SplitJob(job, profile_job(job)).state_factor == factor
