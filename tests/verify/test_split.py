@@ -15,6 +15,7 @@ from torch import nn
 from verify_jobs import Mlp, make_job, passes, said
 
 import paceline
+from paceline.cluster import Device
 from paceline.errors import PlanError
 from paceline.runtime.stepper import Stepper
 from paceline.strategies.data.run import local
@@ -295,11 +296,12 @@ def test_a_placement_by_hand_that_overfills_a_device(tmp_path: Path, run_ranks: 
         mesh = Mesh(asked.axes.sizes(), context.rank)
         mesh.connect()
         with pytest.raises(PlanError) as refused:
-            Stepper(make_job(Mlp), asked, mesh, context.device, memory_bytes=(4 * 2**20, 100))
+            Stepper(make_job(Mlp), asked, mesh, context.device,
+                    devices=(Device("cpu", 0, 4 * 2**20), Device("cpu", 1, 100)))
         return str(refused.value)
 
     for words in run_ranks(body, 2):
-        assert "doesn't fit" in words and "rank 0" in words and words.count("too much") == 1
+        assert "doesn't fit" in words and "part 0" in words and words.count("too much") == 1
 
 
 def test_the_ledger_of_a_placement() -> None:

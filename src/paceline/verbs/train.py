@@ -94,8 +94,6 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         run_dir = Path(place.agree("run folder", claim))
         if place.is_first:
             print(_banner(loaded, asked, run_dir), file=sys.stderr, flush=True)
-            if priced.problem:
-                print(f"warning: no prediction: {priced.problem}", file=sys.stderr)
         settings = Settings(run_dir=run_dir, shares=asked.shares, save_every=save_every, resume=resume,
                             loader_workers=loader_workers, trace_steps=trace,
                             devices=devices_of(asked.plan, asked.cluster))
@@ -176,26 +174,38 @@ class _Priced:
 
 
 def _price(job: Job, asked: Resolved, *, save_every: int | None) -> _Priced:
-    """Profile the job and refuse a plan that doesn't fit. A job that can't be profiled trains all the same.
+    """Refuse a plan that doesn't fit where memory has a limit: one that the user set, or a GPU's.
+
+    Elsewhere nothing of the job runs in this process before its ranks have started.
 
     Raises:
         PlanError: a rank needs more memory than its device has; with the ledger and the plans that fit.
     """
-    from paceline.planner.estimate import splits_model
     from paceline.planner.fit import check_fits
+
+    priced = _Priced(job, asked, snapshot=save_every is not None)
+    if not any(device.is_limit or device.kind == "cuda" for device in asked.cluster.devices):
+        return priced
+    priced = _profiled(priced)
+    if priced.profile is not None:
+        check_fits(job, asked.plan, asked.cluster, priced.profile, priced.split or _Later(job, priced.profile),
+                   snapshot=priced.snapshot)
+    return priced
+
+
+def _profiled(priced: _Priced) -> _Priced:
+    """With the job's cost. A job that can't be profiled trains all the same."""
+    from paceline.planner.estimate import splits_model
     from paceline.profile import profile_job
     from paceline.strategies.stages.price import SplitJob
 
-    priced = _Priced(job, asked, snapshot=save_every is not None)
-    split: Split | None = None
     try:
-        profile = profile_job(job)
-        if splits_model(asked.plan):
-            split = SplitJob(job, profile)
+        profile = profile_job(priced.job)
+        split = SplitJob(priced.job, profile) if splits_model(priced.asked.plan) else None
     except Exception as error:  # the model may do anything when it is profiled
-        return replace(priced, problem=str(error) if isinstance(error, PacelineError)
-                       else f"{type(error).__name__}: {error}")
-    check_fits(job, asked.plan, asked.cluster, profile, split or _Later(job, profile), snapshot=priced.snapshot)
+        problem = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        print(f"warning: no prediction: {problem}", file=sys.stderr)
+        return replace(priced, problem=problem)
     return replace(priced, profile=profile, split=split)
 
 
@@ -231,12 +241,18 @@ def _predict(priced: _Priced, run_dir: Path) -> None:
     from paceline.planner.estimate import estimate
     from paceline.runtime.checkpoint.write import write_json
 
-    if priced.profile is None:
+    if priced.profile is None and not priced.problem:
+        priced = _profiled(priced)
+    job, asked, found = priced.job, priced.asked, None
+    try:
+        if priced.profile is not None:
+            found = estimate(priced.profile, asked.plan, asked.cluster, batch=job.batch, precision=job.precision,
+                             split=priced.split, snapshot=priced.snapshot)
+    except PlanError as error:
+        print(f"warning: no prediction: {error}", file=sys.stderr)
+    if found is None:
         write_json(run_dir / folder.PREDICTED, {"step_s": None, "peak_memory_bytes": None})
         return
-    job, asked = priced.job, priced.asked
-    found = estimate(priced.profile, asked.plan, asked.cluster, batch=job.batch, precision=job.precision,
-                     split=priced.split, snapshot=priced.snapshot)
     write_json(run_dir / folder.PREDICTED, {
         "step_s": found.step_s, "peak_memory_bytes": found.peak_memory_bytes, "ledger": dict(found.ledger),
         "breakdown": dict(found.breakdown),
