@@ -297,7 +297,7 @@ def test_a_placement_by_hand_that_overfills_a_device(tmp_path: Path, run_ranks: 
         mesh.connect()
         with pytest.raises(PlanError) as refused:
             Stepper(make_job(Mlp), asked, mesh, context.device,
-                    devices=(Device("cpu", 0, 4 * 2**20), Device("cpu", 1, 100)))
+                    devices=(Device("cpu", 0, 2**30), Device("cpu", 1, 100)))
         return str(refused.value)
 
     for words in run_ranks(body, 2):
