@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -161,3 +162,33 @@ def test_the_state_is_the_job_s_own_optimizers(momentum: float, factor: float):
     """SGD keeps nothing, and one copy with momentum."""
     job = a_job(layers=2, momentum=momentum)
     assert SplitJob(job, profile_job(job)).state_factor == factor
+
+
+@pytest.mark.parametrize("plan", [
+    "pipeline=2 schedule=interleaved microbatches=4", "pipeline=2 schedule=zero-bubble microbatches=4",
+    "pipeline=2 data=2 microbatches=2", "pipeline=2 shard=2 microbatches=2", "place=auto parts=2 accumulate=2",
+    "pipeline=2 microbatches=2 recompute=full", "data=2 tensor=2", "pipeline=2 tensor=2 microbatches=2",
+])
+def test_every_split_is_played(plan: str):
+    """Messages, rooms and schedules meet in one program a rank; figures are numbers that a file can hold."""
+    parsed = Plan.parse(plan)
+    found = estimate(PROFILE, parsed, cluster(*[100] * parsed.world_size), batch=8, rates=ANY_RATES, split=SPLIT)
+    assert json.loads(json.dumps([found.step_s, found.peak_memory_bytes, dict(found.ledger), dict(found.breakdown)]))
+    assert found.step_s > 0
+    assert all(sum(need.ledger.values()) == need.total_bytes > 0 for need in found.needs)
+
+
+def test_split_replicas_share_state():
+    """Half of the layers a stage, and half of each a rank."""
+    [first, _] = needs("pipeline=2 shard=2 microbatches=2", cluster(*[100] * 4))
+    assert 2 * MIB <= first.ledger["parameters"] <= 3 * MIB  # and the layer at hand, whole
+
+
+def test_targets_that_count():
+    """A loss of whole numbers gives figures, not symbols of them."""
+    job = replace(JOB, data=TensorDataset(torch.zeros(8, 4, WIDTH), torch.zeros(8, 4, dtype=torch.int64)),
+                  loss=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()))
+    [_, rank] = SplitJob(job, profile_job(job)).ranks(Plan.parse("pipeline=2 microbatches=2"), (),
+                                                       microbatch_samples=4)
+    last = rank.profile.segments[-1]
+    assert all(type(figure.fixed) in (int, float) for figure in (last.kept_bytes, last.forward.function_bytes))

@@ -187,10 +187,22 @@ def _price(job: Job, asked: Resolved, *, save_every: int | None) -> _Priced:
     if not any(device.is_limit or device.kind == "cuda" for device in asked.cluster.devices):
         return priced
     priced = _profiled(priced)
-    if priced.profile is not None:
+    if priced.profile is None:
+        return priced
+    try:
         check_fits(job, asked.plan, asked.cluster, priced.profile, priced.split or _Later(job, priced.profile),
                    snapshot=priced.snapshot)
+    except PlanError:
+        raise
+    except Exception as error:  # pieces of the model are run on fake tensors for their price
+        return _without_price(priced, error)
     return priced
+
+
+def _without_price(priced: _Priced, error: Exception) -> _Priced:
+    problem = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+    print(f"warning: no prediction: {problem}", file=sys.stderr)
+    return replace(priced, profile=None, problem=problem)
 
 
 def _profiled(priced: _Priced) -> _Priced:
@@ -203,9 +215,7 @@ def _profiled(priced: _Priced) -> _Priced:
         profile = profile_job(priced.job)
         split = SplitJob(priced.job, profile) if splits_model(priced.asked.plan) else None
     except Exception as error:  # the model may do anything when it is profiled
-        problem = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-        print(f"warning: no prediction: {problem}", file=sys.stderr)
-        return replace(priced, problem=problem)
+        return _without_price(priced, error)
     return replace(priced, profile=profile, split=split)
 
 
@@ -248,8 +258,8 @@ def _predict(priced: _Priced, run_dir: Path) -> None:
         if priced.profile is not None:
             found = estimate(priced.profile, asked.plan, asked.cluster, batch=job.batch, precision=job.precision,
                              split=priced.split, snapshot=priced.snapshot)
-    except PlanError as error:
-        print(f"warning: no prediction: {error}", file=sys.stderr)
+    except Exception as error:  # as above
+        _without_price(priced, error)
     if found is None:
         write_json(run_dir / folder.PREDICTED, {"step_s": None, "peak_memory_bytes": None})
         return

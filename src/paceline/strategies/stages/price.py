@@ -190,7 +190,8 @@ class SplitJob:
     def _price_loss(self, found: Capture, target: Any) -> Segment:
         values = {name: torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
                   for name, value in found.values.items()}
-        goal = tree_map(lambda t: self.mode.from_tensor(t) if isinstance(t, torch.Tensor) else t, target)
+        goal = tree_map(lambda t: self.mode.from_tensor(t, static_shapes=True)
+                        if isinstance(t, torch.Tensor) else t, target)
         recorder = Recorder()
         recorder.ignore([*values.values(), *tree_leaves(goal)])
         with recorder:
