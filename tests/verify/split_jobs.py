@@ -54,7 +54,8 @@ def transformers_job(name: str) -> paceline.Job:
         "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(
             hidden_size=24, intermediate_size=40, num_hidden_layers=4, num_attention_heads=4, vocab_size=VOCABULARY,
             max_position_embeddings=16)),
-        "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**llama_like, num_local_experts=4)),
+        "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(
+            **llama_like, num_local_experts=4, experts_implementation="eager")),  # grouped_mm takes no float64
     }
     inputs = {"attention_mask": lambda index: (torch.arange(LENGTH) < LENGTH - index % 2).long()}
     data = Tokens(**(inputs if name == "bert" else {}))
