@@ -157,6 +157,17 @@ def test_a_complete_bucket_waits_for_those_before_it(monkeypatch):
     assert order[:-1] == [Compute] * 6 + [Collective] * 3  # the very last is the loss's
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_compressed_gradients_go_over_the_network(kind):
+    """As long as an all-reduce that sends as many bytes: 60 elements of 4 bytes are padded to a block a rank."""
+    sent = {form: collectives(f"data=2 compress={form}", kind=kind, stream=NETWORK)
+            for form in ("bf16", "int8", "topk")}
+
+    assert sent == {"bf16": [("all_reduce", 2 * 2 * 256, 2)], "int8": [("all_reduce", 2 * (256 + 4), 2)],
+                    "topk": [("all_reduce", 8, 2)]}
+    assert highest("data=2 compress=topk", 1.0)["communication"] == 2 * UNIT + ROOT  # what is left out
+
+
 def test_a_unit_is_gathered_before_it_is_recomputed():
     """Its forward can't run again on a part of its weights."""
     events = program("shard=2 recompute=full")

@@ -172,9 +172,9 @@ def _restore(run: _Run) -> None:
     if checkpoint is None:
         run.display.say("no checkpoint to resume from: starting at step 0")
     else:
-        state.restore(run.stepper, checkpoint)
+        said = state.restore(run.stepper, checkpoint)
         run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
-        run.display.say(f"resumed from {checkpoint.path.name}")
+        run.display.say("; ".join([f"resumed from {checkpoint.path.name}", *said]))
     if run.metrics is not None:
         _cut_metrics(run.metrics, run.step)
 
@@ -322,6 +322,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "wall_s": time.monotonic() - started_s,
         "peak_memory_bytes": peak_bytes,
         "save_blocked_s": run.blocked_s,
+        "bytes_sent": round(run.stepper.sent_bytes),
     }
 
 

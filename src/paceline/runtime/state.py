@@ -16,9 +16,11 @@ from paceline.launch.logs import logger
 from paceline.runtime.checkpoint.pieces import Piece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
 from paceline.runtime.stepper import Stepper
+from paceline.strategies.data.run import local
 from paceline.strategies.mesh import axes_cut
 
-# Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY.
+# Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY, and those of the plan's rooms:
+# residuals/REPLICA/NAME, factors/NAME.
 
 
 def pieces(stepper: Stepper) -> Iterator[Piece]:
@@ -27,6 +29,16 @@ def pieces(stepper: Stepper) -> Iterator[Piece]:
         cut_along = axes_cut(tensor)
         if not any(stepper.mesh.coordinates[axis] for axis in ("data", "shard", "tensor") if axis not in cut_along):
             yield from pieces_of(name, tensor.detach())
+    for kept in stepper.kept():
+        cut_along = axes_cut(stepper.held[kept.like]) if kept.like else ()
+        alike = ("shard", "tensor") if kept.replica else ("data", "shard", "tensor")
+        if any(stepper.mesh.coordinates[axis] for axis in alike if axis not in cut_along):
+            continue
+        if not kept.like:
+            yield from pieces_of(kept.name, kept.tensor)
+        elif kept.like in stepper.layout.owned:
+            for piece in pieces_of(kept.like, stepper.held[kept.like].detach()):
+                yield Piece(kept.name, piece.shape, piece.offsets, kept.tensor)
 
 
 def _tensors(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:
@@ -148,8 +160,33 @@ def load_weights(model: torch.nn.Module, held: dict[str, torch.nn.Parameter], ch
             checkpoint.read_into(f"buffers/{name}", buffer)
 
 
-def restore(stepper: Stepper, checkpoint: Checkpoint) -> None:
+class _Saved:
+    """The tensors of a checkpoint that rooms of a plan have kept; see `strategies/kept.py`."""
+
+    def __init__(self, stepper: Stepper, checkpoint: Checkpoint) -> None:
+        self.stepper, self.checkpoint = stepper, checkpoint
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.checkpoint.tensors
+
+    def replicas(self, kind: str) -> int:
+        found = (name.split("/")[1] for name in self.checkpoint.tensors if name.startswith(f"{kind}/"))
+        return max((int(number) + 1 for number in found), default=0)
+
+    def read(self, name: str, like: str = "") -> torch.Tensor:
+        if not like:
+            return self.checkpoint.read(name)
+        held = self.stepper.held[like]
+        for piece in pieces_of(like, held.detach()):
+            return self.checkpoint.read(name, piece.offsets, tuple(piece.tensor.shape))
+        return torch.zeros(local(held).shape)
+
+
+def restore(stepper: Stepper, checkpoint: Checkpoint) -> list[str]:
     """Put weights, optimizer and schedule where they were, under this run's layout.
+
+    Returns:
+        What could not be taken over as it was, in words.
 
     Raises:
         CheckpointError: the optimizer's state doesn't fit this job's.
@@ -172,6 +209,15 @@ def restore(stepper: Stepper, checkpoint: Checkpoint) -> None:
     stepper.optimizer.load_state_dict({"state": state, "param_groups": groups})
     if stepper.schedule is not None:
         stepper.schedule.load_state_dict(_unplain(checkpoint.document["schedule"], None))
+    return _restore_rooms(stepper, _Saved(stepper, checkpoint))
+
+
+def _restore_rooms(stepper: Stepper, saved: _Saved) -> list[str]:
+    said = [words for synchroniser in stepper.synchronisers for words in synchroniser.restore(saved)]
+    kinds = {kept.name.partition("/")[0] for kept in stepper.kept()}
+    if saved.replicas("residuals") and "residuals" not in kinds:
+        said.append("what replicas had not sent yet of their gradients is dropped: this plan leaves nothing out")
+    return said
 
 
 def _names_in_order(stepper: Stepper, saved_groups: list[dict[str, Any]]) -> list[str]:

@@ -24,7 +24,9 @@ from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_streams
 from paceline.runtime.trace import Recorder
 from paceline.strategies.compose import lay_out, prepare
+from paceline.strategies.compress.size import all_reduce_bytes
 from paceline.strategies.data.run import local
+from paceline.strategies.kept import Kept
 from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh, axes_cut
 from paceline.strategies.shard.run import is_about_shards
@@ -160,6 +162,7 @@ class Stepper:
         self.schedule = self._build_schedule()
         self.buffers = ChangingBuffers(self.model)
         self.saw_unused = False
+        self.met_bytes = 0.0
         self.trace: Recorder | None = None
 
     def step(self, window: Window, batches: list[MicroBatch], *, step: int, stop: bool = False,
@@ -222,6 +225,7 @@ class Stepper:
             count, dtype=torch.float64, device=self.device)]), flags.to(self.device)])
         if self.mesh.world_size > 1:
             dist.all_reduce(figures)
+            self.met_bytes += all_reduce_bytes(figures.nbytes, self.mesh.world_size)
         loss, counted, stops, summed, *users = figures.tolist()
         return loss, counted, stops, dict(zip(self.trainable, users, strict=True)), not summed
 
@@ -304,6 +308,16 @@ class Stepper:
                            f"{str(error).splitlines()[0]}",
                            hint="leave out fused=True and foreach=True, or use an optimizer that treats every element "
                                 "alike (AdamW, SGD), or a data=N plan, which keeps parameters whole") from error
+
+    @property
+    def sent_bytes(self) -> float:
+        """What this rank has sent to other replicas so far: gradients, and what all agree on after a step."""
+        return self.met_bytes + sum(synchroniser.sent_bytes for synchroniser in self.synchronisers)
+
+    def kept(self) -> Iterator[Kept]:
+        """State of the plan's rooms."""
+        for synchroniser in self.synchronisers:
+            yield from synchroniser.kept()
 
     def model_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What this rank holds of what `model.state_dict()` names: a tied parameter under each of its names."""

@@ -8,11 +8,12 @@ and what gradients a rank then holds are reduced over the replicas. Each room se
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import JobError
 from paceline.strategies.data import run as data
+from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.layout import Batch, Layout, Whole
 from paceline.strategies.recompute import run as recompute
 from paceline.strategies.shard import run as shard
@@ -36,6 +37,16 @@ class Synchroniser(Protocol):
 
     def finish(self) -> None:
         """The last backward is done; on return every gradient this rank holds is the whole window's."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """What this rank has sent to other replicas so far."""
+
+    def kept(self) -> Iterable[Kept]:
+        """State for a checkpoint; its tensors change as training goes on."""
+
+    def restore(self, saved: Saved) -> list[str]:
+        """Go on from a checkpoint's state. Returns what could not be taken over, in words."""
 
 
 class Room(Protocol):

@@ -23,6 +23,7 @@ import torch
 
 from paceline.errors import JobError
 from paceline.strategies.data.run import GradientBuckets
+from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.shard.roll import Roll
 from paceline.strategies.units import find_units, is_callable, name_in_model
 
@@ -106,6 +107,17 @@ class Sharding:
         """Sum the gradients of whole parameters; FSDP2 ends its own reductions in backward."""
         self.whole.finish()
         self.used = set()
+
+    @property
+    def sent_bytes(self) -> float:
+        """FSDP2 counts nothing; see `Synchroniser`."""
+        return self.whole.sent_bytes
+
+    def kept(self) -> Iterable[Kept]:
+        return ()
+
+    def restore(self, saved: Saved) -> list[str]:
+        return []
 
     def _mark(self, unit: str) -> Callable[..., None]:
         """A hook that comes after FSDP2's, when the unit's parameters are whole, and waits for their gradients."""
