@@ -15,6 +15,8 @@ from paceline.errors import JobError
 from paceline.strategies.data import run as data
 from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.layout import Batch, Layout, Whole
+from paceline.strategies.local import run as local
+from paceline.strategies.meeting import EveryStep, Meetings
 from paceline.strategies.recompute import run as recompute
 from paceline.strategies.shard import run as shard
 
@@ -63,7 +65,7 @@ class Room(Protocol):
         """Change the model in place for this rank. Collective along the room's axis."""
 
 
-ROOMS: tuple[Room, ...] = (recompute, shard, data)
+ROOMS: tuple[Room, ...] = (recompute, shard, data, local)
 
 
 def load(plan: Plan) -> None:
@@ -86,6 +88,12 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
         _refuse_sparse(model)
     made = [room.prepare(model, plan=plan, mesh=mesh) for room in ROOMS if room.is_active(plan)]
     return [synchroniser for synchroniser in made if synchroniser is not None]
+
+
+def meetings(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> Meetings:
+    """When ranks meet: as a room of the plan says, or else in every step."""
+    said = [synchroniser for synchroniser in synchronisers if isinstance(synchroniser, Meetings)]
+    return said[0] if said else EveryStep(mesh.world_size)
 
 
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Callable[[int], Batch],

@@ -125,4 +125,4 @@ def hold(held: Held, plan: Plan, profile: Profile) -> Held:
     return replace(held, gradients_kept=not held.gradients_by_unit)
 
 
-ROOM = Room(is_active=lambda plan: plan.axes.data > 1, enter=enter, hold=hold)
+ROOM = Room(is_active=lambda plan: plan.axes.data > 1 and plan.outer_steps is None, enter=enter, hold=hold)

@@ -30,7 +30,7 @@ IMPORTS: tuple[str, ...] = ()
 
 
 def is_active(plan: Plan) -> bool:
-    return plan.axes.data > 1
+    return plan.axes.data > 1 and plan.outer_steps is None
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> GradientBuckets:
