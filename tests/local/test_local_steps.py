@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -193,15 +193,11 @@ def token_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor
 
 
 def test_replicas_weigh_by_what_they_counted(tmp_path: Path) -> None:
-    """One local step of plain SGD is data=2's, though targets are ignored unevenly: both are one sum by one count.
+    """A round of one step of plain SGD is data=2's, though targets are ignored unevenly."""
+    for plan in ("data=2", "data=2 local=2"):
+        train(tmp_path / plan, plan, loss=token_loss, batch=9, steps=1)
 
-    The dial from there on is what makes it differ.
-    """
-    losses = {plan: train(tmp_path / plan, plan, loss=token_loss, steps=6)["final_loss"]
-              for plan in ("data=2 local=1", "data=2", "data=2 local=3")}
-
-    assert losses["data=2 local=1"] == pytest.approx(losses["data=2"], abs=1e-12)
-    assert losses["data=2 local=3"] == pytest.approx(losses["data=2"], rel=0.05) != losses["data=2"]
+    same(weights(tmp_path / "data=2 local=2"), weights(tmp_path / "data=2"))
 
 
 @pytest.mark.parametrize(("plan", "save_every"), [
@@ -215,7 +211,6 @@ def test_a_resumed_run_is_the_whole_one_bit_by_bit(tmp_path: Path, plan: str, sa
     stopped = train(cut, plan, save_every=save_every, **changes)
     for checkpoint in cut.glob("checkpoints/step-*"):
         if int(checkpoint.name.removeprefix("step-")) > stopped["steps"] // 2:
-            import shutil
             shutil.rmtree(checkpoint)
     left = sorted(path.name for path in cut.glob("checkpoints/step-*"))
 
@@ -292,16 +287,16 @@ def test_buffers_are_met_when_replicas_meet(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def digits() -> Iterator[Callable[..., paceline.Job]]:
+def digits() -> paceline.Job:
     from paceline.jobfile import JobFile
 
     example = Path(__file__).parents[2] / "examples" / "01_digits.py"
-    yield lambda **options: JobFile(example, "job", options).load()
+    return JobFile(example, settings={"epochs": 15}).load()
 
 
 @pytest.mark.parametrize("plan", ["data=2 local=8", "data=2 local=8 outer=diloco fragments=2 compress=int8"])
-def test_digits_reach_97_percent(tmp_path: Path, digits: Callable[..., paceline.Job], plan: str) -> None:
-    """Twenty epochs, as under every plan."""
-    figures = paceline.train(digits(), plan, devices="cpu:0-1", run=tmp_path / "run")
+def test_digits_reach_97_percent(tmp_path: Path, digits: paceline.Job, plan: str) -> None:
+    """Fifteen epochs on two replicas."""
+    figures = paceline.train(digits, plan, devices="cpu:0-1", run=tmp_path / "run")
 
     assert figures["metrics"]["accuracy"] >= 0.97

@@ -134,6 +134,7 @@ class Rounds:
         self.delay = delay_steps(local=order.local, fragments=order.fragments)
         self.transfer: _Transfer | None = None
         self.figures: list[torch.Tensor] = []
+        self.no_figures = torch.empty(0, STEP_FIGURES, dtype=torch.float64, device=parameters[names[0]].device)
         self.met_bytes = 0.0
 
     def begin(self, *, last: bool) -> None:
@@ -181,7 +182,7 @@ class Rounds:
             self._arrive(0.0)
         for fragment in self.fragments:
             fragment.take_over(0.0)
-        return met
+        return met if met is not None and met.figures else None  # fragments may be left after a meeting
 
     def quiet(self) -> None:
         if self.transfer is not None and not self.transfer.landed:
@@ -209,7 +210,7 @@ class Rounds:
     def _meet(self, leaving: list[Fragment], *, is_settled: bool) -> Met:
         """Learn what all replicas did since the last meeting, and send the fragments with the right weights."""
         counts = torch.tensor([fragment.count for fragment in leaving], dtype=torch.float64)
-        own = torch.stack(self.figures)
+        own = torch.stack(self.figures) if self.figures else self.no_figures
         steps, flags = own[:, :STEP_FIGURES], own[:, STEP_FIGURES:].sum(0)
         figures = torch.cat([steps.flatten(), flags, counts.to(own)])
         dist.all_reduce(figures, group=self.group)
