@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from paceline.plan import Plan
 from paceline.profile.profile import Parameter, Profile
-from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event
+from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event
 from paceline.strategies.compress.size import PASSES, sent_bytes
 from paceline.strategies.costs import Held, Hooks, Moment, Room, Step
 from paceline.strategies.data.buckets import assign
@@ -68,17 +68,18 @@ class Bucket:
     item_bytes: int
 
 
-def reduce(form: str, bucket: Bucket, ranks: int, *, name: str) -> Iterable[Event]:
-    """A bucket's reduction over the network. A compressed one takes as long as an all-reduce that sends as many bytes;
-    its own steps are a few more or fewer."""
+def reduce(form: str, bucket: Bucket, ranks: int, *, name: str, stream: str = NETWORK,
+           times: float = 1.0) -> Iterable[Event]:
+    """A bucket's reduction over the network, so many times a step. A compressed one takes as long as an all-reduce that
+    sends as many bytes; its own steps are a few more or fewer."""
     if form == "none":
-        yield Collective("all_reduce", bucket.num_bytes, ranks, name=name)
+        yield Collective("all_reduce", bucket.num_bytes, ranks, name=name, stream=stream, times=times)
         return
     whole_bytes = bucket.item_bytes * sum(map(math.prod, bucket.shapes))
     part = bucket.num_bytes / whole_bytes if whole_bytes else 0.0  # a shard's
     sent = sent_bytes(form, bucket.shapes, bucket.item_bytes, ranks) * part
-    yield Compute(moved_bytes=PASSES[form] * bucket.num_bytes, operators=PASSES[form])
-    yield Collective("all_reduce", sent * ranks / (2 * (ranks - 1)), ranks, name=name)
+    yield Compute(moved_bytes=times * PASSES[form] * bucket.num_bytes, operators=times * PASSES[form])
+    yield Collective("all_reduce", sent * ranks / (2 * (ranks - 1)), ranks, name=name, stream=stream, times=times)
 
 
 def shape_of(parameter: Parameter) -> tuple[int, ...]:
