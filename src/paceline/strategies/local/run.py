@@ -128,7 +128,9 @@ class Rounds:
         names = list(parameters)
         self.order, self.group = order, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.fragments = [Fragment({names[i]: parameters[names[i]] for i in part}, group, order=order,
+        # Fragments travel while ranks may meet for something else, and a group's collectives are taken in their order.
+        travel = dist.new_group(dist.get_process_group_ranks(group)) if order.fragments > 1 else group
+        self.fragments = [Fragment({names[i]: parameters[names[i]] for i in part}, travel, order=order,
                                    compress=compress)
                           for part in assign([p.nbytes for p in parameters.values()], order.fragments)]
         self.delay = delay_steps(local=order.local, fragments=order.fragments)
@@ -165,8 +167,8 @@ class Rounds:
         if leaving is None:
             return None
         beat("reduce")
-        met = self._meet([self.fragments[leaving]], is_settled=step % self.order.local == 0)
-        self.transfer = _Transfer(leaving, step + self.delay)
+        met, weights = self._meet([leaving], is_settled=step % self.order.local == 0)
+        self._leave(leaving, weights[0], arrives=step + self.delay)
         if not self.delay:
             self._arrive(0.0)
         return met
@@ -176,10 +178,12 @@ class Rounds:
         if self.transfer is not None:
             self._arrive(OWN_PART)
         left = [number for number, fragment in enumerate(self.fragments) if fragment.steps]
-        met = self._meet([self.fragments[number] for number in left], is_settled=True) if left else None
-        for number in left:
-            self.transfer = _Transfer(number, step)
-            self._arrive(0.0)
+        met = None
+        if left:
+            met, weights = self._meet(left, is_settled=True)
+            for number, weight in zip(left, weights, strict=True):
+                self._leave(number, weight, arrives=step)
+                self._arrive(0.0)
         for fragment in self.fragments:
             fragment.take_over(0.0)
         return met if met is not None and met.figures else None  # fragments may be left after a meeting
@@ -207,21 +211,24 @@ class Rounds:
                 for name, p in fragment.parameters.items():
                     p.copy_(weights[name])
 
-    def _meet(self, leaving: list[Fragment], *, is_settled: bool) -> Met:
-        """Learn what all replicas did since the last meeting, and send the fragments with the right weights."""
-        counts = torch.tensor([fragment.count for fragment in leaving], dtype=torch.float64)
+    def _meet(self, leaving: list[int], *, is_settled: bool) -> tuple[Met, list[float]]:
+        """What all replicas did since the last meeting, and this one's weight in each of the fragments."""
+        counts = torch.tensor([self.fragments[number].count for number in leaving], dtype=torch.float64)
         own = torch.stack(self.figures) if self.figures else self.no_figures
         steps, flags = own[:, :STEP_FIGURES], own[:, STEP_FIGURES:].sum(0)
         figures = torch.cat([steps.flatten(), flags, counts.to(own)])
         dist.all_reduce(figures, group=self.group)
         self.met_bytes += all_reduce_bytes(figures.nbytes, self.ranks)
         everyone, all_flags, totals = figures.split([steps.numel(), len(flags), len(counts)])
-        for fragment, total in zip(leaving, totals.tolist(), strict=True):
-            fragment.send(fragment.count / total if total else 0.0)
         self.figures = []
         total = float(everyone.view(steps.shape)[:, 1].sum())
-        return Met(everyone.view(steps.shape).tolist(), all_flags.tolist(),
-                   float(steps[:, 1].sum()) / total if total else 0.0, is_settled)
+        met = Met(everyone.view(steps.shape).tolist(), all_flags.tolist(),
+                  float(steps[:, 1].sum()) / total if total else 0.0, is_settled)
+        return met, [own / every if every else 0.0 for own, every in zip(counts.tolist(), totals.tolist(), strict=True)]
+
+    def _leave(self, number: int, weight: float, *, arrives: int) -> None:
+        self.fragments[number].send(weight)
+        self.transfer = _Transfer(number, arrives)
 
     def _arrive(self, own_part: float) -> None:
         """The outer step of the fragment that is under way."""
