@@ -19,7 +19,11 @@ from paceline.errors import PlanError, nearest
 
 ZeroStage = Literal[1, 2, 3]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+OuterName = Literal["average", "diloco"]
+CompressName = Literal["none", "bf16", "int8", "topk", "powersgd"]
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+OUTERS: tuple[OuterName, ...] = ("average", "diloco")
+COMPRESSIONS: tuple[CompressName, ...] = ("none", "bf16", "int8", "topk", "powersgd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,20 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True)
+class Local:
+    """Replicas take steps of their own and meet in outer steps.
+
+    local: steps from one outer step to the next. 1 with outer="average" is the synchronous case: gradients meet.
+    outer: what becomes of the mean way the replicas went: "average" goes it; "diloco" goes it with Nesterov momentum.
+    fragments: groups of parameters whose outer steps are staggered over the `local` steps.
+    """
+
+    local: int
+    outer: OuterName = "average"
+    fragments: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """Where the model's modules go, and in what order the ranks that hold them work.
 
@@ -78,11 +96,13 @@ class Modifiers:
     recompute: "full" keeps only each block's input for backward and computes the rest again.
     shares: how the global batch is cut over the replicas: "equal", by the devices' "speed" or "memory",
         or one positive whole number a replica.
+    compress: the form in which replicas send each other gradients, or the differences of outer steps.
     """
 
     accumulate: int | Literal["auto"] = 1
     recompute: Literal["none", "full"] = "none"
     shares: Literal["equal", "speed", "memory"] | tuple[int, ...] = "equal"
+    compress: CompressName = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +114,7 @@ class Plan:
     """
 
     axes: Axes = field(default_factory=Axes)
-    sync: AllReduce = field(default_factory=AllReduce)
+    sync: AllReduce | Local = field(default_factory=AllReduce)
     schedule: Schedule = field(default_factory=Schedule)
     modifiers: Modifiers = field(default_factory=Modifiers)
 
@@ -121,9 +141,31 @@ class Plan:
         return found
 
     @property
+    def zero(self) -> ZeroStage:
+        """What the shard axis splits."""
+        return self.sync.zero if isinstance(self.sync, AllReduce) else 3
+
+    @property
+    def outer_steps(self) -> Local | None:
+        """How replicas that take steps of their own meet; None if gradients meet in every step."""
+        return self.sync if isinstance(self.sync, Local) and self.sync != Local(1) else None
+
+    @property
     def relaxed(self) -> str | None:
-        """What the plan gives up against one device; None for an exact plan. All plans so far are exact."""
-        return None
+        """What the plan gives up against one device; None for an exact plan."""
+        given_up = []
+        if self.outer_steps is not None:
+            given_up.append(f"replicas take {self.outer_steps.local} steps on their own samples between outer steps"
+                            + (" with Nesterov momentum" if self.outer_steps.outer == "diloco" else ""))
+        if self.modifiers.compress != "none":
+            given_up.append(f"what replicas send each other is compressed to {self.modifiers.compress}")
+        return "; ".join(given_up) or None
+
+    @property
+    def exact(self) -> Plan:
+        """This plan with every dial that relaxes it at 0."""
+        sync = self.sync if self.outer_steps is None else AllReduce()
+        return replace(self, sync=sync, modifiers=replace(self.modifiers, compress="none"))
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -171,10 +213,16 @@ class Plan:
                                                          if key == "microbatches" else ""))
         if "place" in values and "parts" not in values:
             raise PlanError(f"place={values['place']} needs the number of parts", hint="add parts=N, one a device")
+        for key in ("outer", "fragments"):
+            if key in values and "local" not in values:
+                raise PlanError(f"{key}={values[key]} is about outer steps, and the plan has none", hint="add local=H")
+        if "local" in values and "zero" in values:
+            raise PlanError(f"zero={values['zero']} and local={values['local']} don't compose: {_LOCAL_IS_ONE_RANK}")
         if values.get("schedule") == "interleaved":
             values.setdefault("virtual", 2)
         parts = {group: {k: v for k, v in values.items() if _KEYS[k].group == group} for group in _GROUPS}
-        return cls(**{group: kind(**parts[group]) for group, kind in _GROUPS.items()})
+        kinds = {**_GROUPS, "sync": Local} if "local" in values else _GROUPS
+        return cls(**{group: kind(**parts[group]) for group, kind in kinds.items()})
 
     @classmethod
     def read(cls, source: str | Path | Plan) -> Plan:
@@ -194,7 +242,7 @@ class Plan:
 
     def values(self) -> dict[str, Any]:
         """The keys that differ from their defaults, in the canonical order."""
-        values = {key: getattr(getattr(self, k.group), key) for key, k in _KEYS.items()}
+        values = {key: getattr(getattr(self, k.group), key, k.default) for key, k in _KEYS.items()}
         return {key: value for key, value in values.items() if value != _KEYS[key].default}
 
     def with_(self, **values: Any) -> Plan:
@@ -256,13 +304,18 @@ _KEYS: dict[str, _Key] = {
     "shard": _Key("axes", 1, "N", _whole),
     "tensor": _Key("axes", 1, "N", _whole),
     "zero": _Key("sync", 3, "1|2|3", _whole),
+    "local": _Key("sync", None, "H", _whole),
+    "outer": _Key("sync", "average", "average|diloco", _word),
+    "fragments": _Key("sync", 1, "F", _whole),
     "schedule": _Key("schedule", "1f1b", "gpipe|1f1b|interleaved|zero-bubble", _word),
     "microbatches": _Key("schedule", "auto", "M|auto", _whole_or_auto),
     "virtual": _Key("schedule", 1, "V", _whole),
     "accumulate": _Key("modifiers", 1, "K|auto", _whole_or_auto),
     "recompute": _Key("modifiers", "none", "none|full", _word),
     "shares": _Key("modifiers", "equal", "equal|speed|memory|A:B:...", _shares),
+    "compress": _Key("modifiers", "none", "none|bf16|int8|topk|powersgd", _word),
 }
+_LOCAL_IS_ONE_RANK = "a local step is taken by one rank, which must hold the whole model"
 
 
 def _known_keys() -> str:
@@ -300,16 +353,39 @@ def _schedule_problems(plan: Plan) -> list[str]:
     return found
 
 
+def _local_problems(plan: Plan) -> list[str]:
+    order, found = plan.sync, []
+    if not isinstance(order, Local):
+        return []
+    if not _is_count(order.local):
+        found.append(f"local={order.local} must be a whole number of at least 1")
+    if order.outer not in OUTERS:
+        found.append(f"outer={order.outer}: {nearest(str(order.outer), OUTERS)}")
+    if not _is_count(order.fragments):
+        found.append(f"fragments={order.fragments} must be a whole number of at least 1")
+    elif not found and order.fragments > order.local:
+        found.append(f"fragments={order.fragments} and local={order.local}: each fragment has an outer step of its "
+                     "own among the local ones, so there can't be more of them")
+    if not found and plan.axes.data == 1:
+        found.append(f"local={order.local} is about replicas, and the plan has none: add data=N")
+    return found
+
+
 def _problems(plan: Plan) -> list[str]:
     """Everything that is wrong with a plan's values, in words."""
     mods = plan.modifiers
     found = [f"{axis}={size} must be a whole number of at least 1"
              for axis, size in plan.axes.sizes().items() if not _is_count(size)]
-    if not _is_count(plan.sync.zero) or plan.sync.zero > 3:
-        found.append(f"zero={plan.sync.zero} must be 1, 2 or 3")
-    elif plan.sync.zero != 3 and plan.axes.shard == 1:
-        found.append(f"zero={plan.sync.zero} splits the shard axis, and the plan has none: add shard=N")
-    found += _schedule_problems(plan)
+    if not _is_count(plan.zero) or plan.zero > 3:
+        found.append(f"zero={plan.zero} must be 1, 2 or 3")
+    elif plan.zero != 3 and plan.axes.shard == 1:
+        found.append(f"zero={plan.zero} splits the shard axis, and the plan has none: add shard=N")
+    found += _schedule_problems(plan) + _local_problems(plan)
+    if mods.compress not in COMPRESSIONS:
+        found.append(f"compress={mods.compress}: {nearest(str(mods.compress), COMPRESSIONS)}")
+    elif mods.compress != "none" and plan.axes.data == 1:
+        found.append(f"compress={mods.compress} is about what replicas send each other, and the plan has none: "
+                     "add data=N")
     if mods.accumulate != "auto" and not _is_count(mods.accumulate):
         found.append(f"accumulate={mods.accumulate} must be a whole number of at least 1, or auto")
     if mods.recompute not in ("none", "full"):

@@ -102,7 +102,11 @@ class _Speed:
 
 @dataclass
 class _Run:
-    """One rank's run while it goes on."""
+    """One rank's run while it goes on.
+
+    loss: of the last step after which ranks met. unmet: what is to be recorded of the steps since.
+    due: what is to be done when replicas are where a run may be saved. stop: some rank was asked to.
+    """
 
     context: RankContext
     job: Job
@@ -118,6 +122,10 @@ class _Run:
     samples: int = 0
     loss: float = float("nan")
     evaluated: dict[str, float] = field(default_factory=dict)
+    unmet: list[dict[str, Any]] = field(default_factory=list)
+    due: set[str] = field(default_factory=set)
+    stop: bool = False
+    saved_step: int | None = None
     blocked_s: float = 0.0
     speed: _Speed = field(default_factory=_Speed)
 
@@ -125,7 +133,7 @@ class _Run:
         """A line of metrics.jsonl, on rank 0."""
         if self.metrics is not None:
             with open(self.metrics, "a") as file:
-                file.write(json.dumps({"step": self.step, **figures, "time": time.time()}) + "\n")
+                file.write(json.dumps({"step": self.step, "time": time.time(), **figures}) + "\n")
 
 
 def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -> dict[str, Any]:
@@ -186,9 +194,9 @@ def _restore(run: _Run) -> None:
     if checkpoint is None:
         run.display.say("no checkpoint to resume from: starting at step 0")
     else:
-        state.restore(run.stepper, checkpoint)
+        said = state.restore(run.stepper, checkpoint)
         run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
-        run.display.say(f"resumed from {checkpoint.path.name}")
+        run.display.say("; ".join([f"resumed from {checkpoint.path.name}", *said]))
     if run.metrics is not None:
         _cut_metrics(run.metrics, run.step)
 
@@ -231,10 +239,12 @@ def _steps(run: _Run) -> bool:
         if recorder is not None:
             recorder.phase("end")
         _after_step(run, window, result, step_s)
-        if order is not None and run.step % order.steps_per_epoch == 0 and run.step != job.total_steps:
-            _evaluate(run)
-        if result.stop and run.step != job.total_steps:
-            return True
+        if order is not None and run.step % order.steps_per_epoch == 0:
+            run.due.add("evaluate")
+        if result.is_settled and run.step != job.total_steps:
+            _do_what_is_due(run)
+            if run.stop:
+                return True
     return False
 
 
@@ -247,22 +257,49 @@ def _feed(run: _Run, order: Order | None) -> Iterator[tuple[Window, list[MicroBa
 
 
 def _after_step(run: _Run, window: Window, result: StepResult, step_s: float) -> None:
-    run.step, run.samples, run.loss = run.step + 1, run.samples + window.count, result.loss
+    run.step, run.samples = run.step + 1, run.samples + window.count
     run.speed.add(window.count, step_s)
     norm = {} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}
-    run.record(epoch=window.epoch, samples=run.samples, loss=result.loss,
-               lr=run.stepper.optimizer.param_groups[0]["lr"], step_s=step_s, **norm)
+    run.unmet.append({"step": run.step, "epoch": window.epoch, "samples": run.samples,
+                      "lr": run.stepper.optimizer.param_groups[0]["lr"], "step_s": step_s, **norm})
+    _learn(run, result)
     if run.settings.observer is not None:
-        run.settings.observer.weights(run.step - 1, run.stepper, result.loss)
+        run.settings.observer.weights(run.step - 1, run.stepper, run.loss)
     if run.step % drift.EVERY_STEPS == 0:
-        drift.check_replicas(run.stepper.held, mesh=run.mesh, step=run.step)
+        run.due.add("compare")
     if run.writer is not None:
         run.writer.poll()
     if run.settings.save_every and run.step % run.settings.save_every == 0:
-        _save(run)
-    if run.display.due():
-        run.display.update(Progress(run.step, run.job.total_steps, window.epoch, result.loss, run.speed.samples_per_s,
+        run.due.add("save")
+    if result.losses and run.display.due():
+        run.display.update(Progress(run.step, run.job.total_steps, window.epoch, run.loss, run.speed.samples_per_s,
                                     run.speed.step_s, run.memory.bytes(), _predicted_step_s(run)))
+
+
+def _learn(run: _Run, result: StepResult) -> None:
+    """Record the steps whose losses are known now."""
+    run.stop = run.stop or bool(result.stop)
+    if result.losses:
+        for figures, loss in zip(run.unmet, result.losses, strict=True):
+            run.record(**figures, loss=loss)
+        run.loss, run.unmet = result.losses[-1], []
+
+
+def _do_what_is_due(run: _Run) -> None:
+    """Compare, save and evaluate, now that replicas are where they may be."""
+    due, run.due = run.due, set()
+    if "compare" in due:
+        _compare(run)
+    if "save" in due:
+        _save(run)
+    if "evaluate" in due:
+        _evaluate(run)
+
+
+def _compare(run: _Run) -> None:
+    stepper = run.stepper
+    stepper.meetings.quiet()
+    drift.check_replicas(stepper.meetings.shared(stepper.held), mesh=run.mesh, step=run.step)
 
 
 def _predicted_step_s(run: _Run) -> float | None:
@@ -275,6 +312,8 @@ def _save(run: _Run, *, last: bool = False) -> None:
     if run.writer is None:
         return
     run.context.beat("save")
+    run.stepper.meetings.quiet()
+    run.saved_step = run.step
     document = state.document(run.stepper, step=run.step, samples=run.samples)
     blocked_s = run.writer.save(run.step, state.pieces(run.stepper), document, snapshot=not last)
     if last:
@@ -287,8 +326,10 @@ def _evaluate(run: _Run) -> None:
     if run.job.validation is None:
         return
     stepper, part = run.stepper, part_of(run.plan, run.mesh, run.settings.shares)
-    figures = evaluate(stepper.model, stepper.layout, run.job, run.job.validation, mesh=run.mesh,
-                       device=run.context.device, part=part, beat=run.context.beat)
+    stepper.meetings.quiet()
+    with stepper.meetings.shared_in_place():
+        figures = evaluate(stepper.model, stepper.layout, run.job, run.job.validation, mesh=run.mesh,
+                           device=run.context.device, part=part, beat=run.context.beat)
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}
     run.record(validation_loss=run.evaluated["validation_loss"], metrics=figures)
     run.display.say(f"step {run.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in run.evaluated.items()))
@@ -309,13 +350,16 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
     if run.step == 0:
         raise JobError("there was nothing to train on: no step was taken")
     run.stepper.layout.module.zero_grad()  # their memory is free for evaluating, saving and exporting
-    drift.check_replicas(run.stepper.held, mesh=run.mesh, step=run.step)
+    settled = run.stepper.settle(run.step)
+    if settled is not None:
+        _learn(run, settled)
+    _compare(run)
     _evaluate(run)
     run.context.beat("save")
     if run.settings.run_dir is not None:
         assert run.writer is not None
         run.writer.wait()
-        if not (run.settings.save_every and run.step % run.settings.save_every == 0):
+        if run.saved_step != run.step:
             _save(run, last=True)
         _export(run, run.settings.run_dir)
     run.context.beat("end")
@@ -338,6 +382,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "wall_s": time.monotonic() - started_s,
         "peak_memory_bytes": peak_bytes,
         "save_blocked_s": run.blocked_s,
+        "bytes_sent": round(run.stepper.sent_bytes),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +26,11 @@ from paceline.runtime.loss import Tally, read_tally, require_gradient
 from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_streams
 from paceline.runtime.trace import Recorder
-from paceline.strategies.compose import Synchroniser, holds_parts, lay_out, prepare
+from paceline.strategies.compose import Synchroniser, holds_parts, lay_out, meetings, prepare
 from paceline.strategies.data.run import local
+from paceline.strategies.kept import Kept
 from paceline.strategies.layout import Layout
+from paceline.strategies.meeting import Met
 from paceline.strategies.mesh import Mesh, axes_cut
 from paceline.strategies.shard.run import is_about_shards
 from paceline.strategies.spill import CannotSpill, Spill
@@ -38,14 +40,17 @@ from paceline.strategies.spill import CannotSpill, Spill
 class StepResult:
     """What all ranks agree on after a step.
 
-    loss: sum over the window by its global count.
+    losses: of every step since ranks last met, this one's last: the sum over a window by its global count. None where
+        ranks don't meet after this step.
     stop: how many ranks were asked to stop.
-    gradient_norm: before clipping; None if the job doesn't clip.
+    gradient_norm: before clipping; None if the job doesn't clip. A replica's own where it takes steps of its own.
+    is_settled: whether the run may be saved and evaluated here.
     """
 
-    loss: float
+    losses: tuple[float, ...]
     stop: int
     gradient_norm: float | None
+    is_settled: bool
 
 
 def build_model(job: Job, device: torch.device) -> torch.nn.Module:
@@ -148,6 +153,8 @@ class _Window:
         dtype = torch.float64 if stepper.job.precision == "float64" else None
         self.batches = [batch.to(stepper.device, dtype) for batch in batches]
         self.tallies: list[Tally] = []
+        own_samples = sum(batch.samples for batch in batches)
+        self.samples = max(own_samples, 1) if stepper.meetings.has_own_steps else window.count
 
     def before_forward(self, microbatch: int, stage: int) -> None:
         mesh = self.stepper.mesh
@@ -162,9 +169,10 @@ class _Window:
             tally = read_tally(job.loss(output, batch.target), samples=batch.samples or 1)
         require_gradient(tally)
         self.tallies.append(tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean))
-        # A mean over samples has its weight known before backward; (sum, count) is divided after the reduction,
-        # when the window's count is known. A stand-in weighs nothing.
-        weight = batch.samples / self.window.count if tally.is_mean else float(batch.samples > 0)
+        # A mean over samples has its weight known before backward; (sum, count) is divided when the count of all the
+        # samples is known: the window's, or this replica's own where it takes steps of its own. A stand-in weighs
+        # nothing.
+        weight = batch.samples / self.samples if tally.is_mean else float(batch.samples > 0)
         return tally.value * weight
 
     def record(self, what: str, label: str, start_s: float, end_s: float) -> None:
@@ -191,6 +199,7 @@ class Stepper:
         self.job, self.mesh, self.device = job, mesh, device
         prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
         self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
+        self.meetings = meetings(self.synchronisers, mesh)
         self.model.train()
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.held = dict(self.layout.module.named_parameters())
@@ -206,7 +215,7 @@ class Stepper:
              observe: Callable[[Stepper], None] | None = None) -> StepResult:
         """Forward and backward of every micro-batch, reduction, clipping, update.
 
-        Collectives: those of the plan's rooms, then one small all-reduce of the loss over all ranks.
+        Collectives: those of the plan's rooms, and one small all-reduce of the loss over all ranks where they meet.
 
         Args:
             step: Number of the step, from 0; keys the random streams.
@@ -228,10 +237,15 @@ class Stepper:
         for synchroniser in reversed(self.synchronisers):
             synchroniser.finish()
         self.layout.finish()
-        loss, count, stops, users, is_mean = self._meet(tallies, used, stop)
+        figures = self.meetings.agree(self._figures(tallies, used, stop))
+        loss, count, _, summed, *users = figures.tolist()
         self._check_loss(loss, count, tallies, step)
-        self._settle_unused(users, first=step)
-        if not is_mean:
+        self._drop_unused(users)
+        if not count:
+            self.layout.module.zero_grad()  # a replica without samples of its own takes no step
+        if not step and not self.meetings.has_own_steps:
+            self._refuse_unused(users)  # before the first update
+        if summed and count:
             self._scale_gradients(1.0 / count)
         if observe:
             observe(self)
@@ -240,15 +254,39 @@ class Stepper:
         self._update()
         if self.schedule is not None:
             self.schedule.step()
+        met = self.meetings.close(step + 1, figures, beat)
+        if met is None:
+            return StepResult((), 0, norm, is_settled=False)
+        own_part = sum(batch.samples for batch in batches) / window.count
+        return self._learn(met, own_part=met.weight if self.meetings.has_own_steps else own_part, norm=norm, step=step)
+
+    def settle(self, step: int) -> StepResult | None:
+        """The run ends after `step` steps: on return all replicas hold the same. None if they already did.
+
+        Collective where ranks have not met after the last step.
+        """
+        met = self.meetings.settle(step)
+        return None if met is None else self._learn(met, own_part=met.weight, norm=None, step=step - 1)
+
+    def _learn(self, met: Met, *, own_part: float, norm: float | None, step: int) -> StepResult:
+        """What follows from a meeting. own_part: this replica's, of the samples that it was about."""
+        stops, _, *users = met.flags
+        first = step + 2 - len(met.figures)
+        for number, (_, count) in enumerate(met.figures):
+            if not count:
+                raise TrainingError(f"the loss counts nothing in step {first + number}: its count is {count:g}",
+                                    hint="every target of the window is ignored; a larger batch makes this unlikely")
+        if first == 1 and self.meetings.has_own_steps:
+            self._refuse_unused(users)
         if len(self.mesh.replicas) > 1:
-            self.buffers.meet(sum(batch.samples for batch in batches) / window.count, self.mesh.group("replicas"))
-        return StepResult(loss / count, int(stops), norm)
+            self.buffers.meet(own_part, self.mesh.group("replicas"))
+        return StepResult(tuple(loss / count for loss, count in met.figures), int(stops), norm, met.is_settled)
 
-    def _meet(self, tallies: list[Tally], used: set[str],
-              stop: bool) -> tuple[float, float, float, dict[str, float], bool]:
-        """The window's loss sum, its count, ranks asked to stop, ranks that used each parameter, and the loss's kind.
+    def _figures(self, tallies: list[Tally], used: set[str], stop: bool) -> torch.Tensor:
+        """This rank's loss sum, its count, whether it was asked to stop, whether the loss is a sum, and for each
+        parameter whether it was used; float64.
 
-        Ranks without the model's output have no tallies and learn of the loss here.
+        Ranks without the model's output have no tallies and learn of the loss from others.
         """
         if self.mesh.coordinates["tensor"]:
             tallies = []  # the first of those that compute a loss together tells it
@@ -257,15 +295,11 @@ class Stepper:
         sums = sum(not tally.is_mean for tally in tallies)
         flags = torch.tensor([float(stop), float(sums), *(float(name in used) for name in self.trainable)],
                              dtype=torch.float64)
-        figures = torch.cat([torch.stack([torch.stack(totals).sum(), torch.as_tensor(
+        return torch.cat([torch.stack([torch.stack(totals).sum(), torch.as_tensor(
             count, dtype=torch.float64, device=self.device)]), flags.to(self.device)])
-        if self.mesh.world_size > 1:
-            dist.all_reduce(figures)
-        loss, counted, stops, summed, *users = figures.tolist()
-        return loss, counted, stops, dict(zip(self.trainable, users, strict=True)), not summed
 
     def _check_loss(self, loss: float, count: float, tallies: list[Tally], step: int) -> None:
-        if math.isfinite(loss) and count > 0:
+        if math.isfinite(loss) and (count > 0 or self.meetings.has_own_steps):
             return
         if math.isfinite(loss):
             raise TrainingError(f"the loss counts nothing in step {step + 1}: its count is {count:g}",
@@ -278,22 +312,23 @@ class Stepper:
         error.heard = not here  # type: ignore[attr-defined]  # another rank's loss; that rank's report comes first
         raise error
 
-    def _settle_unused(self, users: dict[str, float], *, first: int) -> None:
-        """A parameter that no rank used gets no gradient, as on one device; in a run's first step it is refused.
+    def _drop_unused(self, users: list[float]) -> None:
+        """A parameter that nobody used gets no gradient, as on one device. users: of each trainable parameter."""
+        for name, count in zip(self.trainable, users, strict=True):
+            if not count and name in self.parameters:
+                self.parameters[name].grad = None
+
+    def _refuse_unused(self, users: list[float]) -> None:
+        """Refuse a parameter that no rank used in a run's first step.
 
         Parameters that stand in a list beside others that were used (experts, optional layers) may be unused.
         """
-        if all(users.values()):
-            return
-        unused = [name for name, count in users.items() if not count]
-        for name in unused:
-            if name in self.parameters:
-                self.parameters[name].grad = None
-        if self.saw_unused or first:
+        unused = [name for name, count in zip(self.trainable, users, strict=True) if not count]
+        if not unused or self.saw_unused:
             return
         self.saw_unused = True
         family = lambda name: re.sub(r"\.\d+\.", ".*.", name)  # noqa: E731
-        alive = {family(name) for name in users if name not in unused}
+        alive = {family(name) for name in self.trainable if name not in unused}
         never = [name for name in unused if family(name) == name or family(name) not in alive]
         if len(never) == len(users):
             raise TrainingError("the loss does not depend on the model: no parameter has a gradient")
@@ -343,6 +378,16 @@ class Stepper:
                            f"{str(error).splitlines()[0]}",
                            hint="leave out fused=True and foreach=True, or use an optimizer that treats every element "
                                 "alike (AdamW, SGD), or a data=N plan, which keeps parameters whole") from error
+
+    @property
+    def sent_bytes(self) -> float:
+        """What this rank has sent to other replicas so far: gradients or weights, and what they agree on."""
+        return self.meetings.met_bytes + sum(synchroniser.sent_bytes for synchroniser in self.synchronisers)
+
+    def kept(self) -> Iterator[Kept]:
+        """State of the plan's rooms."""
+        for synchroniser in self.synchronisers:
+            yield from synchroniser.kept()
 
     def _build_optimizer(self) -> tuple[torch.optim.Optimizer, list[list[str]]]:
         """The optimizer for what this rank holds, and the names in its groups of all parameters.

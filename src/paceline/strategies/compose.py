@@ -8,13 +8,16 @@ and what gradients a rank then holds are reduced over the replicas. Each room se
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import JobError
 from paceline.strategies.data import run as data
+from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.layout import Batch, Layout, Whole
+from paceline.strategies.local import run as local
+from paceline.strategies.meeting import EveryStep, Meetings
 from paceline.strategies.recompute import run as recompute
 from paceline.strategies.shard import run as shard
 
@@ -39,6 +42,16 @@ class Synchroniser(Protocol):
     def finish(self) -> None:
         """The last backward is done; on return every gradient this rank holds is the whole window's."""
 
+    @property
+    def sent_bytes(self) -> float:
+        """What this rank has sent to other replicas so far."""
+
+    def kept(self) -> Iterable[Kept]:
+        """State for a checkpoint; its tensors change as training goes on."""
+
+    def restore(self, saved: Saved) -> list[str]:
+        """Go on from a checkpoint's state. Returns what could not be taken over, in words."""
+
 
 class Room(Protocol):
     """The running side of a strategy.
@@ -54,7 +67,7 @@ class Room(Protocol):
         """Change the model in place for this rank. Collective along the room's axis."""
 
 
-ROOMS: tuple[Room, ...] = (recompute, shard, data)
+ROOMS: tuple[Room, ...] = (recompute, shard, data, local)
 
 
 def load(plan: Plan) -> None:
@@ -83,6 +96,12 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
         _refuse_sparse(model)
     made = [room.prepare(model, plan=plan, mesh=mesh) for room in ROOMS if room.is_active(plan)]
     return [synchroniser for synchroniser in made if synchroniser is not None]
+
+
+def meetings(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> Meetings:
+    """When ranks meet: as a room of the plan says, or else in every step."""
+    said = [synchroniser for synchroniser in synchronisers if isinstance(synchroniser, Meetings)]
+    return said[0] if said else EveryStep(mesh.world_size)
 
 
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Callable[[int], Batch],

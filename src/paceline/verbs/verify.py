@@ -201,6 +201,9 @@ def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, t
     from paceline.launch.local import run_local
     from paceline.planner.resolve import resolve
 
+    if plan.relaxed is not None:
+        return Certificate(str(plan), (), f"not compared: the plan is relaxed ({plan.relaxed}) and can't equal one "
+                                          f"device; '{plan.exact}' can")
     devices = f"cpu:0-{plan.world_size - 1}"
     asked = resolve(job, plan, devices=devices)
     cuts = asked.plan.replicas > 1 or asked.plan.num_microbatches != 1
