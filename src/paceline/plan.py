@@ -53,6 +53,41 @@ class AllReduce:
 
     zero: ZeroStage = 3
 
+    def num_ranks(self, axes: Axes) -> int:
+        """Processes that run the plan."""
+        return math.prod(axes.sizes().values())
+
+    def num_replicas(self, axes: Axes) -> int:
+        """Ranks that see different samples."""
+        return axes.data * axes.shard
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Parameters and optimizer state live on servers; workers send them gradients and fetch weights.
+
+    server: how many servers, each with a part of the parameters.
+    workers: ranks that compute gradients.
+    staleness: 0 divides every step's batch over the workers, and each waits for all. Above 0 a worker takes whole
+        steps of its own, and starts one when it has done at most so many more than the slowest; "inf" never waits.
+    colocate: "yes" puts the servers into the first workers' processes, "no" gives each a rank of its own.
+    damping: "inverse" divides the learning rate of an update by its staleness, the updates it has not seen.
+    """
+
+    server: int = 0
+    workers: int = 0
+    staleness: int | Literal["inf"] = 0
+    colocate: Literal["yes", "no"] = "no"
+    damping: Literal["none", "inverse"] = "none"
+
+    def num_ranks(self, axes: Axes) -> int:
+        """Processes that run the plan."""
+        return self.workers + (0 if self.colocate == "yes" else self.server)
+
+    def num_replicas(self, axes: Axes) -> int:
+        """Ranks that see different samples."""
+        return self.workers
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -94,7 +129,7 @@ class Plan:
     """
 
     axes: Axes = field(default_factory=Axes)
-    sync: AllReduce = field(default_factory=AllReduce)
+    sync: AllReduce | Servers = field(default_factory=AllReduce)
     schedule: Schedule = field(default_factory=Schedule)
     modifiers: Modifiers = field(default_factory=Modifiers)
 
@@ -106,12 +141,17 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Ranks the plan needs."""
-        return math.prod(self.axes.sizes().values())
+        return self.sync.num_ranks(self.axes)
 
     @property
     def replicas(self) -> int:
         """Ranks that see different samples."""
-        return self.axes.data * self.axes.shard
+        return self.sync.num_replicas(self.axes)
+
+    @property
+    def zero(self) -> ZeroStage:
+        """What a shard axis splits."""
+        return self.sync.zero if isinstance(self.sync, AllReduce) else 3
 
     @property
     def num_microbatches(self) -> int:
@@ -122,7 +162,9 @@ class Plan:
 
     @property
     def relaxed(self) -> str | None:
-        """What the plan gives up against one device; None for an exact plan. All plans so far are exact."""
+        """What the plan gives up against one device; None for an exact plan."""
+        if isinstance(self.sync, Servers) and self.sync.staleness != 0:
+            return "gradients are of weights that miss updates made meanwhile by other workers"
         return None
 
     @classmethod
@@ -152,7 +194,7 @@ class Plan:
             if key in given:
                 raise PlanError(f"plan key '{key}' is given twice: {given[key]} and {value}")
             given[key] = value
-        if "single" in words and (split := [k for k in given if k in Axes().sizes() and given[k] != "1"]):
+        if "single" in words and (split := [k for k in given if k in _SPLITS and given[k] != "1"]):
             raise PlanError(f"'single' is one device and contradicts {', '.join(f'{k}={given[k]}' for k in split)}")
         return cls.of(**{key: _KEYS[key].read(key, value) for key, value in given.items()})
 
@@ -173,8 +215,11 @@ class Plan:
             raise PlanError(f"place={values['place']} needs the number of parts", hint="add parts=N, one a device")
         if values.get("schedule") == "interleaved":
             values.setdefault("virtual", 2)
-        parts = {group: {k: v for k, v in values.items() if _KEYS[k].group == group} for group in _GROUPS}
-        return cls(**{group: kind(**parts[group]) for group, kind in _GROUPS.items()})
+        parts = {group: {k: v for k, v in values.items() if _KEYS[k].group == group} for group in (*_GROUPS, "servers")}
+        sync = _servers(**parts["servers"]) if parts["servers"] else AllReduce(**parts["sync"])
+        if parts["servers"] and parts["sync"]:
+            raise PlanError(f"zero={values['zero']} splits the shard axis, and servers hold the state of this plan")
+        return cls(**{group: kind(**parts[group]) for group, kind in _GROUPS.items() if group != "sync"}, sync=sync)
 
     @classmethod
     def read(cls, source: str | Path | Plan) -> Plan:
@@ -194,7 +239,9 @@ class Plan:
 
     def values(self) -> dict[str, Any]:
         """The keys that differ from their defaults, in the canonical order."""
-        values = {key: getattr(getattr(self, k.group), key) for key, k in _KEYS.items()}
+        homes = {"servers" if isinstance(self.sync, Servers) else "sync": self.sync}
+        values = {key: getattr(homes.get(k.group, getattr(self, k.group, None)), key, k.default)
+                  for key, k in _KEYS.items()}
         return {key: value for key, value in values.items() if value != _KEYS[key].default}
 
     def with_(self, **values: Any) -> Plan:
@@ -211,7 +258,7 @@ class Plan:
     def __str__(self) -> str:
         values = self.values()
         words = [f"{key}={_text(value)}" for key, value in values.items()]
-        split = any(key in values for key in Axes().sizes())
+        split = any(key in values for key in _SPLITS)
         return " ".join(words if split else ["single", *words])
 
 
@@ -235,6 +282,10 @@ def _whole_or_auto(key: str, text: str) -> int | str:
     return text if text == "auto" else _whole(key, text)
 
 
+def _whole_or_inf(key: str, text: str) -> int | str:
+    return text if text == "inf" else _whole(key, text)
+
+
 def _word(key: str, text: str) -> str:
     return text
 
@@ -256,6 +307,11 @@ _KEYS: dict[str, _Key] = {
     "shard": _Key("axes", 1, "N", _whole),
     "tensor": _Key("axes", 1, "N", _whole),
     "zero": _Key("sync", 3, "1|2|3", _whole),
+    "server": _Key("servers", 0, "S", _whole),
+    "workers": _Key("servers", 0, "W", _whole),
+    "staleness": _Key("servers", 0, "0|K|inf", _whole_or_inf),
+    "colocate": _Key("servers", "no", "yes|no", _word),
+    "damping": _Key("servers", "none", "none|inverse", _word),
     "schedule": _Key("schedule", "1f1b", "gpipe|1f1b|interleaved|zero-bubble", _word),
     "microbatches": _Key("schedule", "auto", "M|auto", _whole_or_auto),
     "virtual": _Key("schedule", 1, "V", _whole),
@@ -263,6 +319,10 @@ _KEYS: dict[str, _Key] = {
     "recompute": _Key("modifiers", "none", "none|full", _word),
     "shares": _Key("modifiers", "equal", "equal|speed|memory|A:B:...", _shares),
 }
+
+
+# Keys that make a plan more than one device.
+_SPLITS = (*Axes().sizes(), "server", "workers")
 
 
 def _known_keys() -> str:
@@ -300,12 +360,42 @@ def _schedule_problems(plan: Plan) -> list[str]:
     return found
 
 
+def _servers(**values: Any) -> Servers:
+    """The servers of a plan that gives some of their keys."""
+    if missing := [key for key in ("server", "workers") if key not in values]:
+        given = " ".join(f"{key}={value}" for key, value in values.items())
+        raise PlanError(f"{given} is about servers, and the plan lacks {' and '.join(missing)}",
+                        hint="server=S workers=W, each at least 1")
+    return Servers(**values)
+
+
+def _server_problems(sync: Servers, axes: Axes) -> list[str]:
+    found = [f"{key}={getattr(sync, key)} must be a whole number of at least 1"
+             for key in ("server", "workers") if not _is_count(getattr(sync, key))]
+    if sync.staleness not in (0, "inf") and not _is_count(sync.staleness):
+        found.append(f"staleness={sync.staleness} must be a whole number of at least 0, or inf")
+    for key, allowed in (("colocate", ("yes", "no")), ("damping", ("none", "inverse"))):
+        if getattr(sync, key) not in allowed:
+            found.append(f"{key}={getattr(sync, key)}: {nearest(str(getattr(sync, key)), allowed)}")
+    if sync.damping != "none" and sync.staleness == 0:
+        found.append(f"damping={sync.damping} is by staleness, and staleness=0 has none")
+    if not found and sync.colocate == "yes" and sync.server > sync.workers:
+        found.append(f"colocate=yes puts server={sync.server} servers into workers={sync.workers} processes, at most "
+                     "one in each")
+    if split := [f"{axis}={size}" for axis, size in axes.sizes().items() if size != 1]:
+        found.append(f"server={sync.server} and {' '.join(split)}: workers hold the whole model, and servers bring "
+                     "their gradients together")
+    return found
+
+
 def _problems(plan: Plan) -> list[str]:
     """Everything that is wrong with a plan's values, in words."""
     mods = plan.modifiers
     found = [f"{axis}={size} must be a whole number of at least 1"
              for axis, size in plan.axes.sizes().items() if not _is_count(size)]
-    if not _is_count(plan.sync.zero) or plan.sync.zero > 3:
+    if isinstance(plan.sync, Servers):
+        found += _server_problems(plan.sync, plan.axes)
+    elif not _is_count(plan.sync.zero) or plan.sync.zero > 3:
         found.append(f"zero={plan.sync.zero} must be 1, 2 or 3")
     elif plan.sync.zero != 3 and plan.axes.shard == 1:
         found.append(f"zero={plan.sync.zero} splits the shard axis, and the plan has none: add shard=N")

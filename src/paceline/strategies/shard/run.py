@@ -64,7 +64,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Sharding:
     sharded = {name: module for name, module in {**units, **outermost}.items()
                if module is model or any(p not in whole for p in module.parameters())}
     for unit in sharded.values():
-        module = fully_shard(unit, mesh=along, reshard_after_forward=plan.sync.zero == 3, ignored_params=whole)
+        module = fully_shard(unit, mesh=along, reshard_after_forward=plan.zero == 3, ignored_params=whole)
         # Gradients are sums: the loss is already divided by the whole window's count.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -75,7 +75,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Sharding:
         _watch_calls(sharded, Roll(list(sharded), mesh.group("shard"), mesh.ranks_along("shard")))
         model.forward = _explained(model.forward)
     trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
-    return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard")), zero=plan.sync.zero)
+    return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard")), zero=plan.zero)
 
 
 class Sharding:
