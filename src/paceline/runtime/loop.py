@@ -37,10 +37,10 @@ class Observer(Protocol):
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         """The micro-batches this rank is about to use, on the CPU."""
 
-    def gradients(self, step: int, stepper: Stepper) -> None:
+    def gradients(self, step: int, stepper: state.Holder) -> None:
         """Gradients are complete and not yet clipped."""
 
-    def weights(self, step: int, stepper: Stepper, loss: float) -> None:
+    def weights(self, step: int, stepper: state.Holder, loss: float) -> None:
         """The update is done."""
 
 

@@ -4,42 +4,71 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
 from paceline.errors import CheckpointError, JobError
+from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
 from paceline.runtime.checkpoint.pieces import Piece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
-from paceline.runtime.stepper import Stepper
-from paceline.strategies.mesh import axes_cut
+from paceline.strategies.layout import Cut, Ownership
+from paceline.strategies.mesh import Mesh, axes_cut
 
 # Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY.
 
 
-def pieces(stepper: Stepper) -> Iterator[Piece]:
+class Holder(Protocol):
+    """What holds a run's state on one rank: a `Stepper`, or a server.
+
+    model: with every parameter's shape, though what is trained may be held elsewhere.
+    """
+
+    @property
+    def job(self) -> Job: ...
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def layout(self) -> Ownership: ...
+    @property
+    def held(self) -> dict[str, torch.nn.Parameter]: ...
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def groups(self) -> list[list[str]]: ...
+    @property
+    def schedule(self) -> Any: ...
+
+
+def pieces(stepper: Holder) -> Iterator[Piece]:
     """What this rank writes of what it owns: its part of a tensor, if it is the first of those that hold that part."""
-    for name, tensor in _tensors(stepper):
+    for name, tensor, cut in _tensors(stepper):
         cut_along = axes_cut(tensor)
         if not any(stepper.mesh.coordinates[axis] for axis in ("data", "shard", "tensor") if axis not in cut_along):
-            yield from pieces_of(name, tensor.detach())
+            yield from pieces_of(name, tensor.detach(), cut)
 
 
-def _tensors(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:
-    owned = stepper.layout.owned
-    yield from ((f"parameters/{name}", parameter) for name, parameter in stepper.held.items() if name in owned)
-    yield from ((f"buffers/{name}", buffer) for name, buffer in persistent_buffers(stepper.model).items()
+def _tensors(stepper: Holder) -> Iterator[tuple[str, torch.Tensor, Cut | None]]:
+    owned, cuts = stepper.layout.owned, stepper.layout.cuts
+    yield from ((f"parameters/{name}", parameter, cuts.get(name)) for name, parameter in stepper.held.items()
+                if name in owned)
+    yield from ((f"buffers/{name}", buffer, None) for name, buffer in persistent_buffers(stepper.model).items()
                 if name in stepper.layout.owned_buffers)
     for name, parameter in stepper.parameters.items():
         if name not in owned:
             continue
         for key, value in stepper.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                yield f"optimizer/{name}/{key}", value
+            if isinstance(value, torch.Tensor):  # laid out like its parameter if it has its shape, else whole
+                yield f"optimizer/{name}/{key}", value, cuts.get(name) if value.shape == parameter.shape else None
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -48,7 +77,7 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def document(stepper: Stepper, *, step: int, samples: int) -> dict[str, Any]:
+def document(stepper: Holder, *, step: int, samples: int) -> dict[str, Any]:
     """What is not a tensor: the cursor, the optimizer's groups, the schedule.
 
     Raises:
@@ -109,7 +138,7 @@ def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None
     return None
 
 
-def mismatch(stepper: Stepper, checkpoint: Checkpoint) -> str | None:
+def mismatch(stepper: Holder, checkpoint: Checkpoint) -> str | None:
     """Why a run can't go on from a checkpoint; None if it can."""
     other = model_mismatch(stepper.model, checkpoint)
     if other:
@@ -139,22 +168,23 @@ def choose_checkpoint(context: RankContext, run_dir: Path,
     return open_checkpoint(run_dir / "checkpoints" / name, checksums=False) if name else None
 
 
-def load_weights(model: torch.nn.Module, held: dict[str, torch.nn.Parameter], checkpoint: Checkpoint) -> None:
+def load_weights(model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter], checkpoint: Checkpoint,
+                 cuts: Mapping[str, Cut] = MappingProxyType({})) -> None:
     """Read parameters and buffers into the model; each rank reads only the parts it holds."""
     with torch.no_grad():
         for name, parameter in held.items():
-            checkpoint.read_into(f"parameters/{name}", parameter)
+            checkpoint.read_into(f"parameters/{name}", parameter, cuts.get(name))
         for name, buffer in persistent_buffers(model).items():
             checkpoint.read_into(f"buffers/{name}", buffer)
 
 
-def restore(stepper: Stepper, checkpoint: Checkpoint) -> None:
+def restore(stepper: Holder, checkpoint: Checkpoint) -> None:
     """Put weights, optimizer and schedule where they were, under this run's layout.
 
     Raises:
         CheckpointError: the optimizer's state doesn't fit this job's.
     """
-    load_weights(stepper.model, stepper.held, checkpoint)
+    load_weights(stepper.model, stepper.held, checkpoint, stepper.layout.cuts)
     saved = checkpoint.document["optimizer"]
     positions = {name: position for position, name in enumerate(
         name for name in _names_in_order(stepper, saved["groups"]) if name in stepper.parameters)}
@@ -162,7 +192,8 @@ def restore(stepper: Stepper, checkpoint: Checkpoint) -> None:
     for full_name in checkpoint.tensors:
         name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
         if full_name.startswith("optimizer/") and name in positions:
-            state.setdefault(positions[name], {})[key] = _read_like(stepper.parameters[name], full_name, checkpoint)
+            state.setdefault(positions[name], {})[key] = _read_like(
+                stepper.parameters[name], full_name, checkpoint, stepper.layout.cuts.get(name))
     for name, kept in saved["values"].items():
         if name in positions:
             state.setdefault(positions[name], {}).update(kept)
@@ -174,7 +205,7 @@ def restore(stepper: Stepper, checkpoint: Checkpoint) -> None:
         stepper.schedule.load_state_dict(_unplain(checkpoint.document["schedule"], None))
 
 
-def _names_in_order(stepper: Stepper, saved_groups: list[dict[str, Any]]) -> list[str]:
+def _names_in_order(stepper: Holder, saved_groups: list[dict[str, Any]]) -> list[str]:
     now = stepper.groups
     if now != [group["parameters"] for group in saved_groups]:
         raise CheckpointError("the optimizer of the checkpoint groups the parameters in another way than this job's",
@@ -182,9 +213,11 @@ def _names_in_order(stepper: Stepper, saved_groups: list[dict[str, Any]]) -> lis
     return [name for group in now for name in group]
 
 
-def _read_like(parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint) -> torch.Tensor:
+def _read_like(parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint, cut: Cut | None) -> torch.Tensor:
     """A state tensor: laid out like its parameter if it has its shape, else whole."""
     entry = checkpoint.tensors[name]
+    if cut is not None and tuple(entry.shape) == cut.shape:
+        return checkpoint.read(name, cut.offsets, tuple(parameter.shape))
     if hasattr(parameter, "to_local") and tuple(entry.shape) == tuple(parameter.shape):
         target = torch.zeros_like(parameter)
         checkpoint.read_into(name, target)

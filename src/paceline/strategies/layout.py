@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -38,13 +39,35 @@ class Work(Protocol):
         """Notes when something was done, by `time.perf_counter`; for traces."""
 
 
-class Layout(Protocol):
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a rank's part of a tensor lies in the whole. shape: of the whole. offsets: along each dim."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class Ownership(Protocol):
+    """What a rank answers for: it alone counts it in norms and writes it into checkpoints.
+
+    owned, owned_buffers: names.
+    cuts: of parameters that are held in part, as plain tensors; a DTensor knows its own.
+    """
+
+    @property
+    def owned(self) -> frozenset[str]: ...
+    @property
+    def owned_buffers(self) -> frozenset[str]: ...
+    @property
+    def cuts(self) -> Mapping[str, Cut]: ...
+
+
+class Layout(Ownership, Protocol):
     """How a rank runs its part of a model.
 
     module: holds the parameters of this rank, under the model's names. The rooms of the plan change it in place.
     owners: for each parameter and buffer the place of the ranks that answer for it, along the axis that the model
-        is spread over: they alone count it in norms and write it into checkpoints.
-    owned, owned_buffers: names of what this rank answers for.
+        is spread over.
     has_output: whether the model's output, and so the loss, is here.
     """
 
@@ -52,10 +75,6 @@ class Layout(Protocol):
     def module(self) -> nn.Module: ...
     @property
     def owners(self) -> Mapping[str, int]: ...
-    @property
-    def owned(self) -> frozenset[str]: ...
-    @property
-    def owned_buffers(self) -> frozenset[str]: ...
     @property
     def has_output(self) -> bool: ...
 
@@ -79,6 +98,7 @@ class Whole:
         self.owned = frozenset(name for name, _ in model.named_parameters())
         self.owned_buffers = frozenset(name for name, _ in model.named_buffers())
         self.owners = dict.fromkeys(self.owned | self.owned_buffers, 0)
+        self.cuts: dict[str, Cut] = {}
 
     def run(self, batches: Sequence[Batch], work: Work) -> None:
         for number, batch in enumerate(batches):

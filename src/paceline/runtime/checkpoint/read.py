@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint.pieces import DTYPES, Region, copy, pieces_of, uncovered
 from paceline.runtime.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, VERSION
+from paceline.strategies.layout import Cut
 
 # step-N, and what was step-N until a save of the same step began to replace it and was cut off.
 _FOLDER = re.compile(r"step-(\d+)|\.step-(\d+)\.replaced")
@@ -73,18 +74,20 @@ class Checkpoint:
         self._fill(target, name, entry, region)
         return target
 
-    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+    def read_into(self, name: str, tensor: torch.Tensor, cut: Cut | None = None) -> None:
         """Fill a tensor in place: all of a plain one, this rank's own part of a DTensor.
+
+        cut: where a plain tensor lies, if it is a part of a larger one.
 
         Raises:
             CheckpointError: there is no such tensor, or it has another global shape or another dtype.
         """
         entry = self._entry(name)
-        if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+        if (cut.shape if cut else tuple(tensor.shape)) != entry.shape or tensor.dtype != entry.dtype:
             raise CheckpointError(f"{self.path}: '{name}' is {_kind(entry.dtype, entry.shape)} there and "
                                   f"{_kind(tensor.dtype, tuple(tensor.shape))} here",
                                   hint="the checkpoint is of another model; resume with the job that wrote it")
-        for piece in pieces_of(name, tensor):
+        for piece in pieces_of(name, tensor, cut):
             self._fill(piece.tensor, name, entry, piece.region)
 
     def _entry(self, name: str) -> TensorEntry:
