@@ -18,6 +18,7 @@ import torch.distributed as dist
 from paceline.cluster import Device, usable_cores
 from paceline.launch.board import Board
 from paceline.launch.context import RankContext
+from paceline.launch.crew import Crew
 from paceline.launch.failure import Failure
 from paceline.launch.logs import open_log, set_up_logging
 from paceline.launch.watch import Watch, peer_loss
@@ -27,8 +28,8 @@ Body = Callable[[RankContext], Any]
 
 def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, device: Device,
              make_store: Callable[[], dist.Store] | None, board: Board, slot: int, attempt: str,
-             run_dir: Path | None, timeout_s: float,
-             report: Callable[[Failure], None]) -> tuple[Any, Failure | None, Path | None]:
+             run_dir: Path | None, timeout_s: float, report: Callable[[Failure], None], crew: Crew, secret: bytes,
+             host: str = "127.0.0.1") -> tuple[Any, Failure | None, Path | None]:
     """Run `body` as one rank of a run. `report` takes a failure that ends the process before this returns.
 
     Returns:
@@ -39,13 +40,14 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
     where = _claim(device)
     if where.type == "cpu":
         keep_freed_memory()
-    context = RankContext(rank, world_size, local_world_size, where, None, board, slot, attempt)
+    context = RankContext(rank, world_size, local_world_size, where, None, board, slot, attempt, secret=secret,
+                          host=host)
     result, failure = None, None
     try:
         if make_store is not None:
             context.store = make_store()
         set_up_logging(terminal, rank=rank, store=context.store)
-        with Watch(context, timeout_s=timeout_s, report=report), _process_group(context, timeout_s):
+        with Watch(context, timeout_s=timeout_s, report=report), _process_group(context, timeout_s, crew):
             result = body(context)
     except BaseException as error:
         failure = peer_loss(context, error)
@@ -57,8 +59,8 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
 
 
 @contextlib.contextmanager
-def _process_group(context: RankContext, timeout_s: float) -> Any:
-    if context.store is None:
+def _process_group(context: RankContext, timeout_s: float, crew: Crew) -> Any:
+    if context.store is None or not crew.has_group:
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from paceline.cluster import Cluster, Device, usable_cores
 from paceline.errors import PlanError
 from paceline.job import Precision
-from paceline.plan import Plan
+from paceline.plan import Plan, Servers
 from paceline.planner.program import step_program
 from paceline.profile.device import DeviceRates, measure_device
 from paceline.profile.profile import Profile
@@ -58,6 +58,8 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     """
     if max(plan.axes.pipeline, plan.axes.parts, plan.axes.tensor) > 1:
         raise PlanError(f"plan '{plan}' splits the model, and such plans are not priced yet")
+    if isinstance(plan.sync, Servers):
+        raise PlanError(f"plan '{plan}' has servers, and such plans are not priced yet")
     if plan.modifiers.accumulate == "auto":
         plan = plan.with_(accumulate=fewest_microbatches(profile, plan, cluster, batch=batch, precision=precision))
     ranks = _ranks(plan, cluster, batch=batch, rates=rates or _measured(cluster))

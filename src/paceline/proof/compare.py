@@ -34,7 +34,7 @@ class Recorder:
 
     def gradients(self, step: int, stepper: Holder) -> None:
         if step == 0:
-            self.replica, self.held = stepper.mesh.replica, list(stepper.held)
+            self.replica, self.held = stepper.replica, list(stepper.held)
             self._compare("initial", step, stepper.held, stepper.layout.cuts)
         self._compare("gradient", step, {name: p.grad.to_dense() if p.grad.is_sparse else p.grad
                                          for name, p in stepper.parameters.items() if p.grad is not None},

@@ -70,7 +70,7 @@ def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> Part:
 
 
 @dataclass
-class _Speed:
+class Speed:
     """Time spent in steps after the warm-up, without evaluation and saving."""
 
     steps: int = 0
@@ -116,7 +116,7 @@ class _Run:
     loss: float = float("nan")
     evaluated: dict[str, float] = field(default_factory=dict)
     blocked_s: float = 0.0
-    speed: _Speed = field(default_factory=_Speed)
+    speed: Speed = field(default_factory=Speed)
 
     def record(self, **figures: Any) -> None:
         """A line of metrics.jsonl, on rank 0."""
@@ -176,10 +176,10 @@ def _restore(run: _Run) -> None:
         run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
         run.display.say(f"resumed from {checkpoint.path.name}")
     if run.metrics is not None:
-        _cut_metrics(run.metrics, run.step)
+        cut_metrics(run.metrics, run.step)
 
 
-def _cut_metrics(path: Path, step: int) -> None:
+def cut_metrics(path: Path, step: int) -> None:
     """Forget what the interrupted run recorded after the step that this one goes on from."""
     if path.exists():
         lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -248,11 +248,12 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float) ->
         _save(run)
     if run.display.due():
         run.display.update(Progress(run.step, run.job.total_steps, window.epoch, result.loss, run.speed.samples_per_s,
-                                    run.speed.step_s, run.memory.bytes(), _predicted_step_s(run)))
+                                    run.speed.step_s, run.memory.bytes(), predicted_step_s(run.settings)))
 
 
-def _predicted_step_s(run: _Run) -> float | None:
-    path = run.settings.run_dir / "predicted.json" if run.settings.run_dir else None
+def predicted_step_s(settings: Settings) -> float | None:
+    """What was predicted of a step, once it is known."""
+    path = settings.run_dir / "predicted.json" if settings.run_dir else None
     return json.loads(path.read_text())["step_s"] if path is not None and path.exists() else None
 
 

@@ -27,8 +27,11 @@ class Holder(Protocol):
     """What holds a run's state on one rank: a `Stepper`, or a server.
 
     model: with every parameter's shape, though what is trained may be held elsewhere.
+    replica: which part of every window this rank computes; -1 for none.
     """
 
+    @property
+    def replica(self) -> int: ...
     @property
     def job(self) -> Job: ...
     @property

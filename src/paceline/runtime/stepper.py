@@ -147,6 +147,7 @@ class Stepper:
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
                  memory_bytes: Sequence[float] = ()) -> None:
         self.job, self.mesh, self.device = job, mesh, device
+        self.replica = mesh.replica
         self.model = build_model(job, device)
         self.layout = lay_out_job(self.model, job, plan=plan, mesh=mesh, device=device, memory_bytes=memory_bytes)
         self.synchronisers = prepare(self.layout.module, plan=plan, mesh=mesh)

@@ -58,7 +58,8 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         UsageError: the request makes no sense (job, plan or cluster); nothing was started or written.
         RankFailed: a rank failed; its report names rank, step and line.
     """
-    from paceline.runtime.loop import Settings, train_rank
+    from paceline.runtime.drivers import crew, train_rank
+    from paceline.runtime.loop import Settings
     from paceline.strategies.compose import load
 
     _check(save_every=save_every, steps=steps, procs=procs, timeout_s=timeout_s)
@@ -88,7 +89,8 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
                             loader_workers=loader_workers, trace_steps=trace,
                             memory_bytes=tuple(device.memory_bytes for device in asked.cluster.devices))
         figures = place.run(lambda context: train_rank(context, loaded, asked.plan, settings), run_dir=run_dir,
-                            idle=lambda board: _predict_once_started(board, loaded, asked, run_dir))
+                            idle=lambda board: _predict_once_started(board, loaded, asked, run_dir),
+                            crew=crew(asked.plan))
         if place.is_first:
             figures = _sum_up(run_dir, figures, loaded, asked)
         return Summary(figures, run_dir)
