@@ -85,8 +85,8 @@ class Servers:
         return self.workers + (0 if self.colocate == "yes" else self.server)
 
     def num_replicas(self, axes: Axes) -> int:
-        """Ranks that see different samples."""
-        return self.workers
+        """Parts that a step's batch is cut into: with staleness a worker takes all of it."""
+        return self.workers if self.staleness == 0 else 1
 
 
 @dataclass(frozen=True, slots=True)

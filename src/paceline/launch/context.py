@@ -25,6 +25,7 @@ class RankContext:
     attempt: names this launch; the same on all ranks, another at every start.
     secret: known to the ranks of this launch and to nobody else.
     host: the address of this host at which the other ranks reach it.
+    timeout_s: how long a rank may give no sign of life.
     num_trained: trainings that this launch has begun; tells apart what they leave in the store.
     """
 
@@ -40,6 +41,7 @@ class RankContext:
     stop_signal: int | None = field(default=None)
     secret: bytes = field(default=b"", repr=False)
     host: str = "127.0.0.1"
+    timeout_s: float = 300.0
     num_trained: int = 0
 
     def beat(self, phase: str) -> None:

@@ -209,14 +209,16 @@ def _held_signals() -> Iterator[None]:
 
 
 def _collect(ranks: list[_Rank], board: Board, interrupted: list[int], crew: Crew) -> None:
-    """Hear every rank out. After a first failure the others get a few seconds."""
+    """Hear every rank out. After a first failure, or when only expendable ranks are left, they get a few seconds."""
     deadline: float | None = None
     while open_ranks := [rank for rank in ranks if not rank.finished]:
         wait([source for rank in open_ranks for source in (rank.pipe, rank.process.sentinel)], timeout=0.5)
         for number, rank in enumerate(ranks):
             if not rank.finished:
                 _hear(number, rank, board, interrupted)
-        if deadline is None and any(rank.failure and not _is_outlived(rank.failure, crew) for rank in ranks):
+        is_over = all(rank.finished for number, rank in enumerate(ranks) if number not in crew.expendable)
+        if deadline is None and (is_over or any(rank.failure and not _is_outlived(rank.failure, crew)
+                                                for rank in ranks)):
             deadline = time.monotonic() + _GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             return

@@ -41,7 +41,7 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
     if where.type == "cpu":
         keep_freed_memory()
     context = RankContext(rank, world_size, local_world_size, where, None, board, slot, attempt, secret=secret,
-                          host=host)
+                          host=host, timeout_s=timeout_s)
     result, failure = None, None
     try:
         if make_store is not None:

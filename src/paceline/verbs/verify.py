@@ -95,6 +95,9 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
     loaded = replace(loaded, steps=steps, epochs=None, validation=None, metrics={})
     chosen = [Plan.read(plan) for plan in plans] or _plans_that_fit(loaded)
     for plan in chosen:
+        if plan.relaxed:
+            raise PlanError(f"plan '{plan}' is not meant to equal one device: {plan.relaxed}",
+                            hint="staleness=0 is exact and can be verified")
         load(plan)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
         reference = _reference(loaded, Path(folder), timeout_s=timeout_s)

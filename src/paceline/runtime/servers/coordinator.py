@@ -37,12 +37,12 @@ _LOOK_S = 0.5  # between looks for a request to stop
 
 @dataclass
 class _Worker:
-    """What the coordinator knows of a worker. figures: what it said when it left."""
+    """What the coordinator knows of a worker. asked_s: when it was last given something to do."""
 
     connection: Connection
     incarnation: int
     is_idle: bool = False
-    figures: dict[str, Any] = field(default_factory=dict)
+    asked_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -120,6 +120,7 @@ class Coordinator(Server):
                 while not self.over:
                     self._hear(self.inbox, timeout_s=_LOOK_S)
                     self.stop_asked |= self.context.stop_signal is not None
+                    self._give_up_silent()
                     self._advance()
             self._part()
             return self._finish()
@@ -203,6 +204,16 @@ class Coordinator(Server):
         self.display.say(f"worker {peer.number} is gone ({error}); its samples go to others")
         if self.evaluation is not None:
             self._begin_evaluation()
+
+    def _give_up_silent(self) -> None:
+        """Under staleness a worker that stalls is as good as gone, before those who wait for it give up."""
+        if servers_of(self.plan).staleness == 0:
+            return
+        patience_s = self.context.timeout_s / 2
+        for number, worker in list(self.workers.items()):
+            if not worker.is_idle and time.monotonic() - worker.asked_s > patience_s:
+                self._lose(Peer(Role.CONTROL, number, worker.incarnation),
+                           WireError(f"it has said nothing for {patience_s:g} s"))
 
     # --- What is done about it -----------------------------------------------------------------------------------
 
@@ -303,7 +314,7 @@ class Coordinator(Server):
 
     def _say(self, worker: int, message: dict[str, Any]) -> None:
         """Tell a worker something. If it is gone, its connection's end is in the inbox."""
-        self.workers[worker].is_idle = False
+        self.workers[worker].is_idle, self.workers[worker].asked_s = False, time.monotonic()
         try:
             self.workers[worker].connection.send_message(message)
         except WireError as error:

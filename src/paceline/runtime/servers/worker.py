@@ -116,7 +116,7 @@ class Worker:
     def _samples(self, step: int, part: int) -> tuple[Window, list[MicroBatch]]:
         """This worker's samples of a step: its share if all work at it, else all of it."""
         job, shares = self.job, self.settings.shares
-        whole = servers_of(self.plan).staleness != 0 or len(shares) == 1
+        whole = len(shares) == 1
         own = Part((1,), 0, self.plan.num_microbatches) if whole else Part(shares, part, self.plan.num_microbatches)
         if self.windows is None or whole:
             end = job.total_steps if not whole else step + 1

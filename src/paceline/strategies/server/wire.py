@@ -157,7 +157,8 @@ class Connection:
             except OSError as error:
                 raise Closed(f"the connection broke after {got} of {len(view)} bytes: {error}") from error
             if count == 0:
-                raise Closed(f"the peer closed its connection after {got} of {len(view)} bytes")
+                rest = f" after {got} of {len(view)} bytes" if got else ""
+                raise Closed(f"the peer closed its connection{rest}")
             got += count
         self.received_bytes += len(view)
 
