@@ -116,12 +116,11 @@ class Coordinator(Server):
             WireError: a peer that the others need is gone.
         """
         try:
-            with self.context.stoppable():
-                while not self.over:
-                    self._hear(self.inbox, timeout_s=_LOOK_S)
-                    self.stop_asked |= self.context.stop_signal is not None
-                    self._give_up_silent()
-                    self._advance()
+            while not self.over:
+                self._hear(self.inbox, timeout_s=_LOOK_S)
+                self.stop_asked |= self.context.stop_signal is not None
+                self._give_up_silent()
+                self._advance()
             self._part()
             return self._finish()
         finally:

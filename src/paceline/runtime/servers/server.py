@@ -135,7 +135,7 @@ class Follower(Server):
             if self.coordinator is not None:  # before that nobody has been given anything
                 self.coordinator.send_message(message)
 
-    def run(self) -> None:
+    def run(self) -> dict[str, Any] | None:
         """Obey until the run is over."""
         try:
             while True:
@@ -148,5 +148,6 @@ class Follower(Server):
             if self.writer is not None:
                 self.writer.wait()
             self.tell({"left": {"peak_memory_bytes": self.memory.bytes()}})
+            return None
         finally:
             self.close()

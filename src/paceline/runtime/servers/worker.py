@@ -64,17 +64,16 @@ class Worker:
     def run(self) -> None:
         """Work until the coordinator says that it is over."""
         try:
-            with self.context.stoppable():
-                self.control.send_message({"idle": True})
-                while True:
-                    self.context.beat("input")
-                    began_s = time.perf_counter()
-                    order = self.control.receive_message()
-                    self.waits["waited_for_step_s"] += time.perf_counter() - began_s
-                    if "over" in order:
-                        break
-                    answer = self._compute(order) if "lease" in order else self._evaluate(order)
-                    self.control.send_message({**answer, "stop": self.context.stop_signal is not None})
+            self.control.send_message({"idle": True})
+            while True:
+                self.context.beat("input")
+                began_s = time.perf_counter()
+                order = self.control.receive_message()
+                self.waits["waited_for_step_s"] += time.perf_counter() - began_s
+                if "over" in order:
+                    break
+                answer = self._compute(order) if "lease" in order else self._evaluate(order)
+                self.control.send_message({**answer, "stop": self.context.stop_signal is not None})
             if self.settings.observer is not None:
                 self._fetch(order)
             self.control.send_message({"left": self._figures()})
