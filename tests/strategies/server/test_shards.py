@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def test_every_row_is_held_once(model: list, num_servers: int, split: bool):
     for one in held:
         runs = sorted((part.start, part.stop) for shard in shards for part in shard.slices if part.name == one.name)
         assert runs[0][0] == 0 and runs[-1][1] == (one.shape[0] if one.shape else 1)
-        assert all(a[1] == b[0] for a, b in zip(runs, runs[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in pairwise(runs))
         assert split or len(runs) == 1
     for shard in shards:
         for dtype, numel in shard.numels().items():
