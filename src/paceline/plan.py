@@ -251,6 +251,12 @@ class Plan:
         return replace(self, schedule=replace(self.schedule, **groups["schedule"]),
                        modifiers=replace(self.modifiers, **groups["modifiers"]))
 
+    def of_forwards(self) -> Plan:
+        """What is left of the plan where nothing is updated: workers of servers are replicas."""
+        if isinstance(self.sync, Servers):
+            return replace(self, axes=replace(self.axes, data=self.sync.workers), sync=AllReduce())
+        return self
+
     def with_microbatches(self, count: int) -> Plan:
         """This plan with each replica's part of a step cut into so many micro-batches."""
         return self.with_(microbatches=count) if self.axes.pipeline > 1 else self.with_(accumulate=count)
