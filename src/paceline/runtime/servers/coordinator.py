@@ -37,12 +37,12 @@ _LOOK_S = 0.5  # between looks for a request to stop
 
 @dataclass
 class _Worker:
-    """What the coordinator knows of a worker. asked_s: when it was last given something to do."""
+    """What the coordinator knows of a worker. heard_s: when it last gave a sign of life."""
 
     connection: Connection
     incarnation: int
     is_idle: bool = False
-    asked_s: float = field(default_factory=time.monotonic)
+    heard_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -167,7 +167,12 @@ class Coordinator(Server):
             self.followers_left.append(message["left"])
 
     def _hear_worker(self, worker: int, message: dict[str, Any]) -> None:
+        self.workers[worker].heard_s = time.monotonic()
         self.context.beat("reduce")
+        if "alive" in message:  # a step may be long: servers that wait for it are not stuck
+            for connection in self.followers.values():
+                connection.send_message(message)
+            return
         self.stop_asked |= bool(message.get("stop"))
         if "finished" in message:
             self.clock.finished(worker, message["finished"])
@@ -210,7 +215,7 @@ class Coordinator(Server):
             return
         patience_s = self.context.timeout_s / 2
         for number, worker in list(self.workers.items()):
-            if not worker.is_idle and time.monotonic() - worker.asked_s > patience_s:
+            if not worker.is_idle and time.monotonic() - worker.heard_s > patience_s:
                 self._lose(Peer(Role.CONTROL, number, worker.incarnation),
                            WireError(f"it has said nothing for {patience_s:g} s"))
 
@@ -313,7 +318,7 @@ class Coordinator(Server):
 
     def _say(self, worker: int, message: dict[str, Any]) -> None:
         """Tell a worker something. If it is gone, its connection's end is in the inbox."""
-        self.workers[worker].is_idle, self.workers[worker].asked_s = False, time.monotonic()
+        self.workers[worker].is_idle, self.workers[worker].heard_s = False, time.monotonic()
         try:
             self.workers[worker].connection.send_message(message)
         except WireError as error:

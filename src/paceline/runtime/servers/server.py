@@ -142,6 +142,7 @@ class Follower(Server):
                 _, order = self.inbox.get()
                 if isinstance(order, PacelineError):
                     raise order
+                self.context.beat("reduce")
                 if "over" in order:
                     break
                 self.obey(order)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from paceline.strategies.layout import Cut
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.server.run import Link, Pusher, pull
 from paceline.strategies.server.shards import fingerprint
-from paceline.strategies.server.wire import Peer, Role, connect
+from paceline.strategies.server.wire import Peer, Role, WireError, connect
 
 _CONNECT_S = 60.0
 
@@ -59,6 +61,8 @@ class Worker:
         self.observed_step: int | None = None
         self.buffers: dict[str, torch.Tensor] | None = {
             name: buffer.detach().clone() for name, buffer in self.stepper.model.named_buffers()}
+        self.is_over = threading.Event()
+        threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
         self.waits = {"waited_for_step_s": 0.0, "waited_for_weights_s": 0.0}
 
     def run(self) -> None:
@@ -79,9 +83,19 @@ class Worker:
             self.control.send_message({"left": self._figures()})
             self.context.beat("end")
         finally:
+            self.is_over.set()
             for link in self.links:
                 link.close()
         self.control.close()
+
+    def _tell_alive(self) -> None:
+        """Let the coordinator know of this process's signs of life while it computes, however long that takes."""
+        last_s = 0.0
+        while not self.is_over.wait(self.context.timeout_s / 8):
+            if (sign := self.context.sign).time_s > last_s:
+                last_s = sign.time_s
+                with suppress(WireError):
+                    self.control.send_message({"alive": True})
 
     def _fetch(self, order: dict[str, Any]) -> None:
         """Have weights of at least the version that the order names."""
