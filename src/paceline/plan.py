@@ -48,8 +48,22 @@ class Axes:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
+class _Replicas:
+    """Ranks are the product of the axes."""
+
+    __slots__ = ()
+
+    def num_ranks(self, axes: Axes) -> int:
+        """Processes that run the plan."""
+        return math.prod(axes.sizes().values())
+
+    def num_replicas(self, axes: Axes) -> int:
+        """Ranks that see different samples."""
+        return axes.data * axes.shard
+
+
 @dataclass(frozen=True, slots=True)
-class AllReduce:
+class AllReduce(_Replicas):
     """Every update waits for the gradients of all replicas.
 
     zero: what the shard axis splits: 1 optimizer state, 2 and gradients, 3 and parameters.
@@ -59,7 +73,34 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class Servers:
+    """Parameters and optimizer state live on servers; workers send them gradients and fetch weights.
+
+    server: how many servers, each with a part of the parameters.
+    workers: ranks that compute gradients.
+    staleness: 0 divides every step's batch over the workers, and each waits for all. Above 0 a worker takes whole
+        steps of its own, and starts one when it has done at most so many more than the slowest; "inf" never waits.
+    colocate: "yes" puts the servers into the first workers' processes, "no" gives each a rank of its own.
+    damping: "inverse" divides the learning rate of an update by its staleness, the updates it has not seen.
+    """
+
+    server: int = 0
+    workers: int = 0
+    staleness: int | Literal["inf"] = 0
+    colocate: Literal["yes", "no"] = "no"
+    damping: Literal["none", "inverse"] = "none"
+
+    def num_ranks(self, axes: Axes) -> int:
+        """Processes that run the plan."""
+        return self.workers + (0 if self.colocate == "yes" else self.server)
+
+    def num_replicas(self, axes: Axes) -> int:
+        """Parts that a step's batch is cut into: with staleness a worker takes all of it."""
+        return self.workers if self.staleness == 0 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Local(_Replicas):
     """Replicas take steps of their own and meet in outer steps.
 
     local: steps from one outer step to the next. 1 with outer="average" is the synchronous case: gradients meet.
@@ -114,7 +155,7 @@ class Plan:
     """
 
     axes: Axes = field(default_factory=Axes)
-    sync: AllReduce | Local = field(default_factory=AllReduce)
+    sync: AllReduce | Local | Servers = field(default_factory=AllReduce)
     schedule: Schedule = field(default_factory=Schedule)
     modifiers: Modifiers = field(default_factory=Modifiers)
 
@@ -126,12 +167,17 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Ranks the plan needs."""
-        return math.prod(self.axes.sizes().values())
+        return self.sync.num_ranks(self.axes)
 
     @property
     def replicas(self) -> int:
         """Ranks that see different samples."""
-        return self.axes.data * self.axes.shard
+        return self.sync.num_replicas(self.axes)
+
+    @property
+    def zero(self) -> ZeroStage:
+        """What a shard axis splits."""
+        return self.sync.zero if isinstance(self.sync, AllReduce) else 3
 
     @property
     def num_microbatches(self) -> int:
@@ -159,12 +205,16 @@ class Plan:
                             + (" with Nesterov momentum" if self.outer_steps.outer == "diloco" else ""))
         if self.modifiers.compress != "none":
             given_up.append(f"what replicas send each other is compressed to {self.modifiers.compress}")
+        if isinstance(self.sync, Servers) and self.sync.staleness != 0:
+            given_up.append("gradients are of weights that miss updates made meanwhile by other workers")
         return "; ".join(given_up) or None
 
     @property
     def exact(self) -> Plan:
         """This plan with every dial that relaxes it at 0."""
         sync = self.sync if self.outer_steps is None else AllReduce()
+        if isinstance(sync, Servers):
+            sync = replace(sync, staleness=0, damping="none")
         return replace(self, sync=sync, modifiers=replace(self.modifiers, compress="none"))
 
     @classmethod
@@ -194,7 +244,7 @@ class Plan:
             if key in given:
                 raise PlanError(f"plan key '{key}' is given twice: {given[key]} and {value}")
             given[key] = value
-        if "single" in words and (split := [k for k in given if k in Axes().sizes() and given[k] != "1"]):
+        if "single" in words and (split := [k for k in given if k in _SPLITS and given[k] != "1"]):
             raise PlanError(f"'single' is one device and contradicts {', '.join(f'{k}={given[k]}' for k in split)}")
         return cls.of(**{key: _KEYS[key].read(key, value) for key, value in given.items()})
 
@@ -216,13 +266,22 @@ class Plan:
         for key in ("outer", "fragments"):
             if key in values and "local" not in values:
                 raise PlanError(f"{key}={values[key]} is about outer steps, and the plan has none", hint="add local=H")
+        given = [key for key in values if _KEYS[key].group == "servers"]
+        if given and (missing := [key for key in ("server", "workers") if key not in values]):
+            raise PlanError(f"{' '.join(f'{key}={values[key]}' for key in given)} is about servers, and the plan lacks "
+                            f"{' and '.join(missing)}", hint="server=S workers=W, each at least 1")
         if "local" in values and "zero" in values:
             raise PlanError(f"zero={values['zero']} and local={values['local']} don't compose: {_LOCAL_IS_ONE_RANK}")
+        if "local" in values and given:
+            raise PlanError(f"local={values['local']} and server={values['server']} don't compose: replicas meet in "
+                            "outer steps or through servers", hint="staleness=K lets workers of servers meet less")
+        if "zero" in values and given:
+            raise PlanError(f"zero={values['zero']} splits the shard axis, and servers hold the state of this plan")
         if values.get("schedule") == "interleaved":
             values.setdefault("virtual", 2)
-        parts = {group: {k: v for k, v in values.items() if _KEYS[k].group == group} for group in _GROUPS}
-        kinds = {**_GROUPS, "sync": Local} if "local" in values else _GROUPS
-        return cls(**{group: kind(**parts[group]) for group, kind in kinds.items()})
+        parts = {group: {k: v for k, v in values.items() if _KEYS[k].group == group} for group in (*_GROUPS, *_SYNCS)}
+        sync = next((kind(**parts[group]) for group, kind in _SYNCS.items() if parts[group]), AllReduce())
+        return cls(sync=sync, **{group: kind(**parts[group]) for group, kind in _GROUPS.items()})
 
     @classmethod
     def read(cls, source: str | Path | Plan) -> Plan:
@@ -242,7 +301,9 @@ class Plan:
 
     def values(self) -> dict[str, Any]:
         """The keys that differ from their defaults, in the canonical order."""
-        values = {key: getattr(getattr(self, k.group), key, k.default) for key, k in _KEYS.items()}
+        home = next(group for group, kind in _SYNCS.items() if isinstance(self.sync, kind))
+        groups = {home: self.sync, **{group: getattr(self, group) for group in _GROUPS}}
+        values = {key: getattr(groups[k.group], key) if k.group in groups else k.default for key, k in _KEYS.items()}
         return {key: value for key, value in values.items() if value != _KEYS[key].default}
 
     def with_(self, **values: Any) -> Plan:
@@ -252,6 +313,12 @@ class Plan:
         return replace(self, schedule=replace(self.schedule, **groups["schedule"]),
                        modifiers=replace(self.modifiers, **groups["modifiers"]))
 
+    def of_forwards(self) -> Plan:
+        """What is left of the plan where nothing is updated: workers of servers are replicas."""
+        if isinstance(self.sync, Servers):
+            return replace(self, axes=replace(self.axes, data=self.sync.workers), sync=AllReduce())
+        return self
+
     def with_microbatches(self, count: int) -> Plan:
         """This plan with each replica's part of a step cut into so many micro-batches."""
         return self.with_(microbatches=count) if self.axes.pipeline > 1 else self.with_(accumulate=count)
@@ -259,7 +326,7 @@ class Plan:
     def __str__(self) -> str:
         values = self.values()
         words = [f"{key}={_text(value)}" for key, value in values.items()]
-        split = any(key in values for key in Axes().sizes())
+        split = any(key in values for key in _SPLITS)
         return " ".join(words if split else ["single", *words])
 
 
@@ -283,6 +350,10 @@ def _whole_or_auto(key: str, text: str) -> int | str:
     return text if text == "auto" else _whole(key, text)
 
 
+def _whole_or_inf(key: str, text: str) -> int | str:
+    return text if text == "inf" else _whole(key, text)
+
+
 def _word(key: str, text: str) -> str:
     return text
 
@@ -293,8 +364,9 @@ def _shares(key: str, text: str) -> str | tuple[int, ...]:
     return tuple(_whole(key, part) for part in text.split(":"))
 
 
-_GROUPS: dict[str, Callable[..., Any]] = {"axes": Axes, "sync": AllReduce, "schedule": Schedule,
-                                        "modifiers": Modifiers}
+_GROUPS: dict[str, Callable[..., Any]] = {"axes": Axes, "schedule": Schedule, "modifiers": Modifiers}
+# What a plan's `sync` may be; a plan has the keys of one of them.
+_SYNCS: dict[str, type] = {"all_reduce": AllReduce, "local": Local, "servers": Servers}
 # Canonical order of the text form: axes outermost first, then synchronisation, schedule, modifiers.
 _KEYS: dict[str, _Key] = {
     "pipeline": _Key("axes", 1, "N", _whole),
@@ -303,10 +375,15 @@ _KEYS: dict[str, _Key] = {
     "data": _Key("axes", 1, "N", _whole),
     "shard": _Key("axes", 1, "N", _whole),
     "tensor": _Key("axes", 1, "N", _whole),
-    "zero": _Key("sync", 3, "1|2|3", _whole),
-    "local": _Key("sync", None, "H", _whole),
-    "outer": _Key("sync", "average", "average|diloco", _word),
-    "fragments": _Key("sync", 1, "F", _whole),
+    "zero": _Key("all_reduce", 3, "1|2|3", _whole),
+    "local": _Key("local", None, "H", _whole),
+    "outer": _Key("local", "average", "average|diloco", _word),
+    "fragments": _Key("local", 1, "F", _whole),
+    "server": _Key("servers", 0, "S", _whole),
+    "workers": _Key("servers", 0, "W", _whole),
+    "staleness": _Key("servers", 0, "0|K|inf", _whole_or_inf),
+    "colocate": _Key("servers", "no", "yes|no", _word),
+    "damping": _Key("servers", "none", "none|inverse", _word),
     "schedule": _Key("schedule", "1f1b", "gpipe|1f1b|interleaved|zero-bubble", _word),
     "microbatches": _Key("schedule", "auto", "M|auto", _whole_or_auto),
     "virtual": _Key("schedule", 1, "V", _whole),
@@ -316,6 +393,10 @@ _KEYS: dict[str, _Key] = {
     "compress": _Key("modifiers", "none", "none|bf16|int8|topk|powersgd", _word),
 }
 _LOCAL_IS_ONE_RANK = "a local step is taken by one rank, which must hold the whole model"
+
+
+# Keys that make a plan more than one device.
+_SPLITS = (*Axes().sizes(), "server", "workers")
 
 
 def _known_keys() -> str:
@@ -371,12 +452,33 @@ def _local_problems(plan: Plan) -> list[str]:
     return found
 
 
+def _server_problems(sync: Servers, axes: Axes) -> list[str]:
+    found = [f"{key}={getattr(sync, key)} must be a whole number of at least 1"
+             for key in ("server", "workers") if not _is_count(getattr(sync, key))]
+    if sync.staleness not in (0, "inf") and not _is_count(sync.staleness):
+        found.append(f"staleness={sync.staleness} must be a whole number of at least 0, or inf")
+    for key, allowed in (("colocate", ("yes", "no")), ("damping", ("none", "inverse"))):
+        if getattr(sync, key) not in allowed:
+            found.append(f"{key}={getattr(sync, key)}: {nearest(str(getattr(sync, key)), allowed)}")
+    if sync.damping != "none" and sync.staleness == 0:
+        found.append(f"damping={sync.damping} is by staleness, and staleness=0 has none")
+    if not found and sync.colocate == "yes" and sync.server > sync.workers:
+        found.append(f"colocate=yes puts server={sync.server} servers into workers={sync.workers} processes, at most "
+                     "one in each")
+    if split := [f"{axis}={size}" for axis, size in axes.sizes().items() if size != 1]:
+        found.append(f"server={sync.server} and {' '.join(split)}: workers hold the whole model, and servers bring "
+                     "their gradients together")
+    return found
+
+
 def _problems(plan: Plan) -> list[str]:
     """Everything that is wrong with a plan's values, in words."""
     mods = plan.modifiers
     found = [f"{axis}={size} must be a whole number of at least 1"
              for axis, size in plan.axes.sizes().items() if not _is_count(size)]
-    if not _is_count(plan.zero) or plan.zero > 3:
+    if isinstance(plan.sync, Servers):
+        found += _server_problems(plan.sync, plan.axes)
+    elif not _is_count(plan.zero) or plan.zero > 3:
         found.append(f"zero={plan.zero} must be 1, 2 or 3")
     elif plan.zero != 3 and plan.axes.shard == 1:
         found.append(f"zero={plan.zero} splits the shard axis, and the plan has none: add shard=N")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from typing import Any
 
 from paceline.cluster import Device
 from paceline.launch.board import Board
-from paceline.launch.environment import Environment, interface_towards
+from paceline.launch.crew import PEERS, Crew
+from paceline.launch.environment import Environment, address_towards, interface_towards
 from paceline.launch.failure import Failure, RankFailed
 from paceline.launch.process import Body, run_rank
 
@@ -55,8 +57,11 @@ def agree(store: Any, environment: Environment, key: str, make: Callable[[], str
 
 
 def run_joined(body: Body, environment: Environment, device: Device, *, store: Any, attempt: str,
-               run_dir: Path | None, timeout_s: float) -> Any:
+               run_dir: Path | None, timeout_s: float, crew: Crew = PEERS) -> Any:
     """Run `body(context)` as this rank and return its result.
+
+    The ranks' secret is PACELINE_SECRET where it is set, else one that rank 0 leaves in the launcher's store: then
+    whoever can reach that store knows it.
 
     Raises:
         RankFailed: on the rank whose failure the others follow from; the others leave with its exit code.
@@ -73,10 +78,13 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
         if store.add("hang told", 1) == 1:
             print(f"error: {failure.describe()}", file=sys.stderr, flush=True)
 
+    secret = os.environ.get("PACELINE_SECRET") or agree(store, environment, f"secret/{attempt}",
+                                                        lambda: secrets.token_hex(32))
     result, failure, log = run_rank(
         body, rank=environment.rank, world_size=environment.world_size,
         local_world_size=environment.local_world_size, device=device, make_store=lambda: store, board=Board(1), slot=0,
-        attempt=attempt, run_dir=run_dir, timeout_s=timeout_s, report=report_hang)
+        attempt=attempt, run_dir=run_dir, timeout_s=timeout_s, report=report_hang, crew=crew,
+        secret=secret.encode(), host=address_towards(environment.master_address) or "127.0.0.1")
     if failure is None:
         return result
     report(failure)

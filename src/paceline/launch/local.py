@@ -6,6 +6,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster import Device
-from paceline.errors import PacelineError, Preempted
+from paceline.errors import PacelineError, PeerLost, Preempted
 from paceline.launch.board import Board
+from paceline.launch.crew import PEERS, Crew
 from paceline.launch.failure import Failure, RankFailed, cause_of, killed, stopped
 from paceline.launch.process import Body, run_rank
 
@@ -43,7 +45,7 @@ class _Rank:
 
 
 def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = None, timeout_s: float = 300.0,
-              idle: Callable[[Board], None] | None = None) -> list[Any]:
+              idle: Callable[[Board], None] | None = None, crew: Crew = PEERS) -> list[Any]:
     """Run `body(context)` as one rank a device and return the results in rank order.
 
     Results travel as JSON. The ranks are forks, so the body may be any closure; nothing is pickled. Ctrl-C and
@@ -53,6 +55,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         run_dir: Where each rank's log goes; without it only rank 0 is heard.
         timeout_s: How long a rank may give no sign of life while others wait.
         idle: Called on a thread of this process, at a low priority, after the ranks have started.
+        crew: Which ranks the others go on without; the result of one that was killed is None.
 
     Raises:
         RankFailed: with the report of the rank whose failure the others followed from.
@@ -63,19 +66,20 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
                             hint="call train before anything touches the GPU, or use the paceline command")
     end_openmp_threads()
-    board, attempt = Board(len(devices)), uuid.uuid4().hex[:12]
+    board, attempt, secret = Board(len(devices)), uuid.uuid4().hex[:12], secrets.token_bytes(32)
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="paceline-") as meeting, _forwarded_signals(ranks) as interrupted:
         try:
             with _held_signals():
                 for rank in range(len(devices)):
-                    ranks.append(_start(body, rank, devices, board, attempt, Path(meeting), run_dir, timeout_s))
+                    ranks.append(_start(body, rank, devices, board, attempt, Path(meeting), run_dir, timeout_s, crew,
+                                        secret))
             with run_beside(idle, board):
-                _collect(ranks, board, interrupted)
+                _collect(ranks, board, interrupted, crew)
         finally:
             _end(ranks)
     failures = [rank.failure for rank in ranks if rank.failure is not None]
-    if failures:
+    if failures := [failure for failure in failures if not _is_outlived(failure, crew)]:
         cause = cause_of(failures)
         error = RankFailed(cause, ranks[cause.rank].log)
         if interrupted and cause.kind == Preempted.__name__ and interrupted[0] == signal.SIGINT:
@@ -118,11 +122,17 @@ def run_beside(work: Callable[[Board], None] | None, board: Board) -> Iterator[N
     thread.join(timeout=30)
 
 
+def _is_outlived(failure: Failure, crew: Crew) -> bool:
+    """Whether a rank is merely gone, and the others go on without it. An error is an error on any rank."""
+    return failure.rank in crew.expendable and failure.kind == PeerLost.__name__
+
+
 def _start(body: Body, rank: int, devices: Sequence[Device], board: Board, attempt: str, meeting: Path,
-           run_dir: Path | None, timeout_s: float) -> _Rank:
+           run_dir: Path | None, timeout_s: float, crew: Crew, secret: bytes) -> _Rank:
     receive, send = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(
-        target=_child, args=(body, rank, devices, board, attempt, meeting, run_dir, timeout_s, send, os.getpid()),
+        target=_child, args=(body, rank, devices, board, attempt, meeting, run_dir, timeout_s, crew, secret, send,
+                               os.getpid()),
         daemon=False)
     process.start()
     send.close()
@@ -130,7 +140,8 @@ def _start(body: Body, rank: int, devices: Sequence[Device], board: Board, attem
 
 
 def _child(body: Body, rank: int, devices: Sequence[Device], board: Board, attempt: str, meeting: Path,
-           run_dir: Path | None, timeout_s: float, send: Connection, parent_pid: int) -> None:
+           run_dir: Path | None, timeout_s: float, crew: Crew, secret: bytes, send: Connection,
+           parent_pid: int) -> None:
     import torch.distributed as dist
 
     _die_with(parent_pid)
@@ -148,7 +159,7 @@ def _child(body: Body, rank: int, devices: Sequence[Device], board: Board, attem
         body, rank=rank, world_size=world_size, local_world_size=world_size, device=devices[rank],
         make_store=(lambda: dist.FileStore(str(meeting / "store"), world_size)) if world_size > 1 else None,
         board=board, slot=rank, attempt=attempt, run_dir=run_dir, timeout_s=timeout_s,
-        report=lambda failure: report("failure", [failure.to_json(), ""]))
+        report=lambda failure: report("failure", [failure.to_json(), ""]), crew=crew, secret=secret)
     if failure is not None:
         report("failure", [failure.to_json(), str(log or "")])
         sys.exit(failure.exit_code)
@@ -197,15 +208,17 @@ def _held_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _collect(ranks: list[_Rank], board: Board, interrupted: list[int]) -> None:
-    """Hear every rank out. After a first failure the others get a few seconds."""
+def _collect(ranks: list[_Rank], board: Board, interrupted: list[int], crew: Crew) -> None:
+    """Hear every rank out. After a first failure, or when only expendable ranks are left, they get a few seconds."""
     deadline: float | None = None
     while open_ranks := [rank for rank in ranks if not rank.finished]:
         wait([source for rank in open_ranks for source in (rank.pipe, rank.process.sentinel)], timeout=0.5)
         for number, rank in enumerate(ranks):
             if not rank.finished:
                 _hear(number, rank, board, interrupted)
-        if deadline is None and any(rank.failure for rank in ranks):
+        is_over = all(rank.finished for number, rank in enumerate(ranks) if number not in crew.expendable)
+        if deadline is None and (is_over or any(rank.failure and not _is_outlived(rank.failure, crew)
+                                                for rank in ranks)):
             deadline = time.monotonic() + _GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             return

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.cluster import Device
 from paceline.launch.board import Board
+from paceline.launch.crew import PEERS, Crew
 from paceline.launch.environment import Environment
 from paceline.launch.process import Body
 
@@ -39,7 +40,8 @@ class Place:
             self._store = join(self.environment, timeout_s=self.timeout_s)
         return agree(self._store, self.environment, key, make)
 
-    def run(self, body: Body, *, run_dir: Path | None, idle: Callable[[Board], None] | None = None) -> Any:
+    def run(self, body: Body, *, run_dir: Path | None, idle: Callable[[Board], None] | None = None,
+            crew: Crew = PEERS) -> Any:
         """Run the body as every rank and return rank 0's result (inside a launcher, this rank's).
 
         idle: called on a thread of this process while forked ranks work, with their signs of life.
@@ -47,10 +49,11 @@ class Place:
         if self.environment is None:
             from paceline.launch.local import run_local
 
-            return run_local(body, self.devices, run_dir=run_dir, timeout_s=self.timeout_s, idle=idle)[0]
+            return run_local(body, self.devices, run_dir=run_dir, timeout_s=self.timeout_s, idle=idle,
+                             crew=crew)[0]
         from paceline.launch.joined import run_joined
 
         attempt = self.agree("attempt", lambda: uuid.uuid4().hex[:12])
         return run_joined(body, self.environment, self.devices[self.environment.local_rank % len(self.devices)],
-                          store=self._store, attempt=attempt, run_dir=run_dir, timeout_s=self.timeout_s)
+                          store=self._store, attempt=attempt, run_dir=run_dir, timeout_s=self.timeout_s, crew=crew)
 

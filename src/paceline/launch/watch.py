@@ -24,7 +24,8 @@ from paceline.launch.failure import Failure, failure_of, is_users
 
 _ANSWER_S = 3.0  # how long to wait for what the other ranks say
 # Frames that mean: this rank waits for others.
-_WAITING = ("torch/distributed/", "paceline/strategies/data/run.py")
+_WAITING = ("torch/distributed/", "paceline/strategies/data/run.py", "paceline/strategies/server/",
+            "paceline/runtime/servers/")
 
 
 class Watch:

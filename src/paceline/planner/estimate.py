@@ -9,7 +9,7 @@ from typing import Protocol
 from paceline.cluster import Cluster, Device, usable_cores
 from paceline.errors import PlanError
 from paceline.job import Precision
-from paceline.plan import Plan
+from paceline.plan import Plan, Servers
 from paceline.planner.program import stage_program, step_program
 from paceline.profile.device import DeviceRates, measure_device
 from paceline.profile.profile import Profile
@@ -91,6 +91,8 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
         PlanError: the plan's ranks don't fit the devices, accumulate=auto finds nothing that fits, or a plan splits
             the model and its pieces are not known.
     """
+    if isinstance(plan.sync, Servers):
+        raise PlanError(f"plan '{plan}' has servers, and such plans are not priced yet")
     if splits_model(plan):
         return _estimate_split(profile, plan, cluster, batch=batch, precision=precision, rates=rates, split=split,
                                snapshot=snapshot)

@@ -40,10 +40,10 @@ class Observer(Protocol):
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         """The micro-batches this rank is about to use, on the CPU."""
 
-    def gradients(self, step: int, stepper: Stepper) -> None:
+    def gradients(self, step: int, stepper: state.Holder) -> None:
         """Gradients are complete and not yet clipped."""
 
-    def weights(self, step: int, stepper: Stepper, loss: float) -> None:
+    def weights(self, step: int, stepper: state.Holder, loss: float) -> None:
         """The update is done."""
 
 
@@ -73,7 +73,7 @@ def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> Part:
 
 
 @dataclass
-class _Speed:
+class Speed:
     """Time spent in steps after the warm-up, without evaluation and saving."""
 
     steps: int = 0
@@ -127,7 +127,7 @@ class _Run:
     stop: bool = False
     saved_step: int | None = None
     blocked_s: float = 0.0
-    speed: _Speed = field(default_factory=_Speed)
+    speed: Speed = field(default_factory=Speed)
 
     def record(self, **figures: Any) -> None:
         """A line of metrics.jsonl, on rank 0."""
@@ -198,10 +198,10 @@ def _restore(run: _Run) -> None:
         run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
         run.display.say("; ".join([f"resumed from {checkpoint.path.name}", *said]))
     if run.metrics is not None:
-        _cut_metrics(run.metrics, run.step)
+        cut_metrics(run.metrics, run.step)
 
 
-def _cut_metrics(path: Path, step: int) -> None:
+def cut_metrics(path: Path, step: int) -> None:
     """Forget what the interrupted run recorded after the step that this one goes on from."""
     if path.exists():
         lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -273,7 +273,7 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float) ->
         run.due.add("save")
     if result.losses and run.display.due():
         run.display.update(Progress(run.step, run.job.total_steps, window.epoch, run.loss, run.speed.samples_per_s,
-                                    run.speed.step_s, run.memory.bytes(), _predicted_step_s(run)))
+                                    run.speed.step_s, run.memory.bytes(), predicted_step_s(run.settings)))
 
 
 def _learn(run: _Run, result: StepResult) -> None:
@@ -302,8 +302,9 @@ def _compare(run: _Run) -> None:
     drift.check_replicas(stepper.meetings.shared(stepper.held), mesh=run.mesh, step=run.step)
 
 
-def _predicted_step_s(run: _Run) -> float | None:
-    path = run.settings.run_dir / "predicted.json" if run.settings.run_dir else None
+def predicted_step_s(settings: Settings) -> float | None:
+    """What was predicted of a step, once it is known."""
+    path = settings.run_dir / "predicted.json" if settings.run_dir else None
     return json.loads(path.read_text())["step_s"] if path is not None and path.exists() else None
 
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
 from paceline.errors import CheckpointError, JobError
+from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
 from paceline.runtime.checkpoint.pieces import Piece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
-from paceline.runtime.stepper import Stepper
+from paceline.strategies.compose import Synchroniser
 from paceline.strategies.data.run import local
-from paceline.strategies.mesh import axes_cut
+from paceline.strategies.kept import Kept
+from paceline.strategies.layout import Extent, Ownership
+from paceline.strategies.meeting import Meetings
+from paceline.strategies.mesh import Mesh, axes_cut
 
 # Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY, and those of the plan's rooms:
 # residuals/REPLICA/NAME, factors/NAME, outer/..., replicas/REPLICA/... (the optimizer's state is the first replica's
@@ -26,12 +31,48 @@ from paceline.strategies.mesh import axes_cut
 _EVERYWHERE, _IN_A_REPLICA = ("data", "shard", "tensor"), ("shard", "tensor")
 
 
-def pieces(stepper: Stepper) -> Iterator[Piece]:
+class Holder(Protocol):
+    """What holds a run's state on one rank: a `Stepper`, or a server.
+
+    model: with every parameter's shape, though what is trained may be held elsewhere.
+    replica: which part of every window this rank computes; -1 for none.
+    """
+
+    @property
+    def replica(self) -> int: ...
+    @property
+    def job(self) -> Job: ...
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def layout(self) -> Ownership: ...
+    @property
+    def held(self) -> dict[str, torch.nn.Parameter]: ...
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def groups(self) -> list[list[str]]: ...
+    @property
+    def schedule(self) -> Any: ...
+    @property
+    def meetings(self) -> Meetings: ...
+    @property
+    def synchronisers(self) -> Sequence[Synchroniser]: ...
+
+    def kept(self) -> Iterable[Kept]:
+        """State of the plan's rooms."""
+
+
+def pieces(stepper: Holder) -> Iterator[Piece]:
     """What this rank writes of what it owns: its part of a tensor, if it is the first of those that hold that part."""
-    for name, tensor, alike in _tensors(stepper):
+    for name, tensor, alike, extent in _tensors(stepper):
         cut_along = axes_cut(tensor)
         if not any(stepper.mesh.coordinates[axis] for axis in alike if axis not in cut_along):
-            yield from pieces_of(name, tensor.detach())
+            yield from pieces_of(name, tensor.detach(), extent)
     for kept in stepper.kept():
         cut_along = axes_cut(stepper.held[kept.like]) if kept.like else ()
         alike = _IN_A_REPLICA if kept.replica else _EVERYWHERE
@@ -44,12 +85,14 @@ def pieces(stepper: Stepper) -> Iterator[Piece]:
                 yield Piece(kept.name, piece.shape, piece.offsets, kept.tensor)
 
 
-def _tensors(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
-    """Names, tensors, and along which axes ranks hold them alike."""
-    owned = stepper.layout.owned
+def _tensors(stepper: Holder) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...], Extent | None]]:
+    """Names, tensors, along which axes ranks hold them alike, and where they lie if they are a part."""
+    owned, extents = stepper.layout.owned, stepper.layout.extents
     shared = stepper.meetings.shared(stepper.held)
-    yield from ((f"parameters/{name}", parameter, _EVERYWHERE) for name, parameter in shared.items() if name in owned)
-    yield from ((f"buffers/{name}", buffer, _EVERYWHERE) for name, buffer in persistent_buffers(stepper.model).items()
+    yield from ((f"parameters/{name}", parameter, _EVERYWHERE, extents.get(name)) for name, parameter in shared.items()
+                if name in owned)
+    yield from ((f"buffers/{name}", buffer, _EVERYWHERE, None)
+                for name, buffer in persistent_buffers(stepper.model).items()
                 if name in stepper.layout.owned_buffers)
     own_steps = stepper.meetings.has_own_steps
     prefix = _own_prefix(stepper.mesh.coordinates["data"]) if own_steps else ""
@@ -57,8 +100,9 @@ def _tensors(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor, tuple[str, .
         if name not in owned:
             continue
         for key, value in stepper.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{prefix}optimizer/{name}/{key}", value, _IN_A_REPLICA if own_steps else _EVERYWHERE
+            if isinstance(value, torch.Tensor):  # laid out like its parameter if it has its shape, else whole
+                yield (f"{prefix}optimizer/{name}/{key}", value, _IN_A_REPLICA if own_steps else _EVERYWHERE,
+                       extents.get(name) if value.shape == parameter.shape else None)
 
 
 def _own_prefix(replica: int) -> str:
@@ -84,7 +128,7 @@ def stored_names(model: torch.nn.Module) -> dict[str, str]:
     return found
 
 
-def document(stepper: Stepper, *, step: int, samples: int) -> dict[str, Any]:
+def document(stepper: Holder, *, step: int, samples: int) -> dict[str, Any]:
     """What is not a tensor: the cursor, the optimizer's groups, the schedule.
 
     Raises:
@@ -146,7 +190,7 @@ def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None
     return None
 
 
-def mismatch(stepper: Stepper, checkpoint: Checkpoint) -> str | None:
+def mismatch(stepper: Holder, checkpoint: Checkpoint) -> str | None:
     """Why a run can't go on from a checkpoint; None if it can."""
     other = model_mismatch(stepper.model, checkpoint)
     if other:
@@ -176,11 +220,12 @@ def choose_checkpoint(context: RankContext, run_dir: Path,
     return open_checkpoint(run_dir / "checkpoints" / name, checksums=False) if name else None
 
 
-def load_weights(model: torch.nn.Module, held: dict[str, torch.nn.Parameter], checkpoint: Checkpoint) -> None:
+def load_weights(model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter], checkpoint: Checkpoint,
+                 extents: Mapping[str, Extent] = MappingProxyType({})) -> None:
     """Read parameters and buffers into the model; each rank reads only the parts it holds."""
     with torch.no_grad():
         for name, parameter in held.items():
-            checkpoint.read_into(f"parameters/{name}", parameter)
+            checkpoint.read_into(f"parameters/{name}", parameter, extents.get(name))
         for name, buffer in persistent_buffers(model).items():
             checkpoint.read_into(f"buffers/{name}", buffer)
 
@@ -188,7 +233,7 @@ def load_weights(model: torch.nn.Module, held: dict[str, torch.nn.Parameter], ch
 class _Saved:
     """The tensors of a checkpoint that rooms of a plan have kept; see `strategies/kept.py`."""
 
-    def __init__(self, stepper: Stepper, checkpoint: Checkpoint) -> None:
+    def __init__(self, stepper: Holder, checkpoint: Checkpoint) -> None:
         self.stepper, self.checkpoint = stepper, checkpoint
 
     def __contains__(self, name: object) -> bool:
@@ -207,7 +252,7 @@ class _Saved:
         return torch.zeros(local(held).shape)
 
 
-def restore(stepper: Stepper, checkpoint: Checkpoint) -> list[str]:
+def restore(stepper: Holder, checkpoint: Checkpoint) -> list[str]:
     """Put weights, optimizer and schedule where they were, under this run's layout.
 
     Returns:
@@ -216,7 +261,7 @@ def restore(stepper: Stepper, checkpoint: Checkpoint) -> list[str]:
     Raises:
         CheckpointError: the optimizer's state doesn't fit this job's.
     """
-    load_weights(stepper.model, stepper.held, checkpoint)
+    load_weights(stepper.model, stepper.held, checkpoint, stepper.layout.extents)
     saved = checkpoint.document["optimizer"]
     positions = {name: position for position, name in enumerate(
         name for name in _names_in_order(stepper, saved["groups"]) if name in stepper.parameters)}
@@ -224,7 +269,8 @@ def restore(stepper: Stepper, checkpoint: Checkpoint) -> list[str]:
     for full_name, stored in _optimizer_tensors(stepper, checkpoint).items():
         name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
         if name in positions:
-            values = [_read_like(stepper.parameters[name], one, checkpoint) for one in stored]
+            values = [_read_like(stepper.parameters[name], one, checkpoint, stepper.layout.extents.get(name))
+                      for one in stored]
             state.setdefault(positions[name], {})[key] = values[0] if len(values) == 1 else _mean(values)
     for name, kept in saved["values"].items():
         if name in positions:
@@ -238,7 +284,7 @@ def restore(stepper: Stepper, checkpoint: Checkpoint) -> list[str]:
     return _restore_rooms(stepper, _Saved(stepper, checkpoint))
 
 
-def _optimizer_tensors(stepper: Stepper, checkpoint: Checkpoint) -> dict[str, list[str]]:
+def _optimizer_tensors(stepper: Holder, checkpoint: Checkpoint) -> dict[str, list[str]]:
     """For each tensor of the optimizer's state those of the checkpoint that it is read from: this replica's own, or
     those of all replicas where others went on."""
     replicas = checkpoint.document.get("replicas", 1)
@@ -257,7 +303,7 @@ def _mean(values: list[torch.Tensor]) -> torch.Tensor:
     return sum(values[1:], values[0]) / len(values) if values[0].is_floating_point() else values[0]
 
 
-def _restore_rooms(stepper: Stepper, saved: _Saved) -> list[str]:
+def _restore_rooms(stepper: Holder, saved: _Saved) -> list[str]:
     replicas, own = saved.checkpoint.document.get("replicas", 1), stepper.meetings.has_own_steps
     said = []
     if replicas > 1 and not (own and replicas == stepper.mesh.sizes["data"]):
@@ -271,7 +317,7 @@ def _restore_rooms(stepper: Stepper, saved: _Saved) -> list[str]:
     return said
 
 
-def _names_in_order(stepper: Stepper, saved_groups: list[dict[str, Any]]) -> list[str]:
+def _names_in_order(stepper: Holder, saved_groups: list[dict[str, Any]]) -> list[str]:
     now = stepper.groups
     if now != [group["parameters"] for group in saved_groups]:
         raise CheckpointError("the optimizer of the checkpoint groups the parameters in another way than this job's",
@@ -279,9 +325,11 @@ def _names_in_order(stepper: Stepper, saved_groups: list[dict[str, Any]]) -> lis
     return [name for group in now for name in group]
 
 
-def _read_like(parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint) -> torch.Tensor:
+def _read_like(parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint, extent: Extent | None) -> torch.Tensor:
     """A state tensor: laid out like its parameter if it has its shape, else whole."""
     entry = checkpoint.tensors[name]
+    if extent is not None and tuple(entry.shape) == extent.shape:
+        return checkpoint.read(name, extent.offsets, tuple(parameter.shape))
     if hasattr(parameter, "to_local") and tuple(entry.shape) == tuple(parameter.shape):
         target = torch.zeros_like(parameter)
         checkpoint.read_into(name, target)

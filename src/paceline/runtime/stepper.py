@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -147,9 +147,9 @@ def _stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 class _Window:
     """The work around the micro-batches of one step."""
 
-    def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int,
+    def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int, part: int,
                  beat: Callable[[str], None]) -> None:
-        self.stepper, self.window, self.step, self.beat = stepper, window, step, beat
+        self.stepper, self.window, self.step, self.part, self.beat = stepper, window, step, part, beat
         dtype = torch.float64 if stepper.job.precision == "float64" else None
         self.batches = [batch.to(stepper.device, dtype) for batch in batches]
         self.tallies: list[Tally] = []
@@ -157,9 +157,7 @@ class _Window:
         self.samples = max(own_samples, 1) if stepper.meetings.has_own_steps else window.count
 
     def before_forward(self, microbatch: int, stage: int) -> None:
-        mesh = self.stepper.mesh
-        rank = mesh.rank // mesh.sizes["tensor"]  # ranks that compute one layer together draw alike
-        place = (rank, microbatch, stage) if stage else (rank, microbatch)
+        place = (self.part, microbatch, stage) if stage else (self.part, microbatch)
         seed_streams(self.stepper.job.seed, "step", self.step, *place)
         self.beat("forward")
 
@@ -197,6 +195,7 @@ class Stepper:
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
                  devices: Sequence[Device] = ()) -> None:
         self.job, self.mesh, self.device = job, mesh, device
+        self.replica = mesh.replica
         prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
         self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
         self.meetings = meetings(self.synchronisers, mesh)
@@ -204,8 +203,8 @@ class Stepper:
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.held = dict(self.layout.module.named_parameters())
         self.parameters = {name: p for name, p in self.held.items() if p.requires_grad}
-        self.optimizer, self.groups = self._build_optimizer()
-        self.schedule = self._build_schedule()
+        self.optimizer, self.groups = build_optimizer(job, self.trainable, self.parameters)
+        self.schedule = build_schedule(job, self.optimizer)
         self.buffers = ChangingBuffers(self.model)
         self.saw_unused = False
         self.trace: Recorder | None = None
@@ -227,19 +226,12 @@ class Stepper:
             TrainingError: a loss that is not finite or can't be trained on, a parameter that nothing uses. No
                 weight was changed.
         """
-        self.layout.module.zero_grad()  # also of parameters that the optimizer leaves out
-        work = _Window(self, window, batches, step, beat)
-        self.layout.run(work.batches, work)
-        tallies = work.tallies
-        unused = set().union(*(synchroniser.unused() for synchroniser in self.synchronisers))
-        used = {name for name, p in self.parameters.items() if p.grad is not None and name not in unused}
-        beat("reduce")
-        for synchroniser in reversed(self.synchronisers):
-            synchroniser.finish()
-        self.layout.finish()
+        part = self.mesh.rank // self.mesh.sizes["tensor"]  # ranks that compute one layer together draw alike
+        tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
         figures = self.meetings.agree(self._figures(tallies, used, stop))
         loss, count, _, summed, *users = figures.tolist()
-        self._check_loss(loss, count, tallies, step)
+        # Whether anything counts is known of all replicas together.
+        check_loss(loss, max(count, 1.0) if self.meetings.has_own_steps else count, tallies, step)
         self._drop_unused(users)
         if not count:
             self.layout.module.zero_grad()  # a replica without samples of its own takes no step
@@ -282,6 +274,27 @@ class Stepper:
             self.buffers.meet(own_part, self.mesh.group("replicas"))
         return StepResult(tuple(loss / count for loss, count in met.figures), int(stops), norm, met.is_settled)
 
+    def backward(self, window: Window, batches: list[MicroBatch], *, step: int, part: int,
+                 beat: Callable[[str], None] = lambda phase: None) -> tuple[list[Tally], set[str]]:
+        """The gradients of a window, as far as the plan's synchronisers bring them together. Collective as they are.
+
+        Args:
+            part: Which part of the window this rank computes; keys the random streams.
+
+        Returns:
+            The loss of each micro-batch, and the names of parameters that this rank used.
+        """
+        self.layout.module.zero_grad()  # also of parameters that the optimizer leaves out
+        work = _Window(self, window, batches, step, part, beat)
+        self.layout.run(work.batches, work)
+        unused = set().union(*(synchroniser.unused() for synchroniser in self.synchronisers))
+        used = {name for name, p in self.parameters.items() if p.grad is not None and name not in unused}
+        beat("reduce")
+        for synchroniser in reversed(self.synchronisers):
+            synchroniser.finish()
+        self.layout.finish()
+        return work.tallies, used
+
     def _figures(self, tallies: list[Tally], used: set[str], stop: bool) -> torch.Tensor:
         """This rank's loss sum, its count, whether it was asked to stop, whether the loss is a sum, and for each
         parameter whether it was used; float64.
@@ -298,20 +311,6 @@ class Stepper:
         return torch.cat([torch.stack([torch.stack(totals).sum(), torch.as_tensor(
             count, dtype=torch.float64, device=self.device)]), flags.to(self.device)])
 
-    def _check_loss(self, loss: float, count: float, tallies: list[Tally], step: int) -> None:
-        if math.isfinite(loss) and (count > 0 or self.meetings.has_own_steps):
-            return
-        if math.isfinite(loss):
-            raise TrainingError(f"the loss counts nothing in step {step + 1}: its count is {count:g}",
-                                hint="every target of the window is ignored; a larger batch makes this unlikely")
-        here = not all(bool(torch.isfinite(tally.value)) for tally in tallies)
-        error = TrainingError(
-            f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'} in step {step + 1}; "
-            "the weights of the step before are kept",
-            hint="a lower learning rate, clip=1.0, or a look at the samples of this step")
-        error.heard = not here  # type: ignore[attr-defined]  # another rank's loss; that rank's report comes first
-        raise error
-
     def _drop_unused(self, users: list[float]) -> None:
         """A parameter that nobody used gets no gradient, as on one device. users: of each trainable parameter."""
         for name, count in zip(self.trainable, users, strict=True):
@@ -327,15 +326,7 @@ class Stepper:
         if not unused or self.saw_unused:
             return
         self.saw_unused = True
-        family = lambda name: re.sub(r"\.\d+\.", ".*.", name)  # noqa: E731
-        alive = {family(name) for name in self.trainable if name not in unused}
-        never = [name for name in unused if family(name) == name or family(name) not in alive]
-        if len(never) == len(users):
-            raise TrainingError("the loss does not depend on the model: no parameter has a gradient")
-        if never:
-            shown = ", ".join(never[:5]) + (f" and {len(never) - 5} more" if len(never) > 5 else "")
-            raise TrainingError(f"the loss does not depend on {len(never)} of {len(users)} parameters: "
-                                f"{shown}", hint="remove them, or freeze them with requires_grad_(False)")
+        check_used(dict(zip(self.trainable, users, strict=True)))
 
     def _scale_gradients(self, factor: float) -> None:
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
@@ -389,45 +380,87 @@ class Stepper:
         for synchroniser in self.synchronisers:
             yield from synchroniser.kept()
 
-    def _build_optimizer(self) -> tuple[torch.optim.Optimizer, list[list[str]]]:
-        """The optimizer for what this rank holds, and the names in its groups of all parameters.
 
-        The job's function sees every parameter, so that its groups are the same on every rank.
-        """
-        every = {name: self.parameters.get(name) if name in self.parameters else _stand_in(p)
-                 for name, p in self.trainable.items()}
-        optimizer = self.job.optimizer(list(every.items()))
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise JobError(f"optimizer returned {type(optimizer).__name__} and not a torch.optim.Optimizer")
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise JobError(f"{type(optimizer).__name__} evaluates the loss several times a step, and a step here does "
-                           "so once", hint="an optimizer whose step() needs no closure, such as AdamW or SGD")
-        known = {id(p): name for name, p in every.items()}
-        given = [p for group in optimizer.param_groups for p in group["params"]]
-        if strangers := sum(id(p) not in known for p in given):
-            raise JobError(f"the optimizer holds {strangers} parameters that are not the model's",
-                           hint="build it from the (name, parameter) pairs it is given")
-        if left_out := set(known.values()) - {known[id(p)] for p in given}:
-            import warnings
+def check_loss(loss: float, count: float, tallies: Sequence[Tally], step: int) -> None:
+    """Refuse a window's loss that no update can be made from.
 
-            warnings.warn(f"the optimizer leaves out {len(left_out)} trainable parameters, such as {min(left_out)}; "
-                          "they will not change", stacklevel=2)
-        groups = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        for group, names in zip(optimizer.param_groups, groups, strict=True):
-            here = [name in self.parameters for name in names]
-            for key in ("params", "param_names"):
-                if key in group:
-                    group[key] = [item for item, is_here in zip(group[key], here, strict=True) if is_here]
-        return optimizer, groups
+    tallies: those of this rank; if none of them is at fault, another rank's report comes first.
+    """
+    if math.isfinite(loss) and count > 0:
+        return
+    if math.isfinite(loss):
+        raise TrainingError(f"the loss counts nothing in step {step + 1}: its count is {count:g}",
+                            hint="every target of the window is ignored; a larger batch makes this unlikely")
+    here = not all(bool(torch.isfinite(tally.value)) for tally in tallies)
+    error = TrainingError(
+        f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'} in step {step + 1}; "
+        "the weights of the step before are kept",
+        hint="a lower learning rate, clip=1.0, or a look at the samples of this step")
+    error.heard = not here  # type: ignore[attr-defined]  # another rank's loss; that rank's report comes first
+    raise error
 
-    def _build_schedule(self) -> Any:
-        if self.job.lr_schedule is None:
-            return None
-        schedule = self.job.lr_schedule(self.optimizer)
-        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise JobError("ReduceLROnPlateau waits for a metric, and a schedule is stepped by optimizer steps alone",
-                           hint="use a schedule of steps, such as CosineAnnealingLR or LambdaLR")
-        if not hasattr(schedule, "step"):
-            raise JobError(f"lr_schedule returned {type(schedule).__name__} and not a learning-rate scheduler")
-        return schedule
+
+def check_used(users: Mapping[str, float]) -> None:
+    """Refuse parameters that nothing uses, unless they stand in a list beside others that were used.
+
+    users: ranks that used each trainable parameter, by name.
+    """
+    unused = [name for name, count in users.items() if not count]
+    family = lambda name: re.sub(r"\.\d+\.", ".*.", name)  # noqa: E731
+    alive = {family(name) for name, count in users.items() if count}
+    never = [name for name in unused if family(name) == name or family(name) not in alive]
+    if len(never) == len(users):
+        raise TrainingError("the loss does not depend on the model: no parameter has a gradient")
+    if never:
+        shown = ", ".join(never[:5]) + (f" and {len(never) - 5} more" if len(never) > 5 else "")
+        raise TrainingError(f"the loss does not depend on {len(never)} of {len(users)} parameters: "
+                            f"{shown}", hint="remove them, or freeze them with requires_grad_(False)")
+
+
+def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
+                    parameters: Mapping[str, torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, list[list[str]]]:
+    """The optimizer for what this rank holds, and the names in its groups of all parameters.
+
+    The job's function sees every parameter, so that its groups are the same on every rank.
+
+    Args:
+        trainable: All parameters. parameters: Those that are here, as this rank holds them.
+    """
+    every = {name: parameters[name] if name in parameters else _stand_in(p) for name, p in trainable.items()}
+    optimizer = job.optimizer(list(every.items()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(f"optimizer returned {type(optimizer).__name__} and not a torch.optim.Optimizer")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise JobError(f"{type(optimizer).__name__} evaluates the loss several times a step, and a step here does "
+                       "so once", hint="an optimizer whose step() needs no closure, such as AdamW or SGD")
+    known = {id(p): name for name, p in every.items()}
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    if strangers := sum(id(p) not in known for p in given):
+        raise JobError(f"the optimizer holds {strangers} parameters that are not the model's",
+                       hint="build it from the (name, parameter) pairs it is given")
+    if left_out := set(known.values()) - {known[id(p)] for p in given}:
+        import warnings
+
+        warnings.warn(f"the optimizer leaves out {len(left_out)} trainable parameters, such as {min(left_out)}; "
+                      "they will not change", stacklevel=2)
+    groups = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        here = [name in parameters for name in names]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [item for item, is_here in zip(group[key], here, strict=True) if is_here]
+    return optimizer, groups
+
+
+def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> Any:
+    """The job's learning-rate schedule; None if it has none."""
+    if job.lr_schedule is None:
+        return None
+    schedule = job.lr_schedule(optimizer)
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise JobError("ReduceLROnPlateau waits for a metric, and a schedule is stepped by optimizer steps alone",
+                       hint="use a schedule of steps, such as CosineAnnealingLR or LambdaLR")
+    if not hasattr(schedule, "step"):
+        raise JobError(f"lr_schedule returned {type(schedule).__name__} and not a learning-rate scheduler")
+    return schedule

@@ -66,7 +66,8 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         RankFailed: a rank failed; its report names rank, step and line.
     """
     from paceline.planner.estimate import devices_of
-    from paceline.runtime.loop import Settings, train_rank
+    from paceline.runtime.drivers import crew, train_rank
+    from paceline.runtime.loop import Settings
     from paceline.strategies.compose import load
 
     _check(save_every=save_every, steps=steps, procs=procs, timeout_s=timeout_s)
@@ -98,7 +99,8 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
                             loader_workers=loader_workers, trace_steps=trace,
                             devices=devices_of(asked.plan, asked.cluster))
         figures = place.run(lambda context: train_rank(context, loaded, asked.plan, settings), run_dir=run_dir,
-                            idle=lambda board: _predict_once_started(board, priced, run_dir))
+                            idle=lambda board: _predict_once_started(board, priced, run_dir),
+                            crew=crew(asked.plan))
         if place.is_first:
             figures = _sum_up(run_dir, figures, priced)
         return Summary(figures, run_dir)

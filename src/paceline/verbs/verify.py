@@ -108,6 +108,9 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
     loaded = replace(loaded, steps=steps, epochs=None, validation=None, metrics={})
     chosen = [Plan.read(plan) for plan in plans] or _plans_that_fit(loaded)
     for plan in chosen:
+        if plan.relaxed:
+            raise PlanError(f"plan '{plan}' is not meant to equal one device: {plan.relaxed}",
+                            hint="staleness=0 is exact and can be verified")
         load(plan)
     written = writable(Path(run)) if run is not None else None
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
@@ -200,6 +203,7 @@ def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, t
     from paceline.launch.failure import RankFailed
     from paceline.launch.local import run_local
     from paceline.planner.resolve import resolve
+    from paceline.runtime.drivers import crew
 
     if plan.relaxed is not None:
         return Certificate(str(plan), (), f"not compared: the plan is relaxed ({plan.relaxed}) and can't equal one "
@@ -210,7 +214,7 @@ def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, t
     problem = reference["problem"] if cuts else None
     try:
         ranks = run_local(_recorded(job, asked, list(reference["figures"]), folder), Cluster.local(devices).devices,
-                          timeout_s=timeout_s)
+                          timeout_s=timeout_s, crew=crew(asked.plan))
     except RankFailed as error:
         if error.failure.kind == Preempted.__name__:
             raise
@@ -226,7 +230,8 @@ def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, t
 def _recorded(job: Job, asked: Any, precisions: Sequence[Precision], folder: Path) -> Callable[[Any], dict[str, Any]]:
     """What each rank runs: the job in every precision, one after the other."""
     from paceline.capture.randomness import WithoutRandomness
-    from paceline.runtime.loop import Settings, train_rank
+    from paceline.runtime.drivers import train_rank
+    from paceline.runtime.loop import Settings
 
     def body(context: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -1,0 +1,26 @@
+"""Who runs a plan on a rank: one line for every way in which updates meet."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from paceline.job import Job
+from paceline.launch.context import RankContext
+from paceline.launch.crew import PEERS, Crew
+from paceline.plan import AllReduce, Plan, Servers
+from paceline.runtime.loop import Settings
+from paceline.runtime.servers.roles import crew as server_crew
+
+_TRAINERS = {AllReduce: "paceline.runtime.loop", Servers: "paceline.runtime.servers.train"}
+_CREWS = {AllReduce: lambda plan: PEERS, Servers: server_crew}
+
+
+def crew(plan: Plan) -> Crew:
+    """What the ranks of a plan are to each other."""
+    return _CREWS[type(plan.sync)](plan)
+
+
+def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -> Any:
+    """Train on this rank. Returns the summary, on rank 0 at least; see `loop.train_rank`."""
+    return importlib.import_module(_TRAINERS[type(plan.sync)]).train_rank(context, job, plan, settings)

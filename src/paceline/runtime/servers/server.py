@@ -1,0 +1,154 @@
+"""One server of a run: applies what the coordinator orders, in its order, and writes its part of checkpoints."""
+
+from __future__ import annotations
+
+import queue
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from paceline.errors import PacelineError
+from paceline.job import Job
+from paceline.launch.context import RankContext
+from paceline.plan import Plan
+from paceline.runtime import state
+from paceline.runtime.checkpoint.read import Checkpoint
+from paceline.runtime.checkpoint.write import Writer
+from paceline.runtime.loop import Settings
+from paceline.runtime.memory import PeakMemory
+from paceline.runtime.servers.roles import Meeting, servers_of
+from paceline.runtime.servers.shelf import Shelf
+from paceline.strategies.server.serve import Door, Exchange, listen_to
+from paceline.strategies.server.shards import Shard, fingerprint
+from paceline.strategies.server.wire import Connection, Peer, Role, WireError, connect, listen
+
+Event = tuple[Peer, "dict[str, Any] | WireError"]  # what a peer said, or why it says no more
+
+
+class Server:
+    """What every server does. It says whatever happens to it through `tell`, which the kinds of servers fill in.
+
+    inbox: what peers said.
+    """
+
+    def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
+                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting) -> None:
+        sync = servers_of(plan)
+        self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
+        self.memory = PeakMemory(context.device)
+        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.layout = fingerprint(shards)
+        self.exchange = Exchange(shards[number], num_parts=sync.workers if sync.staleness == 0 else 1,
+                                 keeps_sending=sync.staleness != 0, version=0, on_held=self._held,
+                                 on_lost=self._lost)
+        self.shelf = Shelf(job, plan, number, shards, model, self.exchange)
+        self.writer = None
+        if settings.run_dir is not None:
+            self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt)
+            state.document(self.shelf, step=0, samples=0)  # what can't be saved is refused now, not after an hour
+        self.step = self._restore()
+        self.exchange.version = self.step
+        self.door = Door(listen(context.host), self.welcome, secret=context.secret, layout=self.layout)
+        meeting.announce(number, self.door.address)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Say something to the coordinator."""
+        raise NotImplementedError
+
+    def welcome(self, connection: Connection, peer: Peer) -> None:
+        """A peer has proved itself."""
+        self.exchange.serve(connection, peer)
+
+    def obey(self, order: dict[str, Any]) -> None:
+        """Do what the coordinator says."""
+        if "make" in order:
+            self._make(order)
+        elif "drop" in order:
+            self.exchange.drop(order["drop"])
+        elif "save" in order:
+            self.save(order["save"])
+
+    def save(self, samples: int) -> float:
+        """Begin this server's part of a checkpoint. Returns the seconds it took from the updates."""
+        if self.writer is None:
+            return 0.0
+        self.context.beat("save")
+        return self.writer.save(self.step, state.pieces(self.shelf),
+                                state.document(self.shelf, step=self.step, samples=samples))
+
+    def close(self) -> None:
+        self.door.close()
+        self.exchange.close()
+
+    def _make(self, order: dict[str, Any]) -> None:
+        self.context.beat("optimizer")
+        self.context.step = self.step + 1
+        observer, shelf = self.settings.observer, self.shelf
+        shelf.take_gradient(order["make"], scale=order["scale"], unused=frozenset(order["unused"]))
+        if observer is not None:
+            observer.samples(self.step, [])
+            observer.gradients(self.step, shelf)
+        with self.exchange.making:
+            shelf.update(clip=order["clip"], rate=order["rate"])
+        self.exchange.made(order["make"])
+        if observer is not None:
+            observer.weights(self.step, shelf, order["loss"])
+        self.step += 1
+        if self.writer is not None:
+            self.writer.poll()
+
+    def _restore(self) -> int:
+        """Where the run goes on."""
+        self.checkpoint: Checkpoint | None = None
+        if self.settings.resume and self.settings.run_dir is not None:
+            self.context.beat("restore")
+            self.checkpoint = state.choose_checkpoint(self.context, self.settings.run_dir,
+                                                      accept=lambda found: state.mismatch(self.shelf, found))
+        if self.checkpoint is None:
+            return 0
+        state.restore(self.shelf, self.checkpoint)
+        return int(self.checkpoint.document["step"])
+
+    def _held(self, update: int, squares: float) -> None:
+        self.tell({"held": update, "squares": squares})
+
+    def _lost(self, peer: Peer, error: WireError) -> None:
+        self.tell({"lost": peer.number, "incarnation": peer.incarnation, "why": str(error)})
+
+
+class Follower(Server):
+    """A server that another one coordinates."""
+
+    def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
+                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting, timeout_s: float = 60.0) -> None:
+        self.coordinator: Connection | None = None
+        super().__init__(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting)
+        own = Peer(Role.SERVER, number, 0)
+        self.coordinator = connect(meeting.address(0), own, secret=context.secret, layout=self.layout,
+                                   timeout_s=timeout_s)
+        listen_to(self.coordinator, own, tell=lambda peer, message: self.inbox.put((peer, message)),
+                  on_lost=lambda peer, error: self.inbox.put((peer, error)))
+
+    def tell(self, message: dict[str, Any]) -> None:
+        with suppress(WireError):  # its end is in the inbox
+            if self.coordinator is not None:  # before that nobody has been given anything
+                self.coordinator.send_message(message)
+
+    def run(self) -> dict[str, Any] | None:
+        """Obey until the run is over."""
+        try:
+            while True:
+                _, order = self.inbox.get()
+                if isinstance(order, PacelineError):
+                    raise order
+                self.context.beat("reduce")
+                if "over" in order:
+                    break
+                self.obey(order)
+            if self.writer is not None:
+                self.writer.wait()
+            self.tell({"left": {"peak_memory_bytes": self.memory.bytes()}})
+            return None
+        finally:
+            self.close()

@@ -1,0 +1,121 @@
+"""A rank's training run under a plan with servers."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+from paceline.job import Job
+from paceline.launch.board import Board
+from paceline.launch.context import RankContext
+from paceline.plan import Plan
+from paceline.runtime.feed import MicroBatch
+from paceline.runtime.loop import Observer, Settings
+from paceline.runtime.servers.coordinator import Coordinator
+from paceline.runtime.servers.roles import Meeting, Roles, servers_of
+from paceline.runtime.servers.server import Follower
+from paceline.runtime.servers.shelf import build
+from paceline.runtime.servers.worker import Worker
+from paceline.runtime.state import Holder
+from paceline.strategies.server.wire import WireError
+
+_REASON_S = 5.0
+
+
+def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -> dict[str, Any] | None:
+    """Serve or work, as the plan has it for this rank. Returns the summary on rank 0.
+
+    Raises:
+        Preempted: the run was asked to stop; it saved a checkpoint.
+        TrainingError, JobError, CheckpointError: see the message.
+    """
+    context.num_trained += 1
+    meeting = Meeting(context, f"servers/{context.num_trained}")
+    roles = Roles.of(plan, context.rank)
+    if roles.worker is None:
+        assert roles.server is not None
+        with context.stoppable():
+            return _server(context, job, plan, settings, number=roles.server, meeting=meeting).run()
+    if roles.server is None:
+        _work(context, job, plan, settings, number=roles.worker, meeting=meeting)
+        return None
+    return _serve_and_work(context, job, plan, settings, roles=roles, meeting=meeting)
+
+
+def _work(context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int, meeting: Meeting) -> None:
+    with context.stoppable():
+        Worker(context, job, plan, settings, number=number, meeting=meeting).run()
+
+
+def _server(context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
+            meeting: Meeting) -> Coordinator | Follower:
+    context.beat("build")
+    model, shards = build(job, context.device, servers_of(plan).server)
+    kind = Coordinator if number == 0 else Follower
+    return kind(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting)
+
+
+def _serve_and_work(context: RankContext, job: Job, plan: Plan, settings: Settings, *, roles: Roles,
+                    meeting: Meeting) -> dict[str, Any] | None:
+    """Both in one process: the server on a thread. Signs of life and requests to stop are the worker's business."""
+    assert roles.server is not None and roles.worker is not None
+    observer = settings.observer
+    beside = replace(context, board=Board(1), slot=0)
+    serving, working = settings, settings
+    if observer is not None:
+        serving = replace(settings, observer=_OfServer(observer, roles.worker))
+        working = replace(settings, observer=_OfWorker(observer))
+    # Built first and here, as the worker builds its model from the same random streams.
+    server = _server(beside, job, plan, serving, number=roles.server, meeting=meeting)
+    found: list[dict[str, Any] | None] = []
+    failed: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            found.append(server.run())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=serve, name="paceline-server", daemon=True)
+    thread.start()
+    try:
+        _work(context, job, plan, working, number=roles.worker, meeting=meeting)
+    except WireError:
+        thread.join(timeout=_REASON_S)  # what the worker ran into may be that its own server failed
+        if failed:
+            raise failed[0] from None
+        raise
+    while thread.is_alive():
+        context.beat("save")
+        thread.join(timeout=1.0)
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+class _OfServer:
+    """What an observer sees of a server whose process also works: complete gradients, as that worker's."""
+
+    def __init__(self, observer: Observer, replica: int) -> None:
+        self.observer, self.replica = observer, replica
+
+    def samples(self, step: int, batches: list[MicroBatch]) -> None:
+        """The worker tells of its own."""
+
+    def gradients(self, step: int, stepper: Holder) -> None:
+        stepper.replica = self.replica  # type: ignore[misc]
+        self.observer.gradients(step, stepper)
+
+    def weights(self, step: int, stepper: Holder, loss: float) -> None:
+        """The worker has all of them."""
+
+
+class _OfWorker:
+    """What an observer sees of a worker whose process also serves: all but gradients."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.samples, self.weights = observer.samples, observer.weights
+
+    def gradients(self, step: int, stepper: Holder) -> None:
+        """The server has those that are complete."""

@@ -1,0 +1,287 @@
+"""Messages between workers and servers: framed, checked, with a version, over TCP between peers that know a secret.
+
+A connection begins with a challenge in each direction, answered by an HMAC of the run's secret, so neither side talks
+to a stranger. Frames after it are not encrypted: the network is trusted not to change them. A frame is a header of
+fixed size and a payload, whose length is checked against what may come before anything is allocated for it. Payloads
+are JSON or the bare elements of tensors; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from paceline.errors import PeerLost
+
+MAGIC = b"PLps"
+VERSION = 1
+# magic, version, kind, dtype, worker, incarnation, step, chunk, length of the payload; big-endian
+_HEADER = struct.Struct(">4sHBBIIqIQ")
+DTYPES = ("none", "float32", "float64", "bfloat16", "float16", "complex64", "complex128")
+DOCUMENT_BYTES = 16 * 2**20  # most of a JSON payload
+HANDSHAKE_S = 10.0  # for a peer to prove itself
+_NONCE_BYTES = _PROOF_BYTES = 32
+_GREETING_BYTES = 8 + _NONCE_BYTES + 32 + _PROOF_BYTES
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    CHALLENGE = 1
+    GREETING = 2
+    WELCOME = 3
+    REFUSED = 4
+    MESSAGE = 5
+    PUSH = 6
+    PULL = 7
+    WEIGHTS = 8
+
+
+class Role(IntEnum):
+    """What a peer wants of a connection."""
+
+    CONTROL = 1
+    DATA = 2
+    SERVER = 3
+
+
+class WireError(PeerLost):
+    """A peer sent what it may not send, or is gone. heard: its own report, if there is one, is the cause."""
+
+    heard = True
+
+
+class Closed(WireError):
+    """The peer closed the connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The head of a frame. step: an update's number, or a version of the weights."""
+
+    kind: Kind
+    length: int = 0
+    dtype: str = "none"
+    worker: int = 0
+    incarnation: int = 0
+    step: int = 0
+    chunk: int = 0
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(MAGIC, VERSION, self.kind, DTYPES.index(self.dtype), self.worker, self.incarnation,
+                            self.step, self.chunk, self.length)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        """
+        Raises:
+            WireError: these are no bytes of ours, or of another version.
+        """
+        magic, version, kind, dtype, worker, incarnation, step, chunk, length = _HEADER.unpack(data)
+        if magic != MAGIC:
+            raise WireError(f"a peer sent {magic!r} where a frame of a parameter server begins with {MAGIC!r}")
+        if version != VERSION:
+            raise WireError(f"a peer speaks version {version} of the parameter servers' protocol and this is version "
+                            f"{VERSION}", hint="run the same Paceline on every host")
+        if kind not in set(Kind) or dtype >= len(DTYPES):
+            raise WireError(f"a peer sent a frame of unknown kind {kind} or dtype {dtype}")
+        return cls(Kind(kind), length, DTYPES[dtype], worker, incarnation, step, chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end. number: of the worker, or of the server."""
+
+    role: Role
+    number: int
+    incarnation: int
+
+
+class Connection:
+    """A stream of frames. One thread at a time receives; any thread may send."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.sending = threading.Lock()
+        self.sent_bytes = self.received_bytes = 0
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, header: Header, *parts: memoryview | bytes) -> None:
+        """One frame; `header.length` must be that of the parts.
+
+        Raises:
+            Closed: the peer is gone.
+        """
+        buffers = [memoryview(header.pack()), *(memoryview(part).cast("B") for part in parts if len(part))]
+        with self.sending:
+            self.sent_bytes += sum(len(buffer) for buffer in buffers)
+            try:
+                while buffers:
+                    sent = self.sock.sendmsg(buffers[:256])  # of IOV_MAX, 1024
+                    while buffers and sent >= len(buffers[0]):
+                        sent -= len(buffers.pop(0))
+                    if sent:
+                        buffers[0] = buffers[0][sent:]
+            except OSError as error:
+                raise Closed(f"the connection broke while sending: {error}") from error
+
+    def send_message(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode()
+        self.send(Header(Kind.MESSAGE, len(data)), data)
+
+    def receive(self) -> Header:
+        """The head of the next frame; its payload must be read next.
+
+        Raises:
+            Closed: the peer is gone. WireError: it sent something else.
+        """
+        head = bytearray(_HEADER.size)
+        self.read_into(memoryview(head))
+        return Header.unpack(bytes(head))
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill the buffer with what comes next."""
+        view, got = buffer.cast("B"), 0
+        while got < len(view):
+            try:
+                count = self.sock.recv_into(view[got:])
+            except OSError as error:
+                raise Closed(f"the connection broke after {got} of {len(view)} bytes: {error}") from error
+            if count == 0:
+                rest = f" after {got} of {len(view)} bytes" if got else ""
+                raise Closed(f"the peer closed its connection{rest}")
+            got += count
+        self.received_bytes += len(view)
+
+    def read_document(self, header: Header) -> Any:
+        """A JSON payload; refused before it is read if it is too long."""
+        data = bytearray(self.checked(header, 0, DOCUMENT_BYTES))
+        self.read_into(memoryview(data))
+        try:
+            return json.loads(bytes(data))
+        except ValueError as error:
+            raise WireError(f"a peer sent a message that is no JSON: {error}") from error
+
+    def receive_message(self) -> dict[str, Any]:
+        """The next frame, which must be a message."""
+        header = self.receive()
+        if header.kind != Kind.MESSAGE:
+            raise WireError(f"a peer sent {header.kind.name} where a message was due")
+        document = self.read_document(header)
+        if not isinstance(document, dict):
+            raise WireError(f"a peer sent a message that is a {type(document).__name__}")
+        return document
+
+    def checked(self, header: Header, least: int, most: int) -> int:
+        """The payload's length.
+
+        Raises:
+            WireError: it is out of these bounds.
+        """
+        if not least <= header.length <= most:
+            allowed = str(most) if least == most else f"{least} to {most}"
+            raise WireError(f"a peer sent {header.kind.name} of {header.length} bytes where {allowed} are allowed")
+        return header.length
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that listens on one address and a free port."""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128)
+
+
+def connect(address: tuple[str, int], peer: Peer, *, secret: bytes, layout: bytes, timeout_s: float) -> Connection:
+    """Reach a server and prove to each other that both know the secret.
+
+    layout: 32 bytes that both sides must share, of how the model is cut.
+
+    Raises:
+        WireError: it can't be reached, refuses this peer, or can't prove itself.
+    """
+    try:
+        connection = Connection(socket.create_connection(address, timeout=timeout_s))
+    except OSError as error:
+        raise WireError(f"the server at {address[0]}:{address[1]} can't be reached: {error}") from error
+    try:
+        connection.sock.settimeout(HANDSHAKE_S)
+        challenge = _expect(connection, Kind.CHALLENGE, _NONCE_BYTES)
+        own = secrets.token_bytes(_NONCE_BYTES)
+        claim = struct.pack(">HHI", peer.role, peer.number, peer.incarnation) + own + layout
+        greeting = claim + _proof(secret, b"client", challenge, claim)
+        connection.send(Header(Kind.GREETING, len(greeting)), greeting)
+        answer = _expect(connection, Kind.WELCOME, _PROOF_BYTES)
+        if not hmac.compare_digest(answer, _proof(secret, b"server", challenge, claim)):
+            raise WireError(f"the server at {address[0]}:{address[1]} does not know the run's secret")
+        connection.sock.settimeout(None)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def accept(sock: socket.socket, *, secret: bytes, layout: bytes) -> tuple[Connection, Peer]:
+    """Let a peer prove itself on a fresh connection.
+
+    Raises:
+        WireError: it can't; it was told why, and the connection is closed.
+    """
+    connection = Connection(sock)
+    try:
+        sock.settimeout(HANDSHAKE_S)
+        challenge = secrets.token_bytes(_NONCE_BYTES)
+        connection.send(Header(Kind.CHALLENGE, len(challenge)), challenge)
+        greeting = _expect(connection, Kind.GREETING, _GREETING_BYTES)
+        claim, proof = greeting[:-_PROOF_BYTES], greeting[-_PROOF_BYTES:]
+        if not hmac.compare_digest(proof, _proof(secret, b"client", challenge, claim)):
+            raise WireError("a peer does not know the run's secret", hint="PACELINE_SECRET must be equal on all hosts")
+        role, number, incarnation = struct.unpack(">HHI", claim[:8])
+        if claim[-32:] != layout:
+            raise WireError("a peer cuts the model in another way: its job, plan or version differs",
+                            hint="start every rank with the same job file and plan")
+        if role not in set(Role):
+            raise WireError(f"a peer asks for a connection of unknown kind {role}")
+        welcome = _proof(secret, b"server", challenge, claim)
+        connection.send(Header(Kind.WELCOME, len(welcome)), welcome)
+        sock.settimeout(None)
+    except WireError as error:
+        with suppress(WireError):
+            why = str(error).encode()
+            connection.send(Header(Kind.REFUSED, len(why)), why)
+        connection.close()
+        raise
+    return connection, Peer(Role(role), number, incarnation)
+
+
+def _expect(connection: Connection, kind: Kind, length: int) -> bytes:
+    """The payload of the next frame, which must be of this kind and length."""
+    header = connection.receive()
+    if header.kind == Kind.REFUSED:
+        why = bytearray(connection.checked(header, 0, 4096))
+        connection.read_into(memoryview(why))
+        error = WireError(f"the server refused this rank: {why.decode(errors='replace')}")
+        error.heard = False
+        raise error
+    if header.kind != kind:
+        raise WireError(f"a peer sent {header.kind.name} where {kind.name} was due")
+    data = bytearray(connection.checked(header, length, length))
+    connection.read_into(memoryview(data))
+    return bytes(data)
+
+
+def _proof(secret: bytes, side: bytes, challenge: bytes, claim: bytes) -> bytes:
+    return hmac.new(secret, side + challenge + claim, hashlib.sha256).digest()
+
+

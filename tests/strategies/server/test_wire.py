@@ -1,0 +1,280 @@
+"""A server among strangers: whatever they send is refused, and workers are served as before."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.strategies.server import wire
+from paceline.strategies.server.run import Link, Pusher, pull
+from paceline.strategies.server.serve import Door, Exchange, bytes_of
+from paceline.strategies.server.shards import Held, assign, fingerprint
+from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, WireError, connect, listen
+
+SECRET = b"s" * 32
+MODEL = [Held("a", (7, 3), "float32", 4), Held("b", (5,), "float64", 8), Held("c", (4,), "bfloat16", 2)]
+SHARD, = assign(MODEL, 1, split_tensors=True, chunk_bytes=32)
+LAYOUT = fingerprint([SHARD])
+WORKER = Peer(Role.DATA, 0, 77)
+
+
+_OPEN: list[Connection] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """No socket of a test outlives it."""
+    yield
+    while _OPEN:
+        _OPEN.pop().close()
+
+
+def _kept(sock: socket.socket) -> Connection:
+    _OPEN.append(Connection(sock))
+    return _OPEN[-1]
+
+
+class Served:
+    """A server with what it says on queues."""
+
+    def __init__(self, num_parts: int = 1) -> None:
+        self.held: queue.Queue[tuple[int, float]] = queue.Queue()
+        self.lost: queue.Queue[tuple[Peer, WireError]] = queue.Queue()
+        self.exchange = Exchange(SHARD, num_parts=num_parts, keeps_sending=True, version=0,
+                                 on_held=lambda *told: self.held.put(told), on_lost=lambda *told: self.lost.put(told))
+        self.door = Door(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=LAYOUT)
+        for view in self.exchange.views.values():
+            view.fill_(1.5)
+
+    def reach(self, peer: Peer = WORKER, *, secret: bytes = SECRET, layout: bytes = LAYOUT) -> Connection:
+        _OPEN.append(connect(self.door.address, peer, secret=secret, layout=layout, timeout_s=5))
+        return _OPEN[-1]
+
+    def stranger(self) -> socket.socket:
+        sock = socket.create_connection(self.door.address, timeout=5)
+        sock.settimeout(5)
+        return sock
+
+    def close(self) -> None:
+        self.door.close()
+        self.exchange.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    found = Served()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    """One server for many strangers."""
+    found = Served()
+    yield found
+    found.close()
+
+
+def _parameters() -> dict[str, torch.nn.Parameter]:
+    return {held.name: torch.nn.Parameter(torch.zeros(held.shape, dtype=getattr(torch, held.dtype))) for held in MODEL}
+
+
+def _works(served: Served, update: int = 0) -> None:
+    """A worker fetches weights and brings a gradient."""
+    parameters = _parameters()
+    link = Link(served.reach(), SHARD, parameters, worker=0, incarnation=77)
+    assert pull([link], 0)[0] == 0
+    assert all(bool((p == 1.5).all()) for p in parameters.values())
+    pusher = Pusher(parameters, [link])
+    pusher.update = update
+    pusher.begin(last=True)
+    sum((p.float() * 2).sum() for p in parameters.values()).backward()  # type: ignore[union-attr]
+    pusher.finish()
+    assert served.held.get(timeout=5) == (update, 4.0 * (21 + 5 + 4))
+    assert all(bool((g == 2).all()) for g in served.exchange.gradients(update).values())
+    served.exchange.drop(update)
+    link.close()
+    assert served.lost.get(timeout=5)[0] == WORKER
+
+
+def test_a_worker_pushes_and_pulls(served: Served):
+    """Every dtype, in chunks that cut parameters; parameters of any memory format are filled."""
+    _works(served)
+    parameters = _parameters()
+    parameters["a"] = torch.nn.Parameter(torch.zeros(3, 7).t())
+    link = Link(served.reach(), SHARD, parameters, worker=0, incarnation=77)
+    served.exchange.views["a"].copy_(torch.arange(21.0).view(7, 3))
+    pull([link], 0)
+    assert torch.equal(parameters["a"].detach(), torch.arange(21.0).view(7, 3))
+    link.close()
+
+
+def test_parts_are_summed_in_their_order():
+    """Whoever is last, and the sum waits for all."""
+    served = Served(num_parts=2)
+    links = [served.reach(Peer(Role.DATA, worker, 5)) for worker in (0, 1)]
+    for worker in (1, 0):
+        assert served.held.empty()
+        for number, chunk in enumerate(SHARD.chunks):
+            values = torch.full((chunk.stop - chunk.start,), 1.0 + worker, dtype=getattr(torch, chunk.dtype))
+            links[worker].send(Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, worker, 5, 9, number), bytes_of(values))
+        time.sleep(0.05)
+    assert served.held.get(timeout=5)[0] == 9
+    assert all(bool((g == 3).all()) for g in served.exchange.gradients(9).values())
+    served.close()
+
+
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"secret": b"x" * 32}, "does not know the run's secret"),
+    ({"layout": b"y" * 32}, "cuts the model in another way"),
+])
+def test_a_peer_that_does_not_belong(served: Served, changes: dict[str, Any], why: str):
+    """Refused in words, and the next one is served."""
+    with pytest.raises(WireError, match=why):
+        served.reach(**changes)
+    _works(served)
+    assert served.door.refused == 1
+
+
+def test_a_server_that_does_not_know_the_secret():
+    """A worker does not talk to whoever took the port."""
+    sock = listen("127.0.0.1")
+
+    def impostor() -> None:
+        connection = _kept(sock.accept()[0])
+        connection.send(Header(Kind.CHALLENGE, 32), b"c" * 32)
+        header = connection.receive()
+        connection.read_into(memoryview(bytearray(header.length)))
+        connection.send(Header(Kind.WELCOME, 32), b"w" * 32)
+
+    threading.Thread(target=impostor, daemon=True).start()
+    with pytest.raises(WireError, match="does not know the run's secret"):
+        connect(sock.getsockname()[:2], WORKER, secret=SECRET, layout=LAYOUT, timeout_s=5)
+    sock.close()
+
+
+def test_another_version(served: Served):
+    """Named on both sides."""
+    head = bytearray(Header(Kind.GREETING, 8).pack())
+    struct.pack_into(">H", head, 4, wire.VERSION + 1)
+    with served.stranger() as sock:
+        sock.sendall(head)
+        said = b"".join(iter(lambda: sock.recv(4096), b""))
+    assert f"version {wire.VERSION + 1}".encode() in said
+    with pytest.raises(WireError, match=f"version {wire.VERSION + 1}"):
+        Header.unpack(bytes(head))
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=30)
+def test_bytes_of_a_stranger(shared: Served, data: bytes):
+    """Any bytes at all are heard to their end and answered by an end."""
+    with shared.stranger() as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(4096):
+            pass
+
+
+def test_the_server_after_all_that(shared: Served):
+    """No thread of a stranger is left, and a worker is served."""
+    _works(shared)
+    deadline_s = time.monotonic() + 5
+    while any(thread.name == "paceline-admit" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    assert shared.door.refused >= 1
+
+
+_CHUNK = SHARD.chunks[0]
+_GOOD = {"kind": Kind.PUSH, "length": _CHUNK.num_bytes, "dtype": _CHUNK.dtype, "incarnation": 77}
+
+
+@pytest.mark.parametrize(("header", "why"), [
+    ({**_GOOD, "length": 2**62}, f"where {_CHUNK.num_bytes} are allowed"),
+    ({**_GOOD, "length": _CHUNK.num_bytes - 1}, f"where {_CHUNK.num_bytes} are allowed"),
+    ({**_GOOD, "chunk": 10**6}, "sent chunk 1000000 of"),
+    ({**_GOOD, "dtype": "complex64"}, "where bfloat16 is held"),
+    ({**_GOOD, "worker": 3}, "sent a gradient as worker 3"),
+    ({**_GOOD, "incarnation": 1}, "sent a gradient as worker 0"),
+    ({"kind": Kind.WEIGHTS}, "sent WEIGHTS to a server"),
+    ({"kind": Kind.PULL, "length": 5}, "PULL of 5 bytes"),
+])
+def test_a_worker_that_breaks_the_rules(served: Served, header: dict[str, Any], why: str):
+    """Its connection ends, whoever coordinates learns why, nothing is allocated for it, others are served."""
+    connection = served.reach()
+    connection.send(Header(**header))
+    peer, error = served.lost.get(timeout=5)
+    assert peer == WORKER and why in str(error)
+    _works(served)
+
+
+def test_a_chunk_twice_and_a_chunk_cut_off(served: Served):
+    """Neither is added to a gradient."""
+    for payloads, why in (([_CHUNK.num_bytes] * 2, "chunk 0 of update 4 twice"), ([3], "after 3 of 8 bytes")):
+        connection = served.reach()
+        for size in payloads:
+            connection.send(Header(**_GOOD, step=4), bytes(size))
+        if len(payloads) == 1:
+            connection.close()
+        assert why in str(served.lost.get(timeout=5)[1])
+        served.exchange.drop(4)
+        connection.close()
+        served.exchange.closed.discard(4)
+    assert served.held.empty()
+    _works(served)
+
+
+def test_chunks_of_a_dropped_update(served: Served):
+    """They are read and thrown away, and the worker goes on."""
+    served.exchange.drop(3)
+    connection = served.reach()
+    for number, chunk in enumerate(SHARD.chunks):
+        connection.send(Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, 0, 77, 3, number), bytes(chunk.num_bytes))
+    connection.send(Header(Kind.PULL))
+    assert connection.receive().kind == Kind.WEIGHTS
+    assert served.held.empty() and not served.exchange.gatherings
+    connection.close()
+
+
+def test_messages_that_are_too_long_or_no_messages():
+    """Their length is checked before it is believed."""
+    ours, theirs = _pair()
+    theirs.send(Header(Kind.MESSAGE, wire.DOCUMENT_BYTES + 1))
+    with pytest.raises(WireError, match="bytes where 0 to"):
+        ours.receive_message()
+    for text, why in ((b"{no", "no JSON"), (json.dumps([1]).encode(), "that is a list")):
+        ours, theirs = _pair()
+        theirs.send(Header(Kind.MESSAGE, len(text)), text)
+        with pytest.raises(WireError, match=why):
+            ours.receive_message()
+
+
+def _pair() -> tuple[Connection, Connection]:
+    with listen("127.0.0.1") as sock:
+        theirs = socket.create_connection(sock.getsockname()[:2])
+        return _kept(sock.accept()[0]), _kept(theirs)
+
+
+def test_versions_are_waited_for(served: Served):
+    """Weights that are not there yet come when they are."""
+    connection = served.reach()
+    connection.sock.settimeout(0.3)
+    connection.send(Header(Kind.PULL, step=1))
+    with pytest.raises(WireError):
+        connection.receive()
+    connection.sock.settimeout(5)
+    served.exchange.made(0)
+    assert connection.receive().step == 1
+    connection.close()

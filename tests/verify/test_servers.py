@@ -1,0 +1,147 @@
+"""Runs with parameter servers: exact without staleness, robust with it, and the same checkpoints as any plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+from verify_jobs import Mlp, adamw, make_job
+
+import paceline
+from paceline.errors import JobError, PacelineError, PlanError
+
+TIMEOUT_S = 20
+
+
+def _adam(**changes: Any) -> paceline.Job:
+    """A job whose updates depend on all that a checkpoint holds."""
+    schedule = lambda opt: torch.optim.lr_scheduler.StepLR(opt, 3)  # noqa: E731
+    return make_job(Mlp, **{"optimizer": adamw, "lr_schedule": schedule, "clip": 0.2, **changes})
+
+
+@pytest.mark.parametrize("plans", [
+    ["server=1 workers=2", "server=2 workers=3 accumulate=2"],
+    ["server=2 workers=2 colocate=yes", "server=1 workers=2 shares=3:1"],
+])
+def test_without_staleness_it_is_one_device_s(plans: list[str]):
+    """Clipping over all shards, a schedule, AdamW: in float32 and float64."""
+    for certificate in paceline.verify(_adam(), plans, steps=4, timeout_s=TIMEOUT_S):
+        assert certificate.passed, certificate.describe()
+        assert certificate.verdicts[1].max_param_diff < 1e-12
+
+
+def test_a_loss_of_sums_and_an_optimizer_of_whole_tensors():
+    """The count of the whole window divides once; Adafactor gets tensors uncut."""
+    job = make_job(Mlp, loss=lambda output, target: (F.cross_entropy(output, target, reduction="sum"), len(target)),
+                   optimizer=lambda named: torch.optim.Adafactor([p for _, p in named], lr=0.05))
+    certificate, = paceline.verify(job, ["server=2 workers=2"], steps=3, timeout_s=TIMEOUT_S)
+    assert certificate.passed, certificate.describe()
+
+
+@pytest.mark.parametrize(("first", "then"), [("server=2 workers=2", "data=2"), ("shard=2", "server=2 workers=2"),
+                                             ("server=1 workers=2 staleness=inf", "server=2 workers=2 staleness=1")])
+def test_checkpoints_do_not_know_the_servers(tmp_path: Path, first: str, then: str):
+    """A run goes on under any plan, with every sample once; an exact one as if nothing had happened."""
+    job = _adam(validation=make_job().data)
+    paceline.train(job, first, run=tmp_path / "run", steps=6, save_every=4, timeout_s=TIMEOUT_S)
+    summary = paceline.train(job, then, run=tmp_path / "run", steps=9, resume=True, timeout_s=TIMEOUT_S)
+
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 10))
+    assert summary["steps"] == 9 and summary["samples"] == 25 + 25 + 8
+    if "staleness" not in first:
+        paceline.train(job, "single", run=tmp_path / "single", steps=9)
+        ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "single"))
+        assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)
+
+
+def _killing(rank: int, number: int, *, at: int, epochs: int) -> paceline.Job:
+    """A job in which one rank gets a signal in the middle of reading its samples."""
+    class Data(torch.utils.data.Dataset[Any]):
+        def __init__(self) -> None:
+            self.read = 0
+
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            self.read += 1
+            time.sleep(0.002)
+            if self.read == at and f"rank-{rank}.log" in str(Path("/proc/self/fd/2").resolve()):
+                os.kill(os.getpid(), number)
+            return torch.full((6,), index / 24), index % 3
+
+    return make_job(Mlp, data=Data(), epochs=epochs)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize(("plan", "rank", "number"), [
+    ("server=1 workers=3 staleness=inf", 2, signal.SIGKILL), ("server=2 workers=3 staleness=1", 3, signal.SIGSTOP),
+    ("server=1 workers=2 staleness=inf colocate=yes", 1, signal.SIGKILL)])
+def test_others_take_the_steps_of_a_worker_that_is_gone(tmp_path: Path, plan: str, rank: int, number: int):
+    """Killed or stopped: every step is made once, no sample is lost, and the run says who is missing."""
+    summary = paceline.train(_killing(rank, number, at=20, epochs=8), plan, run=tmp_path / "run",
+                             timeout_s=8)
+    servers = 0 if "colocate" in plan else int(plan[7])
+    assert summary["workers_lost"] == [rank - servers]
+    assert summary["steps"] == 24 and summary["samples"] == 8 * 24
+    assert sum(summary["staleness"].values()) == 24
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize(("rank", "plan"), [(2, "server=1 workers=2"), (1, "server=2 workers=2 colocate=yes")])
+def test_without_staleness_a_death_ends_the_run(tmp_path: Path, rank: int, plan: str):
+    """The rank that was killed is named, whoever lost a connection to it."""
+    job = _killing(rank, signal.SIGKILL, at=20, epochs=8)
+    with pytest.raises(PacelineError, match=f"rank {rank} .*\n.*killed by SIGKILL") as raised:
+        paceline.train(job, plan, run=tmp_path / "run", timeout_s=TIMEOUT_S)
+    assert raised.value.exit_code == 4
+
+
+def test_damping_and_what_a_run_tells(tmp_path: Path):
+    """Staleness, bytes and waiting are in the summary; a straggler's updates are damped."""
+    summary = paceline.train(_adam(), "server=2 workers=2 staleness=inf damping=inverse", run=tmp_path / "run",
+                             steps=12, timeout_s=TIMEOUT_S)
+    assert sum(summary["staleness"].values()) == 12
+    num_bytes = sum(p.numel() for p in Mlp().parameters()) * 4
+    pushed = sum(worker["pushed_bytes"] for worker in summary["workers"].values())
+    assert 12 * num_bytes <= pushed <= 12 * num_bytes + 12 * 40 * 20
+    assert all(worker["waited_for_step_s"] > 0 for worker in summary["workers"].values())
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(x))
+
+
+@pytest.mark.parametrize(("job", "plan", "kind", "why"), [
+    (make_job(Norm), "server=1 workers=2", JobError, "changes the buffer 'norm.running_mean'"),
+    (make_job(lambda: nn.Linear(6, 3, bias=False)), "server=4 workers=1", PlanError, "at most 3 servers"),
+    (make_job(lambda: nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten(), nn.Linear(18, 3))),
+     "server=1 workers=1", JobError, "sparse gradients"),
+])
+def test_jobs_that_servers_can_not_train(tmp_path: Path, job: paceline.Job, plan: str, kind: type, why: str):
+    """Said before anything is lost."""
+    with pytest.raises(PacelineError, match=why) as raised:
+        paceline.train(job, plan, run=tmp_path / "run", timeout_s=TIMEOUT_S)
+    assert raised.value.exit_code == 2
+
+
+def test_verify_is_about_exact_plans():
+    """A stale plan is not meant to equal one device."""
+    with pytest.raises(PlanError, match=r"miss updates(.|\n)*staleness=0"):
+        paceline.verify(make_job(), ["server=1 workers=2 staleness=1"])
