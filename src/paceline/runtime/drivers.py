@@ -8,12 +8,12 @@ from typing import Any
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.crew import PEERS, Crew
-from paceline.plan import AllReduce, Plan, Servers
+from paceline.plan import AllReduce, Local, Plan, Servers
 from paceline.runtime.loop import Settings
 from paceline.runtime.servers.roles import crew as server_crew
 
-_TRAINERS = {AllReduce: "paceline.runtime.loop", Servers: "paceline.runtime.servers.train"}
-_CREWS = {AllReduce: lambda plan: PEERS, Servers: server_crew}
+_TRAINERS = {AllReduce: "paceline.runtime.loop", Local: "paceline.runtime.loop", Servers: "paceline.runtime.servers.train"}
+_CREWS = {AllReduce: lambda plan: PEERS, Local: lambda plan: PEERS, Servers: server_crew}
 
 
 def crew(plan: Plan) -> Crew:

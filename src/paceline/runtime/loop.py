@@ -19,9 +19,8 @@ from paceline.errors import JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.plan import Plan
-from paceline.runtime import drift, folder, state, trace
-from paceline.runtime.checkpoint.read import open_checkpoint
-from paceline.runtime.checkpoint.write import Writer, write_json, write_model
+from paceline.runtime import drift, state, trace
+from paceline.runtime.checkpoint.write import Writer, write_json
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import evaluate
 from paceline.runtime.feed import MicroBatch, Part, is_stream, training_feed
@@ -362,7 +361,8 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         run.writer.wait()
         if run.saved_step != run.step:
             _save(run, last=True)
-        _export(run, run.settings.run_dir)
+        if run.context.rank == 0:
+            state.export(run.stepper.model, run.settings.run_dir, step=run.step)
     run.context.beat("end")
     logs = run.settings.run_dir / "logs" if run.settings.run_dir is not None else None
     if run.stepper.trace is not None and logs is not None:
@@ -394,14 +394,3 @@ def _greatest(run: _Run, value: int) -> int:
     held = torch.tensor(value, dtype=torch.int64, device=run.context.device)
     torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX)
     return int(held)
-
-
-def _export(run: _Run, run_dir: Path) -> None:
-    """The trained model under its own names, on rank 0: tensor by tensor from the checkpoint of this step."""
-    if run.context.rank:
-        return
-    checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{run.step}", checksums=False)
-    stored = state.stored_names(run.stepper.model)
-    write_model(run_dir / folder.MODEL,
-                {name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape) for name, key in stored.items()},
-                lambda name: checkpoint.read(stored[name]))

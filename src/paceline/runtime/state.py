@@ -17,6 +17,8 @@ from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
 from paceline.runtime.checkpoint.pieces import Piece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
+from paceline.runtime.checkpoint.write import write_model
+from paceline.runtime.folder import MODEL
 from paceline.strategies.compose import Synchroniser
 from paceline.strategies.data.run import local
 from paceline.strategies.kept import Kept
@@ -126,6 +128,15 @@ def stored_names(model: torch.nn.Module) -> dict[str, str]:
         if name in kept:
             found[name] = first.setdefault(id(buffer), f"buffers/{name}")
     return found
+
+
+def export(model: torch.nn.Module, run_dir: Path, *, step: int) -> None:
+    """The trained model under its own names: tensor by tensor from the checkpoint of this step."""
+    checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{step}", checksums=False)
+    stored = stored_names(model)
+    write_model(run_dir / MODEL,
+                {name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape) for name, key in stored.items()},
+                lambda name: checkpoint.read(stored[name]))
 
 
 def document(stepper: Holder, *, step: int, samples: int) -> dict[str, Any]:

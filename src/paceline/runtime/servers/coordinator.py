@@ -18,8 +18,6 @@ from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.plan import Plan
 from paceline.runtime import state
-from paceline.runtime.checkpoint.read import open_checkpoint
-from paceline.runtime.checkpoint.write import write_model
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
 from paceline.runtime.loop import Settings, Speed, cut_metrics, predicted_step_s
@@ -373,7 +371,7 @@ class Coordinator(Server):
             raise JobError("there was nothing to train on: no step was taken")
         self.context.beat("save")
         if self.settings.run_dir is not None:
-            self._export()
+            state.export(self.shelf.model, self.settings.run_dir, step=self.step)
         self.context.beat("end")
         everyone = [{"peak_memory_bytes": self.memory.bytes()}, *self.left.values(), *self.followers_left]
         return {
@@ -394,19 +392,3 @@ class Coordinator(Server):
                         for number, found in sorted(self.left.items())},
             "workers_lost": self.lost,
         }
-
-    def _export(self) -> None:
-        """The trained model under its own names, from the checkpoint that all servers have just written."""
-        assert self.settings.run_dir is not None
-        checkpoint = open_checkpoint(self.settings.run_dir / "checkpoints" / f"step-{self.step}", checksums=False)
-        model = self.shelf.model
-        first_name = {id(p): name for name, p in model.named_parameters()}
-        tensors = {name: checkpoint.read(f"parameters/{first_name[id(p)]}")
-                   for name, p in model.named_parameters(remove_duplicate=False)}
-        buffers = state.persistent_buffers(model)
-        first_buffer = {id(b): name for name, b in buffers.items()}
-        kept = set(model.state_dict(keep_vars=True)) if buffers else set()
-        tensors |= {name: checkpoint.read(f"buffers/{first_buffer[id(b)]}")
-                    for name, b in model.named_buffers(remove_duplicate=False) if name in kept}
-        write_model(self.settings.run_dir / "model.safetensors", tensors)
-

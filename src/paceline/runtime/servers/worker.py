@@ -41,7 +41,7 @@ class Worker:
         self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
         self.memory = PeakMemory(context.device)
         self.stepper = Stepper(job, plan, Mesh(plan.axes.sizes(), 0), context.device,
-                               memory_bytes=settings.memory_bytes)
+                               devices=settings.devices)
         shards = deal_out(self.stepper.model, self.stepper.optimizer, servers_of(plan).server)
         layout, incarnation = fingerprint(shards), secrets.randbits(31)
 
