@@ -27,7 +27,8 @@ import paceline
 from benchmarks.turns import Ratio, ratio, take_turns, warn_if_busy
 from paceline.strategies.pipeline import assign
 
-STEPS, BATCH = 25, 256
+STEPS = 25
+BRANCHES_BATCH, BALANCE_BATCH = 512, 256
 PARTS = '[parts]\n0 = ["left", "out"]\n1 = ["right"]\n'
 
 
@@ -56,11 +57,11 @@ def lopsided() -> nn.Module:
     return nn.Sequential(nn.Linear(768, 512), *wide, *narrow, nn.Linear(512, 8))
 
 
-def step_s(model: Callable[[], nn.Module], plan: str) -> float:
+def step_s(model: Callable[[], nn.Module], plan: str, *, batch: int) -> float:
     """Seconds a step, after the warm-up."""
     x = torch.randn(2048, 768, generator=torch.Generator().manual_seed(0))
     job = paceline.Job(model=model, data=TensorDataset(x, x[:, :8].argmax(1)), loss=F.cross_entropy,
-                       optimizer=lambda named: torch.optim.SGD(named, lr=1e-3), batch=BATCH, steps=STEPS)
+                       optimizer=lambda named: torch.optim.SGD(named, lr=1e-3), batch=batch, steps=STEPS)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         return float(paceline.train(job, plan, devices="cpu:0-1", run=Path(folder) / "run")["step_s"])
 
@@ -78,7 +79,7 @@ def equal_layers() -> Iterator[None]:
 
 def cut_by_layers() -> float:
     with equal_layers():
-        return step_s(lopsided, "pipeline=2 microbatches=8")
+        return step_s(lopsided, "pipeline=2 microbatches=8", batch=BALANCE_BATCH)
 
 
 def compare(name: str, ours: Callable[[], float], other: Callable[[], float], *, rounds: int) -> tuple[Ratio, Any]:
@@ -102,10 +103,11 @@ def main() -> None:
         file.flush()
         placed = f"place={file.name} parts=2"
         found = {
-            "branches": compare("branches", lambda: step_s(lambda: TwoTowers(False), placed),
-                                lambda: step_s(lambda: TwoTowers(True), placed), rounds=options.rounds),
-            "balance": compare("balance", lambda: step_s(lopsided, "pipeline=2 microbatches=8"), cut_by_layers,
-                               rounds=options.rounds)}
+            "branches": compare("branches", lambda: step_s(lambda: TwoTowers(False), placed, batch=BRANCHES_BATCH),
+                                lambda: step_s(lambda: TwoTowers(True), placed, batch=BRANCHES_BATCH),
+                                rounds=options.rounds),
+            "balance": compare("balance", lambda: step_s(lopsided, "pipeline=2 microbatches=8", batch=BALANCE_BATCH),
+                               cut_by_layers, rounds=options.rounds)}
     if options.json:
         document = {name: {"ratio": asdict(value), "step_s": seconds} for name, (value, seconds) in found.items()}
         print(json.dumps(document, indent=2))

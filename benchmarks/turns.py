@@ -70,17 +70,29 @@ class ContenderFailed(Exception):
 def take_turns(
     contenders: Mapping[str, Callable[[], Result]], *, rounds: int
 ) -> Iterator[tuple[int, str, Result | ContenderFailed]]:
-    """Run each contender once a round, A B C A B C. One that fails is reported once and left out from then on."""
+    """Run each contender once a round, A B C A B C.
+
+    One that fails is run once more in its turn; if that fails too it is reported once and left out from then on.
+    """
     failed: set[str] = set()
     for number in range(rounds):
         for name, run in contenders.items():
             if name in failed:
                 continue
             try:
-                yield number, name, run()
+                yield number, name, _again(run)
             except ContenderFailed as error:
                 failed.add(name)
                 yield number, name, error
+
+
+def _again(run: Callable[[], Result]) -> Result:
+    """Its result; a process of torch's is lost now and then as it ends."""
+    try:
+        return run()
+    except ContenderFailed as error:
+        print(f"run once more, it failed: {error}", file=sys.stderr)
+        return run()
 
 
 def run_command(command: Sequence[str], *, timeout_s: float = 600.0) -> str:

@@ -13,8 +13,11 @@ from torch import nn
 
 import paceline
 from paceline.runtime.feed import example_batch
+from paceline.strategies.data.run import local
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.draws import apart
+from paceline.strategies.tensor.piece import SplitPiece
+from paceline.strategies.tensor.published import published
 
 
 def cuts(stepper: Any) -> dict[str, tuple[int, int]]:
@@ -127,3 +130,96 @@ def test_dropout_masks(run_ranks: Callable[..., Any], monkeypatch: pytest.Monkey
     first, second = run_ranks(body, 2)
     assert first[0] != second[0]
     assert first[1] == second[1]
+
+
+def kept_bytes(stepper: Any) -> int:
+    """What a rank keeps between forward and backward of four samples, without weights."""
+    weights = {local(p).untyped_storage().data_ptr() for p in stepper.held.values()}
+    seen: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = local(tensor.detach()).untyped_storage()
+        seen[storage.data_ptr()] = 0 if storage.data_ptr() in weights else storage.nbytes()
+        kept.append(tensor)
+        return tensor
+
+    stepper.layout.forward(example_batch(stepper.job.data, 4))  # captures
+    kept: list[torch.Tensor] = []  # alive, so that no two have one address
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        stepper.layout.forward(example_batch(stepper.job.data, 4))
+    return sum(seen.values())
+
+
+def test_what_lies_between_is_cut_along_the_sequence(run_ranks: Callable[..., Any],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and residual sums of a part of the sequence are kept; where it doesn't divide they are whole."""
+    job = job_of(lambda: Stack(Fused(width=24), Fused(width=24), width=24))
+
+    def body(context: Any) -> tuple[list[str], int]:
+        stepper = laid_out(job, "tensor=2", context)
+        return stepper.layout.report.document["sequence"], kept_bytes(stepper)
+
+    with_parts = run_ranks(body, 2)[0]
+    monkeypatch.setattr(SplitPiece, "_has_sequence", lambda self, value: False)
+    without = run_ranks(body, 2)[0]
+
+    assert with_parts[0] == ["blocks.0", "blocks.1"] and without[0] == []
+    # Two norms, each half of its input of 4 x 6 x 24 and of the mean and deviation of 4 x 6, in float32.
+    assert without[1] - with_parts[1] == 2 * 4 * (4 * 6 * 24 + 2 * 4 * 6) // 2
+
+
+def test_a_sequence_that_does_not_divide(run_ranks: Callable[..., Any]) -> None:
+    """Six places are no part for each of four ranks: what lies between is computed whole."""
+    job = job_of(lambda: Stack(Fused(width=16, heads=4), width=16))
+
+    found = run_ranks(lambda context: laid_out(job, "tensor=4", context).layout.report.document["sequence"], 4)
+
+    assert found[0] == []
+
+
+class Planned(nn.Module):
+    """Two plain layers with a plan that no derivation would find."""
+
+    def __init__(self, tp_plan: dict[str, str]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 32), nn.Linear(32, 24)
+        self.tp_plan = tp_plan
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+PLANS = [({}, {"up.weight": (0, 1), "down.weight": (1, 1)}),
+         ({"blocks.*.up": "rowwise", "blocks.*.down": "colwise"}, {"up.weight": (1, 1), "down.weight": (0, 1)}),
+         ({"blocks.*.up": "replicate"}, {"down.weight": (0, 1)}),
+         ({"blocks.*.up.weight": "colwise", "blocks.*.nothing": "rowwise", "blocks.*.down": "unheard_of"},
+          {"up.weight": (0, 1), "down.weight": (1, 1)})]
+
+
+@pytest.mark.parametrize(("plan", "expected"), PLANS)
+def test_a_plan_that_the_model_brings(plan: dict[str, str], expected: dict[str, tuple[int, int]],
+                                      run_ranks: Callable[..., Any]) -> None:
+    """Its cuts are taken, where they say anything; they cost speed at worst."""
+    def model() -> nn.Module:
+        made = Stack(Planned(plan), Planned(plan), width=24)
+        made.tp_plan = plan
+        return made
+
+    found = run_ranks(lambda context: cuts(laid_out(job_of(model), "tensor=2", context)), 2)
+    assert found[0] == {name: list(cut) for name, cut in expected.items()}
+
+    for certificate in paceline.verify(job_of(model), ["tensor=2"], steps=2):
+        assert certificate.passed, certificate.describe()
+
+
+def test_transformers_plans_are_read() -> None:
+    """Patterns of modules and of parameters, with a base model's prefix."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                      num_attention_heads=4, num_key_value_heads=2)
+    found = published(transformers.LlamaForCausalLM(config))
+
+    assert found["model.layers.1.self_attn.q_proj.weight"] == found["lm_head.weight"] == "columns"
+    assert found["model.layers.0.mlp.down_proj.weight"] == "rows"
+    assert "model.norm.weight" not in found
+    assert published(nn.Linear(2, 2)) == {}

@@ -14,6 +14,7 @@ from paceline.capture.opaque import OpaqueModules
 from paceline.strategies.layout import Batch
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
 from paceline.strategies.stages.layout import Stages, first_names, hollow, renamed
+from paceline.strategies.tensor.published import published
 from paceline.strategies.tensor.run import Split, derive
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
         with context(), running():
             inputs = found.bind(*example(EXAMPLE_SAMPLES).arguments())
             split = derive(found, dict(model.named_parameters()), buffers, inputs,
-                           mesh.devices(device.type)["tensor"], sharded=plan.axes.shard > 1)
+                           mesh.devices(device.type)["tensor"], wishes=published(model), sharded=plan.axes.shard > 1)
     with running():
         return Stages(model, hollow(model), example=found, stage_of=cut.stage_of,
                       ranks=cut.ranks, orders=cut.orders, mesh=mesh, axis=mesh.stage_axis, device=device,

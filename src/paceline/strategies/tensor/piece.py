@@ -2,8 +2,9 @@
 
 Operator by operator, so that nothing in the graph has to be rewritten and a placement can be unwise but not wrong.
 Which way a weight is split is found by running the piece once: a matrix product whose input is whole is split by
-columns, one whose input is already split along the features by rows, and what comes between goes the way DTensor takes
-it (heads of an attention, gates of an MLP).
+columns, one whose input is already split along the features by rows, unless the model says otherwise, and what comes
+between goes the way DTensor takes it (heads of an attention, gates of an MLP). What lies between a product by rows and
+the next one by columns (norms, dropout, residual sums) runs on a part of the sequence on each rank.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import operator
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,28 +23,35 @@ from torch.utils import _pytree as pytree
 from paceline.capture.graph import Piece
 from paceline.strategies.tensor.cut import Cut, cut_of
 from paceline.strategies.tensor.draws import apart
+from paceline.strategies.tensor.published import Direction
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 aten = torch.ops.aten
+SEQUENCE = 1  # the dim of (samples, sequence, features)
 
 
 class SplitPiece:
     """Runs one piece on DTensors. The first run derives how its parameters are cut; later ones follow.
 
     cuts: of each parameter that is cut, by its name in the model; found where `derive` is set, else given.
+    wishes: how the model itself wants parameters cut, by name.
     forbidden: parameters that must not be cut. sharded: FSDP2 will cut what this leaves along dim 0.
+    sequence: whether what lies between products is cut along the sequence, where that divides. cuts_sequence: whether
+    anything was.
     reasons: why parameters could not be cut, by name. notes: what every rank computes whole.
     """
 
     def __init__(self, piece: Piece, mesh: DeviceMesh, cuts: dict[str, Cut], *, derive: bool = False,
-                 forbidden: Collection[str] = (), sharded: bool = False) -> None:
+                 wishes: Mapping[str, Direction] = MappingProxyType({}), forbidden: Collection[str] = (),
+                 sharded: bool = False, sequence: bool = False) -> None:
         self.piece, self.mesh, self.cuts, self.derive = piece, mesh, cuts, derive
-        self.forbidden, self.sharded = forbidden, sharded
+        self.sequence, self.cuts_sequence = sequence, False
+        self.inputs = set(placeholders_of(piece)[-len(piece.inputs):] if piece.inputs else ())
+        self.wishes, self.forbidden, self.sharded = wishes, forbidden, sharded
         self.graph: fx.Graph = piece.run.graph  # type: ignore[attr-defined]
-        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        self.parameter_of = dict(zip(placeholders, piece.parameters, strict=False))
+        self.parameter_of = dict(zip(placeholders_of(piece), piece.parameters, strict=False))
         self.turned = _turned(self.graph, self.parameter_of)
         self.replicated: set[fx.Node] = set()
         self.last_use = _last_uses(self.graph, self.turned)
@@ -56,6 +65,9 @@ class SplitPiece:
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(given)
+                # Constants of the sequence, such as rotations, are for values that are cut along their heads.
+                if node in self.inputs and values[node].requires_grad and self._has_sequence(values[node]):
+                    values[node] = self.placed(values[node], Cut(SEQUENCE))
             elif node.op == "get_attr":
                 values[node] = getattr(self.piece.run, str(node.target))
             elif node.op == "output":
@@ -157,10 +169,26 @@ class SplitPiece:
         return found
 
     def summed(self, local: torch.Tensor) -> torch.Tensor:
-        """The sum of what the ranks have."""
+        """The sum of what the ranks have: of its sequence each keeps a part."""
+        if not self._has_sequence(local):
+            return self.placed(self.unsummed(local), None)
+        self.cuts_sequence = True
+        return self.placed(self.unsummed(local), Cut(SEQUENCE))
+
+    def unsummed(self, local: torch.Tensor) -> torch.Tensor:
+        """What the ranks have to sum."""
         from torch.distributed.tensor import DTensor, Partial
 
-        return self.placed(DTensor.from_local(local, self.mesh, [Partial()], run_check=False), None)
+        return DTensor.from_local(local, self.mesh, [Partial()], run_check=False)
+
+    def _has_sequence(self, value: torch.Tensor) -> bool:
+        return (self.sequence and value.ndim == 3 and value.is_floating_point()
+                and value.shape[SEQUENCE] % self.mesh.size() == 0)
+
+    def unfolds_sequence(self, node: fx.Node) -> bool:
+        """Whether all that is done to a product of flat tokens is to give it its sequence back."""
+        values = [user.meta["val"] for user in node.users if user.target in _VIEWS]
+        return self.sequence and len(values) == len(node.users) > 0 and all(map(self._has_sequence, values))
 
     def settled(self, tensor: torch.Tensor) -> torch.Tensor:
         """A DTensor whose parts have been summed."""
@@ -200,13 +228,20 @@ class SplitPiece:
         return own, Cut(_dim_after(turns, found.dim, value.ndim), found.blocks)
 
     def _may_cut(self, name: str, length: int, cut: Cut) -> bool:
-        if name in self.forbidden:
+        if self.wishes.get(name) == "whole":
+            self.reasons[name] = "the model's own plan keeps it whole"
+        elif name in self.forbidden:
             self.reasons[name] = "another module that uses it can't run split"
         elif not cut.divides(length, self.mesh.size()):
             self.reasons[name] = f"its dim of {length} doesn't divide by {self.mesh.size()}"
         else:
             return True
         return False
+
+    def wish(self, weight: Any) -> Direction | None:
+        """How the model itself wants a weight of a product cut."""
+        source, _ = self.turned.get(weight, (weight, ()))
+        return self.wishes.get(self.parameter_of.get(source, ""))
 
     def used_by(self, name: str) -> str:
         """Why a parameter was not cut that nothing tried to: the operators that take it."""
@@ -286,33 +321,34 @@ def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, wei
              outer: int, inner: int, apply: Callable[[Any, Any, Any], Any]) -> Any:
     """A product with a weight, split by columns (outer) or rows (inner).
 
-    By rows where the features of x are cut already, or the weight is known to be.
+    By rows where the features of x are cut already, the model wants it so, or the weight is known to be.
     """
     given = run.value(x, values)
-    before = cut_of(given)
-    if before is not None and before.dim == given.ndim - 1:
-        wanted = Cut(inner, before.blocks)
-    else:
-        wanted = Cut(outer, run.blocks_after(node, node.meta["val"].shape[-1]))
-    found = run.cut(weight, values, wanted)
-    if found is None and wanted.dim == inner:
-        found = run.cut(weight, values, Cut(outer, run.blocks_after(node, node.meta["val"].shape[-1])))
+    before, wish = cut_of(given), run.wish(weight)
+    features = before if before is not None and before.dim == given.ndim - 1 else None
+    columns = Cut(outer, run.blocks_after(node, node.meta["val"].shape[-1]))
+    by_rows = wish == "rows" or (features is not None and wish != "columns")
+    found = run.cut(weight, values, Cut(inner, features.blocks if features else 1) if by_rows else columns)
+    if found is None and by_rows:
+        found = run.cut(weight, values, columns)
     if found is None:
         return None
     own, cut = found
     if cut.dim == inner % own.ndim:
         mine = run.placed(given, Cut(given.ndim - 1, cut.blocks)).to_local()  # type: ignore[attr-defined]
-        total = run.summed(apply(mine, own, None))
+        part = apply(mine, own, None)
+        if run.unfolds_sequence(node):
+            if bias is not None:  # one of those that are summed has it
+                part = part + run.gathered(bias, values) * float(run.mesh.get_local_rank() == 0)
+            return run.unsummed(part)
+        total = run.summed(part)
         return total if bias is None else total + run.placed(run.value(bias, values), None)
     if cut.dim != outer % own.ndim:
         return None
     offset = None
     if bias is not None:
-        part = run.cut(bias, values, Cut(0, cut.blocks))
-        if part is None:
-            offset = cut_part(run, run.value(bias, values), Cut(0, cut.blocks))
-        else:
-            offset = part[0]
+        known = run.cut(bias, values, Cut(0, cut.blocks))
+        offset = known[0] if known else cut_part(run, run.value(bias, values), Cut(0, cut.blocks))
     made = apply(run.gathered(x, values), own, offset)
     return run.part(made, Cut(made.ndim - 1, cut.blocks))
 
@@ -329,7 +365,11 @@ def _embedding(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
         return None
     rest: Any = fx.map_arg(node.args[1:], lambda n: run.value(n, values))
     ids = run.placed(rest[0], None)
-    return run.settled(aten.embedding(run.part(found[0], Cut(0)), ids, *rest[1:]))
+    rows = aten.embedding(run.part(found[0], Cut(0)), ids, *rest[1:])
+    if run._has_sequence(rows):
+        run.cuts_sequence = True
+        return run.placed(rows, Cut(SEQUENCE))
+    return run.settled(rows)
 
 
 # --- Operators that run on parts ----------------------------------------------------------------------------------
@@ -375,9 +415,16 @@ def _dropout(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _view(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Features in blocks come apart as blocks, or stay as they are; heads that don't divide are told."""
+    """Features in blocks come apart as blocks, or stay as they are; heads that don't divide are told.
+
+    Flat tokens whose parts are to be summed are summed once they have their sequence back.
+    """
     given, shape = args[0], tuple(node.meta["val"].shape)
     cut = cut_of(given)
+    if given.placements[0].is_partial() and run._has_sequence(node.meta["val"]):
+        return run.summed(given.to_local().reshape(shape))
+    if cut == Cut(SEQUENCE) and given.ndim == 3 and shape[:2] != given.shape[:2]:  # a sequence among other dims
+        return run._call(node, (run.placed(given, None), *args[1:]), kwargs)
     if cut is None or cut.dim != given.ndim - 1:
         return None
     parts = _parts_of_last(tuple(given.shape), shape)
@@ -441,6 +488,11 @@ def _operator(node: fx.Node) -> Callable[..., Any]:
 
 
 # --- What the graph says ------------------------------------------------------------------------------------------
+
+
+def placeholders_of(piece: Piece) -> list[fx.Node]:
+    """What a piece takes: parameters, buffers, inputs."""
+    return [node for node in piece.run.graph.nodes if node.op == "placeholder"]  # type: ignore[attr-defined]
 
 
 def _turned(graph: fx.Graph, parameters: Mapping[fx.Node, str]) -> dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]]:

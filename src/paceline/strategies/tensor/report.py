@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +50,11 @@ def groups(sizes: Mapping[str, int], whole: Mapping[str, str]) -> list[Group]:
 
 
 def report(tensors: Mapping[str, nn.Parameter], whole: Mapping[str, str], notes: tuple[str, ...], *,
-           ranks: int) -> Report:
-    """Of a model split over so many ranks. tensors: all its parameters, whole."""
+           ranks: int, sequence: Collection[str] = ()) -> Report:
+    """Of a model split over so many ranks.
+
+    tensors: all its parameters, whole. sequence: modules that are cut along the sequence between their products.
+    """
     sizes = {name: math.prod(p.shape) for name, p in tensors.items()}
     total, kept = sum(sizes.values()), groups(sizes, whole)
     split = total - sum(group.parameters for group in kept)
@@ -63,7 +66,7 @@ def report(tensors: Mapping[str, nn.Parameter], whole: Mapping[str, str], notes:
     line += f"; whole on every rank: {', '.join(said)}" if said else ""
     document: dict[str, Any] = {"ranks": ranks, "parameters": total, "split_parameters": split,
                                 "split_share": split / total, "whole": [asdict(group) for group in kept],
-                                "notes": list(notes)}
+                                "sequence": sorted(sequence), "notes": list(notes)}
     return Report((line, *notes), document)
 
 

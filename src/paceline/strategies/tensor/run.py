@@ -6,9 +6,10 @@ can't run, stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from paceline.capture.randomness import WithoutRandomness
 from paceline.strategies.layout import Report
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.piece import SplitPiece
+from paceline.strategies.tensor.published import Direction
 from paceline.strategies.tensor.report import pattern, report
 
 if TYPE_CHECKING:
@@ -35,12 +37,14 @@ class Split:
 
     mesh: of one dim; None if nothing is split.
     cuts: how each split parameter is cut, by name.
+    sequence: keys of the pieces that cut what lies between their products along the sequence.
     whole: why each other parameter is not split, by name.
     notes: what every rank computes whole although its weights are split.
     """
 
     mesh: DeviceMesh | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
+    sequence: frozenset[str] = frozenset()
     whole: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -49,11 +53,12 @@ class Split:
 
     def runner(self, piece: Piece) -> SplitPiece:
         assert self.mesh is not None
-        return SplitPiece(piece, self.mesh, dict(self.cuts))
+        return SplitPiece(piece, self.mesh, dict(self.cuts), sequence=piece.key in self.sequence)
 
     def report(self, tensors: Mapping[str, nn.Parameter]) -> Report:
         """What is split and what is not. tensors: all parameters, whole."""
-        return Report() if self.mesh is None else report(tensors, self.whole, self.notes, ranks=self.mesh.size())
+        return Report() if self.mesh is None else report(
+            tensors, self.whole, self.notes, sequence=self.sequence, ranks=self.mesh.size())
 
     def apply(self, tensors: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Each parameter as this rank holds it."""
@@ -70,20 +75,23 @@ class Split:
 
 
 def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-           inputs: Mapping[str, torch.Tensor], mesh: DeviceMesh, *, sharded: bool = False) -> Split:
+           inputs: Mapping[str, torch.Tensor], mesh: DeviceMesh, *,
+           wishes: Mapping[str, Direction] = MappingProxyType({}), sharded: bool = False) -> Split:
     """How the model's pieces are split over a mesh of one dim, each checked on the example. Collective.
 
-    tensors: the model's parameters, whole. inputs: the example's, by name. sharded: replicas will share them out too.
+    tensors: the model's parameters, whole. inputs: the example's, by name. wishes: see `published.py`; a piece that
+    can't run as they say is split without them. sharded: replicas will share them out too.
     """
     forbidden: set[str] = set()
     while True:
         found = _derive(capture, tensors, buffers, inputs, partial(
-            SplitPiece, mesh=mesh, derive=True, forbidden=forbidden, sharded=sharded))
+            SplitPiece, mesh=mesh, derive=True, forbidden=forbidden, sharded=sharded), wishes)
         # A parameter that one piece cuts and another can't take cut (a tied one) stays whole in both.
         clash = {name for piece in found.unsplit for name in piece.parameters if name in found.cuts}
         if not clash:
             whole = {name: found.reasons.get(name, "no module uses it") for name in tensors if name not in found.cuts}
-            return Split(mesh, found.cuts, whole, tuple(dict.fromkeys(map(pattern, found.notes))))
+            notes = tuple(dict.fromkeys(map(pattern, found.notes)))
+            return Split(mesh, found.cuts, frozenset(found.sequence), whole, notes)
         forbidden |= clash
 
 
@@ -92,13 +100,15 @@ class _Found:
     """What is known after some pieces. unsplit: those that stay whole. reasons: why parameters do, by name."""
 
     cuts: dict[str, Cut] = field(default_factory=dict)
+    sequence: list[str] = field(default_factory=list)
     unsplit: list[Piece] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
 def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-            inputs: Mapping[str, torch.Tensor], split: Callable[..., SplitPiece]) -> _Found:
+            inputs: Mapping[str, torch.Tensor], split: Callable[..., SplitPiece],
+            wishes: Mapping[str, Direction]) -> _Found:
     found = _Found()
     values = dict(inputs)
     for piece in capture.pieces:
@@ -107,9 +117,15 @@ def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapp
         also = [buffers[name] for name in piece.buffers]
         before = [buffer.clone() for buffer in also]
         if piece.parameters:
-            run = split(piece, cuts=dict(found.cuts))
-            outputs, reason = _compare(run, held, also, given)
+            trained = [capture.values[name].differentiable if name in capture.values else False
+                       for name in piece.inputs]
+            for way in _ways(wishes.keys() & set(piece.parameters)):
+                run = split(piece, cuts=dict(found.cuts), **{"wishes": wishes, **way})
+                outputs, reason = _compare(run, held, also, given, trained)
+                if reason is None:
+                    break
             if reason is None:
+                found.sequence += [piece.key] if run.cuts_sequence else []
                 found.cuts = run.cuts
                 found.notes += run.notes
             else:
@@ -125,17 +141,23 @@ def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapp
     return found
 
 
+def _ways(wishes: Collection[str]) -> list[dict[str, Any]]:
+    """How a piece is split, the best first: as the model wishes, and with a sequence that is cut too."""
+    asked = [{"sequence": True}, {}]
+    return [*asked, *({"wishes": {}, **way} for way in asked)] if wishes else asked
+
+
 def _compare(run: SplitPiece, held: list[torch.Tensor], buffers: list[torch.Tensor],
-             given: list[torch.Tensor]) -> tuple[list[torch.Tensor], str | None]:
+             given: list[torch.Tensor], trained: list[bool]) -> tuple[list[torch.Tensor], str | None]:
     """The whole piece's outputs, and why it can't be split; None if it can, "" if nothing in it was cut. Collective."""
     with WithoutRandomness():  # parts of a layer draw for themselves
-        expected, expected_grads = _outputs_and_gradients(run.piece.run, held, buffers, given)
+        expected, expected_grads = _outputs_and_gradients(run.piece.run, held, buffers, given, trained)
     found: list[torch.Tensor] = []
     grads: list[torch.Tensor | None] = []
     reason = None
     try:
         with WithoutRandomness():
-            found, grads = _outputs_and_gradients(run, held, buffers, given)
+            found, grads = _outputs_and_gradients(run, held, buffers, given, trained)
     except Exception as error:
         reason = f"DTensor can't run it: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     cuts = any(name in run.cuts for name in run.piece.parameters)
@@ -157,10 +179,15 @@ def _agreed(fine: bool, mesh: DeviceMesh) -> bool:
 
 
 def _outputs_and_gradients(run: Callable[..., tuple[torch.Tensor, ...]], held: Iterable[torch.Tensor],
-                           buffers: list[torch.Tensor], given: Iterable[torch.Tensor]) -> tuple[Any, Any]:
-    """What a piece gives, and the gradients of a fixed mixture of its outputs with respect to all it is given."""
-    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (*held, *given)]
+                           buffers: list[torch.Tensor], given: Iterable[torch.Tensor],
+                           trained: list[bool]) -> tuple[Any, Any]:
+    """What a piece gives, and the gradients of a fixed mixture of its outputs with respect to weights and inputs.
+
+    trained: of each input whether it depends on weights.
+    """
     count = len(list(held))
+    leaves = [t.detach().clone().requires_grad_(t.is_floating_point() and wanted)
+              for t, wanted in zip((*held, *given), (*[True] * count, *trained), strict=True)]
     with torch.enable_grad():
         outputs = run(*leaves[:count], *buffers, *leaves[count:])
         mixed = [(out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
