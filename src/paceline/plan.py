@@ -187,11 +187,6 @@ class Plan:
         return found
 
     @property
-    def zero(self) -> ZeroStage:
-        """What the shard axis splits."""
-        return self.sync.zero if isinstance(self.sync, AllReduce) else 3
-
-    @property
     def outer_steps(self) -> Local | None:
         """How replicas that take steps of their own meet; None if gradients meet in every step."""
         return self.sync if isinstance(self.sync, Local) and self.sync != Local(1) else None

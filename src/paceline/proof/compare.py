@@ -44,7 +44,8 @@ class Recorder:
         self.losses.append(loss)
         self._compare("weight", step, stepper.parameters, stepper.layout.extents)
 
-    def _compare(self, kind: str, step: int, tensors: Mapping[str, torch.Tensor], extents: Mapping[str, Extent]) -> None:
+    def _compare(self, kind: str, step: int, tensors: Mapping[str, torch.Tensor],
+                 extents: Mapping[str, Extent]) -> None:
         """The greatest distance of each tensor's elements on this rank; one that only one side has counts as zeros."""
         found = {}
         with safe_open(self.folder / f"{kind}-{step}.safetensors", framework="pt") as reference:

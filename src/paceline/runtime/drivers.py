@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from paceline.job import Job
@@ -12,13 +13,14 @@ from paceline.plan import AllReduce, Local, Plan, Servers
 from paceline.runtime.loop import Settings
 from paceline.runtime.servers.roles import crew as server_crew
 
-_TRAINERS = {AllReduce: "paceline.runtime.loop", Local: "paceline.runtime.loop", Servers: "paceline.runtime.servers.train"}
-_CREWS = {AllReduce: lambda plan: PEERS, Local: lambda plan: PEERS, Servers: server_crew}
+_LOOP = "paceline.runtime.loop"
+_TRAINERS = {AllReduce: _LOOP, Local: _LOOP, Servers: "paceline.runtime.servers.train"}
+_CREWS: dict[type, Callable[[Plan], Crew]] = {Servers: server_crew}
 
 
 def crew(plan: Plan) -> Crew:
     """What the ranks of a plan are to each other."""
-    return _CREWS[type(plan.sync)](plan)
+    return _CREWS[type(plan.sync)](plan) if type(plan.sync) in _CREWS else PEERS
 
 
 def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -> Any:

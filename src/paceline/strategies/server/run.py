@@ -5,11 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.server.serve import bytes_of
 from paceline.strategies.server.shards import Chunk, Held, Shard, Slice
 from paceline.strategies.server.wire import Connection, Header, Kind, WireError
@@ -173,6 +174,18 @@ class Pusher:
         for server, number in [place for place, count in self.missing.items() if count]:
             self._push(server, number)
         self.missing = {}
+
+    @property
+    def sent_bytes(self) -> float:
+        """What this worker has sent to servers so far."""
+        return float(sum(link.connection.sent_bytes for link in self.links))
+
+    def kept(self) -> Iterable[Kept]:
+        """Servers keep the state."""
+        return ()
+
+    def restore(self, saved: Saved) -> list[str]:
+        return []
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         name = self.names[parameter]  # type: ignore[index]
