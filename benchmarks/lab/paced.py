@@ -1,0 +1,64 @@
+"""A job whose layers sleep where an accelerator would compute, and release gradients of a real size as they go.
+
+A worker's step of `step_s` seconds is a third forward and two thirds backward, in equal parts over the layers. Batches
+are cut over replicas, so each layer sleeps in proportion to the samples it is given: `step_s` is what one host needs
+for `samples` samples.
+
+    paceline train benchmarks/lab/paced.py --plan "server=8 workers=8 colocate=yes" --set step_s=1.0
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline as pl
+
+
+class _Paced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        time.sleep(forward_s)
+        ctx.backward_s = backward_s
+        ctx.save_for_backward(weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        weight, = ctx.saved_tensors
+        return gradients[0], torch.full_like(weight, 1e-3), None, None
+
+
+class PacedLayer(nn.Module):
+    """A weight that a step reads and gives a gradient for, and the time that takes.
+
+    sample_s: seconds a sample, forward and backward together.
+    """
+
+    def __init__(self, numel: int, sample_s: float) -> None:
+        super().__init__()
+        self.weight, self.sample_s = nn.Parameter(torch.zeros(numel)), sample_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        total_s = self.sample_s * len(x)
+        return _Paced.apply(x, self.weight, total_s / 3, total_s * 2 / 3)
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output[:, 0] * 0 + target).mean()
+
+
+def job(step_s: float = 1.0, megabytes: float = 25.0, layers: int = 16, samples: int = 8, workers: int = 1,
+        steps: int = 12) -> pl.Job:
+    """`workers`: hosts that a batch is cut over, so that each computes `step_s` seconds a step."""
+    numel = round(megabytes * 1e6 / 4 / layers)
+    x = torch.zeros(samples * workers * steps, 1)
+    return pl.Job(
+        model=lambda: nn.Sequential(*(PacedLayer(numel, step_s / layers / samples) for _ in range(layers))),
+        data=TensorDataset(x, torch.ones(len(x))), loss=_loss, batch=samples * workers, steps=steps,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3))
