@@ -82,9 +82,10 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
     used = lab[:Plan.parse(plan).world_size]
     cut = workers if way.cuts_the_batch(workers) else 1
     with tempfile.TemporaryDirectory(prefix="paceline-lab-") as folder:
+        values = {"step_s": step_s, "megabytes": megabytes, "samples": SAMPLES, "workers": cut, "steps": steps}
         command = paceline("train", str(ROOT / "benchmarks" / "lab" / "paced.py"), "--plan", plan,
-                           "--run", f"{folder}/run", "--json", "--set", f"step_s={step_s}", f"megabytes={megabytes}",
-                           f"samples={SAMPLES}", f"workers={cut}", f"steps={steps}")
+                           "--run", f"{folder}/run", "--json",
+                           *(word for name, value in values.items() for word in ("--set", f"{name}={value}")))
         shared = {"WORLD_SIZE": str(len(used)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(PORT),
                   "MASTER_ADDR": used[0].address, "OMP_NUM_THREADS": "1",
                   "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
