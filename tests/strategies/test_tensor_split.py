@@ -177,6 +177,29 @@ def test_a_sequence_that_does_not_divide(run_ranks: Callable[..., Any]) -> None:
     assert found[0] == []
 
 
+class Flat(nn.Module):
+    """Products of flat tokens with a bias, as GPT-2 of Transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.up, self.down = nn.Parameter(torch.randn(24, 32) / 5), nn.Parameter(torch.randn(32, 24) / 5)
+        self.up_bias, self.down_bias = nn.Parameter(torch.randn(32)), nn.Parameter(torch.randn(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.relu(torch.addmm(self.up_bias, self.norm(x).view(-1, 24), self.up))
+        return x + torch.addmm(self.down_bias, made, self.down).view(x.shape)
+
+
+def test_flat_tokens_get_their_sequence_back(run_ranks: Callable[..., Any]) -> None:
+    """Their sums are scattered once they have it, with the bias added once."""
+    job = job_of(lambda: Stack(Flat(), Flat(), width=24))
+
+    found = run_ranks(lambda context: laid_out(job, "tensor=2", context).layout.report.document["sequence"], 2)
+
+    assert found[0] == ["blocks.0", "blocks.1"]
+
+
 class Planned(nn.Module):
     """Two plain layers with a plan that no derivation would find."""
 
