@@ -199,7 +199,8 @@ class Plan:
             given_up.append(f"replicas take {self.outer_steps.local} steps on their own samples between outer steps"
                             + (" with Nesterov momentum" if self.outer_steps.outer == "diloco" else ""))
         if self.modifiers.compress != "none":
-            given_up.append(f"what replicas send each other is compressed to {self.modifiers.compress}")
+            what = "what workers and servers" if isinstance(self.sync, Servers) else "what replicas"
+            given_up.append(f"{what} send each other is compressed to {self.modifiers.compress}")
         if isinstance(self.sync, Servers) and self.sync.staleness != 0:
             given_up.append("gradients are of weights that miss updates made meanwhile by other workers")
         return "; ".join(given_up) or None
@@ -480,7 +481,7 @@ def _problems(plan: Plan) -> list[str]:
     found += _schedule_problems(plan) + _local_problems(plan)
     if mods.compress not in COMPRESSIONS:
         found.append(f"compress={mods.compress}: {nearest(str(mods.compress), COMPRESSIONS)}")
-    elif mods.compress != "none" and plan.axes.data == 1:
+    elif mods.compress != "none" and plan.axes.data == 1 and not isinstance(plan.sync, Servers):
         found.append(f"compress={mods.compress} is about what replicas send each other, and the plan has none: "
                      "add data=N")
     if mods.accumulate != "auto" and not _is_count(mods.accumulate):

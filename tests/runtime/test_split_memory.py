@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 import paceline
-from paceline.runtime import loop
+from paceline.runtime import loop, state
 from paceline.runtime.checkpoint.read import open_checkpoint
 from paceline.runtime.memory import reset_peak, resident_peak_bytes
 from paceline.runtime.stepper import _build_in_files, build_model
@@ -65,7 +65,7 @@ def test_the_whole_model_is_nowhere(plan: str, tmp_path: Path, run_ranks: Callab
         run = phases.measure("start", lambda: loop._build(context, make_job(WIDTH), asked, settings))
         run.step = 1
         phases.measure("save", lambda: save(run))
-        phases.measure("export", lambda: loop._export(run, tmp_path))
+        phases.measure("export", lambda: state.export(run.stepper.model, tmp_path, step=1))
         return phases.peaks
 
     def resume(context: Any) -> dict[str, float]:

@@ -148,8 +148,9 @@ class _Window:
     """The work around the micro-batches of one step."""
 
     def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int, part: int,
-                 beat: Callable[[str], None]) -> None:
+                 beat: Callable[[str], None], tell: Callable[[list[Tally]], None]) -> None:
         self.stepper, self.window, self.step, self.part, self.beat = stepper, window, step, part, beat
+        self.tell = tell
         dtype = torch.float64 if stepper.job.precision == "float64" else None
         self.batches = [batch.to(stepper.device, dtype) for batch in batches]
         self.tallies: list[Tally] = []
@@ -178,8 +179,11 @@ class _Window:
             self.stepper.trace.add(what, label, start_s, end_s)
 
     def before_backward(self, microbatch: int) -> None:
+        is_last = microbatch == len(self.batches) - 1
         for synchroniser in self.stepper.synchronisers:
-            synchroniser.begin(last=microbatch == len(self.batches) - 1)
+            synchroniser.begin(last=is_last)
+        if is_last:
+            self.tell(self.tallies)
         self.beat("backward")
 
 
@@ -275,17 +279,19 @@ class Stepper:
         return StepResult(tuple(loss / count for loss, count in met.figures), int(stops), norm, met.is_settled)
 
     def backward(self, window: Window, batches: list[MicroBatch], *, step: int, part: int,
-                 beat: Callable[[str], None] = lambda phase: None) -> tuple[list[Tally], set[str]]:
+                 beat: Callable[[str], None] = lambda phase: None,
+                 tell: Callable[[list[Tally]], None] = lambda tallies: None) -> tuple[list[Tally], set[str]]:
         """The gradients of a window, as far as the plan's synchronisers bring them together. Collective as they are.
 
         Args:
             part: Which part of the window this rank computes; keys the random streams.
+            tell: Told the losses of a rank that computes whole replicas before the last of its backwards begins.
 
         Returns:
             The loss of each micro-batch, and the names of parameters that this rank used.
         """
         self.layout.module.zero_grad()  # also of parameters that the optimizer leaves out
-        work = _Window(self, window, batches, step, part, beat)
+        work = _Window(self, window, batches, step, part, beat, tell)
         self.layout.run(work.batches, work)
         unused = set().union(*(synchroniser.unused() for synchroniser in self.synchronisers))
         used = {name for name, p in self.parameters.items() if p.grad is not None and name not in unused}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.errors import PlanError
-from paceline.plan import Local, Plan
+from paceline.plan import Local, Plan, Servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,10 @@ CONFLICTS: tuple[Conflict, ...] = (
              "what they leave out of a difference comes an outer step later, hundreds of local steps",
              "compress=int8 or bf16",
              lambda plan: plan.outer_steps is not None and plan.modifiers.compress in ("topk", "powersgd")),
+    Conflict("server=S with compress=int8, topk or powersgd",
+             "workers fetch weights, not sums of gradients, and these forms are too coarse for weights",
+             "compress=bf16",
+             lambda plan: isinstance(plan.sync, Servers) and plan.modifiers.compress not in ("none", "bf16")),
     Conflict("compress=powersgd with shard=N or tensor=N",
              "it approximates whole matrices, and ranks hold parts of them",
              "compress=int8 or topk",

@@ -14,7 +14,7 @@ class Play:
 
     def __init__(self, clock: Clock, num_workers: int) -> None:
         self.clock = clock
-        self.computing: dict[int, Lease] = {}
+        self.leased: dict[int, list[Lease]] = {w: [] for w in range(num_workers)}  # the first of them is computed
         self.sending: list[tuple[int, int]] = []  # (server, update) that are on their way
         self.made: list[int] = []
         self.by_worker: dict[int, list[int]] = {w: [] for w in range(num_workers)}  # versions when its steps were made
@@ -23,8 +23,8 @@ class Play:
             clock.join(worker)
 
     def moves(self) -> list[tuple]:
-        found: list[tuple] = [("ask", w) for w in self.clock.workers if w not in self.computing]
-        found += [("finish", w) for w in self.computing]
+        found: list[tuple] = [("ask", w) for w in self.clock.workers]
+        found += [("finish", w) for w in self.clock.workers if self.can_finish(w)]
         return found + [("hold", *place) for place in self.sending] + [("make", u) for u in self.clock.ready()]
 
     def do(self, move: tuple) -> bool:
@@ -34,12 +34,11 @@ class Play:
             lease = self.clock.lease(which[0])
             if lease is None:
                 return False
-            assert lease.version <= self.clock.version
             self.check_bound(which[0], lease)
-            self.computing[which[0]] = lease
+            self.leased[which[0]].append(lease)
             self.owner[lease.update] = which[0]
         elif kind == "finish":
-            lease = self.computing.pop(which[0])
+            lease = self.leased[which[0]].pop(0)
             self.clock.finished(which[0], lease.update)
             if lease.part == 0:
                 self.sending += [(s, lease.update) for s in range(self.clock.num_servers)]
@@ -51,22 +50,28 @@ class Play:
             self.by_worker.setdefault(self.owner[which[0]], []).append(self.clock.version)
         return True
 
+    def can_finish(self, worker: int) -> bool:
+        """Whether the weights that it needs are there; without staleness it may be told of them before they are."""
+        return bool(self.leased[worker]) and self.leased[worker][0].version <= self.clock.version
+
     def check_bound(self, worker: int, lease: Lease) -> None:
         """Weights of the lease's version have every worker's steps but its last `staleness`."""
         bound = self.clock.staleness
         if bound is None or self.clock.parts > 1:
+            assert bound is None or lease.version == lease.step
             return
+        assert lease.version <= self.clock.version
         own = self.clock.workers[worker]
-        needed = own.finished + own.sent - bound
+        needed = own.finished + own.sent + len(own.leased) - 1 - bound
         for other, member in self.clock.workers.items():
             assert member.finished >= needed, f"worker {worker} is more than {bound} ahead of {other}"
             seen = sum(version <= lease.version for version in self.by_worker[other])
             assert seen >= needed, f"version {lease.version} lacks steps of worker {other}"
 
     def kill(self, worker: int) -> None:
-        lease = self.computing.pop(worker, None)
+        leased = self.leased.pop(worker)
         dropped = self.clock.leave(worker)
-        assert lease is None or lease.update in dropped
+        assert {lease.update for lease in leased} <= set(dropped)
         self.sending = [(s, u) for s, u in self.sending if u not in dropped]
 
 

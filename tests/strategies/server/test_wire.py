@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.strategies.server import wire
-from paceline.strategies.server.run import Link, Pusher, pull
+from paceline.strategies.server.arrive import Arrivals
+from paceline.strategies.server.run import Link, Pusher
 from paceline.strategies.server.serve import Door, Exchange, bytes_of
 from paceline.strategies.server.shards import Held, assign, fingerprint
 from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, WireError, connect, listen
@@ -52,7 +53,8 @@ class Served:
         self.held: queue.Queue[tuple[int, float]] = queue.Queue()
         self.lost: queue.Queue[tuple[Peer, WireError]] = queue.Queue()
         self.exchange = Exchange(SHARD, num_parts=num_parts, keeps_sending=True, version=0,
-                                 on_held=lambda *told: self.held.put(told), on_lost=lambda *told: self.lost.put(told))
+                                 on_held=lambda *told: self.held.put(told), on_lost=lambda *told: self.lost.put(told),
+                                 on_ready=lambda gradients, scale: None)
         self.door = Door(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=LAYOUT)
         for view in self.exchange.views.values():
             view.fill_(1.5)
@@ -90,19 +92,27 @@ def _parameters() -> dict[str, torch.nn.Parameter]:
     return {held.name: torch.nn.Parameter(torch.zeros(held.shape, dtype=getattr(torch, held.dtype))) for held in MODEL}
 
 
+def _pull(parameters: dict[str, torch.nn.Parameter], link: Link) -> int:
+    arrivals = Arrivals(parameters, [link])
+    arrivals.ask(0)
+    arrivals.begin()
+    arrivals.settle()
+    return arrivals.version
+
+
 def _works(served: Served, update: int = 0) -> None:
     """A worker fetches weights and brings a gradient."""
     parameters = _parameters()
-    link = Link(served.reach(), SHARD, parameters, worker=0, incarnation=77)
-    assert pull([link], 0)[0] == 0
+    link = Link(served.reach(), SHARD, worker=0, incarnation=77)
+    assert _pull(parameters, link) == 0
     assert all(bool((p == 1.5).all()) for p in parameters.values())
-    pusher = Pusher(parameters, [link])
+    pusher = Pusher(parameters, [link], lambda: None)
     pusher.update = update
     pusher.begin(last=True)
     sum((p.float() * 2).sum() for p in parameters.values()).backward()  # type: ignore[union-attr]
     pusher.finish()
     assert served.held.get(timeout=5) == (update, 4.0 * (21 + 5 + 4))
-    assert all(bool((g == 2).all()) for g in served.exchange.gradients(update).values())
+    assert all(bool((g == 2).all()) for g in served.exchange.gradients(update)[0].values())
     served.exchange.drop(update)
     link.close()
     assert served.lost.get(timeout=5)[0] == WORKER
@@ -113,9 +123,9 @@ def test_a_worker_pushes_and_pulls(served: Served):
     _works(served)
     parameters = _parameters()
     parameters["a"] = torch.nn.Parameter(torch.zeros(3, 7).t())
-    link = Link(served.reach(), SHARD, parameters, worker=0, incarnation=77)
+    link = Link(served.reach(), SHARD, worker=0, incarnation=77)
     served.exchange.views["a"].copy_(torch.arange(21.0).view(7, 3))
-    pull([link], 0)
+    _pull(parameters, link)
     assert torch.equal(parameters["a"].detach(), torch.arange(21.0).view(7, 3))
     link.close()
 
@@ -131,7 +141,7 @@ def test_parts_are_summed_in_their_order():
             links[worker].send(Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, worker, 5, 9, number), bytes_of(values))
         time.sleep(0.05)
     assert served.held.get(timeout=5)[0] == 9
-    assert all(bool((g == 3).all()) for g in served.exchange.gradients(9).values())
+    assert all(bool((g == 3).all()) for g in served.exchange.gradients(9)[0].values())
     served.close()
 
 
@@ -205,7 +215,7 @@ _GOOD = {"kind": Kind.PUSH, "length": _CHUNK.num_bytes, "dtype": _CHUNK.dtype, "
     ({**_GOOD, "length": 2**62}, f"where {_CHUNK.num_bytes} are allowed"),
     ({**_GOOD, "length": _CHUNK.num_bytes - 1}, f"where {_CHUNK.num_bytes} are allowed"),
     ({**_GOOD, "chunk": 10**6}, "sent chunk 1000000 of"),
-    ({**_GOOD, "dtype": "complex64"}, "where bfloat16 is held"),
+    ({**_GOOD, "dtype": "complex64"}, "where bfloat16 is due"),
     ({**_GOOD, "worker": 3}, "sent a gradient as worker 3"),
     ({**_GOOD, "incarnation": 1}, "sent a gradient as worker 0"),
     ({"kind": Kind.WEIGHTS}, "sent WEIGHTS to a server"),

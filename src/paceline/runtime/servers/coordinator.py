@@ -25,7 +25,7 @@ from paceline.runtime.order import Order
 from paceline.runtime.servers.roles import Meeting, servers_of
 from paceline.runtime.servers.server import Server
 from paceline.runtime.stepper import check_loss, check_used
-from paceline.strategies.server.clock import Clock
+from paceline.strategies.server.clock import LEASES, Clock
 from paceline.strategies.server.serve import listen_to
 from paceline.strategies.server.shards import Shard
 from paceline.strategies.server.wire import Connection, Peer, Role, WireError
@@ -35,11 +35,15 @@ _LOOK_S = 0.5  # between looks for a request to stop
 
 @dataclass
 class _Worker:
-    """What the coordinator knows of a worker. heard_s: when it last gave a sign of life."""
+    """What the coordinator knows of a worker.
+
+    orders: that it has yet to answer; it is given none before it has said that it is ready.
+    heard_s: when it last gave a sign of life.
+    """
 
     connection: Connection
     incarnation: int
-    is_idle: bool = False
+    orders: int = 1
     heard_s: float = field(default_factory=time.monotonic)
 
 
@@ -64,7 +68,8 @@ class Coordinator(Server):
         self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
         self.workers: dict[int, _Worker] = {}
         self.followers: dict[int, Connection] = {}
-        self.reports: dict[int, list[dict[str, Any]]] = {}
+        self.reports: dict[int, dict[int, dict[str, Any]]] = {}  # of updates, by worker
+        self.opened: int | None = None
         self.squares: dict[int, float] = {}
         self.evaluation: _Evaluation | None = None
         self.num_evaluations = 0
@@ -172,15 +177,18 @@ class Coordinator(Server):
                 connection.send_message(message)
             return
         self.stop_asked |= bool(message.get("stop"))
+        if "told" in message:
+            self.reports.setdefault(message["told"], {})[worker] = message
+            return
         if "finished" in message:
             self.clock.finished(worker, message["finished"])
-            self.reports.setdefault(message["finished"], []).append(message)
+            self.reports[message["finished"]][worker].update(message)
         elif "sums" in message:
             self._add_sums(worker, message)
         elif "left" in message:
             self.left[worker] = message["left"]
             return
-        self.workers[worker].is_idle = True
+        self.workers[worker].orders -= 1
 
     def _lose(self, peer: Peer, error: WireError) -> None:
         """A peer is gone. Workers can be, under staleness; what they left behind is dropped everywhere."""
@@ -213,7 +221,7 @@ class Coordinator(Server):
             return
         patience_s = self.context.timeout_s / 2
         for number, worker in list(self.workers.items()):
-            if not worker.is_idle and time.monotonic() - worker.heard_s > patience_s:
+            if worker.orders and time.monotonic() - worker.heard_s > patience_s:
                 self._lose(Peer(Role.CONTROL, number, worker.incarnation),
                            WireError(f"it has said nothing for {patience_s:g} s"))
 
@@ -225,25 +233,47 @@ class Coordinator(Server):
             return
         for update in self.clock.ready():
             self._make_update(update)
+        self._open_next()
         if self.stop_asked:
             self.clock.end = min(self.clock.end, max(self.clock.cursor, self.clock.version))
         if self.clock.is_drained and self.evaluation is None:
             self._stop_here()
         if self.evaluation is None and not self.over:
-            for number, worker in list(self.workers.items()):
-                if worker.is_idle and (lease := self.clock.lease(number)) is not None:
-                    self._say(number, {"lease": lease.update, "step": lease.step, "part": lease.part,
-                                       "version": max(lease.version, self.clock.version), "loss": self.loss})
+            for _ in range(LEASES):  # everybody's first, then the next ones
+                for number, worker in list(self.workers.items()):
+                    if worker.orders < LEASES and (lease := self.clock.lease(number)) is not None:
+                        self._say(number, {"lease": lease.update, "step": lease.step, "part": lease.part,
+                                           "version": max(lease.version, self.clock.version)})
+
+    def _open_next(self) -> None:
+        """Let servers update slice by slice, if the loss of the next update is known and nothing is due before it.
+
+        In a run's first step nothing is updated before it is known what the model uses.
+        """
+        update = next(iter(self.clock.updates), None)
+        if update is None or update == self.opened or servers_of(self.plan).staleness != 0 or self.clock.version == 0:
+            return
+        reports = self.reports.get(update, {})
+        if len(reports) == servers_of(self.plan).workers and self.shelf.takes_slices:
+            self.opened = update
+            loss, count, scale = self._sums(update)
+            check_loss(loss, count, [], self.clock.version)
+            self._order({"open": update, "scale": scale})
+
+    def _sums(self, update: int) -> tuple[float, float, float]:
+        """The loss, the count of an update, and what its gradient is to be scaled by."""
+        reports = self.reports[update].values()
+        loss, count = sum(r["loss"] for r in reports), sum(r["count"] for r in reports)
+        return loss, count, 1.0 if all(r["is_mean"] for r in reports) or not count else 1.0 / count
 
     def _make_update(self, update: int) -> None:
-        reports = self.reports.pop(update)
         version = self.clock.version
-        loss, count = sum(r["loss"] for r in reports), sum(r["count"] for r in reports)
+        loss, count, scale = self._sums(update)
         check_loss(loss, count, [], version)
+        reports = self.reports.pop(update).values()
         unused = set.intersection(*(set(r["unused"]) for r in reports))
         if version == 0 and unused:
             check_used({name: float(name not in unused) for name in self.shelf.trainable})
-        scale = 1.0 if all(r["is_mean"] for r in reports) else 1.0 / count
         norm = math.sqrt(self.squares.pop(update)) * scale
         clip = 1.0 if self.job.clip is None else min(1.0, self.job.clip / (norm + 1e-6))  # as clip_grad_norm_
         stale = version - min(r["version"] for r in reports)
@@ -252,7 +282,11 @@ class Coordinator(Server):
         self.loss = loss / count
         self._order({"make": update, "scale": scale, "clip": clip, "rate": rate, "unused": sorted(unused),
                      "loss": self.loss})
-        window = self.order.window(self.clock.made(update))
+        step = self.clock.made(update)
+        if self.settings.observer is not None:
+            for worker in self.workers.values():
+                worker.connection.send_message({"made": step, "loss": self.loss})
+        window = self.order.window(step)
         self._record(window.epoch, window.count, norm, stale)
 
     def _record(self, epoch: int, samples: int, norm: float, stale: int) -> None:
@@ -316,11 +350,14 @@ class Coordinator(Server):
 
     def _say(self, worker: int, message: dict[str, Any]) -> None:
         """Tell a worker something. If it is gone, its connection's end is in the inbox."""
-        self.workers[worker].is_idle, self.workers[worker].heard_s = False, time.monotonic()
+        found = self.workers[worker]
+        if not found.orders:
+            found.heard_s = time.monotonic()
+        found.orders += 1
         try:
-            self.workers[worker].connection.send_message(message)
+            found.connection.send_message(message)
         except WireError as error:
-            self.inbox.put((Peer(Role.CONTROL, worker, self.workers[worker].incarnation), error))
+            self.inbox.put((Peer(Role.CONTROL, worker, found.incarnation), error))
 
     # --- Evaluation and the end ----------------------------------------------------------------------------------
 
@@ -331,7 +368,7 @@ class Coordinator(Server):
                                       torch.zeros(1 + len(self.job.metrics), 2, dtype=torch.float64))
         for part, number in enumerate(sorted(self.workers)):
             self._say(number, {"evaluate": self.evaluation.number, "part": part, "of": len(self.workers),
-                               "version": self.clock.version, "loss": self.loss})
+                               "version": self.clock.version})
 
     def _add_sums(self, worker: int, message: dict[str, Any]) -> None:
         found = self.evaluation
@@ -350,7 +387,7 @@ class Coordinator(Server):
     def _part(self) -> None:
         """Send everybody home and hear what they have counted."""
         for number in list(self.workers):
-            self._say(number, {"over": True, "version": self.clock.version, "loss": self.loss})
+            self._say(number, {"over": True, "version": self.clock.version})
         while not all(number in self.left for number in self.workers):
             self._hear(self.inbox, timeout_s=_LOOK_S)
         for connection in self.followers.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -41,14 +42,14 @@ class Server:
         self.layout = fingerprint(shards)
         self.exchange = Exchange(shards[number], num_parts=sync.workers if sync.staleness == 0 else 1,
                                  keeps_sending=sync.staleness != 0, version=0, on_held=self._held,
-                                 on_lost=self._lost)
+                                 on_lost=self._lost, on_ready=self._ready)
         self.shelf = Shelf(job, plan, number, shards, model, self.exchange)
         self.writer = None
         if settings.run_dir is not None:
             self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt)
             state.document(self.shelf, step=0, samples=0)  # what can't be saved is refused now, not after an hour
         self.step = self._restore()
-        self.exchange.version = self.step
+        self.exchange.begin_at(self.step)
         self.door = Door(listen(context.host), self.welcome, secret=context.secret, layout=self.layout)
         meeting.announce(number, self.door.address)
 
@@ -64,6 +65,8 @@ class Server:
         """Do what the coordinator says."""
         if "make" in order:
             self._make(order)
+        elif "open" in order:
+            self.exchange.open(order["open"], order["scale"])
         elif "drop" in order:
             self.exchange.drop(order["drop"])
         elif "save" in order:
@@ -109,6 +112,9 @@ class Server:
             return 0
         state.restore(self.shelf, self.checkpoint)
         return int(self.checkpoint.document["step"])
+
+    def _ready(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
+        self.shelf.update_slices(gradients, scale)
 
     def _held(self, update: int, squares: float) -> None:
         self.tell({"held": update, "squares": squares})

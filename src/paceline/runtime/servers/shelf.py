@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from paceline.errors import JobError
 from paceline.job import Job
 from paceline.plan import Plan
+from paceline.runtime.servers.roles import servers_of
 from paceline.runtime.state import persistent_buffers
 from paceline.runtime.stepper import build_model, build_optimizer, build_schedule
 from paceline.strategies.layout import Extent
@@ -25,7 +26,7 @@ def trainable_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def deal_out(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_servers: int) -> tuple[Shard, ...]:
+def deal_out(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> tuple[Shard, ...]:
     """What each server holds of a model; the same on every rank.
 
     Raises:
@@ -35,7 +36,8 @@ def deal_out(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_serve
         if getattr(module, "sparse", False) is True:
             raise JobError(f"'{name}' ({type(module).__name__}) makes sparse gradients, and workers send dense ones",
                            hint="build it with sparse=False, or train it on one device")
-    return assign(held(trainable_of(model)), num_servers, split_tensors=is_elementwise(optimizer))
+    return assign(held(trainable_of(model)), servers_of(plan).server, split_tensors=is_elementwise(optimizer),
+                  compress=plan.modifiers.compress)
 
 
 @dataclass(frozen=True)
@@ -76,26 +78,46 @@ class Shelf:
         self.layout = Owned(frozenset(self.held), frozenset(persistent_buffers(model) if server == 0 else ()), extents)
         self.optimizer, self.groups = build_optimizer(job, self.trainable, self.parameters)
         self.schedule = build_schedule(job, self.optimizer)
+        self.updated: set[str] = set()  # slices of the update under way that have had theirs
         _hollow(model, frozen.values())
 
     def kept(self) -> tuple[()]:
         """Servers have no state but the optimizer's."""
         return ()
 
+    @property
+    def takes_slices(self) -> bool:
+        """Whether slices may be updated one by one, each when its gradient is there."""
+        hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
+        return self.job.clip is None and is_elementwise(self.optimizer) and not any(hooks)
+
+    def update_slices(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
+        """One step of the optimizer for these slices alone."""
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = gradient
+        self._scale(scale)
+        self.optimizer.step()
+        self._drop_gradients()
+
     def take_gradient(self, update: int, *, scale: float, unused: Collection[str]) -> None:
         """Put an update's summed gradient in place. unused: parameters that no worker used have none."""
-        gradients = self.exchange.gradients(update)
-        for name, p in self.parameters.items():
-            p.grad = None if name in unused else gradients[name]
+        gradients, updated = self.exchange.gradients(update)
+        for name in self.parameters.keys() - updated - set(unused):
+            self.parameters[name].grad = gradients[name]
         self._scale(scale)
+        for name in updated:
+            self.parameters[name].grad = gradients[name]
+        self.updated = updated
 
     def update(self, *, clip: float, rate: float) -> None:
-        """One step of the optimizer and of the schedule.
+        """One step of the optimizer, for what is not updated yet, and of the schedule.
 
         Args:
             clip: What gradients are scaled by to stay within the job's norm.
             rate: What the learning rates are multiplied by in this step alone.
         """
+        for name in self.updated:
+            self.parameters[name].grad = None
         self._scale(clip)
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         if rate != 1.0:
@@ -108,6 +130,9 @@ class Shelf:
                 group["lr"] = own
         if self.schedule is not None:
             self.schedule.step()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         for p in self.parameters.values():
             p.grad = None
 
@@ -130,8 +155,8 @@ def _hollow(model: torch.nn.Module, kept: Iterable[torch.nn.Parameter]) -> None:
                 module._parameters[name] = stand_ins[p]
 
 
-def build(job: Job, device: torch.device, num_servers: int) -> tuple[torch.nn.Module, tuple[Shard, ...]]:
+def build(job: Job, device: torch.device, plan: Plan) -> tuple[torch.nn.Module, tuple[Shard, ...]]:
     """The job's model and how it is dealt out, on a rank that only serves."""
     model = build_model(job, device)
     optimizer, _ = build_optimizer(job, trainable_of(model), {})
-    return model, deal_out(model, optimizer, num_servers)
+    return model, deal_out(model, optimizer, plan)

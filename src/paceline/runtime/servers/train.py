@@ -13,7 +13,7 @@ from paceline.plan import Plan
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.loop import Observer, Settings
 from paceline.runtime.servers.coordinator import Coordinator
-from paceline.runtime.servers.roles import Meeting, Roles, servers_of
+from paceline.runtime.servers.roles import Meeting, Roles
 from paceline.runtime.servers.server import Follower
 from paceline.runtime.servers.shelf import build
 from paceline.runtime.servers.worker import Worker
@@ -51,7 +51,7 @@ def _work(context: RankContext, job: Job, plan: Plan, settings: Settings, *, num
 def _server(context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
             meeting: Meeting) -> Coordinator | Follower:
     context.beat("build")
-    model, shards = build(job, context.device, servers_of(plan).server)
+    model, shards = build(job, context.device, plan)
     kind = Coordinator if number == 0 else Follower
     return kind(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting)
 

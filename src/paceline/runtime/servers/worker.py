@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +20,18 @@ from paceline.plan import Plan
 from paceline.runtime.evaluate import evaluation_sums
 from paceline.runtime.feed import MicroBatch, Part, training_feed
 from paceline.runtime.loop import Settings
+from paceline.runtime.loss import Tally
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
-from paceline.runtime.servers.roles import Meeting, servers_of
+from paceline.runtime.servers.roles import Meeting
 from paceline.runtime.servers.shelf import deal_out
 from paceline.runtime.stepper import Stepper, check_loss
 from paceline.strategies.layout import Extent
 from paceline.strategies.mesh import Mesh
-from paceline.strategies.server.run import Link, Pusher, pull
+from paceline.strategies.server.arrive import Arrivals
+from paceline.strategies.server.run import Link, Pusher
 from paceline.strategies.server.shards import fingerprint
-from paceline.strategies.server.wire import Peer, Role, WireError, connect
+from paceline.strategies.server.wire import Connection, Peer, Role, WireError, connect
 
 _CONNECT_S = 60.0
 
@@ -42,7 +46,7 @@ class Worker:
         self.memory = PeakMemory(context.device)
         self.stepper = Stepper(job, plan, Mesh(plan.axes.sizes(), 0), context.device,
                                devices=settings.devices)
-        shards = deal_out(self.stepper.model, self.stepper.optimizer, servers_of(plan).server)
+        shards = deal_out(self.stepper.model, self.stepper.optimizer, plan)
         layout, incarnation = fingerprint(shards), secrets.randbits(31)
 
         def reach(server: int, role: Role) -> Any:
@@ -50,30 +54,32 @@ class Worker:
                            layout=layout, timeout_s=_CONNECT_S)
 
         self.control = reach(0, Role.CONTROL)
-        self.links = [Link(reach(server, Role.DATA), shard, self.stepper.parameters, worker=number,
-                           incarnation=incarnation) for server, shard in enumerate(shards)]
-        self.pusher = Pusher(self.stepper.parameters, self.links)
+        self.links = [Link(reach(server, Role.DATA), shard, worker=number, incarnation=incarnation)
+                      for server, shard in enumerate(shards)]
+        self.arrivals = Arrivals(self.stepper.parameters, self.links)
+        self.pusher = Pusher(self.stepper.parameters, self.links, self._settle)
         self.stepper.synchronisers.append(self.pusher)
         assert job.num_samples is not None
         self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
         self.windows: Iterator[tuple[Window, list[MicroBatch]]] | None = None
-        self.version = -1
+        self.inbox = _Inbox(self.control, self.arrivals)
         self.observed_step: int | None = None
         self.buffers: dict[str, torch.Tensor] | None = {
             name: buffer.detach().clone() for name, buffer in self.stepper.model.named_buffers()}
         self.is_over = threading.Event()
         threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
-        self.waits = {"waited_for_step_s": 0.0, "waited_for_weights_s": 0.0}
+        self.waited_for_step_s = 0.0
 
     def run(self) -> None:
         """Work until the coordinator says that it is over."""
         try:
             self.control.send_message({"idle": True})
+            self.inbox.listen()
             while True:
                 self.context.beat("input")
                 began_s = time.perf_counter()
-                order = self.control.receive_message()
-                self.waits["waited_for_step_s"] += time.perf_counter() - began_s
+                order = self.inbox.next()
+                self.waited_for_step_s += time.perf_counter() - began_s
                 if "over" in order:
                     break
                 answer = self._compute(order) if "lease" in order else self._evaluate(order)
@@ -98,14 +104,18 @@ class Worker:
                     self.control.send_message({"alive": True})
 
     def _fetch(self, order: dict[str, Any]) -> None:
-        """Have weights of at least the version that the order names."""
-        if self.version < order["version"]:
-            self.version, waited_s = pull(self.links, order["version"])
-            self.waits["waited_for_weights_s"] += waited_s
+        """Begin to put weights of at least the version that the order names in place."""
+        self.inbox.fetch(order)
         observer = self.settings.observer
         if observer is not None and self.observed_step is not None:
-            observer.weights(self.observed_step, self.stepper, order["loss"])
+            self._settle()
+            observer.weights(self.observed_step, self.stepper, self.inbox.loss(self.observed_step))
             self.observed_step = None
+
+    def _settle(self) -> None:
+        """Have all weights of this step, and ask for those of the next."""
+        self.arrivals.settle()
+        self.inbox.settled()
 
     def _compute(self, order: dict[str, Any]) -> dict[str, Any]:
         step, observer = order["step"], self.settings.observer
@@ -117,14 +127,22 @@ class Worker:
             observer.gradients(step, _Elsewhere(self.number))  # type: ignore[arg-type]
             self.observed_step = step
         self.pusher.update = order["lease"]
-        tallies, used = self.stepper.backward(window, batches, step=step, part=order["part"], beat=self.context.beat)
+        if self.arrivals.are_here():
+            self._settle()
+        with self.arrivals.watched(self.stepper.model):
+            _, used = self.stepper.backward(window, batches, step=step, part=order["part"], beat=self.context.beat,
+                                            tell=partial(self._tell_loss, order))
         self._check_buffers()
+        return {"finished": order["lease"], "version": self.arrivals.version,
+                "unused": sorted(self.stepper.parameters.keys() - used)}
+
+    def _tell_loss(self, order: dict[str, Any], tallies: list[Tally]) -> None:
         loss = float(sum(float(tally.total) for tally in tallies))
         count = float(sum(float(tally.count) for tally in tallies))
-        check_loss(loss, max(count, 1.0), tallies, step)  # whether anything counts is known of all parts together
-        return {"finished": order["lease"], "loss": loss, "count": count, "version": self.version,
-                "is_mean": all(tally.is_mean for tally in tallies),
-                "unused": sorted(self.stepper.parameters.keys() - used)}
+        # Whether anything counts is known of all parts together.
+        check_loss(loss, max(count, 1.0), tallies, order["step"])
+        self.control.send_message({"told": order["lease"], "loss": loss, "count": count,
+                                   "is_mean": all(tally.is_mean for tally in tallies)})
 
     def _samples(self, step: int, part: int) -> tuple[Window, list[MicroBatch]]:
         """This worker's samples of a step: its share if all work at it, else all of it."""
@@ -141,6 +159,7 @@ class Worker:
 
     def _evaluate(self, order: dict[str, Any]) -> dict[str, Any]:
         self._fetch(order)
+        self._settle()
         part = Part((1,) * order["of"], order["part"], self.plan.num_microbatches)
         sums = evaluation_sums(self.stepper.model, self.stepper.layout, self.job, self.job.validation, part=part,
                                mesh=self.stepper.mesh, device=self.context.device, beat=self.context.beat)
@@ -158,9 +177,83 @@ class Worker:
                            hint="GroupNorm or LayerNorm in place of BatchNorm, or a data=N plan")
 
     def _figures(self) -> dict[str, Any]:
-        return {"peak_memory_bytes": self.memory.bytes(), **self.waits,
+        return {"peak_memory_bytes": self.memory.bytes(), "waited_for_step_s": self.waited_for_step_s,
+                "waited_for_weights_s": self.arrivals.waited_s,
                 "pushed_bytes": sum(link.connection.sent_bytes for link in self.links),
                 "pulled_bytes": sum(link.connection.received_bytes for link in self.links)}
+
+
+class _Inbox:
+    """Orders as they come in. Weights of the next one are asked for as soon as this step's are all there."""
+
+    def __init__(self, control: Connection, arrivals: Arrivals) -> None:
+        self.control, self.arrivals = control, arrivals
+        self.changed = threading.Condition()
+        self.orders: deque[dict[str, Any]] = deque()
+        self.losses: dict[int, float] = {}  # of steps, for whoever looks on
+        self.error: WireError | None = None
+        self.is_settled = True
+
+    def listen(self) -> None:
+        """Hear the coordinator on a thread of its own until it is gone."""
+        threading.Thread(target=self._listen, name="paceline-orders", daemon=True).start()
+
+    def next(self) -> dict[str, Any]:
+        """Wait for an order.
+
+        Raises:
+            WireError: there will be none.
+        """
+        with self.changed:
+            self._wait_for(lambda: bool(self.orders))
+            return self.orders.popleft()
+
+    def loss(self, step: int) -> float:
+        """Wait to hear of a step's loss, over all its parts."""
+        with self.changed:
+            self._wait_for(lambda: step in self.losses)
+            return self.losses.pop(step)
+
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+        self.changed.wait_for(lambda: is_there() or self.error is not None)
+        if not is_there():
+            assert self.error is not None
+            raise self.error
+
+    def fetch(self, order: dict[str, Any]) -> None:
+        """An order's weights are this step's from now on."""
+        with self.changed:
+            self._ask(order)
+            self.is_settled = False
+            self.arrivals.begin()
+
+    def settled(self) -> None:
+        """All weights of this step are there."""
+        with self.changed:
+            self.is_settled = True
+            if self.orders:
+                self._ask(self.orders[0])
+
+    def _ask(self, order: dict[str, Any]) -> None:
+        if order.get("version", -1) > self.arrivals.asked:
+            self.arrivals.ask(order["version"])
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                order = self.control.receive_message()
+                with self.changed:
+                    if "made" in order:
+                        self.losses[order["made"]] = order["loss"]
+                    else:
+                        self.orders.append(order)
+                        if self.is_settled and len(self.orders) == 1:
+                            self._ask(order)
+                    self.changed.notify_all()
+        except WireError as error:
+            with self.changed:
+                self.error = error
+                self.changed.notify_all()
 
 
 class _Elsewhere:

@@ -6,12 +6,17 @@ the next one that nobody has; it may do so while it has finished at most `stalen
 
 An update is made once: when every server holds all of its gradient and its workers have told their losses. What a
 worker leaves behind before that is dropped on all servers, and its step is given out again under another number.
+
+A worker has up to two parts: one that it computes and the next one, so that it can fetch the weights of that one in the
+meantime.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+
+LEASES = 2  # that a worker has at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +46,14 @@ class _Update:
 
 @dataclass(slots=True)
 class _Worker:
-    """finished: steps whose update is made, and those before it joined. sent: steps computed and not yet made."""
+    """finished: steps whose update is made, and those before it joined. sent: steps computed and not yet made.
+
+    leased: updates that it has yet to compute, the first of them now.
+    """
 
     finished: int
     sent: int = 0
-    update: int | None = None
+    leased: list[int] = field(default_factory=list)
 
 
 class Clock:
@@ -88,13 +96,15 @@ class Clock:
         return dropped
 
     def lease(self, worker: int) -> Lease | None:
-        """The next part for a worker that has none; None if it must wait."""
+        """The next part for a worker; None if there is none for it yet."""
         member = self.workers[worker]
-        if member.update is not None:
-            raise ValueError(f"worker {worker} has update {member.update} and asks for another")
+        if len(member.leased) >= LEASES:
+            return None
         if self.parts > 1:
             return self._lease_part(worker, member)
-        started = member.finished + member.sent
+        if member.leased and self.end - self.cursor <= self.num_workers:  # the last ones are for whoever is free first
+            return None
+        started = member.finished + member.sent + len(member.leased)
         if member.sent > (self.staleness != 0):  # one on its way while the next is computed
             return None
         if self.staleness is not None and started - self._slowest > self.staleness:
@@ -108,31 +118,33 @@ class Clock:
             return None
         number = self._begin(step)
         self.updates[number].workers[0] = worker
-        member.update = number
+        member.leased.append(number)
         least = 0 if self.staleness is None else self._versions[max(min(self._versions), started - self.staleness)]
         return Lease(number, step, 0, least)
 
     def _lease_part(self, worker: int, member: _Worker) -> Lease | None:
-        """This worker's part of the step that all work at."""
-        if len(self.workers) < self.num_workers or self.version >= self.end:
+        """This worker's part of the step that all work at, or of the one after it."""
+        if len(self.workers) < self.num_workers:
             return None
-        number = next(iter(self.updates), None)
+        number = next((number for number, update in self.updates.items() if worker not in update.workers), None)
         if number is None:
-            self.cursor = self.version + 1
-            number = self._begin(self.version)
+            step = self.version + len(self.updates)
+            if len(self.updates) >= LEASES or step >= self.end:
+                return None
+            self.cursor = step + 1
+            number = self._begin(step)
         update = self.updates[number]
-        if worker in update.workers:
-            return None
         update.workers[worker] = worker
-        member.update = number
-        return Lease(number, update.step, worker, self.version)
+        member.leased.append(number)
+        return Lease(number, update.step, worker, update.step)
 
     def finished(self, worker: int, update: int) -> None:
         """A worker has computed its part and sent it off."""
         member = self.workers[worker]
-        if member.update != update:
-            raise ValueError(f"worker {worker} finished update {update} and had {member.update}")
-        member.update, member.sent = None, member.sent + 1
+        if member.leased[:1] != [update]:
+            raise ValueError(f"worker {worker} finished update {update} and had {member.leased}")
+        member.leased.pop(0)
+        member.sent += 1
         self.updates[update].finished.add(worker)
 
     def held(self, server: int, update: int) -> None:

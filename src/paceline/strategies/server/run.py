@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.server.serve import bytes_of
-from paceline.strategies.server.shards import Chunk, Held, Shard, Slice
+from paceline.strategies.server.shards import Held, Shard, Slice
 from paceline.strategies.server.wire import Connection, Header, Kind, WireError
 
 if TYPE_CHECKING:
@@ -42,97 +42,87 @@ def rows(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
 
 
 class Link:
-    """A worker's connection to one server: a thread that sends gradients and one that receives weights."""
+    """A worker's connection to one server: a thread that sends gradients and one that receives weights.
 
-    def __init__(self, connection: Connection, shard: Shard, parameters: Mapping[str, nn.Parameter], *, worker: int,
-                 incarnation: int) -> None:
+    received: the weights that were asked for last, a tensor for each chunk, as they are on the wire.
+    version: updates that they have at least.
+    """
+
+    def __init__(self, connection: Connection, shard: Shard, *, worker: int, incarnation: int) -> None:
         self.connection, self.shard, self.worker, self.incarnation = connection, shard, worker, incarnation
-        self.parameters = parameters
-        self.outbox: queue.SimpleQueue[tuple[Header, list[torch.Tensor]] | None] = queue.SimpleQueue()
+        self.received = [torch.empty(chunk.stop - chunk.start, dtype=getattr(torch, chunk.wire_dtype))
+                         for chunk in shard.chunks]
+        self.outbox: queue.PriorityQueue[tuple[float, float, Header | None, list[torch.Tensor]]] = queue.PriorityQueue()
         self.changed = threading.Condition()
         self.error: WireError | None = None
-        self.version, self.missing = -1, 0
+        self.version, self.missing = -1, set[int]()
         for work in (self._send, self._receive):
             threading.Thread(target=self._guarded, args=(work,), name="paceline-link", daemon=True).start()
 
-    def push(self, update: int, number: int, parts: list[torch.Tensor]) -> None:
-        """Send a chunk when the link is free. The tensors must not change until then."""
+    def push(self, update: int, number: int, parts: list[torch.Tensor], *, is_whole: bool) -> None:
+        """Send a chunk when the link is free. The tensors must not change until then.
+
+        is_whole: whether backward has made all of it.
+        """
         chunk = self.shard.chunks[number]
-        self.outbox.put((Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, self.worker, self.incarnation, update, number),
-                         parts))
+        kind = Kind.PUSH if is_whole else Kind.PUSH_REST
+        header = Header(kind, chunk.num_bytes, chunk.wire_dtype, self.worker, self.incarnation, update, number)
+        self.outbox.put((update, -number, header, parts))  # what the next forward needs first goes first
 
     def ask(self, version: int) -> None:
-        """Ask for weights with at least so many updates; `wait` returns when they are here."""
+        """Ask for weights with at least so many updates."""
         with self.changed:
-            self.missing = len(self.shard.chunks)
-        self.outbox.put((Header(Kind.PULL, worker=self.worker, incarnation=self.incarnation, step=version), []))
+            self.missing = set(range(len(self.shard.chunks)))
+        header = Header(Kind.PULL, worker=self.worker, incarnation=self.incarnation, step=version)
+        self.outbox.put((-1, version, header, []))
 
-    def wait(self) -> int:
-        """Wait for the weights that were asked for. Returns their version."""
+    def is_complete(self) -> bool:
+        """Whether all that was asked for is here."""
+        return not self.missing
+
+    def wait(self, number: int) -> torch.Tensor:
+        """Wait for a chunk of what was asked for, and return it."""
         with self.changed:
-            self.changed.wait_for(lambda: self.error is not None or self.missing == 0)
+            self.changed.wait_for(lambda: self.error is not None or number not in self.missing)
             if self.error is not None:
                 raise self.error
-            return self.version
+        return self.received[number]
 
     def close(self) -> None:
         """Send what is left, then leave."""
-        self.outbox.put(None)
+        self.outbox.put((math.inf, 0, None, []))
 
-    def _guarded(self, work: object) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            work()  # type: ignore[operator]
+            work()
         except WireError as error:
             with self.changed:
                 self.error = self.error or error
                 self.changed.notify_all()
 
     def _send(self) -> None:
-        while (found := self.outbox.get()) is not None:
-            header, parts = found
-            self.connection.send(header, *map(bytes_of, parts))
+        while True:
+            _, _, header, parts = self.outbox.get()
+            if header is None:
+                break
+            wire_dtype = getattr(torch, header.dtype, None)
+            self.connection.send(header, *(bytes_of(part.to(wire_dtype)) for part in parts))
         self.connection.close()
 
     def _receive(self) -> None:
-        scratch = bytearray(max(chunk.num_bytes for chunk in self.shard.chunks))
         while True:
             header = self.connection.receive()
             if header.kind != Kind.WEIGHTS or header.chunk >= len(self.shard.chunks):
                 raise WireError(f"a server sent {header.kind.name} {header.chunk} to a worker")
             chunk = self.shard.chunks[header.chunk]
+            if header.dtype != chunk.wire_dtype or header.chunk not in self.missing:
+                raise WireError(f"a server sent {header.dtype} of chunk {header.chunk}, which was not asked for")
             self.connection.checked(header, chunk.num_bytes, chunk.num_bytes)
-            self._read(chunk, memoryview(scratch)[:chunk.num_bytes])
+            self.connection.read_into(bytes_of(self.received[header.chunk]))
             with self.changed:
-                self.missing -= 1
+                self.missing.discard(header.chunk)
                 self.version = header.step
                 self.changed.notify_all()
-
-    def _read(self, chunk: Chunk, scratch: memoryview) -> None:
-        """Into the parameters' own memory where it is plain, else through a copy."""
-        targets = [self._target(span.slice, span.start, span.stop) for span in chunk.spans]
-        if all(target is not None for target in targets):
-            for target in targets:
-                self.connection.read_into(bytes_of(target))  # type: ignore[arg-type]
-            return
-        self.connection.read_into(scratch)
-        elements = torch.frombuffer(scratch, dtype=getattr(torch, chunk.dtype))
-        at = 0
-        for span in chunk.spans:
-            part = self.shard.slices[span.slice]
-            whole = self.parameters[part.name].data
-            row = part.first_element
-            flat = torch.arange(row + span.start, row + span.stop, device=whole.device)
-            values = elements[at:at + span.stop - span.start].to(whole.device)
-            # An index for each dim: it writes in place whatever the strides.
-            whole[torch.unravel_index(flat, whole.shape) if whole.ndim else ...] = values if whole.ndim else values[0]
-            at += span.stop - span.start
-
-    def _target(self, number: int, start: int, stop: int) -> torch.Tensor | None:
-        part = self.shard.slices[number]
-        whole = self.parameters[part.name].data
-        if whole.device.type != "cpu" or not whole.is_contiguous():
-            return None
-        return whole.view(-1)[part.first_element + start:part.first_element + stop]
 
 
 class Pusher:
@@ -141,8 +131,13 @@ class Pusher:
     A gradient that never comes (an unused parameter) is sent as zeros.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[Link]) -> None:
-        self.parameters, self.links = parameters, links
+    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[Link],
+                 settle: Callable[[], None]) -> None:
+        """
+        Args:
+            settle: Called before the first backward of an update, when weights may change no more.
+        """
+        self.parameters, self.links, self.settle = parameters, links, settle
         self.names = {p: name for name, p in parameters.items()}
         # Chunks that wait for each parameter: (server, number of the chunk).
         self.waiting: dict[str, list[tuple[int, int]]] = {name: [] for name in parameters}
@@ -162,6 +157,7 @@ class Pusher:
 
     def begin(self, *, last: bool) -> None:
         if not self.missing:
+            self.settle()
             self.missing, self.arrived = dict(self.needs), set()
         self.armed = last
 
@@ -172,7 +168,7 @@ class Pusher:
         """What backward did not reach leaves too; all of it is on its way when this returns."""
         self.armed = False
         for server, number in [place for place, count in self.missing.items() if count]:
-            self._push(server, number)
+            self._push(server, number, is_whole=False)
         self.missing = {}
 
     @property
@@ -195,9 +191,9 @@ class Pusher:
         for place in self.waiting[name]:
             self.missing[place] -= 1
             if not self.missing[place]:
-                self._push(*place)
+                self._push(*place, is_whole=True)
 
-    def _push(self, server: int, number: int) -> None:
+    def _push(self, server: int, number: int, *, is_whole: bool) -> None:
         link = self.links[server]
         parts = []
         for span in link.shard.chunks[number].spans:
@@ -209,16 +205,4 @@ class Pusher:
             else:
                 flat = gradient.detach().to("cpu").contiguous().view(-1)
                 parts.append(flat[part.first_element + span.start:part.first_element + span.stop])
-        link.push(self.update, number, parts)
-
-
-def pull(links: Sequence[Link], version: int) -> tuple[int, float]:
-    """Fetch weights with at least so many updates from all servers.
-
-    Returns:
-        How many they have at least, and the seconds it took.
-    """
-    began_s = time.perf_counter()
-    for link in links:
-        link.ask(version)
-    return min(link.wait() for link in links), time.perf_counter() - began_s
+        link.push(self.update, number, parts, is_whole=is_whole)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from paceline.strategies.server.shards import Chunk, Shard
+from paceline.strategies.server.shards import Shard
 from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, WireError, accept
 
 _HANDSHAKES = 64  # at a time
@@ -70,13 +70,25 @@ class Door:
 
 
 class _Gathering:
-    """The gradients of one update as they come in: a buffer of each dtype for every part."""
+    """The gradients of one update as they come in: a buffer of each dtype for every part.
 
-    def __init__(self, buffers: list[dict[str, torch.Tensor]], num_chunks: int) -> None:
-        self.buffers = buffers
+    missing: parts that each chunk lacks. unsummed: chunks left of each slice. unfinished: chunks left of all.
+    held_back: slices that some worker has no gradient for. scale: set when slices may be updated as they come.
+    taken: slices whose update has begun. unmade: slices left of each chunk.
+    """
+
+    def __init__(self, buffers: list[dict[str, torch.Tensor]], gradients: dict[str, torch.Tensor],
+                 chunks_of: Sequence[Sequence[int]], slices_of: Sequence[Sequence[int]]) -> None:
+        self.buffers, self.gradients = buffers, gradients
         self.arrived: set[tuple[int, int]] = set()
-        self.missing = [len(buffers)] * num_chunks
-        self.unsummed = num_chunks
+        self.missing = [len(buffers)] * len(slices_of)
+        self.unfinished = len(slices_of)
+        self.unsummed = [len(chunks) for chunks in chunks_of]
+        self.unmade = [len(slices) for slices in slices_of]
+        self.held_back: set[int] = set()
+        self.ready: list[int] = []
+        self.taken: set[int] = set()
+        self.scale: float | None = None
 
 
 class Exchange:
@@ -89,21 +101,35 @@ class Exchange:
         keeps_sending: Whether updates are made while weights are sent, so that what is sent must be copied first.
         on_held: Called on some thread with an update whose gradient is all here, and the sum of its squares.
         on_lost: Called on some thread when a peer is gone or sent what it may not.
+        on_ready: Called on some thread, while `making` is held, with the summed gradients of slices of an update that
+            is open, and their scale; to be applied at once.
     """
 
     def __init__(self, shard: Shard, *, num_parts: int, keeps_sending: bool, version: int,
-                 on_held: Callable[[int, float], None], on_lost: Callable[[Peer, WireError], None]) -> None:
-        self.shard, self.num_parts, self.keeps_sending, self.version = shard, num_parts, keeps_sending, version
-        self.on_held, self.on_lost = on_held, on_lost
+                 on_held: Callable[[int, float], None], on_lost: Callable[[Peer, WireError], None],
+                 on_ready: Callable[[Mapping[str, torch.Tensor], float], None]) -> None:
+        self.shard, self.num_parts, self.keeps_sending = shard, num_parts, keeps_sending
+        self.on_held, self.on_lost, self.on_ready = on_held, on_lost, on_ready
+        self.slices_of = [sorted({span.slice for span in chunk.spans}) for chunk in shard.chunks]
+        self.chunks_of: list[list[int]] = [[] for _ in shard.slices]
+        for number, slices in enumerate(self.slices_of):
+            for index in slices:
+                self.chunks_of[index].append(number)
         self.weights = self._memory()
         self.views = self._views(self.weights)
-        self.changed = threading.Condition()  # of version, over, and what is gathered
+        self.begin_at(version)
+        self.changed = threading.Condition()  # of versions, over, and what is gathered
         self.making = threading.Lock()  # held while weights change
         self.gatherings: dict[int, _Gathering] = {}
         self.closed: set[int] = set()  # updates made or dropped
         self.spare: list[dict[str, torch.Tensor]] = []
         self.connections: list[Connection] = []
         self.over = False
+
+    def begin_at(self, version: int) -> None:
+        """The weights are those after so many updates."""
+        self.version = version
+        self.versions = [version] * len(self.shard.chunks)  # of each chunk
 
     def serve(self, connection: Connection, peer: Peer) -> None:
         """Talk to a worker until it leaves, on threads of its own."""
@@ -113,15 +139,25 @@ class Exchange:
             threading.Thread(target=self._guarded, args=(work, connection, peer, wanted), daemon=True,
                              name=f"paceline-worker-{peer.number}").start()
 
-    def gradients(self, update: int) -> dict[str, torch.Tensor]:
-        """The summed gradient of an update that is held, by slice."""
-        return self._views(self.gatherings[update].buffers[0])
+    def open(self, update: int, scale: float) -> None:
+        """From now on a slice is updated as soon as all of its gradient is here; it is the next update to be made."""
+        with self.changed:
+            if (gathering := self._gathering(update)) is None:
+                return
+            gathering.scale = scale
+            ready = self._take(gathering)
+        self._apply(gathering, ready)
+
+    def gradients(self, update: int) -> tuple[dict[str, torch.Tensor], set[str]]:
+        """The summed gradient of an update that is held, by slice; and the slices that are updated already."""
+        gathering = self.gatherings[update]
+        return gathering.gradients, {self.shard.slices[index].name for index in gathering.taken}
 
     def made(self, update: int) -> None:
         """The update is in the weights: those who wait for this version get it."""
         with self.changed:
             self._close(update)
-            self.version += 1
+            self.begin_at(self.version + 1)
             self.changed.notify_all()
 
     def drop(self, update: int) -> None:
@@ -139,7 +175,7 @@ class Exchange:
     def _close(self, update: int) -> None:
         self.closed.add(update)
         gathering = self.gatherings.pop(update, None)
-        if gathering is not None and gathering.unsummed == 0:  # else a thread may still write into it
+        if gathering is not None and gathering.unfinished == 0:  # else a thread may still write into it
             self.spare += gathering.buffers
 
     def _memory(self) -> dict[str, torch.Tensor]:
@@ -174,7 +210,7 @@ class Exchange:
                 with self.changed:
                     wanted.append(header.step)
                     self.changed.notify_all()
-            elif header.kind == Kind.PUSH:
+            elif header.kind in (Kind.PUSH, Kind.PUSH_REST):
                 self._receive_chunk(connection, header, peer)
             else:
                 raise WireError(f"a worker sent {header.kind.name} to a server")
@@ -183,64 +219,114 @@ class Exchange:
         if header.chunk >= len(self.shard.chunks):
             raise WireError(f"a worker sent chunk {header.chunk} of {len(self.shard.chunks)}")
         chunk = self.shard.chunks[header.chunk]
-        if header.dtype != chunk.dtype:
-            raise WireError(f"a worker sent {header.dtype} where {chunk.dtype} is held")
+        if header.dtype != chunk.wire_dtype:
+            raise WireError(f"a worker sent {header.dtype} where {chunk.wire_dtype} is due")
         connection.checked(header, chunk.num_bytes, chunk.num_bytes)
         part = header.worker if self.num_parts > 1 else 0
         if part >= self.num_parts or header.worker != peer.number or header.incarnation != peer.incarnation:
             raise WireError(f"worker {peer.number} sent a gradient as worker {header.worker}")
-        gathering = self._gathering(header.step, part, header.chunk)
+        with self.changed:
+            gathering = self._gathering(header.step)
+            if gathering is not None:
+                if (part, header.chunk) in gathering.arrived:
+                    raise WireError(f"a worker sent chunk {header.chunk} of update {header.step} twice")
+                gathering.arrived.add((part, header.chunk))
+                if header.kind == Kind.PUSH_REST:
+                    gathering.held_back |= set(self.slices_of[header.chunk])
         if gathering is None:
             connection.read_into(memoryview(bytearray(chunk.num_bytes)))
             return
-        connection.read_into(bytes_of(gathering.buffers[part][chunk.dtype][chunk.start:chunk.stop]))
-        self._arrived(header.step, gathering, header.chunk, chunk)
+        into = gathering.buffers[part][chunk.dtype][chunk.start:chunk.stop]
+        if chunk.wire_dtype == chunk.dtype:
+            connection.read_into(bytes_of(into))
+        else:
+            narrow = torch.empty(len(into), dtype=getattr(torch, chunk.wire_dtype))
+            connection.read_into(bytes_of(narrow))
+            into.copy_(narrow)
+        self._arrived(header.step, gathering, header.chunk)
 
-    def _gathering(self, update: int, part: int, chunk: int) -> _Gathering | None:
-        """Where a chunk goes; None if its update was dropped."""
-        with self.changed:
-            if update in self.closed:
-                return None
-            if update not in self.gatherings:
-                buffers = [self.spare.pop() if self.spare else self._memory() for _ in range(self.num_parts)]
-                self.gatherings[update] = _Gathering(buffers, len(self.shard.chunks))
-            gathering = self.gatherings[update]
-            if (part, chunk) in gathering.arrived:
-                raise WireError(f"a worker sent chunk {chunk} of update {update} twice")
-            gathering.arrived.add((part, chunk))
-            return gathering
+    def _gathering(self, update: int) -> _Gathering | None:
+        """What has come of an update; None if it was dropped."""
+        if update in self.closed:
+            return None
+        if update not in self.gatherings:
+            buffers = [self.spare.pop() if self.spare else self._memory() for _ in range(self.num_parts)]
+            self.gatherings[update] = _Gathering(buffers, self._views(buffers[0]), self.chunks_of, self.slices_of)
+        return self.gatherings[update]
 
-    def _arrived(self, update: int, gathering: _Gathering, number: int, chunk: Chunk) -> None:
-        """Whoever brings the last part of a chunk sums it; whoever sums the last chunk tells."""
+    def _arrived(self, update: int, gathering: _Gathering, number: int) -> None:
+        """Whoever brings the last part of a chunk sums it and makes what is complete; whoever is last of all tells."""
         with self.changed:
             gathering.missing[number] -= 1
             if gathering.missing[number]:
                 return
+        chunk = self.shard.chunks[number]
         first, *others = (buffer[chunk.dtype][chunk.start:chunk.stop] for buffer in gathering.buffers)
         for other in others:
             first.add_(other)
         with self.changed:
-            gathering.unsummed -= 1
-            if gathering.unsummed or update in self.closed:
+            for index in self.slices_of[number]:
+                gathering.unsummed[index] -= 1
+                if not gathering.unsummed[index]:
+                    gathering.ready.append(index)
+            ready = self._take(gathering)
+        self._apply(gathering, ready)
+        with self.changed:
+            gathering.unfinished -= 1
+            if gathering.unfinished or update in self.closed:
                 return
         self.on_held(update, sum(float(torch.linalg.vector_norm(flat, dtype=_wide(flat))) ** 2
                                  for flat in gathering.buffers[0].values()))
 
+    def _take(self, gathering: _Gathering) -> list[int]:
+        """The slices that may be updated now."""
+        if gathering.scale is None:
+            return []
+        taken = [index for index in gathering.ready if index not in gathering.held_back]
+        gathering.ready = []
+        gathering.taken |= set(taken)
+        return taken
+
+    def _apply(self, gathering: _Gathering, slices: Sequence[int]) -> None:
+        """Update slices, and let those who wait for them have them."""
+        if not slices:
+            return
+        assert gathering.scale is not None
+        names = [self.shard.slices[index].name for index in slices]
+        with self.making:
+            self.on_ready({name: gathering.gradients[name] for name in names}, gathering.scale)
+        with self.changed:
+            for number in (number for index in slices for number in self.chunks_of[index]):
+                gathering.unmade[number] -= 1
+                if not gathering.unmade[number]:
+                    self.versions[number] = self.version + 1
+            self.changed.notify_all()
+
     def _send(self, connection: Connection, peer: Peer, wanted: list[int]) -> None:
         """Send the weights that were asked for, when they are there: first layers first."""
+        everything = range(len(self.shard.chunks))
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.over or (wanted and wanted[0] <= self.version))
-                if self.over or wanted.pop(0) < 0:
+                self.changed.wait_for(lambda: self.over or wanted)
+                if self.over or (asked := wanted.pop(0)) < 0:
                     return
-            with self.making:
-                version = self.version
-                memory = ({dtype: flat.clone() for dtype, flat in self.weights.items()} if self.keeps_sending
-                          else self.weights)
-            for number in reversed(range(len(self.shard.chunks))):
+            left, weights = set(everything), self.weights
+            while left:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.over or wanted[-1:] == [-1] or any(
+                        self.versions[number] >= asked for number in left))  # noqa: B023
+                    if self.over or wanted[-1:] == [-1]:
+                        return
+                    number = max(number for number in left if self.versions[number] >= asked)
+                if self.keeps_sending and weights is self.weights:
+                    with self.making:
+                        asked = self.version
+                        weights = {dtype: flat.clone() for dtype, flat in self.weights.items()}
+                left.discard(number)
                 chunk = self.shard.chunks[number]
-                connection.send(Header(Kind.WEIGHTS, chunk.num_bytes, chunk.dtype, step=version, chunk=number),
-                                bytes_of(memory[chunk.dtype][chunk.start:chunk.stop]))
+                sent = weights[chunk.dtype][chunk.start:chunk.stop].to(getattr(torch, chunk.wire_dtype))
+                connection.send(Header(Kind.WEIGHTS, chunk.num_bytes, chunk.wire_dtype, step=asked, chunk=number),
+                                bytes_of(sent))
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

@@ -83,9 +83,11 @@ class Chunk:
     """What travels in one message: a run of the elements that a server holds of one dtype.
 
     start, stop: in the server's memory of that dtype, where its slices lie one after another.
+    wire_dtype: that it has on the wire. num_bytes: of it there.
     """
 
     dtype: str
+    wire_dtype: str
     start: int
     stop: int
     num_bytes: int
@@ -115,7 +117,7 @@ class Shard:
         return found
 
 
-def assign(parameters: Sequence[Held], num_servers: int, *, split_tensors: bool,
+def assign(parameters: Sequence[Held], num_servers: int, *, split_tensors: bool, compress: str = "none",
            chunk_bytes: int = CHUNK_BYTES) -> tuple[Shard, ...]:
     """Balance parameters over servers by bytes.
 
@@ -125,6 +127,7 @@ def assign(parameters: Sequence[Held], num_servers: int, *, split_tensors: bool,
     Args:
         parameters: In the model's order.
         split_tensors: Whether a tensor may be cut; an optimizer that looks at whole tensors forbids it.
+        compress: "none", or "bf16" to send real numbers as bfloat16.
 
     Raises:
         PlanError: a server would have nothing to hold.
@@ -160,15 +163,16 @@ def assign(parameters: Sequence[Held], num_servers: int, *, split_tensors: bool,
                         "for each to hold some", hint=f"at most {sum(map(bool, loads))} servers")
     # Last first, as backward makes them.
     ordered = [tuple(part for _, part in sorted(own, key=lambda item: -item[0])) for own in pieces]
-    return tuple(Shard(own, _chunks(own, chunk_bytes)) for own in ordered)
+    return tuple(Shard(own, _chunks(own, compress, chunk_bytes)) for own in ordered)
 
 
-def _chunks(slices: Sequence[Slice], chunk_bytes: int) -> tuple[Chunk, ...]:
+def _chunks(slices: Sequence[Slice], compress: str, chunk_bytes: int) -> tuple[Chunk, ...]:
     """Cut each dtype's memory into runs of at most so many bytes; in the order in which they are complete."""
     found: list[tuple[int, Chunk]] = []
     for dtype in dict.fromkeys(part.dtype for part in slices):
         own = [(number, part) for number, part in enumerate(slices) if part.dtype == dtype]
-        item_bytes = own[0][1].item_bytes
+        is_cut = compress == "bf16" and dtype in ("float32", "float64")
+        wire_dtype, item_bytes = ("bfloat16", 2) if is_cut else (dtype, own[0][1].item_bytes)
         most = max(1, chunk_bytes // item_bytes)
         start = used = 0
         spans: list[Span] = []
@@ -179,10 +183,11 @@ def _chunks(slices: Sequence[Slice], chunk_bytes: int) -> tuple[Chunk, ...]:
                 spans.append(Span(number, at, at + taken))
                 at, used = at + taken, used + taken
                 if used == most:
-                    found.append((number, Chunk(dtype, start, start + used, used * item_bytes, tuple(spans))))
+                    chunk = Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans))
+                    found.append((number, chunk))
                     start, used, spans = start + used, 0, []
         if used:
-            found.append((own[-1][0], Chunk(dtype, start, start + used, used * item_bytes, tuple(spans))))
+            found.append((own[-1][0], Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans))))
     return tuple(chunk for _, chunk in sorted(found, key=lambda item: item[0]))
 
 

@@ -34,7 +34,7 @@ _GREETING_BYTES = 8 + _NONCE_BYTES + 32 + _PROOF_BYTES
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """What a frame is. PUSH_REST: a chunk of a gradient that backward did not complete, with zeros for what it left."""
 
     CHALLENGE = 1
     GREETING = 2
@@ -44,6 +44,7 @@ class Kind(IntEnum):
     PUSH = 6
     PULL = 7
     WEIGHTS = 8
+    PUSH_REST = 9
 
 
 class Role(IntEnum):
