@@ -50,6 +50,7 @@ WAYS = (
     Way("all-reduce bf16", "data={n} compress=bf16"),
     Way("one server", "server=1 workers={n}"),
     Way("shards", "server={n} workers={n} colocate=yes"),
+    Way("shards bf16", "server={n} workers={n} colocate=yes compress=bf16"),
     Way("shards staleness=1", "server={n} workers={n} colocate=yes staleness=1"),
     Way("shards staleness=inf", "server={n} workers={n} colocate=yes staleness=inf"),
     Way("DiLoCo H=10", "data={n} local=10 outer=diloco"),

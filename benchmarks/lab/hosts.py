@@ -42,9 +42,10 @@ class Host:
     address: str
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
-        """Run a command there, in a session of its own."""
-        return subprocess.Popen(["ip", "netns", "exec", self.name, *command], env={**os.environ, **environ}, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        """Run a command there, in a session of its own. It sees no other host's processes and shares no memory."""
+        alone = ["unshare", "--pid", "--ipc", "--fork", "--mount-proc", "--kill-child"]
+        return subprocess.Popen(["ip", "netns", "exec", self.name, *alone, *command], env={**os.environ, **environ},
+                                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 
 
 @contextmanager
@@ -54,8 +55,8 @@ def hosts(count: int, *, mbit_s: float) -> Iterator[list[Host]]:
     Raises:
         NoLab: not Linux, not root, or the kernel lacks a part.
     """
-    if sys.platform != "linux" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
-        raise NoLab("hosts are network namespaces, which need Linux, root and the ip and tc commands (iproute2)")
+    if sys.platform != "linux" or os.geteuid() or not (all(shutil.which(name) for name in ("ip", "tc", "unshare"))):
+        raise NoLab("hosts are network namespaces, which need Linux, root and the commands ip, tc and unshare")
     tag = uuid.uuid4().hex[:6]
     switch, made = f"lab{tag}s", [Host(f"lab{tag}h{i}", f"{NETWORK}.{i}") for i in range(1, count + 1)]
     try:

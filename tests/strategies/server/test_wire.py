@@ -21,7 +21,7 @@ from paceline.strategies.server.arrive import Arrivals
 from paceline.strategies.server.run import Link, Pusher
 from paceline.strategies.server.serve import Door, Exchange, bytes_of
 from paceline.strategies.server.shards import Held, assign, fingerprint
-from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, WireError, connect, listen
+from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, connect, listen
 
 SECRET = b"s" * 32
 MODEL = [Held("a", (7, 3), "float32", 4), Held("b", (5,), "float64", 8), Held("c", (4,), "bfloat16", 2)]
@@ -54,7 +54,7 @@ class Served:
         self.lost: queue.Queue[tuple[Peer, WireError]] = queue.Queue()
         self.exchange = Exchange(SHARD, num_parts=num_parts, keeps_sending=True, version=0,
                                  on_held=lambda *told: self.held.put(told), on_lost=lambda *told: self.lost.put(told),
-                                 on_ready=lambda gradients, scale: None)
+                                 on_ready=lambda gradients, scale: None, uplink=Uplink(weights_first=False))
         self.door = Door(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=LAYOUT)
         for view in self.exchange.views.values():
             view.fill_(1.5)
@@ -103,7 +103,7 @@ def _pull(parameters: dict[str, torch.nn.Parameter], link: Link) -> int:
 def _works(served: Served, update: int = 0) -> None:
     """A worker fetches weights and brings a gradient."""
     parameters = _parameters()
-    link = Link(served.reach(), SHARD, worker=0, incarnation=77)
+    link = Link(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink(weights_first=False))
     assert _pull(parameters, link) == 0
     assert all(bool((p == 1.5).all()) for p in parameters.values())
     pusher = Pusher(parameters, [link], lambda: None)
@@ -123,7 +123,7 @@ def test_a_worker_pushes_and_pulls(served: Served):
     _works(served)
     parameters = _parameters()
     parameters["a"] = torch.nn.Parameter(torch.zeros(3, 7).t())
-    link = Link(served.reach(), SHARD, worker=0, incarnation=77)
+    link = Link(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink(weights_first=False))
     served.exchange.views["a"].copy_(torch.arange(21.0).view(7, 3))
     _pull(parameters, link)
     assert torch.equal(parameters["a"].detach(), torch.arange(21.0).view(7, 3))

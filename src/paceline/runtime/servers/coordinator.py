@@ -28,7 +28,7 @@ from paceline.runtime.stepper import check_loss, check_used
 from paceline.strategies.server.clock import LEASES, Clock
 from paceline.strategies.server.serve import listen_to
 from paceline.strategies.server.shards import Shard
-from paceline.strategies.server.wire import Connection, Peer, Role, WireError
+from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError
 
 _LOOK_S = 0.5  # between looks for a request to stop
 
@@ -60,7 +60,7 @@ class Coordinator(Server):
     """See the module. Everything happens on the thread that calls `run`, as messages come in."""
 
     def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting) -> None:
+                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting, uplink: Uplink) -> None:
         sync = servers_of(plan)
         if job.num_samples is None:
             raise JobError("the data is a stream, and servers hand out samples by their place",
@@ -87,7 +87,8 @@ class Coordinator(Server):
         self.speed = Speed()
         self.display = Display(shown=True)
         self.started_s = self.update_s = time.monotonic()
-        super().__init__(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting)
+        super().__init__(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting,
+                         uplink=uplink)
         self.metrics = settings.run_dir / "metrics.jsonl" if settings.run_dir is not None else None
         self.samples = int(self.checkpoint.document["samples"]) if self.checkpoint is not None else 0
         if settings.resume:

@@ -22,7 +22,7 @@ from paceline.runtime.servers.roles import Meeting, servers_of
 from paceline.runtime.servers.shelf import Shelf
 from paceline.strategies.server.serve import Door, Exchange, listen_to
 from paceline.strategies.server.shards import Shard, fingerprint
-from paceline.strategies.server.wire import Connection, Peer, Role, WireError, connect, listen
+from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError, connect, listen
 
 Event = tuple[Peer, "dict[str, Any] | WireError"]  # what a peer said, or why it says no more
 
@@ -34,7 +34,7 @@ class Server:
     """
 
     def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting) -> None:
+                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting, uplink: Uplink) -> None:
         sync = servers_of(plan)
         self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
         self.memory = PeakMemory(context.device)
@@ -42,7 +42,7 @@ class Server:
         self.layout = fingerprint(shards)
         self.exchange = Exchange(shards[number], num_parts=sync.workers if sync.staleness == 0 else 1,
                                  keeps_sending=sync.staleness != 0, version=0, on_held=self._held,
-                                 on_lost=self._lost, on_ready=self._ready)
+                                 on_lost=self._lost, on_ready=self._ready, uplink=uplink)
         self.shelf = Shelf(job, plan, number, shards, model, self.exchange)
         self.writer = None
         if settings.run_dir is not None:
@@ -127,9 +127,11 @@ class Follower(Server):
     """A server that another one coordinates."""
 
     def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting, timeout_s: float = 60.0) -> None:
+                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting, uplink: Uplink,
+                 timeout_s: float = 60.0) -> None:
         self.coordinator: Connection | None = None
-        super().__init__(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting)
+        super().__init__(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting,
+                         uplink=uplink)
         own = Peer(Role.SERVER, number, 0)
         self.coordinator = connect(meeting.address(0), own, secret=context.secret, layout=self.layout,
                                    timeout_s=timeout_s)

@@ -13,12 +13,12 @@ from paceline.plan import Plan
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.loop import Observer, Settings
 from paceline.runtime.servers.coordinator import Coordinator
-from paceline.runtime.servers.roles import Meeting, Roles
+from paceline.runtime.servers.roles import Meeting, Roles, servers_of
 from paceline.runtime.servers.server import Follower
 from paceline.runtime.servers.shelf import build
 from paceline.runtime.servers.worker import Worker
 from paceline.runtime.state import Holder
-from paceline.strategies.server.wire import WireError
+from paceline.strategies.server.wire import Uplink, WireError
 
 _REASON_S = 5.0
 
@@ -32,32 +32,34 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     """
     context.num_trained += 1
     meeting = Meeting(context, f"servers/{context.num_trained}")
+    uplink = Uplink(weights_first=servers_of(plan).staleness != 0)
     roles = Roles.of(plan, context.rank)
     if roles.worker is None:
         assert roles.server is not None
         with context.stoppable():
-            return _server(context, job, plan, settings, number=roles.server, meeting=meeting).run()
+            return _server(context, job, plan, settings, number=roles.server, meeting=meeting, uplink=uplink).run()
     if roles.server is None:
-        _work(context, job, plan, settings, number=roles.worker, meeting=meeting)
+        _work(context, job, plan, settings, number=roles.worker, meeting=meeting, uplink=uplink)
         return None
-    return _serve_and_work(context, job, plan, settings, roles=roles, meeting=meeting)
+    return _serve_and_work(context, job, plan, settings, roles=roles, meeting=meeting, uplink=uplink)
 
 
-def _work(context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int, meeting: Meeting) -> None:
+def _work(context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int, meeting: Meeting,
+          uplink: Uplink) -> None:
     with context.stoppable():
-        Worker(context, job, plan, settings, number=number, meeting=meeting).run()
+        Worker(context, job, plan, settings, number=number, meeting=meeting, uplink=uplink).run()
 
 
 def _server(context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-            meeting: Meeting) -> Coordinator | Follower:
+            meeting: Meeting, uplink: Uplink) -> Coordinator | Follower:
     context.beat("build")
     model, shards = build(job, context.device, plan)
     kind = Coordinator if number == 0 else Follower
-    return kind(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting)
+    return kind(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting, uplink=uplink)
 
 
 def _serve_and_work(context: RankContext, job: Job, plan: Plan, settings: Settings, *, roles: Roles,
-                    meeting: Meeting) -> dict[str, Any] | None:
+                    meeting: Meeting, uplink: Uplink) -> dict[str, Any] | None:
     """Both in one process: the server on a thread. Signs of life and requests to stop are the worker's business."""
     assert roles.server is not None and roles.worker is not None
     observer = settings.observer
@@ -67,7 +69,7 @@ def _serve_and_work(context: RankContext, job: Job, plan: Plan, settings: Settin
         serving = replace(settings, observer=_OfServer(observer, roles.worker))
         working = replace(settings, observer=_OfWorker(observer))
     # Built first and here, as the worker builds its model from the same random streams.
-    server = _server(beside, job, plan, serving, number=roles.server, meeting=meeting)
+    server = _server(beside, job, plan, serving, number=roles.server, meeting=meeting, uplink=uplink)
     found: list[dict[str, Any] | None] = []
     failed: list[BaseException] = []
 
@@ -80,7 +82,7 @@ def _serve_and_work(context: RankContext, job: Job, plan: Plan, settings: Settin
     thread = threading.Thread(target=serve, name="paceline-server", daemon=True)
     thread.start()
     try:
-        _work(context, job, plan, working, number=roles.worker, meeting=meeting)
+        _work(context, job, plan, working, number=roles.worker, meeting=meeting, uplink=uplink)
     except WireError:
         thread.join(timeout=_REASON_S)  # what the worker ran into may be that its own server failed
         if failed:

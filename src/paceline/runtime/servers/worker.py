@@ -31,7 +31,7 @@ from paceline.strategies.mesh import Mesh
 from paceline.strategies.server.arrive import Arrivals
 from paceline.strategies.server.run import Link, Pusher
 from paceline.strategies.server.shards import fingerprint
-from paceline.strategies.server.wire import Connection, Peer, Role, WireError, connect
+from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError, connect
 
 _CONNECT_S = 60.0
 
@@ -40,7 +40,7 @@ class Worker:
     """One worker of a run. It holds the whole model and no optimizer state that matters."""
 
     def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-                 meeting: Meeting) -> None:
+                 meeting: Meeting, uplink: Uplink) -> None:
         context.beat("build")
         self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
         self.memory = PeakMemory(context.device)
@@ -54,7 +54,8 @@ class Worker:
                            layout=layout, timeout_s=_CONNECT_S)
 
         self.control = reach(0, Role.CONTROL)
-        self.links = [Link(reach(server, Role.DATA), shard, worker=number, incarnation=incarnation)
+        self.links = [Link(reach(server, Role.DATA), shard, worker=number, incarnation=incarnation,
+                           uplink=uplink)
                       for server, shard in enumerate(shards)]
         self.arrivals = Arrivals(self.stepper.parameters, self.links)
         self.pusher = Pusher(self.stepper.parameters, self.links, self._settle)

@@ -17,10 +17,15 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from paceline.strategies.server.serve import bytes_of
+
 if TYPE_CHECKING:
     from torch import nn
 
     from paceline.strategies.server.run import Link
+
+
+_SET_GRADIENT: Any = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ class Arrivals:
                     part, count = link.shard.slices[span.slice], span.stop - span.start
                     self.places[part.name].append(_Place(k, number, at, part.first_element + span.start, count))
                     at += count
+        self.is_plain = {name: all(links[at.link].received[at.chunk].dtype == p.dtype for at in self.places[name])
+                         for name, p in parameters.items()}  # whether they come as they are
         self.asked, self.version, self.waited_s = -1, -1, 0.0
         self.begun = self.asked
         self.pending: dict[str, None] = {}
@@ -115,19 +122,28 @@ class Arrivals:
         for name in names:
             if name in self.pending:
                 del self.pending[name]
-                for place in self.places[name]:
-                    self._put(self.parameters[name], place)
+                self._put(name)
         self.waited_s += time.perf_counter() - began_s
 
-    def _put(self, parameter: nn.Parameter, place: _Place) -> None:
-        values = self.links[place.link].wait(place.chunk)[place.at:place.at + place.count]
-        whole = parameter.data
-        if whole.is_contiguous():
-            whole.view(-1)[place.first:place.first + place.count].copy_(values)
+    def _put(self, name: str) -> None:
+        whole, places = self.parameters[name].data, self.places[name]
+        if whole.device.type == "cpu" and whole.is_contiguous() and self.is_plain[name]:
+            memory, item_bytes = bytes_of(whole), whole.element_size()
+            for place in places:
+                link, count = self.links[place.link], place.count * item_bytes
+                link.wait(place.chunk)
+                memory[place.first * item_bytes:place.first * item_bytes + count] = (
+                    link.received_bytes[place.chunk][place.at * item_bytes:place.at * item_bytes + count])
             return
-        # An index for each dim: it writes in place whatever the strides.
-        flat = torch.arange(place.first, place.first + place.count, device=whole.device)
-        whole[torch.unravel_index(flat, whole.shape)] = values.to(whole)
+        for place in places:
+            link = self.links[place.link]
+            link.wait(place.chunk)
+            values = link.received[place.chunk][place.at:place.at + place.count]
+            if whole.is_contiguous():
+                whole.view(-1)[place.first:place.first + place.count].copy_(values)
+            else:  # an index for each dim: it writes in place whatever the strides
+                flat = torch.arange(place.first, place.first + place.count, device=whole.device)
+                whole[torch.unravel_index(flat, whole.shape)] = values.to(whole)
 
 
 class _Watch(TorchFunctionMode):
@@ -138,7 +154,8 @@ class _Watch(TorchFunctionMode):
         self.tell, self.is_wanted = tell, is_wanted
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_wanted():
+        # Attributes hold no elements, but for views, and those are looked at when they are used.
+        if self.is_wanted() and getattr(func, "__name__", None) != "__get__" and func != _SET_GRADIENT:
             self.tell(args)
             if kwargs:
                 self.tell(kwargs.values())

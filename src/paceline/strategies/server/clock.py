@@ -100,7 +100,7 @@ class Clock:
         member = self.workers[worker]
         if len(member.leased) >= LEASES:
             return None
-        if self.parts > 1:
+        if self.staleness == 0:
             return self._lease_part(worker, member)
         if member.leased and self.end - self.cursor <= self.num_workers:  # the last ones are for whoever is free first
             return None

@@ -13,7 +13,7 @@ import torch
 from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.server.serve import bytes_of
 from paceline.strategies.server.shards import Held, Shard, Slice
-from paceline.strategies.server.wire import Connection, Header, Kind, WireError
+from paceline.strategies.server.wire import Connection, Header, Kind, Uplink, WireError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,19 +48,22 @@ class Link:
     version: updates that they have at least.
     """
 
-    def __init__(self, connection: Connection, shard: Shard, *, worker: int, incarnation: int) -> None:
+    def __init__(self, connection: Connection, shard: Shard, *, worker: int, incarnation: int,
+                 uplink: Uplink) -> None:
         self.connection, self.shard, self.worker, self.incarnation = connection, shard, worker, incarnation
+        self.uplink = uplink
         self.received = [torch.empty(chunk.stop - chunk.start, dtype=getattr(torch, chunk.wire_dtype))
                          for chunk in shard.chunks]
-        self.outbox: queue.PriorityQueue[tuple[float, float, Header | None, list[torch.Tensor]]] = queue.PriorityQueue()
+        self.received_bytes = [bytes_of(chunk) for chunk in self.received]
+        self.outbox: queue.PriorityQueue[tuple[float, float, Header | None, list[memoryview]]] = queue.PriorityQueue()
         self.changed = threading.Condition()
         self.error: WireError | None = None
         self.version, self.missing = -1, set[int]()
         for work in (self._send, self._receive):
             threading.Thread(target=self._guarded, args=(work,), name="paceline-link", daemon=True).start()
 
-    def push(self, update: int, number: int, parts: list[torch.Tensor], *, is_whole: bool) -> None:
-        """Send a chunk when the link is free. The tensors must not change until then.
+    def push(self, update: int, number: int, parts: list[memoryview], *, is_whole: bool) -> None:
+        """Send a chunk when the link is free. Its memory must not change until then.
 
         is_whole: whether backward has made all of it.
         """
@@ -80,13 +83,12 @@ class Link:
         """Whether all that was asked for is here."""
         return not self.missing
 
-    def wait(self, number: int) -> torch.Tensor:
-        """Wait for a chunk of what was asked for, and return it."""
+    def wait(self, number: int) -> None:
+        """Wait for a chunk of what was asked for."""
         with self.changed:
             self.changed.wait_for(lambda: self.error is not None or number not in self.missing)
             if self.error is not None:
                 raise self.error
-        return self.received[number]
 
     def close(self) -> None:
         """Send what is left, then leave."""
@@ -105,8 +107,10 @@ class Link:
             _, _, header, parts = self.outbox.get()
             if header is None:
                 break
-            wire_dtype = getattr(torch, header.dtype, None)
-            self.connection.send(header, *(bytes_of(part.to(wire_dtype)) for part in parts))
+            if header.kind == Kind.PULL:
+                self.connection.send(header)
+            else:
+                self.connection.send_in_turn(header, parts, self.uplink)
         self.connection.close()
 
     def _receive(self) -> None:
@@ -118,7 +122,7 @@ class Link:
             if header.dtype != chunk.wire_dtype or header.chunk not in self.missing:
                 raise WireError(f"a server sent {header.dtype} of chunk {header.chunk}, which was not asked for")
             self.connection.checked(header, chunk.num_bytes, chunk.num_bytes)
-            self.connection.read_into(bytes_of(self.received[header.chunk]))
+            self.connection.read_into(self.received_bytes[header.chunk])
             with self.changed:
                 self.missing.discard(header.chunk)
                 self.version = header.step
@@ -151,6 +155,7 @@ class Pusher:
         self.update = -1
         self.arrived: set[str] = set()
         self.missing: dict[tuple[int, int], int] = {}
+        self.sent: dict[str, memoryview] = {}
         self.armed = False
         for p in parameters.values():
             p.register_post_accumulate_grad_hook(self._arrived)
@@ -158,7 +163,7 @@ class Pusher:
     def begin(self, *, last: bool) -> None:
         if not self.missing:
             self.settle()
-            self.missing, self.arrived = dict(self.needs), set()
+            self.missing, self.arrived, self.sent = dict(self.needs), set(), {}
         self.armed = last
 
     def unused(self) -> set[str]:
@@ -169,7 +174,7 @@ class Pusher:
         self.armed = False
         for server, number in [place for place, count in self.missing.items() if count]:
             self._push(server, number, is_whole=False)
-        self.missing = {}
+        self.missing, self.sent = {}, {}
 
     @property
     def sent_bytes(self) -> float:
@@ -195,14 +200,19 @@ class Pusher:
 
     def _push(self, server: int, number: int, *, is_whole: bool) -> None:
         link = self.links[server]
-        parts = []
-        for span in link.shard.chunks[number].spans:
+        chunk, parts = link.shard.chunks[number], []
+        for span in chunk.spans:
             part = link.shard.slices[span.slice]
-            parameter = self.parameters[part.name]
-            gradient = parameter.grad
-            if gradient is None:
-                parts.append(torch.zeros(span.stop - span.start, dtype=parameter.dtype))
-            else:
-                flat = gradient.detach().to("cpu").contiguous().view(-1)
-                parts.append(flat[part.first_element + span.start:part.first_element + span.stop])
+            whole = self._sent(part.name, chunk.wire_dtype)
+            item_bytes = len(whole) // self.parameters[part.name].numel()
+            first = part.first_element + span.start
+            parts.append(whole[first * item_bytes:(first + span.stop - span.start) * item_bytes])
         link.push(self.update, number, parts, is_whole=is_whole)
+
+    def _sent(self, name: str, wire_dtype: str) -> memoryview:
+        """A parameter's gradient as it is on the wire, row after row; made once an update."""
+        if name not in self.sent:
+            p = self.parameters[name]
+            gradient = p.grad if p.grad is not None else torch.zeros_like(p)
+            self.sent[name] = bytes_of(gradient.detach().to("cpu", getattr(torch, wire_dtype)).contiguous())
+        return self.sent[name]

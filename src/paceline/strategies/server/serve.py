@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from paceline.strategies.server.shards import Shard
-from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, WireError, accept
+from paceline.strategies.server.shards import Chunk, Shard
+from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, accept
 
 _HANDSHAKES = 64  # at a time
 
@@ -69,6 +69,41 @@ class Door:
         self.welcome(connection, peer)
 
 
+class Memory:
+    """A server's elements of every dtype, one after another. Chunks are sent and received without a call of torch:
+    each of those gives other threads the chance to run, and a server has many.
+    """
+
+    def __init__(self, numels: Mapping[str, int]) -> None:
+        self.flat = {dtype: torch.empty(numel, dtype=getattr(torch, dtype)) for dtype, numel in numels.items()}
+        self.bytes = {dtype: bytes_of(flat) for dtype, flat in self.flat.items()}
+
+    def elements(self, chunk: Chunk) -> torch.Tensor:
+        return self.flat[chunk.dtype][chunk.start:chunk.stop]
+
+    def sent(self, chunk: Chunk) -> memoryview:
+        """A chunk as it is on the wire."""
+        if chunk.wire_dtype != chunk.dtype:
+            return bytes_of(self.elements(chunk).to(getattr(torch, chunk.wire_dtype)))
+        item_bytes = chunk.num_bytes // (chunk.stop - chunk.start)
+        return self.bytes[chunk.dtype][chunk.start * item_bytes:chunk.stop * item_bytes]
+
+    def receive(self, chunk: Chunk, connection: Connection) -> None:
+        """Fill a chunk with what comes next."""
+        if chunk.wire_dtype == chunk.dtype:
+            connection.read_into(self.sent(chunk))
+            return
+        narrow = torch.empty(chunk.stop - chunk.start, dtype=getattr(torch, chunk.wire_dtype))
+        connection.read_into(bytes_of(narrow))
+        self.elements(chunk).copy_(narrow)
+
+    def copy(self) -> Memory:
+        found = Memory({dtype: len(flat) for dtype, flat in self.flat.items()})
+        for dtype, flat in found.flat.items():
+            flat.copy_(self.flat[dtype])
+        return found
+
+
 class _Gathering:
     """The gradients of one update as they come in: a buffer of each dtype for every part.
 
@@ -77,7 +112,7 @@ class _Gathering:
     taken: slices whose update has begun. unmade: slices left of each chunk.
     """
 
-    def __init__(self, buffers: list[dict[str, torch.Tensor]], gradients: dict[str, torch.Tensor],
+    def __init__(self, buffers: list[Memory], gradients: dict[str, torch.Tensor],
                  chunks_of: Sequence[Sequence[int]], slices_of: Sequence[Sequence[int]]) -> None:
         self.buffers, self.gradients = buffers, gradients
         self.arrived: set[tuple[int, int]] = set()
@@ -94,7 +129,7 @@ class _Gathering:
 class Exchange:
     """One server's share of the parameters, and what workers send to it and fetch from it.
 
-    weights: its memory, by dtype; slices are views of it. version: updates made to it.
+    weights: its memory; slices are views of it. version: updates made to it.
 
     Args:
         num_parts: Parts that an update's gradient comes in; they are summed in their order.
@@ -107,22 +142,22 @@ class Exchange:
 
     def __init__(self, shard: Shard, *, num_parts: int, keeps_sending: bool, version: int,
                  on_held: Callable[[int, float], None], on_lost: Callable[[Peer, WireError], None],
-                 on_ready: Callable[[Mapping[str, torch.Tensor], float], None]) -> None:
+                 on_ready: Callable[[Mapping[str, torch.Tensor], float], None], uplink: Uplink) -> None:
         self.shard, self.num_parts, self.keeps_sending = shard, num_parts, keeps_sending
-        self.on_held, self.on_lost, self.on_ready = on_held, on_lost, on_ready
+        self.on_held, self.on_lost, self.on_ready, self.uplink = on_held, on_lost, on_ready, uplink
         self.slices_of = [sorted({span.slice for span in chunk.spans}) for chunk in shard.chunks]
         self.chunks_of: list[list[int]] = [[] for _ in shard.slices]
         for number, slices in enumerate(self.slices_of):
             for index in slices:
                 self.chunks_of[index].append(number)
-        self.weights = self._memory()
+        self.weights = Memory(shard.numels())
         self.views = self._views(self.weights)
         self.begin_at(version)
         self.changed = threading.Condition()  # of versions, over, and what is gathered
         self.making = threading.Lock()  # held while weights change
         self.gatherings: dict[int, _Gathering] = {}
         self.closed: set[int] = set()  # updates made or dropped
-        self.spare: list[dict[str, torch.Tensor]] = []
+        self.spare: list[Memory] = []
         self.connections: list[Connection] = []
         self.over = False
 
@@ -178,16 +213,13 @@ class Exchange:
         if gathering is not None and gathering.unfinished == 0:  # else a thread may still write into it
             self.spare += gathering.buffers
 
-    def _memory(self) -> dict[str, torch.Tensor]:
-        return {dtype: torch.empty(numel, dtype=getattr(torch, dtype)) for dtype, numel in self.shard.numels().items()}
-
-    def _views(self, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _views(self, memory: Memory) -> dict[str, torch.Tensor]:
         """Each slice's part of the memory, in the slice's shape."""
-        found, at = {}, dict.fromkeys(memory, 0)
+        found, at = {}, dict.fromkeys(memory.flat, 0)
         for part in self.shard.slices:
             start = at[part.dtype]
             at[part.dtype] += part.numel
-            found[part.name] = memory[part.dtype][start:at[part.dtype]].view(part.local_shape)
+            found[part.name] = memory.flat[part.dtype][start:at[part.dtype]].view(part.local_shape)
         return found
 
     def _guarded(self, work: Callable[[Connection, Peer, list[int]], None], connection: Connection, peer: Peer,
@@ -236,13 +268,7 @@ class Exchange:
         if gathering is None:
             connection.read_into(memoryview(bytearray(chunk.num_bytes)))
             return
-        into = gathering.buffers[part][chunk.dtype][chunk.start:chunk.stop]
-        if chunk.wire_dtype == chunk.dtype:
-            connection.read_into(bytes_of(into))
-        else:
-            narrow = torch.empty(len(into), dtype=getattr(torch, chunk.wire_dtype))
-            connection.read_into(bytes_of(narrow))
-            into.copy_(narrow)
+        gathering.buffers[part].receive(chunk, connection)
         self._arrived(header.step, gathering, header.chunk)
 
     def _gathering(self, update: int) -> _Gathering | None:
@@ -250,7 +276,7 @@ class Exchange:
         if update in self.closed:
             return None
         if update not in self.gatherings:
-            buffers = [self.spare.pop() if self.spare else self._memory() for _ in range(self.num_parts)]
+            buffers = [self.spare.pop() if self.spare else Memory(self.shard.numels()) for _ in range(self.num_parts)]
             self.gatherings[update] = _Gathering(buffers, self._views(buffers[0]), self.chunks_of, self.slices_of)
         return self.gatherings[update]
 
@@ -261,7 +287,7 @@ class Exchange:
             if gathering.missing[number]:
                 return
         chunk = self.shard.chunks[number]
-        first, *others = (buffer[chunk.dtype][chunk.start:chunk.stop] for buffer in gathering.buffers)
+        first, *others = (buffer.elements(chunk) for buffer in gathering.buffers)
         for other in others:
             first.add_(other)
         with self.changed:
@@ -276,7 +302,7 @@ class Exchange:
             if gathering.unfinished or update in self.closed:
                 return
         self.on_held(update, sum(float(torch.linalg.vector_norm(flat, dtype=_wide(flat))) ** 2
-                                 for flat in gathering.buffers[0].values()))
+                                 for flat in gathering.buffers[0].flat.values()))
 
     def _take(self, gathering: _Gathering) -> list[int]:
         """The slices that may be updated now."""
@@ -315,18 +341,19 @@ class Exchange:
                 with self.changed:
                     self.changed.wait_for(lambda: self.over or wanted[-1:] == [-1] or any(
                         self.versions[number] >= asked for number in left))  # noqa: B023
-                    if self.over or wanted[-1:] == [-1]:
-                        return
-                    number = max(number for number in left if self.versions[number] >= asked)
                 if self.keeps_sending and weights is self.weights:
                     with self.making:
                         asked = self.version
-                        weights = {dtype: flat.clone() for dtype, flat in self.weights.items()}
+                        weights = self.weights.copy()
+                if Kind.WEIGHTS not in self.uplink.first:
+                    self.uplink.wait()  # meanwhile weights of earlier layers may come to be there
+                if self.over or wanted[-1:] == [-1]:
+                    return
+                number = max(number for number in left if self.versions[number] >= asked)
                 left.discard(number)
                 chunk = self.shard.chunks[number]
-                sent = weights[chunk.dtype][chunk.start:chunk.stop].to(getattr(torch, chunk.wire_dtype))
-                connection.send(Header(Kind.WEIGHTS, chunk.num_bytes, chunk.wire_dtype, step=asked, chunk=number),
-                                bytes_of(sent))
+                header = Header(Kind.WEIGHTS, chunk.num_bytes, chunk.wire_dtype, step=asked, chunk=number)
+                connection.send_in_turn(header, [weights.sent(chunk)], self.uplink)
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

@@ -13,6 +13,8 @@ from paceline.errors import PlanError
 # One message. Large enough that Python's work for it (50 us) is a tenth of its time on a fast link, small enough that
 # the first leaves early in a backward and the last one, which nothing hides, is short.
 CHUNK_BYTES = 512 * 2**10
+# A chunk that ends with a parameter is closed when it has so much: it leaves without waiting for the next parameter.
+_CLOSED_BYTES = 64 * 2**10
 # A tensor with more than this part of a server's fair share is cut over all servers. Whole tensors that are left can't
 # put one further out of balance than this.
 _SMALL = 1 / 8
@@ -182,7 +184,7 @@ def _chunks(slices: Sequence[Slice], compress: str, chunk_bytes: int) -> tuple[C
                 taken = min(part.numel - at, most - used)
                 spans.append(Span(number, at, at + taken))
                 at, used = at + taken, used + taken
-                if used == most:
+                if used == most or (at == part.numel and used * item_bytes >= _CLOSED_BYTES):
                     chunk = Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans))
                     found.append((number, chunk))
                     start, used, spans = start + used, 0, []
