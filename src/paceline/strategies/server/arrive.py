@@ -59,7 +59,7 @@ class Arrivals:
         self.is_plain = {name: all(links[at.link].received[at.chunk].dtype == p.dtype for at in self.places[name])
                          for name, p in parameters.items()}  # whether they come as they are
         self.asked, self.version, self.waited_s = -1, -1, 0.0
-        self.begun = self.asked
+        self.begun = self.settled = self.asked  # what this step's weights were asked for as; the last that was complete
         self.pending: dict[str, None] = {}
         self.sharing: dict[int, list[str]] = {}  # names by the memory that they lie in
 
@@ -85,10 +85,10 @@ class Arrivals:
 
     def settle(self) -> None:
         """Wait for all that is missing of this step's weights."""
-        if self.pending:
-            self._need(list(self.pending))
-        if self.asked >= 0:
-            self.version = min(link.version for link in self.links)
+        if self.settled == self.begun:
+            return
+        self._need(list(self.pending))
+        self.settled, self.version = self.begun, min(min(link.versions) for link in self.links)
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:

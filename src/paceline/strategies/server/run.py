@@ -45,7 +45,7 @@ class Link:
     """A worker's connection to one server: a thread that sends gradients and one that receives weights.
 
     received: the weights that were asked for last, a tensor for each chunk, as they are on the wire.
-    version: updates that they have at least.
+    versions: updates that each of those that are here has.
     """
 
     def __init__(self, connection: Connection, shard: Shard, *, worker: int, incarnation: int,
@@ -58,7 +58,7 @@ class Link:
         self.outbox: queue.PriorityQueue[tuple[float, float, Header | None, list[memoryview]]] = queue.PriorityQueue()
         self.changed = threading.Condition()
         self.error: WireError | None = None
-        self.version, self.missing = -1, set[int]()
+        self.versions, self.missing = list[int](), set[int]()
         for work in (self._send, self._receive):
             threading.Thread(target=self._guarded, args=(work,), name="paceline-link", daemon=True).start()
 
@@ -76,6 +76,7 @@ class Link:
         """Ask for weights with at least so many updates."""
         with self.changed:
             self.missing = set(range(len(self.shard.chunks)))
+            self.versions = []
         header = Header(Kind.PULL, worker=self.worker, incarnation=self.incarnation, step=version)
         self.outbox.put((-1, version, header, []))
 
@@ -125,7 +126,7 @@ class Link:
             self.connection.read_into(self.received_bytes[header.chunk])
             with self.changed:
                 self.missing.discard(header.chunk)
-                self.version = header.step
+                self.versions.append(header.step)
                 self.changed.notify_all()
 
 

@@ -97,12 +97,6 @@ class Memory:
         connection.read_into(bytes_of(narrow))
         self.elements(chunk).copy_(narrow)
 
-    def copy(self) -> Memory:
-        found = Memory({dtype: len(flat) for dtype, flat in self.flat.items()})
-        for dtype, flat in found.flat.items():
-            flat.copy_(self.flat[dtype])
-        return found
-
 
 class _Gathering:
     """The gradients of one update as they come in: a buffer of each dtype for every part.
@@ -133,7 +127,7 @@ class Exchange:
 
     Args:
         num_parts: Parts that an update's gradient comes in; they are summed in their order.
-        keeps_sending: Whether updates are made while weights are sent, so that what is sent must be copied first.
+        keeps_sending: Whether updates are made while weights are sent, so that each chunk must be copied first.
         on_held: Called on some thread with an update whose gradient is all here, and the sum of its squares.
         on_lost: Called on some thread when a peer is gone or sent what it may not.
         on_ready: Called on some thread, while `making` is held, with the summed gradients of slices of an update that
@@ -330,21 +324,17 @@ class Exchange:
 
     def _send(self, connection: Connection, peer: Peer, wanted: list[int]) -> None:
         """Send the weights that were asked for, when they are there: first layers first."""
-        everything = range(len(self.shard.chunks))
+        copy = memoryview(bytearray(max((chunk.num_bytes for chunk in self.shard.chunks), default=0)))
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.over or wanted)
                 if self.over or (asked := wanted.pop(0)) < 0:
                     return
-            left, weights = set(everything), self.weights
+            left = set(range(len(self.shard.chunks)))
             while left:
                 with self.changed:
                     self.changed.wait_for(lambda: self.over or wanted[-1:] == [-1] or any(
                         self.versions[number] >= asked for number in left))  # noqa: B023
-                if self.keeps_sending and weights is self.weights:
-                    with self.making:
-                        asked = self.version
-                        weights = self.weights.copy()
                 if Kind.WEIGHTS not in self.uplink.first:
                     self.uplink.wait()  # meanwhile weights of earlier layers may come to be there
                 if self.over or wanted[-1:] == [-1]:
@@ -352,8 +342,14 @@ class Exchange:
                 number = max(number for number in left if self.versions[number] >= asked)
                 left.discard(number)
                 chunk = self.shard.chunks[number]
-                header = Header(Kind.WEIGHTS, chunk.num_bytes, chunk.wire_dtype, step=asked, chunk=number)
-                connection.send_in_turn(header, [weights.sent(chunk)], self.uplink)
+                if self.keeps_sending:
+                    with self.making:
+                        version, data = self.version, copy[:chunk.num_bytes]
+                        data[:] = self.weights.sent(chunk)
+                else:
+                    version, data = asked, self.weights.sent(chunk)
+                header = Header(Kind.WEIGHTS, chunk.num_bytes, chunk.wire_dtype, step=version, chunk=number)
+                connection.send_in_turn(header, [data], self.uplink)
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
