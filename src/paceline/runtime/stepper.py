@@ -26,7 +26,7 @@ from paceline.runtime.loss import Tally, read_tally, require_gradient
 from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_streams
 from paceline.runtime.trace import Recorder
-from paceline.strategies.compose import Synchroniser, holds_parts, lay_out, meetings, prepare
+from paceline.strategies.compose import Synchroniser, held_elsewhere, holds_parts, lay_out, meetings, prepare
 from paceline.strategies.data.run import local
 from paceline.strategies.kept import Kept
 from paceline.strategies.layout import Layout
@@ -97,7 +97,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     devices: of each rank; without them nothing is too large.
     """
     dtype = torch.float64 if job.precision == "float64" else None
-    spill, model = _build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
+    spill, model = build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
     running = spill.running if spill is not None else nullcontext
     layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,
                      example=lambda samples: example_batch(job.data, samples).to(device, dtype),
@@ -108,11 +108,12 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         synchronisers = prepare(layout.module, plan=plan, mesh=mesh)
         layout.let_go()
         if spill is not None:
-            spill.bring_in([*layout.module.parameters(), *model.buffers()])
+            elsewhere = held_elsewhere(plan, layout.module)
+            spill.bring_in([*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()])
     return Prepared(model, layout, synchronisers)
 
 
-def _build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:
+def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:
     """The model with its weights in files, or in memory where that can't be."""
     try:
         spill = Spill()

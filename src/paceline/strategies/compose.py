@@ -13,12 +13,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import JobError
+from paceline.plan import Plan, Servers
 from paceline.strategies.data import run as data
 from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.layout import Batch, Layout, Whole
 from paceline.strategies.local import run as local
 from paceline.strategies.meeting import EveryStep, Meetings
 from paceline.strategies.recompute import run as recompute
+from paceline.strategies.server.rows import tables
 from paceline.strategies.shard import run as shard
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.cluster import Device
-    from paceline.plan import Plan
     from paceline.strategies.mesh import Mesh
 
 
@@ -79,7 +80,15 @@ def load(plan: Plan) -> None:
 def holds_parts(plan: Plan) -> bool:
     """Whether a rank holds a part of the model, at least between steps."""
     axes = plan.axes
-    return any(size > 1 for size in (axes.pipeline, axes.parts, axes.shard, axes.tensor))
+    return isinstance(plan.sync, Servers) or any(
+        size > 1 for size in (axes.pipeline, axes.parts, axes.shard, axes.tensor))
+
+
+def held_elsewhere(plan: Plan, model: nn.Module) -> set[torch.Tensor]:
+    """What a rank uses of a model and never holds: tables whose rows lie on servers."""
+    if not isinstance(plan.sync, Servers):
+        return set()
+    return {module.weight for module in tables(model).values()}
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:

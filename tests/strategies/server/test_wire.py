@@ -52,8 +52,10 @@ class Served:
     def __init__(self, num_parts: int = 1) -> None:
         self.held: queue.Queue[tuple[int, float]] = queue.Queue()
         self.lost: queue.Queue[tuple[Peer, WireError]] = queue.Queue()
+        self.failed: queue.Queue[Exception] = queue.Queue()
         self.exchange = Exchange(SHARD, num_parts=num_parts, keeps_sending=True, version=0,
                                  on_held=lambda *told: self.held.put(told), on_lost=lambda *told: self.lost.put(told),
+                                 on_failed=self.failed.put,
                                  on_ready=lambda gradients, scale: None, uplink=Uplink(weights_first=False))
         self.door = Door(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=LAYOUT)
         for view in self.exchange.views.values():

@@ -140,6 +140,8 @@ class Coordinator(Server):
             return
         if isinstance(message, WireError):
             self._lose(peer, message)
+        elif isinstance(message, Exception):
+            raise message
         elif "joined" in message:
             self._join(peer, message["joined"])
         elif peer.role == Role.SERVER:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from paceline.errors import PacelineError
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.plan import Plan
@@ -24,7 +23,7 @@ from paceline.strategies.server.serve import Door, Exchange, listen_to
 from paceline.strategies.server.shards import Shard, fingerprint
 from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError, connect, listen
 
-Event = tuple[Peer, "dict[str, Any] | WireError"]  # what a peer said, or why it says no more
+Event = tuple[Peer, "dict[str, Any] | Exception"]  # what a peer said, why it says no more, or what went wrong here
 
 
 class Server:
@@ -42,7 +41,8 @@ class Server:
         self.layout = fingerprint(shards)
         self.exchange = Exchange(shards[number], num_parts=sync.workers if sync.staleness == 0 else 1,
                                  keeps_sending=sync.staleness != 0, version=0, on_held=self._held,
-                                 on_lost=self._lost, on_ready=self._ready, uplink=uplink)
+                                 on_lost=self._lost, on_failed=self._failed, on_ready=self._ready, uplink=uplink,
+                                 compress=plan.modifiers.compress)
         self.shelf = Shelf(job, plan, number, shards, model, self.exchange)
         self.writer = None
         if settings.run_dir is not None:
@@ -119,6 +119,9 @@ class Server:
     def _held(self, update: int, squares: float) -> None:
         self.tell({"held": update, "squares": squares})
 
+    def _failed(self, error: Exception) -> None:
+        self.inbox.put((Peer(Role.SERVER, self.number, 0), error))
+
     def _lost(self, peer: Peer, error: WireError) -> None:
         self.tell({"lost": peer.number, "incarnation": peer.incarnation, "why": str(error)})
 
@@ -148,7 +151,7 @@ class Follower(Server):
         try:
             while True:
                 _, order = self.inbox.get()
-                if isinstance(order, PacelineError):
+                if isinstance(order, Exception):
                     raise order
                 self.context.beat("reduce")
                 if "over" in order:

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from paceline.errors import JobError
 from paceline.job import Job
 from paceline.plan import Plan
 from paceline.runtime.servers.roles import servers_of
 from paceline.runtime.state import persistent_buffers
-from paceline.runtime.stepper import build_model, build_optimizer, build_schedule
+from paceline.runtime.stepper import build_in_files, build_optimizer, build_schedule
 from paceline.strategies.layout import Extent
 from paceline.strategies.meeting import EveryStep
 from paceline.strategies.mesh import Mesh
+from paceline.strategies.server.rows import tables
 from paceline.strategies.server.run import held, is_elementwise, rows
 from paceline.strategies.server.serve import Exchange
 from paceline.strategies.server.shards import Shard, assign
@@ -30,14 +30,12 @@ def deal_out(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Pla
     """What each server holds of a model; the same on every rank.
 
     Raises:
-        JobError: a layer makes sparse gradients. PlanError: too few parameters for so many servers.
+        JobError: a layer makes sparse gradients that can't be sent. PlanError: too few parameters for so many servers.
     """
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
-            raise JobError(f"'{name}' ({type(module).__name__}) makes sparse gradients, and workers send dense ones",
-                           hint="build it with sparse=False, or train it on one device")
-    return assign(held(trainable_of(model)), servers_of(plan).server, split_tensors=is_elementwise(optimizer),
-                  compress=plan.modifiers.compress)
+    names, parameters = tables(model).keys(), trainable_of(model)
+    return assign(held({name: p for name, p in parameters.items() if name not in names}), servers_of(plan).server,
+                  split_tensors=is_elementwise(optimizer), compress=plan.modifiers.compress,
+                  tables=held({name: p for name, p in parameters.items() if name in names}))
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Shelf:
         self.trainable = trainable_of(model)
         self.parameters: dict[str, torch.nn.Parameter] = {}
         extents = {}
-        for part in shards[server].slices:
+        for part in (*shards[server].slices, *shards[server].tables):
             view = exchange.views[part.name]
             with torch.no_grad():
                 view.copy_(rows(self.trainable[part.name], part))
@@ -102,7 +100,7 @@ class Shelf:
     def take_gradient(self, update: int, *, scale: float, unused: Collection[str]) -> None:
         """Put an update's summed gradient in place. unused: parameters that no worker used have none."""
         gradients, updated = self.exchange.gradients(update)
-        for name in self.parameters.keys() - updated - set(unused):
+        for name in gradients.keys() - updated - set(unused):
             self.parameters[name].grad = gradients[name]
         self._scale(scale)
         for name in updated:
@@ -139,7 +137,8 @@ class Shelf:
     def _scale(self, factor: float) -> None:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_([gradient.values() if gradient.is_sparse else gradient for gradient in gradients],
+                                factor)
 
 
 def _hollow(model: torch.nn.Module, kept: Iterable[torch.nn.Parameter]) -> None:
@@ -156,7 +155,7 @@ def _hollow(model: torch.nn.Module, kept: Iterable[torch.nn.Parameter]) -> None:
 
 
 def build(job: Job, device: torch.device, plan: Plan) -> tuple[torch.nn.Module, tuple[Shard, ...]]:
-    """The job's model and how it is dealt out, on a rank that only serves."""
-    model = build_model(job, device)
+    """The job's model, in files where it is large, and how it is dealt out; on a rank that serves."""
+    _, model = build_in_files(job, device)
     optimizer, _ = build_optimizer(job, trainable_of(model), {})
     return model, deal_out(model, optimizer, plan)

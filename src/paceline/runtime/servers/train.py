@@ -15,7 +15,7 @@ from paceline.runtime.loop import Observer, Settings
 from paceline.runtime.servers.coordinator import Coordinator
 from paceline.runtime.servers.roles import Meeting, Roles, servers_of
 from paceline.runtime.servers.server import Follower
-from paceline.runtime.servers.shelf import build
+from paceline.runtime.servers.shelf import Shelf, build
 from paceline.runtime.servers.worker import Worker
 from paceline.runtime.state import Holder
 from paceline.strategies.server.wire import Uplink, WireError
@@ -67,9 +67,10 @@ def _serve_and_work(context: RankContext, job: Job, plan: Plan, settings: Settin
     serving, working = settings, settings
     if observer is not None:
         serving = replace(settings, observer=_OfServer(observer, roles.worker))
-        working = replace(settings, observer=_OfWorker(observer))
     # Built first and here, as the worker builds its model from the same random streams.
     server = _server(beside, job, plan, serving, number=roles.server, meeting=meeting, uplink=uplink)
+    if observer is not None:
+        working = replace(settings, observer=_OfWorker(observer, server.shelf))
     found: list[dict[str, Any] | None] = []
     failed: list[BaseException] = []
 
@@ -114,10 +115,26 @@ class _OfServer:
 
 
 class _OfWorker:
-    """What an observer sees of a worker whose process also serves: all but gradients."""
+    """What an observer sees of a worker whose process also serves: all but gradients, and the server's tables."""
 
-    def __init__(self, observer: Observer) -> None:
-        self.samples, self.weights = observer.samples, observer.weights
+    def __init__(self, observer: Observer, shelf: Shelf) -> None:
+        self.observer, self.shelf, self.samples = observer, shelf, observer.samples
 
     def gradients(self, step: int, stepper: Holder) -> None:
         """The server has those that are complete."""
+
+    def weights(self, step: int, stepper: Holder, loss: float) -> None:
+        exchange = self.shelf.exchange
+        with exchange.changed:  # layers are there before the update is complete
+            exchange.changed.wait_for(lambda: exchange.version > step)
+        self.observer.weights(step, _WithTables(stepper, self.shelf), loss)  # type: ignore[arg-type]
+
+
+class _WithTables:
+    """What a worker and the server in its process hold together."""
+
+    def __init__(self, stepper: Holder, shelf: Shelf) -> None:
+        tables = shelf.parameters.keys() - stepper.parameters.keys()
+        self.replica = stepper.replica
+        self.parameters = {**stepper.parameters, **{name: shelf.parameters[name] for name in tables}}
+        self.layout = replace(shelf.layout, extents={name: shelf.layout.extents[name] for name in tables})

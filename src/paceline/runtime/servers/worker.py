@@ -29,6 +29,7 @@ from paceline.runtime.stepper import Stepper, check_loss
 from paceline.strategies.layout import Extent
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.server.arrive import Arrivals
+from paceline.strategies.server.rows import Rows, tables
 from paceline.strategies.server.run import Link, Pusher
 from paceline.strategies.server.shards import fingerprint
 from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError, connect
@@ -55,11 +56,15 @@ class Worker:
 
         self.control = reach(0, Role.CONTROL)
         self.links = [Link(reach(server, Role.DATA), shard, worker=number, incarnation=incarnation,
-                           uplink=uplink)
+                           uplink=uplink, compress=plan.modifiers.compress)
                       for server, shard in enumerate(shards)]
+        found = tables(self.stepper.model)
+        for name in found:  # no rank that works holds them
+            del self.stepper.parameters[name], self.stepper.held[name]
+        self.rows = Rows(found, self.links)
         self.arrivals = Arrivals(self.stepper.parameters, self.links)
         self.pusher = Pusher(self.stepper.parameters, self.links, self._settle)
-        self.stepper.synchronisers.append(self.pusher)
+        self.stepper.synchronisers += [self.rows, self.pusher]
         assert job.num_samples is not None
         self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
         self.windows: Iterator[tuple[Window, list[MicroBatch]]] | None = None
@@ -107,6 +112,7 @@ class Worker:
     def _fetch(self, order: dict[str, Any]) -> None:
         """Begin to put weights of at least the version that the order names in place."""
         self.inbox.fetch(order)
+        self.rows.version = order["version"]
         observer = self.settings.observer
         if observer is not None and self.observed_step is not None:
             self._settle()
@@ -127,7 +133,7 @@ class Worker:
             observer.samples(step, batches)
             observer.gradients(step, _Elsewhere(self.number))  # type: ignore[arg-type]
             self.observed_step = step
-        self.pusher.update = order["lease"]
+        self.pusher.update = self.rows.update = order["lease"]
         if self.arrivals.are_here():
             self._settle()
         with self.arrivals.watched(self.stepper.model):

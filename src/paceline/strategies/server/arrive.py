@@ -88,7 +88,7 @@ class Arrivals:
         if self.settled == self.begun:
             return
         self._need(list(self.pending))
-        self.settled, self.version = self.begun, min(min(link.versions) for link in self.links)
+        self.settled, self.version = self.begun, min(min(link.versions, default=self.begun) for link in self.links)
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:

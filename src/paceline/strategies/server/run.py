@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # torch's own optimizers whose update of an element depends on that element's history alone. Others are given whole
 # tensors.
 ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta",
-                         "ASGD"})
+                         "ASGD", "SparseAdam"})
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -49,9 +49,11 @@ class Link:
     """
 
     def __init__(self, connection: Connection, shard: Shard, *, worker: int, incarnation: int,
-                 uplink: Uplink) -> None:
+                 uplink: Uplink, compress: str = "none") -> None:
         self.connection, self.shard, self.worker, self.incarnation = connection, shard, worker, incarnation
-        self.uplink = uplink
+        self.uplink, self.compress = uplink, compress
+        self.rows: torch.Tensor | None = None
+        self.asked_rows = (-1, 0)  # table, number of rows
         self.received = [torch.empty(chunk.stop - chunk.start, dtype=getattr(torch, chunk.wire_dtype))
                          for chunk in shard.chunks]
         self.received_bytes = [bytes_of(chunk) for chunk in self.received]
@@ -79,6 +81,31 @@ class Link:
             self.versions = []
         header = Header(Kind.PULL, worker=self.worker, incarnation=self.incarnation, step=version)
         self.outbox.put((-1, version, header, []))
+
+    def push_rows(self, update: int, table: int, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Send the gradients of rows of a table, after all else of the update."""
+        if self.compress == "bf16" and values.is_floating_point():
+            values = values.bfloat16()
+        parts = [bytes_of(ids), bytes_of(values.contiguous())]
+        header = Header(Kind.PUSH_ROWS, sum(map(len, parts)), str(values.dtype).removeprefix("torch."), self.worker,
+                        self.incarnation, update, table)
+        self.outbox.put((update, table + 1, header, parts))
+
+    def ask_rows(self, table: int, ids: torch.Tensor, version: int) -> None:
+        """Ask for rows of a table with at least so many updates; `wait_rows` returns them."""
+        with self.changed:
+            self.rows, self.asked_rows = None, (table, len(ids))
+        parts = [bytes_of(ids)]
+        header = Header(Kind.PULL_ROWS, len(parts[0]), "none", self.worker, self.incarnation, version, table)
+        self.outbox.put((-1, math.inf, header, parts))
+
+    def wait_rows(self) -> torch.Tensor:
+        with self.changed:
+            self.changed.wait_for(lambda: self.error is not None or self.rows is not None)
+            if self.rows is None:
+                assert self.error is not None
+                raise self.error
+            return self.rows
 
     def is_complete(self) -> bool:
         """Whether all that was asked for is here."""
@@ -108,8 +135,8 @@ class Link:
             _, _, header, parts = self.outbox.get()
             if header is None:
                 break
-            if header.kind == Kind.PULL:
-                self.connection.send(header)
+            if header.kind in (Kind.PULL, Kind.PULL_ROWS):
+                self.connection.send(header, *parts)
             else:
                 self.connection.send_in_turn(header, parts, self.uplink)
         self.connection.close()
@@ -117,6 +144,9 @@ class Link:
     def _receive(self) -> None:
         while True:
             header = self.connection.receive()
+            if header.kind == Kind.ROWS:
+                self._receive_rows(header)
+                continue
             if header.kind != Kind.WEIGHTS or header.chunk >= len(self.shard.chunks):
                 raise WireError(f"a server sent {header.kind.name} {header.chunk} to a worker")
             chunk = self.shard.chunks[header.chunk]
@@ -128,6 +158,19 @@ class Link:
                 self.missing.discard(header.chunk)
                 self.versions.append(header.step)
                 self.changed.notify_all()
+
+
+    def _receive_rows(self, header: Header) -> None:
+        table, count = self.asked_rows
+        dtype = getattr(torch, header.dtype, None)
+        if header.chunk != table or self.rows is not None or dtype is None:
+            raise WireError(f"a server sent rows of table {header.chunk}, which were not asked for")
+        rows = torch.empty(count, self.shard.tables[table].shape[1], dtype=dtype)
+        self.connection.checked(header, rows.nbytes, rows.nbytes)
+        self.connection.read_into(bytes_of(rows))
+        with self.changed:
+            self.rows = rows
+            self.changed.notify_all()
 
 
 class Pusher:

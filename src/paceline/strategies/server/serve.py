@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -102,22 +103,38 @@ class _Gathering:
     """The gradients of one update as they come in: a buffer of each dtype for every part.
 
     missing: parts that each chunk lacks. unsummed: chunks left of each slice. unfinished: chunks left of all.
+    rows: places and values of each table's rows, by table and part.
     held_back: slices that some worker has no gradient for. scale: set when slices may be updated as they come.
     taken: slices whose update has begun. unmade: slices left of each chunk.
     """
 
     def __init__(self, buffers: list[Memory], gradients: dict[str, torch.Tensor],
-                 chunks_of: Sequence[Sequence[int]], slices_of: Sequence[Sequence[int]]) -> None:
+                 chunks_of: Sequence[Sequence[int]], slices_of: Sequence[Sequence[int]], num_tables: int) -> None:
         self.buffers, self.gradients = buffers, gradients
         self.arrived: set[tuple[int, int]] = set()
-        self.missing = [len(buffers)] * len(slices_of)
-        self.unfinished = len(slices_of)
+        self.rows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.missing = [len(buffers)] * (len(slices_of) + num_tables)
+        self.unfinished = len(slices_of) + num_tables
         self.unsummed = [len(chunks) for chunks in chunks_of]
         self.unmade = [len(slices) for slices in slices_of]
         self.held_back: set[int] = set()
         self.ready: list[int] = []
         self.taken: set[int] = set()
         self.scale: float | None = None
+
+
+class _Wanted:
+    """What a worker has asked for and was not sent yet.
+
+    version: of the weights, at least; None if it has asked for none. left: chunks of them.
+    rows: of tables: (version, table, places of rows).
+    """
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.left: set[int] = set()
+        self.rows: deque[tuple[int, int, torch.Tensor]] = deque()
+        self.is_gone = False
 
 
 class Exchange:
@@ -130,22 +147,29 @@ class Exchange:
         keeps_sending: Whether updates are made while weights are sent, so that each chunk must be copied first.
         on_held: Called on some thread with an update whose gradient is all here, and the sum of its squares.
         on_lost: Called on some thread when a peer is gone or sent what it may not.
+        on_failed: Called on the thread in which anything else went wrong.
         on_ready: Called on some thread, while `making` is held, with the summed gradients of slices of an update that
             is open, and their scale; to be applied at once.
     """
 
     def __init__(self, shard: Shard, *, num_parts: int, keeps_sending: bool, version: int,
                  on_held: Callable[[int, float], None], on_lost: Callable[[Peer, WireError], None],
-                 on_ready: Callable[[Mapping[str, torch.Tensor], float], None], uplink: Uplink) -> None:
+                 on_failed: Callable[[Exception], None],
+                 on_ready: Callable[[Mapping[str, torch.Tensor], float], None], uplink: Uplink,
+                 compress: str = "none") -> None:
         self.shard, self.num_parts, self.keeps_sending = shard, num_parts, keeps_sending
-        self.on_held, self.on_lost, self.on_ready, self.uplink = on_held, on_lost, on_ready, uplink
+        self.on_held, self.on_lost, self.on_failed = on_held, on_lost, on_failed
+        self.on_ready, self.uplink = on_ready, uplink
+        self.compress = compress
         self.slices_of = [sorted({span.slice for span in chunk.spans}) for chunk in shard.chunks]
         self.chunks_of: list[list[int]] = [[] for _ in shard.slices]
         for number, slices in enumerate(self.slices_of):
             for index in slices:
                 self.chunks_of[index].append(number)
         self.weights = Memory(shard.numels())
-        self.views = self._views(self.weights)
+        self.tables = [torch.empty(part.local_shape, dtype=getattr(torch, part.dtype)) for part in shard.tables]
+        self.views = {**self._views(self.weights),
+                      **{part.name: table for part, table in zip(shard.tables, self.tables, strict=True)}}
         self.begin_at(version)
         self.changed = threading.Condition()  # of versions, over, and what is gathered
         self.making = threading.Lock()  # held while weights change
@@ -163,7 +187,7 @@ class Exchange:
     def serve(self, connection: Connection, peer: Peer) -> None:
         """Talk to a worker until it leaves, on threads of its own."""
         self.connections.append(connection)
-        wanted: list[int] = []
+        wanted = _Wanted()
         for work in (self._receive, self._send):
             threading.Thread(target=self._guarded, args=(work, connection, peer, wanted), daemon=True,
                              name=f"paceline-worker-{peer.number}").start()
@@ -180,7 +204,19 @@ class Exchange:
     def gradients(self, update: int) -> tuple[dict[str, torch.Tensor], set[str]]:
         """The summed gradient of an update that is held, by slice; and the slices that are updated already."""
         gathering = self.gatherings[update]
-        return gathering.gradients, {self.shard.slices[index].name for index in gathering.taken}
+        updated = {self.shard.slices[index].name for index in gathering.taken}
+        return {**gathering.gradients, **self._of_tables(gathering)}, updated
+
+    def _of_tables(self, gathering: _Gathering) -> dict[str, torch.Tensor]:
+        """The gradients of tables as sparse tensors; none of a table that nobody looked into."""
+        found = {}
+        for number, (part, table) in enumerate(zip(self.shard.tables, self.tables, strict=True)):
+            parts = [gathering.rows[number, k] for k in range(self.num_parts)]
+            if any(len(places) for places, _ in parts):
+                found[part.name] = torch.sparse_coo_tensor(
+                    torch.cat([places for places, _ in parts])[None], torch.cat([values for _, values in parts]),
+                    table.shape, check_invariants=False).coalesce()
+        return found
 
     def made(self, update: int) -> None:
         """The update is in the weights: those who wait for this version get it."""
@@ -216,28 +252,37 @@ class Exchange:
             found[part.name] = memory.flat[part.dtype][start:at[part.dtype]].view(part.local_shape)
         return found
 
-    def _guarded(self, work: Callable[[Connection, Peer, list[int]], None], connection: Connection, peer: Peer,
-                 wanted: list[int]) -> None:
+    def _guarded(self, work: Callable[[Connection, Peer, _Wanted], None], connection: Connection, peer: Peer,
+                 wanted: _Wanted) -> None:
         try:
             work(connection, peer, wanted)
         except WireError as error:
             connection.close()
             with self.changed:
-                wanted.append(-1)
+                wanted.is_gone = True
                 self.changed.notify_all()
             if not self.over:
                 self.on_lost(peer, error)
+        except Exception as error:
+            self.on_failed(error)
 
-    def _receive(self, connection: Connection, peer: Peer, wanted: list[int]) -> None:
+    def _receive(self, connection: Connection, peer: Peer, wanted: _Wanted) -> None:
         while True:
             header = connection.receive()
             if header.kind == Kind.PULL:
                 connection.checked(header, 0, 0)
                 with self.changed:
-                    wanted.append(header.step)
+                    wanted.version, wanted.left = header.step, set(range(len(self.shard.chunks)))
+                    self.changed.notify_all()
+            elif header.kind == Kind.PULL_ROWS:
+                places = self._receive_places(connection, header, self._table(header.chunk), 8)
+                with self.changed:
+                    wanted.rows.append((header.step, header.chunk, places))
                     self.changed.notify_all()
             elif header.kind in (Kind.PUSH, Kind.PUSH_REST):
                 self._receive_chunk(connection, header, peer)
+            elif header.kind == Kind.PUSH_ROWS:
+                self._receive_rows(connection, header, peer)
             else:
                 raise WireError(f"a worker sent {header.kind.name} to a server")
 
@@ -248,22 +293,66 @@ class Exchange:
         if header.dtype != chunk.wire_dtype:
             raise WireError(f"a worker sent {header.dtype} where {chunk.wire_dtype} is due")
         connection.checked(header, chunk.num_bytes, chunk.num_bytes)
-        part = header.worker if self.num_parts > 1 else 0
-        if part >= self.num_parts or header.worker != peer.number or header.incarnation != peer.incarnation:
-            raise WireError(f"worker {peer.number} sent a gradient as worker {header.worker}")
-        with self.changed:
-            gathering = self._gathering(header.step)
-            if gathering is not None:
-                if (part, header.chunk) in gathering.arrived:
-                    raise WireError(f"a worker sent chunk {header.chunk} of update {header.step} twice")
-                gathering.arrived.add((part, header.chunk))
-                if header.kind == Kind.PUSH_REST:
-                    gathering.held_back |= set(self.slices_of[header.chunk])
+        part = self._part(header, peer)
+        gathering = self._expected(header, part, header.chunk)
         if gathering is None:
             connection.read_into(memoryview(bytearray(chunk.num_bytes)))
             return
         gathering.buffers[part].receive(chunk, connection)
         self._arrived(header.step, gathering, header.chunk)
+
+    def _receive_rows(self, connection: Connection, header: Header, peer: Peer) -> None:
+        """Gradients of rows: their places, then the values."""
+        table = self._table(header.chunk)
+        part = self._part(header, peer)
+        dtype = getattr(torch, header.dtype)
+        if header.dtype not in (str(table.dtype).removeprefix("torch."), "bfloat16"):
+            raise WireError(f"a worker sent rows of {header.dtype} where the table has {table.dtype}")
+        places = self._receive_places(connection, header, table, 8 + table.shape[1] * dtype.itemsize)
+        values = torch.empty(len(places), table.shape[1], dtype=dtype)
+        connection.read_into(bytes_of(values))
+        number = len(self.shard.chunks) + header.chunk
+        gathering = self._expected(header, part, number)
+        if gathering is not None:
+            gathering.rows[header.chunk, part] = places, values.to(table.dtype)
+            self._arrived(header.step, gathering, number)
+
+    def _receive_places(self, connection: Connection, header: Header, table: torch.Tensor,
+                        row_bytes: int) -> torch.Tensor:
+        """Places of rows in this server's part of a table, checked before anything is made of them."""
+        connection.checked(header, 0, len(table) * row_bytes)
+        if header.length % row_bytes:
+            raise WireError(f"a worker sent {header.length} bytes of rows, each of {row_bytes}")
+        places = torch.empty(header.length // row_bytes, dtype=torch.int64)
+        connection.read_into(bytes_of(places))
+        places -= self.shard.tables[header.chunk].start
+        if len(places) and not (int(places.min()) >= 0 and int(places.max()) < len(table)):
+            raise WireError(f"a worker asks for rows that are not on this server, which has {len(table)}")
+        return places
+
+    def _table(self, number: int) -> torch.Tensor:
+        if number >= len(self.tables):
+            raise WireError(f"a worker asks for table {number} of {len(self.tables)}")
+        return self.tables[number]
+
+    def _part(self, header: Header, peer: Peer) -> int:
+        """Which part of an update a worker's gradient is."""
+        part = header.worker if self.num_parts > 1 else 0
+        if part >= self.num_parts or header.worker != peer.number or header.incarnation != peer.incarnation:
+            raise WireError(f"worker {peer.number} sent a gradient as worker {header.worker}")
+        return part
+
+    def _expected(self, header: Header, part: int, number: int) -> _Gathering | None:
+        """Where what follows a header belongs; None if its update was dropped."""
+        with self.changed:
+            gathering = self._gathering(header.step)
+            if gathering is not None:
+                if (part, number) in gathering.arrived:
+                    raise WireError(f"a worker sent chunk {number} of update {header.step} twice")
+                gathering.arrived.add((part, number))
+                if header.kind == Kind.PUSH_REST:
+                    gathering.held_back |= set(self.slices_of[number])
+            return gathering
 
     def _gathering(self, update: int) -> _Gathering | None:
         """What has come of an update; None if it was dropped."""
@@ -271,7 +360,8 @@ class Exchange:
             return None
         if update not in self.gatherings:
             buffers = [self.spare.pop() if self.spare else Memory(self.shard.numels()) for _ in range(self.num_parts)]
-            self.gatherings[update] = _Gathering(buffers, self._views(buffers[0]), self.chunks_of, self.slices_of)
+            self.gatherings[update] = _Gathering(buffers, self._views(buffers[0]), self.chunks_of, self.slices_of,
+                                                  len(self.tables))
         return self.gatherings[update]
 
     def _arrived(self, update: int, gathering: _Gathering, number: int) -> None:
@@ -280,6 +370,18 @@ class Exchange:
             gathering.missing[number] -= 1
             if gathering.missing[number]:
                 return
+        if number < len(self.shard.chunks):
+            self._sum(gathering, number)
+        with self.changed:
+            gathering.unfinished -= 1
+            if gathering.unfinished or update in self.closed:
+                return
+        flats = [*gathering.buffers[0].flat.values(),
+                 *(gradient.values() for gradient in self._of_tables(gathering).values())]
+        self.on_held(update, sum(float(torch.linalg.vector_norm(flat, dtype=_wide(flat))) ** 2 for flat in flats))
+
+    def _sum(self, gathering: _Gathering, number: int) -> None:
+        """All parts of a chunk are here."""
         chunk = self.shard.chunks[number]
         first, *others = (buffer.elements(chunk) for buffer in gathering.buffers)
         for other in others:
@@ -291,12 +393,6 @@ class Exchange:
                     gathering.ready.append(index)
             ready = self._take(gathering)
         self._apply(gathering, ready)
-        with self.changed:
-            gathering.unfinished -= 1
-            if gathering.unfinished or update in self.closed:
-                return
-        self.on_held(update, sum(float(torch.linalg.vector_norm(flat, dtype=_wide(flat))) ** 2
-                                 for flat in gathering.buffers[0].flat.values()))
 
     def _take(self, gathering: _Gathering) -> list[int]:
         """The slices that may be updated now."""
@@ -322,34 +418,50 @@ class Exchange:
                     self.versions[number] = self.version + 1
             self.changed.notify_all()
 
-    def _send(self, connection: Connection, peer: Peer, wanted: list[int]) -> None:
+    def _send(self, connection: Connection, peer: Peer, wanted: _Wanted) -> None:
         """Send the weights that were asked for, when they are there: first layers first."""
         copy = memoryview(bytearray(max((chunk.num_bytes for chunk in self.shard.chunks), default=0)))
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.over or wanted)
-                if self.over or (asked := wanted.pop(0)) < 0:
-                    return
-            left = set(range(len(self.shard.chunks)))
-            while left:
-                with self.changed:
-                    self.changed.wait_for(lambda: self.over or wanted[-1:] == [-1] or any(
-                        self.versions[number] >= asked for number in left))  # noqa: B023
-                if Kind.WEIGHTS not in self.uplink.first:
-                    self.uplink.wait()  # meanwhile weights of earlier layers may come to be there
-                if self.over or wanted[-1:] == [-1]:
-                    return
-                number = max(number for number in left if self.versions[number] >= asked)
-                left.discard(number)
-                chunk = self.shard.chunks[number]
-                if self.keeps_sending:
-                    with self.making:
-                        version, data = self.version, copy[:chunk.num_bytes]
-                        data[:] = self.weights.sent(chunk)
-                else:
-                    version, data = asked, self.weights.sent(chunk)
-                header = Header(Kind.WEIGHTS, chunk.num_bytes, chunk.wire_dtype, step=version, chunk=number)
-                connection.send_in_turn(header, [data], self.uplink)
+                self.changed.wait_for(lambda: self.over or wanted.is_gone or self._has_rows(wanted)
+                                      or self._chunk(wanted) is not None)
+            if Kind.WEIGHTS not in self.uplink.first:
+                self.uplink.wait()  # meanwhile weights of earlier layers may come to be there
+            if self.over or wanted.is_gone:
+                return
+            if self._has_rows(wanted):
+                self._send_rows(connection, *wanted.rows.popleft())
+                continue
+            number = self._chunk(wanted)
+            assert number is not None and wanted.version is not None
+            wanted.left.discard(number)
+            chunk = self.shard.chunks[number]
+            if self.keeps_sending:
+                with self.making:
+                    version, data = self.version, copy[:chunk.num_bytes]
+                    data[:] = self.weights.sent(chunk)
+            else:
+                version, data = wanted.version, self.weights.sent(chunk)
+            header = Header(Kind.WEIGHTS, chunk.num_bytes, chunk.wire_dtype, step=version, chunk=number)
+            connection.send_in_turn(header, [data], self.uplink)
+
+    def _has_rows(self, wanted: _Wanted) -> bool:
+        return bool(wanted.rows) and wanted.rows[0][0] <= self.version
+
+    def _chunk(self, wanted: _Wanted) -> int | None:
+        """The first chunk, in the order of layers, that can be sent."""
+        if wanted.version is None:
+            return None
+        return max((number for number in wanted.left if self.versions[number] >= wanted.version), default=None)
+
+    def _send_rows(self, connection: Connection, version: int, number: int, places: torch.Tensor) -> None:
+        with self.making:
+            version, rows = self.version, self.tables[number][places]
+        if self.compress == "bf16" and rows.is_floating_point():
+            rows = rows.bfloat16()
+        data = bytes_of(rows)
+        connection.send(Header(Kind.ROWS, len(data), str(rows.dtype).removeprefix("torch."), step=version,
+                               chunk=number), data)
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

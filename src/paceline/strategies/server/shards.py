@@ -102,17 +102,19 @@ class Shard:
 
     slices: last parameter of the model first, as backward makes gradients.
     chunks: in that order too.
+    tables: parameters of which single rows travel, and which are in no chunk; in the model's order.
     """
 
     slices: tuple[Slice, ...]
     chunks: tuple[Chunk, ...] = field(default=())
+    tables: tuple[Slice, ...] = field(default=())
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.slices)
+        return sum(part.num_bytes for part in (*self.slices, *self.tables))
 
     def numels(self) -> dict[str, int]:
-        """Elements of each dtype."""
+        """Elements of each dtype, but for tables."""
         found: dict[str, int] = {}
         for part in self.slices:
             found[part.dtype] = found.get(part.dtype, 0) + part.numel
@@ -120,7 +122,7 @@ class Shard:
 
 
 def assign(parameters: Sequence[Held], num_servers: int, *, split_tensors: bool, compress: str = "none",
-           chunk_bytes: int = CHUNK_BYTES) -> tuple[Shard, ...]:
+           chunk_bytes: int = CHUNK_BYTES, tables: Sequence[Held] = ()) -> tuple[Shard, ...]:
     """Balance parameters over servers by bytes.
 
     Large tensors are cut over all servers, so that every link is busy during all of a backward; the others go whole,
@@ -130,6 +132,7 @@ def assign(parameters: Sequence[Held], num_servers: int, *, split_tensors: bool,
         parameters: In the model's order.
         split_tensors: Whether a tensor may be cut; an optimizer that looks at whole tensors forbids it.
         compress: "none", or "bf16" to send real numbers as bfloat16.
+        tables: Parameters of which single rows travel; each is cut evenly over all servers.
 
     Raises:
         PlanError: a server would have nothing to hold.
@@ -159,13 +162,15 @@ def assign(parameters: Sequence[Held], num_servers: int, *, split_tensors: bool,
         held = parameters[number]
         put(min(range(num_servers), key=lambda server: (loads[server], server)), number, 0,
             held.shape[0] if held.shape else 1)
-    if not all(loads):
+    if not all(loads) and not tables:
         what = "parameters" if not split_tensors else "rows of parameters"
         raise PlanError(f"server={num_servers} servers and {len(parameters)} parameters: the model has too few {what} "
                         "for each to hold some", hint=f"at most {sum(map(bool, loads))} servers")
     # Last first, as backward makes them.
     ordered = [tuple(part for _, part in sorted(own, key=lambda item: -item[0])) for own in pieces]
-    return tuple(Shard(own, _chunks(own, compress, chunk_bytes)) for own in ordered)
+    return tuple(Shard(own, _chunks(own, compress, chunk_bytes), tuple(
+        Slice(held.name, held.shape, held.dtype, held.item_bytes, held.shape[0] * k // num_servers,
+              held.shape[0] * (k + 1) // num_servers) for held in tables)) for k, own in enumerate(ordered))
 
 
 def _chunks(slices: Sequence[Slice], compress: str, chunk_bytes: int) -> tuple[Chunk, ...]:
@@ -195,6 +200,6 @@ def _chunks(slices: Sequence[Slice], compress: str, chunk_bytes: int) -> tuple[C
 
 def fingerprint(shards: Sequence[Shard]) -> bytes:
     """32 bytes that two peers share if they cut the same model in the same way."""
-    document = json.dumps([[asdict(part) for part in shard.slices] + [asdict(chunk) for chunk in shard.chunks]
+    document = json.dumps([[asdict(part) for parts in (shard.slices, shard.chunks, shard.tables) for part in parts]
                            for shard in shards], sort_keys=True)
     return hashlib.sha256(document.encode()).digest()

@@ -50,6 +50,9 @@ class Kind(IntEnum):
     PULL = 7
     WEIGHTS = 8
     PUSH_REST = 9
+    PULL_ROWS = 10
+    ROWS = 11
+    PUSH_ROWS = 12
 
 
 class Role(IntEnum):
@@ -169,12 +172,10 @@ class Connection:
                 with uplink.urgently():
                     self._send([memoryview(header.pack()), *parts])
                 return
-            head = [memoryview(header.pack())]
-            for part in parts:
-                for at in range(0, len(part), PIECE_BYTES):
-                    uplink.wait()
-                    self._send([*head, part[at:at + PIECE_BYTES]])
-                    head = []
+            for piece in (memoryview(header.pack()), *(part[at:at + PIECE_BYTES] for part in parts
+                                                      for at in range(0, len(part), PIECE_BYTES))):
+                uplink.wait()
+                self._send([piece])
 
     def _send(self, buffers: list[memoryview]) -> None:
         self.sent_bytes += sum(len(buffer) for buffer in buffers)
