@@ -82,7 +82,7 @@ class Coordinator(Server):
         self.lost: list[int] = []
         self.staleness: Counter[int] = Counter()
         self.left: dict[int, dict[str, Any]] = {}
-        self.followers_left: list[dict[str, Any]] = []
+        self.followers_left: dict[int, dict[str, Any]] = {}
         self.blocked_s = 0.0
         self.speed = Speed()
         self.display = Display(shown=True)
@@ -170,7 +170,7 @@ class Coordinator(Server):
         elif "lost" in message and not self.over:
             self._lose(Peer(Role.CONTROL, message["lost"], message["incarnation"]), WireError(message["why"]))
         elif "left" in message:
-            self.followers_left.append(message["left"])
+            self.followers_left[peer.number] = message["left"]
 
     def _hear_worker(self, worker: int, message: dict[str, Any]) -> None:
         self.workers[worker].heard_s = time.monotonic()
@@ -196,7 +196,7 @@ class Coordinator(Server):
     def _lose(self, peer: Peer, error: WireError) -> None:
         """A peer is gone. Workers can be, under staleness; what they left behind is dropped everywhere."""
         if peer.role == Role.SERVER:
-            if len(self.followers_left) < len(self.followers):
+            if peer.number not in self.followers_left:
                 raise error
             return
         if not self._is_current(peer.number, peer.incarnation):
@@ -325,7 +325,7 @@ class Coordinator(Server):
         every, is_last = self.settings.save_every, self.step >= self.total_steps
         if self.step != self.saved_step and self.step and (is_last or self.stop_asked or
                                                            (every and self.step % every == 0)):
-            self._save()
+            self._save(last=is_last or self.stop_asked)
         evaluates = self.job.validation is not None and self.evaluated_step != self.step and self.step > 0
         if evaluates and (is_last or self.step % self.order.steps_per_epoch == 0) and not (
                 self.stop_asked and not is_last):
@@ -336,9 +336,9 @@ class Coordinator(Server):
             self.clock.end = self._next_stop()
         self.update_s = time.monotonic()
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool) -> None:
         self.saved_step = self.step
-        blocked_s = self._order({"save": self.samples})
+        blocked_s = self._order({"save": self.samples, "last": last})
         if self.writer is not None:
             self.blocked_s += blocked_s
             self._note(saved=True, blocked_s=blocked_s)
@@ -413,7 +413,7 @@ class Coordinator(Server):
         if self.settings.run_dir is not None:
             state.export(self.shelf.model, self.settings.run_dir, step=self.step)
         self.context.beat("end")
-        everyone = [{"peak_memory_bytes": self.memory.bytes()}, *self.left.values(), *self.followers_left]
+        everyone = [{"peak_memory_bytes": self.memory.bytes()}, *self.left.values(), *self.followers_left.values()]
         return {
             "plan": str(self.plan),
             "world_size": self.context.world_size,

@@ -70,15 +70,16 @@ class Server:
         elif "drop" in order:
             self.exchange.drop(order["drop"])
         elif "save" in order:
-            self.save(order["save"])
+            self.save(order["save"], last=order["last"])
 
-    def save(self, samples: int) -> float:
-        """Begin this server's part of a checkpoint. Returns the seconds it took from the updates."""
+    def save(self, samples: int, *, last: bool) -> float:
+        """Begin this server's part of a checkpoint: from a copy, or from the tensors themselves if nothing changes them
+        any more. Returns the seconds it took from the updates."""
         if self.writer is None:
             return 0.0
         self.context.beat("save")
         return self.writer.save(self.step, state.pieces(self.shelf),
-                                state.document(self.shelf, step=self.step, samples=samples))
+                                state.document(self.shelf, step=self.step, samples=samples), snapshot=not last)
 
     def close(self) -> None:
         self.door.close()
