@@ -136,7 +136,7 @@ def export(model: torch.nn.Module, run_dir: Path, *, step: int) -> None:
     stored = stored_names(model)
     write_model(run_dir / MODEL,
                 {name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape) for name, key in stored.items()},
-                lambda name: checkpoint.read(stored[name]))
+                lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape))
 
 
 def document(stepper: Holder, *, step: int, samples: int) -> dict[str, Any]:
