@@ -55,11 +55,11 @@ ClientOf = Callable[[Seat, int, Tensor], AbstractContextManager[PushPull]]
 
 
 def echo(number: int, gradient: Tensor, weights: Tensor) -> None:
-    """What a server computes: the last element of a client's gradient is the element of the weights that it looks at.
+    """All that a server computes: a client finds the element of its gradient that has its number in the weights.
 
-    So a client knows that what it pulled was made of what it pushed.
+    So it knows that what it pulled was made of what it pushed.
     """
-    weights[number] = gradient[-1]
+    weights[number] = gradient[number]
 
 
 def measure(server: ServerOf, client: ClientOf, *, seat: Seat, rounds: int) -> dict[str, float]:
@@ -102,11 +102,12 @@ def _serve(server: ServerOf, seat: Seat, pipe: Connection) -> None:
 
 
 def _push_pull(client: ClientOf, seat: Seat, pipe: Connection, number: int, rounds: int) -> None:
-    gradient, weights = torch.full((ELEMENTS,), float(number)), torch.zeros(ELEMENTS)
+    gradient, weights = torch.ones(ELEMENTS), torch.ones(ELEMENTS)
+    gradient[:seat.clients] = 0  # where a server that sums finds each client's alone
 
     def take(these: range) -> None:
         for round in these:
-            gradient[-1] = round
+            gradient[number] = round
             push_pull(gradient)
             if weights[number] != round:
                 raise RuntimeError(f"round {round} brought back {weights[number]}")

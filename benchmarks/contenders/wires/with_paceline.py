@@ -1,6 +1,7 @@
 """Paceline's own: what a run's servers and workers talk by, from the handshake on; with `sum`, as without staleness.
 
-Without it a gradient is an update of its own, which nothing is added to.
+Then a layer's weights leave as soon as all have pushed its gradient. Else a gradient is an update of its own, which
+nothing is added to, and weights leave when all is there. The optimizer is left out.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.contenders.wires.rounds import ELEMENTS, PATIENCE_S, PushPull, Seat, echo, main
+from paceline.strategies.server.arrive import Arrivals
 from paceline.strategies.server.run import Link, held
 from paceline.strategies.server.serve import Door, Exchange
 from paceline.strategies.server.shards import Shard, assign, fingerprint
@@ -22,6 +24,7 @@ from paceline.strategies.server.wire import Peer, Role, connect, listen
 
 SUM = "sum"
 LAYERS = 16
+FIRST = "layer0"
 _ENDS = [ELEMENTS * number // LAYERS for number in range(LAYERS + 1)]
 
 
@@ -43,20 +46,23 @@ def _shard() -> Shard:
 
 @contextmanager
 def server(seat: Seat) -> Iterator[None]:
-    shard, num_parts = _shard(), seat.clients if seat.variant == SUM else 1
+    shard, sums = _shard(), seat.variant == SUM
+
+    def ready(gradients: Mapping[str, Tensor], scale: float) -> None:
+        for number in range(seat.clients if FIRST in gradients else 0):
+            echo(number, gradients[FIRST], exchange.views[FIRST])
 
     def complete(update: int, squares: float) -> None:
-        last = exchange.gradients(update)[f"layer{LAYERS - 1}"]
-        first = exchange.views["layer0"]
-        if seat.variant == SUM:
-            for number in range(seat.clients):
-                echo(number, last / seat.clients, first)
-        else:
-            echo(update % seat.clients, last, first)
+        if not sums:
+            echo(update % seat.clients, exchange.gradients(update)[0][FIRST], exchange.views[FIRST])
         exchange.made(update)
+        if sums:
+            exchange.open(update + 1, 1.0)
 
-    exchange = Exchange(shard, num_parts=num_parts, keeps_sending=False, version=0, on_held=complete,
-                        on_lost=lambda peer, error: None)
+    exchange = Exchange(shard, num_parts=seat.clients if sums else 1, keeps_sending=False, version=0, on_held=complete,
+                        on_lost=lambda peer, error: None, on_ready=ready)
+    if sums:
+        exchange.open(0, 1.0)
     secret = secrets.token_bytes(32)
     door = Door(listen("127.0.0.1"), exchange.serve, secret=secret, layout=fingerprint([shard]))
     store = seat.store()
@@ -73,20 +79,21 @@ def client(seat: Seat, number: int, weights: Tensor) -> Iterator[PushPull]:
     address, secret = tuple(json.loads(store.get("address"))), bytes.fromhex(store.get("secret").decode())
     connection = connect(address, Peer(Role.DATA, number, 0), secret=secret, layout=fingerprint([shard]),
                          timeout_s=PATIENCE_S)
-    link = Link(connection, shard, _parameters(weights), worker=number, incarnation=0)
-    updates_a_round = 1 if seat.variant == SUM else seat.clients
-    round = 0
+    link = Link(connection, shard, worker=number, incarnation=0)
+    arrivals = Arrivals(_parameters(weights), [link])
+    sums, round = seat.variant == SUM, 0
 
     def push_pull(gradient: Tensor) -> None:
         nonlocal round
         layers = _layers(gradient)
-        update = round if seat.variant == SUM else round * seat.clients + number
-        round += 1
         for place, chunk in enumerate(shard.chunks):
-            link.push(update, place, [layers[shard.slices[span.slice].name][span.start:span.stop]
-                                      for span in chunk.spans])
-        link.ask(round * updates_a_round)
-        link.wait()
+            link.push(round if sums else round * seat.clients + number, place,
+                      [layers[shard.slices[span.slice].name][span.start:span.stop] for span in chunk.spans],
+                      is_whole=True)
+        round += 1
+        arrivals.ask(round if sums else round * seat.clients)
+        arrivals.begin()
+        arrivals.settle()
 
     yield push_pull
     link.close()

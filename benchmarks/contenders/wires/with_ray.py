@@ -25,7 +25,7 @@ class Served:
         self.arrived, self.changed = 0, asyncio.Event()
 
     async def push_pull(self, number: int, gradient: Any) -> Any:
-        self.weights[number] = gradient[-1]
+        self.weights[number] = gradient[number]
         self.arrived += 1
         if self.arrived == self.clients:
             self.arrived = 0
