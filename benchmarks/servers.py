@@ -103,7 +103,7 @@ def measure(*, rounds: int, updates: int, names: Sequence[str] = tuple(CONTENDER
     for name in names:
         package = CONTENDERS[name].package
         if importlib.util.find_spec(package) is None:
-            records[name].skipped = f"{package} is not installed (pip install '.[bench-servers]')"
+            records[name].skipped = f"{package} is not installed (pip install '.[bench]')"
         else:
             contenders[name] = partial(CONTENDERS[name].run, updates)
     for number, name, result in take_turns(contenders, rounds=rounds):

@@ -82,7 +82,7 @@ def measure(*, clients: int, rounds: int, gigabytes: float, wires: Sequence[str]
     pushes = max(1, round(gigabytes * 1e9 / (2 * 4 * ELEMENTS * clients)))
     for name in wires:
         if importlib.util.find_spec(WIRES[name].package) is None:
-            records[name].skipped = f"{WIRES[name].package} is not installed (pip install '.[bench-servers]')"
+            records[name].skipped = f"{WIRES[name].package} is not installed (pip install '.[bench]')"
         else:
             contenders[name] = partial(WIRES[name].run, clients, pushes)
     for number, name, result in take_turns(contenders, rounds=rounds):
