@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from benchmarks.contenders.wires.rounds import ELEMENTS, PATIENCE_S, PushPull, Seat, echo, main
 from paceline.strategies.server.arrive import Arrivals
 from paceline.strategies.server.run import Link, held
-from paceline.strategies.server.serve import Door, Exchange
+from paceline.strategies.server.serve import Door, Exchange, bytes_of
 from paceline.strategies.server.shards import Shard, assign, fingerprint
-from paceline.strategies.server.wire import Peer, Role, connect, listen
+from paceline.strategies.server.wire import Peer, Role, Uplink, connect, listen
 
 SUM = "sum"
 LAYERS = 16
@@ -60,7 +60,7 @@ def server(seat: Seat) -> Iterator[None]:
             exchange.open(update + 1, 1.0)
 
     exchange = Exchange(shard, num_parts=seat.clients if sums else 1, keeps_sending=False, version=0, on_held=complete,
-                        on_lost=lambda peer, error: None, on_ready=ready)
+                        on_lost=lambda peer, error: None, on_ready=ready, uplink=Uplink(weights_first=not sums))
     if sums:
         exchange.open(0, 1.0)
     secret = secrets.token_bytes(32)
@@ -79,16 +79,16 @@ def client(seat: Seat, number: int, weights: Tensor) -> Iterator[PushPull]:
     address, secret = tuple(json.loads(store.get("address"))), bytes.fromhex(store.get("secret").decode())
     connection = connect(address, Peer(Role.DATA, number, 0), secret=secret, layout=fingerprint([shard]),
                          timeout_s=PATIENCE_S)
-    link = Link(connection, shard, worker=number, incarnation=0)
-    arrivals = Arrivals(_parameters(weights), [link])
     sums, round = seat.variant == SUM, 0
+    link = Link(connection, shard, worker=number, incarnation=0, uplink=Uplink(weights_first=not sums))
+    arrivals = Arrivals(_parameters(weights), [link])
 
     def push_pull(gradient: Tensor) -> None:
         nonlocal round
         layers = _layers(gradient)
         for place, chunk in enumerate(shard.chunks):
             link.push(round if sums else round * seat.clients + number, place,
-                      [layers[shard.slices[span.slice].name][span.start:span.stop] for span in chunk.spans],
+                      [bytes_of(layers[shard.slices[span.slice].name][span.start:span.stop]) for span in chunk.spans],
                       is_whole=True)
         round += 1
         arrivals.ask(round if sums else round * seat.clients)
