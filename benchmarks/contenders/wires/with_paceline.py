@@ -59,8 +59,12 @@ def server(seat: Seat) -> Iterator[None]:
         if sums:
             exchange.open(update + 1, 1.0)
 
+    def failed(error: Exception) -> None:
+        raise error
+
     exchange = Exchange(shard, num_parts=seat.clients if sums else 1, keeps_sending=False, version=0, on_held=complete,
-                        on_lost=lambda peer, error: None, on_ready=ready, uplink=Uplink(weights_first=not sums))
+                        on_lost=lambda peer, error: None, on_failed=failed, on_ready=ready,
+                        uplink=Uplink(weights_first=not sums))
     if sums:
         exchange.open(0, 1.0)
     secret = secrets.token_bytes(32)
