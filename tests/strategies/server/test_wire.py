@@ -53,7 +53,7 @@ class Served:
         self.held: queue.Queue[tuple[int, float]] = queue.Queue()
         self.lost: queue.Queue[tuple[Peer, WireError]] = queue.Queue()
         self.failed: queue.Queue[Exception] = queue.Queue()
-        self.exchange = Exchange(SHARD, num_parts=num_parts, keeps_sending=True, version=0,
+        self.exchange = Exchange(SHARD, num_parts=num_parts, keeps_sending=True, version=0, measures=True,
                                  on_held=lambda *told: self.held.put(told), on_lost=lambda *told: self.lost.put(told),
                                  on_failed=self.failed.put,
                                  on_ready=lambda gradients, scale: None, uplink=Uplink(weights_first=False))

@@ -40,9 +40,9 @@ class Server:
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.layout = fingerprint(shards)
         self.exchange = Exchange(shards[number], num_parts=sync.workers if sync.staleness == 0 else 1,
-                                 keeps_sending=sync.staleness != 0, version=0, on_held=self._held,
-                                 on_lost=self._lost, on_failed=self._failed, on_ready=self._ready, uplink=uplink,
-                                 compress=plan.modifiers.compress)
+                                 keeps_sending=sync.staleness != 0, version=0, measures=job.clip is not None,
+                                 on_held=self._held, on_lost=self._lost, on_failed=self._failed,
+                                 on_ready=self._ready, uplink=uplink, compress=plan.modifiers.compress)
         self.shelf = Shelf(job, plan, number, shards, model, self.exchange)
         self.writer = None
         if settings.run_dir is not None:
