@@ -75,7 +75,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], off:
 class ByHand:
     """DiLoCo and local SGD as in the papers, whole models on one device: `replicas` of them, one after the other."""
 
-    def __init__(self, job: paceline.Job, *, replicas: int, local: int, outer: str) -> None:
+    def __init__(self, job: paceline.Job, *, replicas: int, local: int, outer: str, fragments: int = 1) -> None:
         self.job, self.local, self.outer = job, local, outer
         seed_streams(job.seed, "model")
         first = job.model().double()
@@ -88,10 +88,16 @@ class ByHand:
             self.models.append(model)
             self.optimizers.append(job.optimizer(list(model.named_parameters())))
         self.losses: list[float] = []
+        names = list(self.shared)
+        self.fragments = [[names[i] for i in part]
+                          for part in assign([p.nbytes for p in self.shared.values()], fragments)]
+        self.delay = delay_steps(local=local, fragments=fragments)
+        self.ways: dict[str, torch.Tensor] = {}
+        self.arrives = 0
 
     def run(self, steps: int) -> dict[str, torch.Tensor]:
-        counted = [0] * len(self.models)
-        for step, batch in enumerate(whole_batches(self.job, steps)):
+        counted = [[0] * len(self.models) for _ in self.fragments]
+        for step, batch in enumerate(whole_batches(self.job, steps), 1):
             total = 0.0
             for number, own in enumerate(split(batch.samples, [1] * len(self.models))):
                 if not len(own):
@@ -103,26 +109,46 @@ class ByHand:
                 if self.job.clip is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), self.job.clip)
                 optimizer.step()
-                counted[number] += len(own)
+                for counts in counted:
+                    counts[number] += len(own)
                 total += loss.item() * len(own)
             self.losses.append(total / batch.samples)
-            if (step + 1) % self.local == 0 or step + 1 == steps:
-                self.meet([count / sum(counted) for count in counted])
-                counted = [0] * len(self.models)
+            if self.ways and self.arrives <= step:
+                self.arrive(own_part=0.5)
+            leaving = fragment_after(step, local=self.local, fragments=len(self.fragments))
+            if leaving is not None:
+                self.leave(leaving, counted[leaving], step + self.delay)
+                if not self.delay:
+                    self.arrive(own_part=0.0)
+        if self.ways:
+            self.arrive(own_part=0.5)
+        for number, counts in enumerate(counted):
+            if sum(counts):
+                self.leave(number, counts, steps)
+                self.arrive(own_part=0.0)
         return self.shared
 
     @torch.no_grad()
-    def meet(self, parts: list[float]) -> None:
-        for name, shared in self.shared.items():
-            own = [dict(model.named_parameters())[name] for model in self.models]
-            way = sum(part * (shared - p) for part, p in zip(parts, own, strict=True))
+    def leave(self, fragment: int, counts: list[int], arrives: int) -> None:
+        every, self.arrives = sum(counts), arrives
+        for name in self.fragments[fragment]:
+            self.ways[name] = sum(count / every * (self.shared[name] - dict(model.named_parameters())[name])
+                                  for count, model in zip(counts, self.models, strict=True))
+        counts[:] = [0] * len(counts)
+
+    @torch.no_grad()
+    def arrive(self, *, own_part: float) -> None:
+        for name, way in self.ways.items():
+            shared = self.shared[name]
             if self.outer == "average":
                 shared -= way
             else:
                 self.momentum[name] = 0.9 * self.momentum[name] + way
                 shared -= 0.7 * (way + 0.9 * self.momentum[name])
-            for p in own:
-                p.copy_(shared)
+            for model in self.models:
+                p = dict(model.named_parameters())[name]
+                p.copy_(own_part * p + (1 - own_part) * shared)
+        self.ways = {}
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(1, 20))
@@ -171,13 +197,14 @@ def test_one_local_step_is_data_parallel(precision: str) -> None:
 
 @pytest.mark.parametrize(("plan", "optimizer", "clip"), [
     ("data=2 local=4", sgd, None), ("data=3 local=5 outer=diloco", sgd, None),
-    ("data=2 local=4 outer=diloco", adamw, 0.1), ("data=2 local=1 outer=diloco", sgd, None)])
+    ("data=2 local=4 outer=diloco", adamw, 0.1), ("data=2 local=5 outer=diloco fragments=2", adamw, None),
+    ("data=3 local=4 fragments=4", sgd, None), ("data=2 local=1 outer=diloco", sgd, None)])
 def test_a_loop_by_hand(tmp_path: Path, plan: str, optimizer: Any, clip: float | None) -> None:
     """Twelve steps over uneven batches, the last round cut short: losses and weights in float64."""
     parsed = paceline.Plan.parse(plan)
     assert parsed.outer_steps is not None
     hand = ByHand(make_job(optimizer=optimizer, clip=clip), replicas=parsed.axes.data, local=parsed.outer_steps.local,
-                  outer=parsed.outer_steps.outer)
+                  outer=parsed.outer_steps.outer, fragments=parsed.outer_steps.fragments)
     expected = hand.run(12)
 
     figures = train(tmp_path / "run", plan, optimizer=optimizer, clip=clip)
@@ -202,9 +229,9 @@ def test_replicas_weigh_by_what_they_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("plan", "save_every"), [
     ("data=2 local=4 outer=diloco", 3), ("data=3 local=4 compress=int8", 4),
-    ("data=2 local=6 outer=diloco fragments=3", 6), ("data=2 local=4 outer=diloco fragments=2 compress=bf16", 4)])
+    ("data=2 local=6 outer=diloco fragments=3", 4), ("data=2 local=4 outer=diloco fragments=2 compress=bf16", 2)])
 def test_a_resumed_run_is_the_whole_one_bit_by_bit(tmp_path: Path, plan: str, save_every: int) -> None:
-    """Saved when a round ends; with a fragment under way too."""
+    """Saved when a round ends, and with fragments when one leaves: in the middle of a round."""
     changes = {"optimizer": adamw, "precision": "float32", "steps": 14}
     train(tmp_path / "whole", plan, save_every=save_every, **changes)
     cut = tmp_path / "cut"

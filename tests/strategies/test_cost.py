@@ -137,7 +137,7 @@ def test_buckets_leave_while_backward_goes_on(monkeypatch):
     """With buckets of one gradient each, two of the three all-reduces are issued before the last backward."""
     import paceline.strategies.data.buckets as buckets
 
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "LARGEST_BUCKET_BYTES", 1)
     order = ["compute" if isinstance(e, Compute) and e.flops else e.num_bytes
              for e in program("data=2", kind="cuda") if (isinstance(e, Compute) and e.flops) or
              (isinstance(e, Collective) and e.name != "meet")]
@@ -149,7 +149,7 @@ def test_a_complete_bucket_waits_for_those_before_it(monkeypatch):
     """The last parameter's gradient comes last (a tied weight, say): nothing leaves before."""
     import paceline.strategies.data.buckets as buckets
 
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "LARGEST_BUCKET_BYTES", 1)
     late = replace(PROFILE, segments=(segment("first", "a", "head"), segment("second", "b"), segment("")))
     events = step_program(late, Plan.parse("data=2"), "cuda", (1.0,))
     order = [type(e) for e in events if isinstance(e, Collective) or (isinstance(e, Compute) and e.flops)]

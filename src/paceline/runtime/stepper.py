@@ -277,7 +277,7 @@ class Stepper:
             self._refuse_unused(users)
         if len(self.mesh.replicas) > 1:
             self.buffers.meet(own_part, self.mesh.group("replicas"))
-        return StepResult(tuple(loss / count for loss, count in met.figures), int(stops), norm, met.is_settled)
+        return StepResult(tuple(loss / count for loss, count in met.figures), int(stops), norm, is_settled=True)
 
     def backward(self, window: Window, batches: list[MicroBatch], *, step: int, part: int,
                  beat: Callable[[str], None] = lambda phase: None,

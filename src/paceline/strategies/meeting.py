@@ -17,18 +17,16 @@ STEP_FIGURES = 2  # of a step's figures the loss's sum and its count are its own
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What all ranks know after they met.
+    """What all ranks know after they met, which is where a run may be saved.
 
     figures: summed over the ranks: (loss, count) of each step since the last meeting, float64.
     flags: summed over the ranks and those steps: whatever else a step had to say.
     weight: this replica's part of what those steps counted.
-    is_settled: whether replicas are where a run may be saved.
     """
 
     figures: list[list[float]]
     flags: list[float]
     weight: float
-    is_settled: bool
 
 
 @runtime_checkable
@@ -78,7 +76,7 @@ class EveryStep:
 
     def close(self, step: int, figures: torch.Tensor, beat: Callable[[str], None]) -> Met | None:
         known = figures.tolist()
-        return Met([known[:STEP_FIGURES]], known[STEP_FIGURES:], 1.0, True)
+        return Met([known[:STEP_FIGURES]], known[STEP_FIGURES:], 1.0)
 
     def settle(self, step: int) -> Met | None:
         return None

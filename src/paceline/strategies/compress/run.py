@@ -29,7 +29,6 @@ from paceline.strategies.compress import codec
 from paceline.strategies.compress.size import (
     POWERSGD_RANK,
     all_reduce_bytes,
-    coded_bytes,
     is_factored,
     part_elements,
     powersgd_bytes,
@@ -110,17 +109,15 @@ class Rounded:
         if not len(flat):
             return 0.0
         part = part_elements(len(flat), ranks)
-        num_bytes = coded_bytes(self.form, part)
         parts = torch.nn.functional.pad(flat.to(dtype), (0, ranks * part - len(flat))).view(ranks, part)
-        sent = torch.stack([codec.encode(self.form, row) for row in parts])
+        sent = codec.encode(self.form, parts)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        total = torch.zeros(part, dtype=dtype, device=flat.device)
-        for row in received:
-            total += codec.decode(self.form, row, dtype)
-        everyone = list(received.view(-1).split(num_bytes))
-        dist.all_gather(everyone, codec.encode(self.form, total), group=self.group)
-        flat.copy_(torch.cat([codec.decode(self.form, row, dtype) for row in everyone])[:len(flat)])
+        total, *others = codec.decode(self.form, received, dtype)
+        for other in others:
+            total += other
+        dist.all_gather(list(received), codec.encode(self.form, total), group=self.group)
+        flat.copy_(codec.decode(self.form, received, dtype).flatten()[:len(flat)])
         return rounded_bytes(self.form, len(flat), ranks)
 
 

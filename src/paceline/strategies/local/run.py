@@ -167,7 +167,7 @@ class Rounds:
         if leaving is None:
             return None
         beat("reduce")
-        met, weights = self._meet([leaving], is_settled=step % self.order.local == 0)
+        met, weights = self._meet([leaving])
         self._leave(leaving, weights[0], arrives=step + self.delay)
         if not self.delay:
             self._arrive(0.0)
@@ -180,7 +180,7 @@ class Rounds:
         left = [number for number, fragment in enumerate(self.fragments) if fragment.steps]
         met = None
         if left:
-            met, weights = self._meet(left, is_settled=True)
+            met, weights = self._meet(left)
             for number, weight in zip(left, weights, strict=True):
                 self._leave(number, weight, arrives=step)
                 self._arrive(0.0)
@@ -211,7 +211,7 @@ class Rounds:
                 for name, p in fragment.parameters.items():
                     p.copy_(weights[name])
 
-    def _meet(self, leaving: list[int], *, is_settled: bool) -> tuple[Met, list[float]]:
+    def _meet(self, leaving: list[int]) -> tuple[Met, list[float]]:
         """What all replicas did since the last meeting, and this one's weight in each of the fragments."""
         counts = torch.tensor([self.fragments[number].count for number in leaving], dtype=torch.float64)
         own = torch.stack(self.figures) if self.figures else self.no_figures
@@ -223,7 +223,7 @@ class Rounds:
         self.figures = []
         total = float(everyone.view(steps.shape)[:, 1].sum())
         met = Met(everyone.view(steps.shape).tolist(), all_flags.tolist(),
-                  float(steps[:, 1].sum()) / total if total else 0.0, is_settled)
+                  float(steps[:, 1].sum()) / total if total else 0.0)
         return met, [own / every if every else 0.0 for own, every in zip(counts.tolist(), totals.tolist(), strict=True)]
 
     def _leave(self, number: int, weight: float, *, arrives: int) -> None:
