@@ -27,6 +27,8 @@ class RankContext:
     host: the address of this host at which the other ranks reach it.
     timeout_s: how long a rank may give no sign of life.
     num_trained: trainings that this launch has begun; tells apart what they leave in the store.
+    lost: ranks whose deaths made all ranks start again so far, this being the last such start.
+    restarts: how often ranks that die may still be started again.
     """
 
     rank: int
@@ -43,6 +45,8 @@ class RankContext:
     host: str = "127.0.0.1"
     timeout_s: float = 300.0
     num_trained: int = 0
+    lost: tuple[int, ...] = ()
+    restarts: int = 0
 
     def beat(self, phase: str) -> None:
         """A sign of life."""
