@@ -307,5 +307,5 @@ def test_ranks_die_with_their_parent(start_child: Any, run_ranks: Callable[..., 
     assert child.exit_code() == -signal.SIGKILL
     wait_for(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
     for folder in nothing_left.glob("paceline-*"):  # a killed parent can't clean up
-        (folder / "store-0").unlink(missing_ok=True)
+        (folder / "store-1").unlink(missing_ok=True)
         folder.rmdir()

@@ -27,7 +27,8 @@ class RankContext:
     host: the address of this host at which the other ranks reach it.
     timeout_s: how long a rank may give no sign of life.
     num_trained: trainings that this launch has begun; tells apart what they leave in the store.
-    lost: ranks whose deaths made all ranks start again so far, this being the last such start.
+    num_starts: how often all ranks were started in this run, this time included.
+    deaths: how often each rank had died in this run when this one was started.
     restarts: how often ranks that die may still be started again.
     """
 
@@ -45,7 +46,8 @@ class RankContext:
     host: str = "127.0.0.1"
     timeout_s: float = 300.0
     num_trained: int = 0
-    lost: tuple[int, ...] = ()
+    num_starts: int = 1
+    deaths: tuple[int, ...] = ()
     restarts: int = 0
 
     def beat(self, phase: str) -> None:

@@ -49,7 +49,7 @@ class _Rank:
 class _Launch:
     """What ranks are started with.
 
-    attempt: names one start of all ranks. lost: ranks whose deaths led to it. restarts: that are left.
+    attempt: names one start of all ranks. restarts: that are left. deaths: of each rank so far.
     """
 
     body: Body
@@ -62,16 +62,17 @@ class _Launch:
     crew: Crew
     secret: bytes
     restarts: int
-    lost: tuple[int, ...] = ()
+    deaths: list[int]
+    num_starts: int = 1
 
     @property
     def attempt(self) -> str:
-        return f"{self.name}-{len(self.lost)}"
+        return f"{self.name}-{self.num_starts}"
 
     @property
     def store(self) -> Path:
         """Where the ranks of this start find each other: not what those before them have left."""
-        return self.meetings / f"store-{len(self.lost)}"
+        return self.meetings / f"store-{self.num_starts}"
 
 
 def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = None, timeout_s: float = 300.0,
@@ -87,7 +88,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         idle: Called on a thread of this process, at a low priority, after the ranks have started.
         crew: Which ranks the others go on without; the result of one that was killed is None.
         restarts: How often ranks that died or hang are started again: such a one alone, or else all of them, with
-            `context.lost` saying why. A rank that raised an error is not: it would again.
+            `context.num_starts` above 1. A rank that raised an error is not: it would again.
 
     Raises:
         RankFailed: with the report of the rank whose failure the others followed from.
@@ -101,7 +102,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="paceline-") as meetings, _forwarded_signals(ranks) as interrupted:
         launch = _Launch(body, devices, Board(len(devices)), uuid.uuid4().hex[:12], Path(meetings), run_dir, timeout_s,
-                         crew, secrets.token_bytes(32), restarts)
+                         crew, secrets.token_bytes(32), restarts, [0] * len(devices))
         try:
             with _held_signals():
                 _start_all(launch, ranks)
@@ -109,7 +110,9 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
                 _collect(launch, ranks, interrupted)
                 while (cause := _cause(launch, ranks)) and _may_restart(launch, cause, interrupted):
                     _end(ranks, patience_s=0.0)
-                    launch.lost += (cause.rank,)
+                    for number in {rank.failure.rank for rank in ranks if rank.failure and not rank.failure.heard}:
+                        launch.deaths[number] += 1
+                    launch.num_starts += 1
                     _tell_restart(launch, cause, "all ranks start again from the newest checkpoint")
                     ranks.clear()
                     with _forking(launch, ranks, interrupted):
@@ -227,7 +230,7 @@ def _child(launch: _Launch, rank: int, send: Connection, parent_pid: int) -> Non
         make_store=(lambda: dist.FileStore(str(launch.store), world_size)) if world_size > 1 else None,
         board=launch.board, slot=rank, attempt=launch.attempt, run_dir=launch.run_dir, timeout_s=launch.timeout_s,
         report=lambda failure: report("failure", [failure.to_json(), ""]), crew=launch.crew, secret=launch.secret,
-        lost=launch.lost, restarts=launch.restarts)
+        num_starts=launch.num_starts, deaths=tuple(launch.deaths), restarts=launch.restarts)
     if failure is not None:
         report("failure", [failure.to_json(), str(log or "")])
         sys.exit(failure.exit_code)
@@ -310,6 +313,7 @@ def _restart_lost(launch: _Launch, ranks: list[_Rank], interrupted: list[int]) -
             _hear(number, rank, launch.board, interrupted)
         if rank.finished and rank.failure is not None and _may_restart(launch, rank.failure, interrupted):
             _end([rank], patience_s=0.0)
+            launch.deaths[number] += 1
             _tell_restart(launch, rank.failure, "it starts again")
             with _forking(launch, ranks, interrupted):
                 ranks[number] = _start(launch, number)

@@ -105,7 +105,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
                             devices=devices_of(asked.plan, asked.cluster))
 
         def body(context: RankContext) -> Any:
-            return train_rank(context, loaded, asked.plan, replace(settings, resume=resume or bool(context.lost)))
+            return train_rank(context, loaded, asked.plan, replace(settings, resume=resume or context.num_starts > 1))
 
         figures = place.run(body, run_dir=run_dir, idle=lambda board: _predict_once_started(board, priced, run_dir),
                             crew=crew(asked.plan), restarts=restarts)

@@ -23,7 +23,7 @@ from paceline.runtime.evaluate import quotients
 from paceline.runtime.folder import EVENTS, METRICS
 from paceline.runtime.loop import Settings, Speed, cut_metrics, predicted_step_s
 from paceline.runtime.order import Order
-from paceline.runtime.servers.losses import Losses, updates_after
+from paceline.runtime.servers.losses import Losses, staleness_of, updates_after
 from paceline.runtime.servers.roles import Meeting, Roles, servers_of
 from paceline.runtime.servers.server import Server
 from paceline.runtime.stepper import check_loss, check_used
@@ -93,28 +93,26 @@ class Coordinator(Server):
                          uplink=uplink)
         self.metrics = settings.run_dir / METRICS if settings.run_dir is not None else None
         self.losses = Losses(settings.run_dir / EVENTS if settings.run_dir is not None else None,
-                             goes_on=bool(context.lost))
-        if context.lost:
-            self._note_restart(context.lost[-1])
+                             goes_on=context.num_starts > 1)
+        if context.num_starts > 1:
+            self._note_restart()
         self.samples = int(self.checkpoint.document["samples"]) if self.checkpoint is not None else 0
         if settings.resume:
             self.display.say(f"resumed from {self.checkpoint.path.name}" if self.checkpoint is not None else
                              "no checkpoint to resume from: starting at step 0")
             if self.metrics is not None:
                 cut_metrics(self.metrics, self.step)
+                self.staleness.update(staleness_of(self.metrics))
         assert job.total_steps is not None
         self.total_steps = job.total_steps
         self.clock = Clock(num_workers=sync.workers, num_servers=sync.server, first=self.step, end=self._next_stop(),
                            staleness=None if sync.staleness == "inf" else sync.staleness)
 
-    def _note_restart(self, rank: int) -> None:
+    def _note_restart(self) -> None:
         """All ranks started again, as one of them died; what was made since the checkpoint is made again."""
-        roles = Roles.of(self.plan, rank)
-        if roles.server is not None:
-            self.losses.note("server_lost", server=roles.server)
-        if roles.worker is not None:
-            self.losses.note("worker_lost", worker=roles.worker)
-            self.losses.note("worker_rejoined", worker=roles.worker)
+        for rank, deaths in enumerate(self.context.deaths):
+            if (server := Roles.of(self.plan, rank).server) is not None:
+                self.losses.note_deaths("server", server, deaths)
         assert self.metrics is not None
         updates = updates_after(self.metrics, self.step)
         self.losses.note("rolled_back", step=self.step, updates=updates)
@@ -182,10 +180,6 @@ class Coordinator(Server):
         self.workers[peer.number] = _Worker(connection, peer.incarnation)
         self.clock.join(peer.number)
         self.deserted_s = None
-        found = self.losses.summary()
-        if found["workers_lost"].count(peer.number) > found["workers_rejoined"].count(peer.number):
-            self.losses.note("worker_rejoined", worker=peer.number, step=self.step)
-            self.display.say(f"worker {peer.number} is back")
 
     def _hear_server(self, peer: Peer, message: dict[str, Any]) -> None:
         if "held" in message:
@@ -216,6 +210,10 @@ class Coordinator(Server):
         elif "left" in message:
             self.left[worker] = message["left"]
             return
+        elif "idle" in message:
+            self.losses.note_deaths("worker", worker, message["deaths"])
+            if self.losses.note_rejoined(worker, self.step):
+                self.display.say(f"worker {worker} is back")
         self.workers[worker].orders -= 1
 
     def _lose(self, peer: Peer, error: WireError) -> None:

@@ -35,6 +35,21 @@ class Losses:
             with open(self.path, "a") as file:
                 file.write(json.dumps({"event": event, **figures, "time": time.time()}) + "\n")
 
+    def note_deaths(self, kind: str, number: int, deaths: int) -> None:
+        """A worker or server has died so often: those that nobody could tell of are noted now."""
+        for _ in range(deaths - self._count(f"{kind}_lost", kind, number)):
+            self.note(f"{kind}_lost", **{kind: number})
+
+    def note_rejoined(self, worker: int, step: int) -> bool:
+        """A worker is there. Returns whether it had been lost before."""
+        missing = self._count("worker_lost", "worker", worker) - self._count("worker_rejoined", "worker", worker)
+        for _ in range(missing):
+            self.note("worker_rejoined", worker=worker, step=step)
+        return missing > 0
+
+    def _count(self, event: str, kind: str, number: int) -> int:
+        return sum(found["event"] == event and found[kind] == number for found in self.events)
+
     def summary(self) -> dict[str, Any]:
         """The figures of summary.json: numbers of workers and servers as they went and came, and updates."""
         def named(event: str, key: str) -> list[int]:
@@ -47,6 +62,11 @@ class Losses:
 def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a file whose last may have been cut off."""
     return (json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+
+
+def staleness_of(metrics: Path) -> list[int]:
+    """The staleness of every update that a run recorded with one."""
+    return [line["staleness"] for line in _whole_lines(metrics) if "staleness" in line] if metrics.exists() else []
 
 
 def updates_after(metrics: Path, step: int) -> int:
