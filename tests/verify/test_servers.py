@@ -91,7 +91,7 @@ def _killing(rank: int, number: int, *, at: int, epochs: int) -> paceline.Job:
 def test_others_take_the_steps_of_a_worker_that_is_gone(tmp_path: Path, plan: str, rank: int, number: int):
     """Killed or stopped: every step is made once, no sample is lost, and the run says who is missing."""
     summary = paceline.train(_killing(rank, number, at=20, epochs=8), plan, run=tmp_path / "run",
-                             timeout_s=8)
+                             timeout_s=8, restarts=0)
     servers = 0 if "colocate" in plan else int(plan[7])
     assert summary["workers_lost"] == [rank - servers]
     assert summary["steps"] == 24 and summary["samples"] == 8 * 24

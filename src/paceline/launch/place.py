@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster import Device
+from paceline.errors import UsageError
 from paceline.launch.board import Board
 from paceline.launch.crew import PEERS, Crew
 from paceline.launch.environment import Environment
@@ -41,16 +42,23 @@ class Place:
         return agree(self._store, self.environment, key, make)
 
     def run(self, body: Body, *, run_dir: Path | None, idle: Callable[[Board], None] | None = None,
-            crew: Crew = PEERS) -> Any:
+            crew: Crew = PEERS, restarts: int | None = None) -> Any:
         """Run the body as every rank and return rank 0's result (inside a launcher, this rank's).
 
         idle: called on a thread of this process while forked ranks work, with their signs of life.
+        restarts: how often ranks that died are started again; by default as the crew has it.
+
+        Raises:
+            UsageError: restarts are asked for inside a launcher, which starts ranks itself.
         """
         if self.environment is None:
             from paceline.launch.local import run_local
 
             return run_local(body, self.devices, run_dir=run_dir, timeout_s=self.timeout_s, idle=idle,
-                             crew=crew)[0]
+                             crew=crew, restarts=crew.restarts if restarts is None else restarts)[0]
+        if restarts:
+            raise UsageError(f"restarts={restarts}: {self.environment.launcher} started this rank, not Paceline",
+                             hint="torchrun --max-restarts N starts ranks again; give the command --resume with it")
         from paceline.launch.joined import run_joined
 
         attempt = self.agree("attempt", lambda: uuid.uuid4().hex[:12])

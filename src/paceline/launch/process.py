@@ -30,8 +30,11 @@ Body = Callable[[RankContext], Any]
 def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, device: Device,
              make_store: Callable[[], dist.Store] | None, board: Board, slot: int, attempt: str,
              run_dir: Path | None, timeout_s: float, report: Callable[[Failure], None], crew: Crew, secret: bytes,
-             host: str = "127.0.0.1") -> tuple[Any, Failure | None, Path | None]:
+             host: str = "127.0.0.1", num_starts: int = 1, deaths: tuple[int, ...] = (),
+             restarts: int = 0) -> tuple[Any, Failure | None, Path | None]:
     """Run `body` as one rank of a run. `report` takes a failure that ends the process before this returns.
+
+    num_starts, deaths, restarts: see `RankContext`.
 
     Returns:
         The body's result, or its failure; and the rank's log.
@@ -42,7 +45,8 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
     if where.type == "cpu":
         set_up_heap(keep=not device.is_limit)
     context = RankContext(rank, world_size, local_world_size, where, None, board, slot, attempt, secret=secret,
-                          host=host, timeout_s=timeout_s)
+                          host=host, timeout_s=timeout_s, num_starts=num_starts,
+                          deaths=deaths or (0,) * world_size, restarts=restarts)
     result, failure = None, None
     try:
         if make_store is not None:

@@ -20,9 +20,11 @@ from paceline.plan import Plan
 from paceline.runtime import state
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
+from paceline.runtime.folder import EVENTS, METRICS
 from paceline.runtime.loop import Settings, Speed, cut_metrics, predicted_step_s
 from paceline.runtime.order import Order
-from paceline.runtime.servers.roles import Meeting, servers_of
+from paceline.runtime.servers.losses import Losses, staleness_of, updates_after
+from paceline.runtime.servers.roles import Meeting, Roles, servers_of
 from paceline.runtime.servers.server import Server
 from paceline.runtime.stepper import check_loss, check_used
 from paceline.strategies.server.clock import LEASES, Clock
@@ -79,7 +81,7 @@ class Coordinator(Server):
         self.stop_asked = False
         self.over = False
         self.loss = float("nan")
-        self.lost: list[int] = []
+        self.deserted_s: float | None = None  # since when there is no worker
         self.staleness: Counter[int] = Counter()
         self.left: dict[int, dict[str, Any]] = {}
         self.followers_left: dict[int, dict[str, Any]] = {}
@@ -89,17 +91,32 @@ class Coordinator(Server):
         self.started_s = self.update_s = time.monotonic()
         super().__init__(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting,
                          uplink=uplink)
-        self.metrics = settings.run_dir / "metrics.jsonl" if settings.run_dir is not None else None
+        self.metrics = settings.run_dir / METRICS if settings.run_dir is not None else None
+        self.losses = Losses(settings.run_dir / EVENTS if settings.run_dir is not None else None,
+                             goes_on=context.num_starts > 1)
+        if context.num_starts > 1:
+            self._note_restart()
         self.samples = int(self.checkpoint.document["samples"]) if self.checkpoint is not None else 0
         if settings.resume:
             self.display.say(f"resumed from {self.checkpoint.path.name}" if self.checkpoint is not None else
                              "no checkpoint to resume from: starting at step 0")
             if self.metrics is not None:
                 cut_metrics(self.metrics, self.step)
+                self.staleness.update(staleness_of(self.metrics))
         assert job.total_steps is not None
         self.total_steps = job.total_steps
         self.clock = Clock(num_workers=sync.workers, num_servers=sync.server, first=self.step, end=self._next_stop(),
                            staleness=None if sync.staleness == "inf" else sync.staleness)
+
+    def _note_restart(self) -> None:
+        """All ranks started again, as one of them died; what was made since the checkpoint is made again."""
+        for rank, deaths in enumerate(self.context.deaths):
+            if (server := Roles.of(self.plan, rank).server) is not None:
+                self.losses.note_deaths("server", server, deaths)
+        assert self.metrics is not None
+        updates = updates_after(self.metrics, self.step)
+        self.losses.note("rolled_back", step=self.step, updates=updates)
+        self.display.say(f"{updates} updates were lost and are made again")
 
     def tell(self, message: dict[str, Any]) -> None:
         self.inbox.put((Peer(Role.SERVER, self.number, 0), message))
@@ -156,11 +173,15 @@ class Coordinator(Server):
         if peer.role == Role.SERVER:
             self.followers[peer.number] = connection
             return
-        if peer.number in self.workers or self.over:
+        if self.over:
             connection.close()
             return
+        if peer.number in self.workers:  # started again before its connection's end was heard of
+            self._lose(Peer(Role.CONTROL, peer.number, self.workers[peer.number].incarnation),
+                       WireError("it was started again"))
         self.workers[peer.number] = _Worker(connection, peer.incarnation)
         self.clock.join(peer.number)
+        self.deserted_s = None
 
     def _hear_server(self, peer: Peer, message: dict[str, Any]) -> None:
         if "held" in message:
@@ -191,6 +212,10 @@ class Coordinator(Server):
         elif "left" in message:
             self.left[worker] = message["left"]
             return
+        elif "idle" in message:
+            self.losses.note_deaths("worker", worker, message["deaths"])
+            if self.losses.note_rejoined(worker, self.step):
+                self.display.say(f"worker {worker} is back")
         self.workers[worker].orders -= 1
 
     def _lose(self, peer: Peer, error: WireError) -> None:
@@ -207,22 +232,29 @@ class Coordinator(Server):
         if servers_of(self.plan).staleness == 0:
             raise WireError(f"worker {peer.number} is gone: {error}", hint="--resume goes on from the last checkpoint")
         self.workers.pop(peer.number).connection.close()
-        self.lost.append(peer.number)
+        self.losses.note("worker_lost", worker=peer.number, step=self.step, why=str(error))
+        self._order({"gone": peer.number, "incarnation": peer.incarnation})
         for update in self.clock.leave(peer.number):
             self.reports.pop(update, None)
             self.squares.pop(update, None)
             self._order({"drop": update})
-        if not self.workers:
-            raise WireError(f"all workers are gone: {error}", hint="--resume goes on from the last checkpoint")
         self.display.say(f"worker {peer.number} is gone ({error}); its samples go to others")
-        if self.evaluation is not None:
-            self._begin_evaluation()
+        self.evaluation = None  # to be begun anew
+        if not self.workers:
+            self.deserted_s = time.monotonic()
 
     def _give_up_silent(self) -> None:
-        """Under staleness a worker that stalls is as good as gone, before those who wait for it give up."""
+        """Under staleness a worker that stalls is as good as gone, before those who wait for it give up.
+
+        Raises:
+            WireError: all are gone, and none came back.
+        """
         if servers_of(self.plan).staleness == 0:
             return
         patience_s = self.context.timeout_s / 2
+        if self.deserted_s is not None and (not self.context.restarts or
+                                            time.monotonic() - self.deserted_s > patience_s):
+            raise WireError("all workers are gone", hint="--resume goes on from the last checkpoint")
         for number, worker in list(self.workers.items()):
             if worker.orders and time.monotonic() - worker.heard_s > patience_s:
                 self._lose(Peer(Role.CONTROL, number, worker.incarnation),
@@ -283,8 +315,8 @@ class Coordinator(Server):
         rate = 1.0 / max(1, stale) if servers_of(self.plan).damping == "inverse" else 1.0
         self.staleness[stale] += 1
         self.loss = loss / count
-        self._order({"make": update, "scale": scale, "clip": clip, "rate": rate, "unused": sorted(unused),
-                     "loss": self.loss})
+        self._order({"make": update, "step": self.clock.updates[update].step, "scale": scale, "clip": clip,
+                     "rate": rate, "unused": sorted(unused), "loss": self.loss})
         step = self.clock.made(update)
         if self.settings.observer is not None:
             for worker in self.workers.values():
@@ -329,7 +361,8 @@ class Coordinator(Server):
         evaluates = self.job.validation is not None and self.evaluated_step != self.step and self.step > 0
         if evaluates and (is_last or self.step % self.order.steps_per_epoch == 0) and not (
                 self.stop_asked and not is_last):
-            self._begin_evaluation()
+            if self.workers:
+                self._begin_evaluation()
         elif is_last or self.stop_asked:
             self.over = True
         else:
@@ -393,8 +426,10 @@ class Coordinator(Server):
             self._say(number, {"over": True, "version": self.clock.version})
         while not all(number in self.left for number in self.workers):
             self._hear(self.inbox, timeout_s=_LOOK_S)
+            self._give_up_silent()
+        self.check_history(self.step)
         for connection in self.followers.values():
-            connection.send_message({"over": True})
+            connection.send_message({"over": True, "version": self.step})
         if self.writer is not None:
             self.writer.wait()
         while len(self.followers_left) < len(self.followers):
@@ -430,5 +465,5 @@ class Coordinator(Server):
             "staleness": {str(stale): count for stale, count in sorted(self.staleness.items())},
             "workers": {str(number): {key: value for key, value in sorted(found.items()) if key != "peak_memory_bytes"}
                         for number, found in sorted(self.left.items())},
-            "workers_lost": self.lost,
+            **self.losses.summary(),
         }

@@ -9,6 +9,8 @@ from paceline.launch.context import RankContext
 from paceline.launch.crew import Crew
 from paceline.plan import Plan, Servers
 
+RESTARTS = 3  # of ranks in a run, if the user doesn't say
+
 
 def servers_of(plan: Plan) -> Servers:
     assert isinstance(plan.sync, Servers)
@@ -33,11 +35,12 @@ class Roles:
 
 
 def crew(plan: Plan) -> Crew:
-    """Under staleness a worker that is no server can be done without."""
+    """Under staleness a worker that is no server can be done without, and who is gone may come back."""
     if servers_of(plan).staleness == 0:
         return Crew(has_group=False)
     ranks = range(plan.world_size)
-    return Crew(has_group=False, expendable=frozenset(r for r in ranks if Roles.of(plan, r).server is None))
+    return Crew(has_group=False, expendable=frozenset(r for r in ranks if Roles.of(plan, r).server is None),
+                restarts=RESTARTS)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.errors import TrainingError
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.plan import Plan
@@ -19,6 +20,7 @@ from paceline.runtime.loop import Settings
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.servers.roles import Meeting, servers_of
 from paceline.runtime.servers.shelf import Shelf
+from paceline.strategies.server.history import History
 from paceline.strategies.server.serve import Door, Exchange, listen_to
 from paceline.strategies.server.shards import Shard, fingerprint
 from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError, connect, listen
@@ -50,6 +52,7 @@ class Server:
             state.document(self.shelf, step=0, samples=0)  # what can't be saved is refused now, not after an hour
         self.step = self._restore()
         self.exchange.begin_at(self.step)
+        self.history = History(self.step)
         self.door = Door(listen(context.host), self.welcome, secret=context.secret, layout=self.layout)
         meeting.announce(number, self.door.address)
 
@@ -69,12 +72,15 @@ class Server:
             self.exchange.open(order["open"], order["scale"])
         elif "drop" in order:
             self.exchange.drop(order["drop"])
+        elif "gone" in order:
+            self.exchange.dismiss(order["gone"], order["incarnation"])
         elif "save" in order:
             self.save(order["save"], last=order["last"])
 
     def save(self, samples: int, *, last: bool) -> float:
         """Begin this server's part of a checkpoint: from a copy, or from the tensors themselves if nothing changes them
         any more. Returns the seconds it took from the updates."""
+        self.check_history(self.step)
         if self.writer is None:
             return 0.0
         self.context.beat("save")
@@ -85,9 +91,19 @@ class Server:
         self.door.close()
         self.exchange.close()
 
+    def check_history(self, end: int) -> None:
+        """
+        Raises:
+            TrainingError: the weights are not those of each step before `end`, once.
+        """
+        if not self.history.is_exactly(end):
+            raise TrainingError(f"server {self.number} applied {self.history}, where the steps before {end} are due",
+                                hint="this is a bug in paceline; please report it")
+
     def _make(self, order: dict[str, Any]) -> None:
         self.context.beat("optimizer")
         self.context.step = self.step + 1
+        self.history.add(order["step"])
         observer, shelf = self.settings.observer, self.shelf
         shelf.take_gradient(order["make"], scale=order["scale"], unused=frozenset(order["unused"]))
         if observer is not None:
@@ -158,6 +174,7 @@ class Follower(Server):
                 if "over" in order:
                     break
                 self.obey(order)
+            self.check_history(order["version"])
             if self.writer is not None:
                 self.writer.wait()
             self.tell({"left": {"peak_memory_bytes": self.memory.bytes()}})

@@ -79,7 +79,7 @@ class Worker:
     def run(self) -> None:
         """Work until the coordinator says that it is over."""
         try:
-            self.control.send_message({"idle": True})
+            self.control.send_message({"idle": True, "deaths": self.context.deaths[self.context.rank]})
             self.inbox.listen()
             while True:
                 self.context.beat("input")

@@ -178,7 +178,7 @@ class Exchange:
         self.gatherings: dict[int, _Gathering] = {}
         self.closed: set[int] = set()  # updates made or dropped
         self.spare: list[Memory] = []
-        self.connections: list[Connection] = []
+        self.connections: dict[Peer, Connection] = {}
         self.over = False
 
     def begin_at(self, version: int) -> None:
@@ -188,7 +188,8 @@ class Exchange:
 
     def serve(self, connection: Connection, peer: Peer) -> None:
         """Talk to a worker until it leaves, on threads of its own."""
-        self.connections.append(connection)
+        with self.changed:
+            self.connections[peer] = connection
         wanted = _Wanted()
         for work in (self._receive, self._send):
             threading.Thread(target=self._guarded, args=(work, connection, peer, wanted), daemon=True,
@@ -232,11 +233,19 @@ class Exchange:
         with self.changed:
             self._close(update)
 
+    def dismiss(self, worker: int, incarnation: int) -> None:
+        """Talk no more to a worker that was given up, whatever it may still say."""
+        with self.changed:
+            connection = self.connections.pop(Peer(Role.DATA, worker, incarnation), None)
+        if connection is not None:
+            connection.close()
+
     def close(self) -> None:
         with self.changed:
             self.over = True
             self.changed.notify_all()
-        for connection in self.connections:
+            connections = list(self.connections.values())
+        for connection in connections:
             connection.close()
 
     def _close(self, update: int) -> None:
