@@ -27,7 +27,7 @@ from paceline.plan import Plan
 
 PORT = 29500
 SAMPLES = 8  # a host computes in a step
-FIRST = 2  # updates that are left out: connections and buffers are made in them
+FIRST = 3  # steps of every host that are left out: connections and buffers are made in them
 TIMEOUT_S = 300.0
 
 
@@ -105,7 +105,8 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
             raise Failed(f"{plan}: {bad[0][-2000:]}")
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     updates = [line for line in lines if "loss" in line]
-    first, last = updates[FIRST], updates[-1]
+    a_round = 1 if way.cuts_the_batch(workers) else workers  # updates
+    first, last = updates[FIRST * a_round - 1], updates[-a_round]
     spent_s = last["time"] - first["time"]
     samples_per_s = (last["samples"] - first["samples"]) / spent_s
     return Found(way.name, workers, mbit_s, samples_per_s * step_s / SAMPLES / workers,
@@ -176,7 +177,7 @@ def main() -> None:
 def _tried(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, options: Any) -> list[Found]:
     try:
         one = run(way, lab, workers=workers, mbit_s=mbit_s, step_s=options.step_s, megabytes=options.megabytes,
-                  steps=options.steps)
+                  steps=options.steps if way.cuts_the_batch(workers) else options.steps * workers)
     except Failed as error:
         print(f"{way.name} on {workers} hosts failed: {error}", file=sys.stderr, flush=True)
         return []
