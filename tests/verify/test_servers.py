@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -38,6 +39,30 @@ def test_without_staleness_it_is_one_device_s(plans: list[str]):
     for certificate in paceline.verify(_adam(), plans, steps=4, timeout_s=TIMEOUT_S):
         assert certificate.passed, certificate.describe()
         assert certificate.verdicts[1].max_param_diff < 1e-12
+
+
+class Experts(nn.Module):
+    """Layers of which each sample uses one, so that a worker may have no gradient of some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(6, 3) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, which = x.new_zeros(len(x), 3), (x.sum(1) * 50).long() % 6
+        for number, expert in enumerate(self.experts):
+            if (mask := which == number).any():
+                out = out.index_add(0, mask.nonzero()[:, 0], expert(x[mask]))
+        return out
+
+
+@pytest.mark.parametrize("model", [Mlp, Experts])
+def test_layers_are_updated_one_by_one(model: Any):
+    """Without clipping each is updated when all its gradients are there; one that some worker lacks, at the end."""
+    job = make_job(model, optimizer=adamw)
+    for certificate in paceline.verify(job, ["server=2 workers=3", "server=1 workers=2 colocate=yes"], steps=6,
+                                       timeout_s=TIMEOUT_S):
+        assert certificate.passed, certificate.describe()
 
 
 def test_a_loss_of_sums_and_an_optimizer_of_whole_tensors():
@@ -168,6 +193,14 @@ def test_bytes_are_by_rows_and_not_by_tables(tmp_path: Path):
         assert load_file(run / "model.safetensors")["words.weight"].shape == (rows, 4)
         assert summary["validation_loss"] < 2
     assert sum(pushed[1]) < 1.1 * sum(pushed[0]) < 1e6
+
+
+def test_the_example_of_lines(tmp_path: Path):
+    """A small form of it learns: four modules, better than by chance."""
+    make = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "04_stdlib_lines.py"))["job"]
+    job = make(buckets=5_000, modules=4, per_module=300, epochs=15)
+    summary = paceline.train(job, "server=2 workers=2 staleness=inf", run=tmp_path / "run", timeout_s=TIMEOUT_S)
+    assert summary["metrics"]["accuracy"] > 0.4
 
 
 class Norm(nn.Module):
