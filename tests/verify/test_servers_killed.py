@@ -180,6 +180,17 @@ def test_ten_kills(start_run: Callable[..., Run], wait_for: Callable[..., None],
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_server_that_stalls(start_run: Callable[..., Run], wait_for: Callable[..., None], rank: int):
+    """It is as good as dead, and it is the one that is blamed: workers that waited for it were not lost."""
+    run = start_run(_job(60), "server=2 workers=2 staleness=inf", timeout_s=6, save_every=10, restarts=1)
+    wait_for(lambda: len(run.steps()) > 5)
+    run.send(signal.SIGSTOP, rank)
+    summary = run.summary(wait_for)
+    assert summary["servers_lost"] == [rank] and summary["workers_lost"] == []
+
+
+@pytest.mark.slow
 def test_a_worker_that_wakes_up_does_no_harm(start_run: Callable[..., Run], wait_for: Callable[..., None]):
     """Given up after half the timeout; it ends when it wakes up, and comes back as a new one."""
     run = start_run(_job(300, sample_s=0.004), "server=2 workers=2 staleness=1", timeout_s=8)

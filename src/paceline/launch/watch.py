@@ -100,6 +100,7 @@ def hang_failure(heard: dict[int, dict[str, Any]], *, world_size: int, rank: int
     waiting = [r for r, at in heard.items() if at["waits"]]
     culprit, trace = rank, ""
     if silent:
+        culprit = silent[0]
         message = f"rank {_listed(silent)} gave no sign of life for {timeout_s:g} s"
     elif stuck:
         culprit = stuck[0]

@@ -8,12 +8,13 @@ import queue
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from paceline.errors import JobError, Preempted
+from paceline.errors import JobError, PeerLost, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.plan import Plan
@@ -70,6 +71,8 @@ class Coordinator(Server):
         self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
         self.workers: dict[int, _Worker] = {}
         self.followers: dict[int, Connection] = {}
+        self.followers_heard_s: dict[int, float] = {}
+        self.alive_s = 0.0  # when workers last heard of this server
         self.reports: dict[int, dict[int, dict[str, Any]]] = {}  # of updates, by worker
         self.opened: int | None = None
         self.squares: dict[int, float] = {}
@@ -125,8 +128,13 @@ class Coordinator(Server):
         if peer.role == Role.DATA:
             super().welcome(connection, peer)
             return
-        self.inbox.put((peer, {"joined": connection}))
-        listen_to(connection, peer, tell=lambda who, message: self.inbox.put((who, message)),
+        def hear(who: Peer, message: dict[str, Any]) -> None:
+            if who.role == Role.SERVER:  # noted as it comes: the main thread may be busy for long
+                self.followers_heard_s[who.number] = time.monotonic()
+            self.inbox.put((who, message))
+
+        hear(peer, {"joined": connection})
+        listen_to(connection, peer, tell=hear,
                   on_lost=lambda who, error: self.inbox.put((who, error)))
 
     def run(self) -> dict[str, Any]:
@@ -141,6 +149,7 @@ class Coordinator(Server):
                 self._hear(self.inbox, timeout_s=_LOOK_S)
                 self.stop_asked |= self.context.stop_signal is not None
                 self._give_up_silent()
+                self._tell_alive()
                 self._advance()
             self._part()
             return self._finish()
@@ -247,11 +256,15 @@ class Coordinator(Server):
         """Under staleness a worker that stalls is as good as gone, before those who wait for it give up.
 
         Raises:
-            WireError: all are gone, and none came back.
+            PeerLost: all are gone, and none came back; or a server stalls, which all wait for.
         """
         if servers_of(self.plan).staleness == 0:
             return
         patience_s = self.context.timeout_s / 2
+        for number in self.followers:
+            if time.monotonic() - self.followers_heard_s[number] > patience_s / 2:
+                raise PeerLost(f"server {number} has said nothing for {patience_s / 2:g} s", rank=number,
+                               hint="--timeout SECONDS allows longer pauses")
         if self.deserted_s is not None and (not self.context.restarts or
                                             time.monotonic() - self.deserted_s > patience_s):
             raise WireError("all workers are gone", hint="--resume goes on from the last checkpoint")
@@ -383,6 +396,14 @@ class Coordinator(Server):
         began_s = time.monotonic()
         self.obey(order)
         return time.monotonic() - began_s
+
+    def _tell_alive(self) -> None:
+        """Let workers know that they wait for good reason."""
+        if time.monotonic() - self.alive_s > self.context.timeout_s / 8:
+            self.alive_s = time.monotonic()
+            for worker in self.workers.values():
+                with suppress(WireError):  # its end is in the inbox
+                    worker.connection.send_message({"alive": True})
 
     def _say(self, worker: int, message: dict[str, Any]) -> None:
         """Tell a worker something. If it is gone, its connection's end is in the inbox."""

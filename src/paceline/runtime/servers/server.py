@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -155,6 +156,8 @@ class Follower(Server):
         own = Peer(Role.SERVER, number, 0)
         self.coordinator = connect(meeting.address(0), own, secret=context.secret, layout=self.layout,
                                    timeout_s=timeout_s)
+        self.is_over = threading.Event()
+        threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
         listen_to(self.coordinator, own, tell=lambda peer, message: self.inbox.put((peer, message)),
                   on_lost=lambda peer, error: self.inbox.put((peer, error)))
 
@@ -162,6 +165,11 @@ class Follower(Server):
         with suppress(WireError):  # its end is in the inbox
             if self.coordinator is not None:  # before that nobody has been given anything
                 self.coordinator.send_message(message)
+
+    def _tell_alive(self) -> None:
+        """Let the coordinator know that this process lives, whatever its main thread waits for."""
+        while not self.is_over.wait(self.context.timeout_s / 16):
+            self.tell({"alive": True})
 
     def run(self) -> dict[str, Any] | None:
         """Obey until the run is over."""
@@ -180,4 +188,5 @@ class Follower(Server):
             self.tell({"left": {"peak_memory_bytes": self.memory.bytes()}})
             return None
         finally:
+            self.is_over.set()
             self.close()

@@ -68,7 +68,7 @@ class Worker:
         assert job.num_samples is not None
         self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
         self.windows: Iterator[tuple[Window, list[MicroBatch]]] | None = None
-        self.inbox = _Inbox(self.control, self.arrivals)
+        self.inbox = _Inbox(self.control, self.arrivals, alive=partial(context.beat, "input"))
         self.observed_step: int | None = None
         self.buffers: dict[str, torch.Tensor] | None = {
             name: buffer.detach().clone() for name, buffer in self.stepper.model.named_buffers()}
@@ -191,10 +191,14 @@ class Worker:
 
 
 class _Inbox:
-    """Orders as they come in. Weights of the next one are asked for as soon as this step's are all there."""
+    """Orders as they come in. Weights of the next one are asked for as soon as this step's are all there.
 
-    def __init__(self, control: Connection, arrivals: Arrivals) -> None:
-        self.control, self.arrivals = control, arrivals
+    alive: called when the coordinator gives a sign of life while its next order is waited for.
+    """
+
+    def __init__(self, control: Connection, arrivals: Arrivals, *, alive: Callable[[], None]) -> None:
+        self.control, self.arrivals, self.alive = control, arrivals, alive
+        self.is_waiting = False
         self.changed = threading.Condition()
         self.orders: deque[dict[str, Any]] = deque()
         self.losses: dict[int, float] = {}  # of steps, for whoever looks on
@@ -212,7 +216,9 @@ class _Inbox:
             WireError: there will be none.
         """
         with self.changed:
+            self.is_waiting = True
             self._wait_for(lambda: bool(self.orders))
+            self.is_waiting = False
             return self.orders.popleft()
 
     def loss(self, step: int) -> float:
@@ -250,7 +256,10 @@ class _Inbox:
             while True:
                 order = self.control.receive_message()
                 with self.changed:
-                    if "made" in order:
+                    if "alive" in order:
+                        if self.is_waiting:
+                            self.alive()
+                    elif "made" in order:
                         self.losses[order["made"]] = order["loss"]
                     else:
                         self.orders.append(order)
