@@ -33,6 +33,7 @@ PIECE_BYTES = 64 * 2**10  # of what lets others pass
 # What the system takes of a connection ahead of the network: nothing urgent can pass it any more. With a round trip of
 # 0.1 ms it lets a connection carry 1 GB/s. With 10 ms it would be 10 MB/s, but links that long are for local=H.
 _BUFFER_BYTES = 64 * 2**10
+_PATIENCE_S = 0.02  # before a piece of what is not urgent is sent all the same
 HANDSHAKE_S = 10.0  # for a peer to prove itself
 _NONCE_BYTES = _PROOF_BYTES = 32
 _GREETING_BYTES = 8 + _NONCE_BYTES + 32 + _PROOF_BYTES
@@ -141,9 +142,9 @@ class Uplink:
                     self.changed.notify_all()
 
     def wait(self) -> None:
-        """Let what is urgent pass."""
+        """Let what is urgent pass, for a while: who sends it may be slow to take it, and the link free."""
         with self.changed:
-            self.changed.wait_for(lambda: self.urgent == 0)
+            self.changed.wait_for(lambda: self.urgent == 0, timeout=_PATIENCE_S)
 
 
 class Connection:
