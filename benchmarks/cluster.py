@@ -33,16 +33,25 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of bringing updates together. plan: for so many hosts that compute."""
+    """A way of bringing updates together.
+
+    plan: for so many hosts that compute. scale: of a step's seconds and of the parameters' bytes alike, for ways that
+    need many steps.
+    """
 
     name: str
     plan: str
+    scale: float = 1.0
 
     def text(self, workers: int) -> str:
         return "single" if workers == 1 and "server" not in self.plan else self.plan.format(n=workers)
 
     def cuts_the_batch(self, workers: int) -> bool:
         return Plan.parse(self.text(workers)).replicas > 1
+
+    def steps_to_meet(self, workers: int) -> int:
+        outer_steps = Plan.parse(self.text(workers)).outer_steps
+        return outer_steps.local if outer_steps is not None else 1
 
 
 WAYS = (
@@ -54,6 +63,7 @@ WAYS = (
     Way("shards staleness=1", "server={n} workers={n} colocate=yes staleness=1"),
     Way("shards staleness=inf", "server={n} workers={n} colocate=yes staleness=inf"),
     Way("DiLoCo H=10", "data={n} local=10 outer=diloco"),
+    Way("DiLoCo H=100 int8", "data={n} local=100 outer=diloco compress=int8", scale=0.5),
 )
 
 
@@ -76,12 +86,16 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
         steps: int) -> Found:
     """Train once on the first hosts of the lab.
 
+    A way whose hosts meet after many steps takes whole rounds, three at least; the first is left out.
+
     Raises:
         Failed: a rank failed or the run took too long; nothing of it is left running.
     """
     plan = way.text(workers)
     used = lab[:Plan.parse(plan).world_size]
     cut = workers if way.cuts_the_batch(workers) else 1
+    step_s, megabytes, every = step_s * way.scale, megabytes * way.scale, way.steps_to_meet(workers)
+    steps = max(-(-steps // every), 3 if every > 1 else 1) * every
     with tempfile.TemporaryDirectory(prefix="paceline-lab-") as folder:
         values = {"step_s": step_s, "megabytes": megabytes, "samples": SAMPLES, "workers": cut, "steps": steps}
         command = paceline("train", str(ROOT / "benchmarks" / "lab" / "paced.py"), "--plan", plan,
@@ -106,7 +120,7 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     updates = [line for line in lines if "loss" in line]
     a_round = 1 if way.cuts_the_batch(workers) else workers  # updates
-    first, last = updates[FIRST * a_round - 1], updates[-a_round]
+    first, last = updates[max(FIRST * a_round, every) - 1], updates[-a_round]  # local steps are told of together
     spent_s = last["time"] - first["time"]
     samples_per_s = (last["samples"] - first["samples"]) / spent_s
     return Found(way.name, workers, mbit_s, samples_per_s * step_s / SAMPLES / workers,
@@ -151,7 +165,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8], help="hosts that compute")
     parser.add_argument("--mbit-s", type=float, nargs="+", default=[400.0], help="rate of a host's link, each way")
-    parser.add_argument("--ways", nargs="+", choices=[way.name for way in WAYS], default=[way.name for way in WAYS])
+    parser.add_argument("--ways", nargs="+", choices=[way.name for way in WAYS],
+                        default=[way.name for way in WAYS if way.scale == 1.0], help="by default all that take seconds")
     parser.add_argument("--step-s", type=float, default=1.0, help="seconds a host computes in a step")
     parser.add_argument("--megabytes", type=float, default=25.0, help="of float32 parameters")
     parser.add_argument("--steps", type=int, default=12)
