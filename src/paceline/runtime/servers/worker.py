@@ -96,8 +96,8 @@ class Worker:
             self.context.beat("end")
         finally:
             self.is_over.set()
-            for link in self.links:
-                link.close()
+        for link in self.links:  # not if a server is gone: to the others this would look like a worker's end
+            link.close()
         self.control.close()
 
     def _tell_alive(self) -> None:
