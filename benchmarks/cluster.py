@@ -27,7 +27,9 @@ from paceline.plan import Plan
 
 PORT = 29500
 SAMPLES = 8  # a host computes in a step
-FIRST = 3  # steps of every host that are left out: connections and buffers are made in them
+# Steps of every host that are left out: connections and buffers are made in the first, and under staleness nobody is
+# given one of the last ahead of its time.
+FIRST, LAST = 3, 2
 TIMEOUT_S = 300.0
 
 
@@ -61,6 +63,7 @@ WAYS = (
     Way("shards", "server={n} workers={n} colocate=yes"),
     Way("shards bf16", "server={n} workers={n} colocate=yes compress=bf16"),
     Way("shards staleness=1", "server={n} workers={n} colocate=yes staleness=1"),
+    Way("shards staleness=1 bf16", "server={n} workers={n} colocate=yes staleness=1 compress=bf16"),
     Way("shards staleness=inf", "server={n} workers={n} colocate=yes staleness=inf"),
     Way("DiLoCo H=10", "data={n} local=10 outer=diloco"),
     Way("DiLoCo H=100 int8", "data={n} local=100 outer=diloco compress=int8", scale=0.5),
@@ -120,7 +123,8 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     updates = [line for line in lines if "loss" in line]
     a_round = 1 if way.cuts_the_batch(workers) else workers  # updates
-    first, last = updates[max(FIRST * a_round, every) - 1], updates[-a_round]  # local steps are told of together
+    end = -1 if every > 1 else -1 - LAST * a_round  # local steps are told of together
+    first, last = updates[max(FIRST * a_round, every) - 1], updates[end]
     spent_s = last["time"] - first["time"]
     samples_per_s = (last["samples"] - first["samples"]) / spent_s
     return Found(way.name, workers, mbit_s, samples_per_s * step_s / SAMPLES / workers,
@@ -169,7 +173,7 @@ def main() -> None:
                         default=[way.name for way in WAYS if way.scale == 1.0], help="by default all that take seconds")
     parser.add_argument("--step-s", type=float, default=1.0, help="seconds a host computes in a step")
     parser.add_argument("--megabytes", type=float, default=25.0, help="of float32 parameters")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=16, help="of every host")
     parser.add_argument("--json", help="write every figure to this file")
     parser.add_argument("--plot", help="draw speed-up over hosts into this file")
     options = parser.parse_args()

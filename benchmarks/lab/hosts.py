@@ -26,12 +26,13 @@ def _ip(*arguments: str) -> None:
         raise NoLab(f"ip {' '.join(arguments)}: {found.stderr.strip()}")
 
 
+def _in(namespace: str, *command: str) -> None:
+    _ip("netns", "exec", namespace, *command)
+
+
 def _shape(namespace: str, device: str, mbit_s: float) -> None:
-    command = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root", "tbf",
-               "rate", f"{mbit_s:g}mbit", "burst", BURST, "latency", LATENCY]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    if found.returncode:
-        raise NoLab(f"{' '.join(command)}: {found.stderr.strip()}")
+    _in(namespace, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{mbit_s:g}mbit", "burst", BURST,
+        "latency", LATENCY)
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ def hosts(count: int, *, mbit_s: float) -> Iterator[list[Host]]:
             _ip("-n", switch, "link", "set", port, "master", "br0", "up")
             _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
             _ip("-n", host.name, "link", "set", "eth0", "up")
+            # As Linux comes, whatever this machine is set to.
+            _ip("-n", host.name, "route", "replace", f"{NETWORK}.0/24", "dev", "eth0", "congctl", "cubic")
             _shape(host.name, "eth0", mbit_s)  # what it sends
             _shape(switch, port, mbit_s)  # what it receives
         yield made
