@@ -64,7 +64,7 @@ def server(seat: Seat) -> Iterator[None]:
 
     exchange = Exchange(shard, num_parts=seat.clients if sums else 1, keeps_sending=False, version=0,
                         measures=False, on_held=complete, on_lost=lambda peer, error: None, on_failed=failed,
-                        on_ready=ready, uplink=Uplink(weights_first=not sums))
+                        on_ready=ready, uplink=Uplink())
     if sums:
         exchange.open(0, 1.0)
     secret = secrets.token_bytes(32)
@@ -84,7 +84,7 @@ def client(seat: Seat, number: int, weights: Tensor) -> Iterator[PushPull]:
     connection = connect(address, Peer(Role.DATA, number, 0), secret=secret, layout=fingerprint([shard]),
                          timeout_s=PATIENCE_S)
     sums, round = seat.variant == SUM, 0
-    link = Link(connection, shard, worker=number, incarnation=0, uplink=Uplink(weights_first=not sums))
+    link = Link(connection, shard, worker=number, incarnation=0, uplink=Uplink())
     arrivals = Arrivals(_parameters(weights), [link])
 
     def push_pull(gradient: Tensor) -> None:

@@ -19,7 +19,7 @@ class Instant:
     """A link whose weights are there at once: 7 everywhere."""
 
     def __init__(self, shard: Shard) -> None:
-        self.shard, self.versions = shard, [3]
+        self.shard, self.versions, self.filled_s = shard, [3], 0.0
         self.received = [torch.full((chunk.stop - chunk.start,), 7, dtype=getattr(torch, chunk.wire_dtype))
                          for chunk in shard.chunks]
         self.received_bytes = [bytes_of(chunk) for chunk in self.received]

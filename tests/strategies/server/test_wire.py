@@ -56,7 +56,7 @@ class Served:
         self.exchange = Exchange(SHARD, num_parts=num_parts, keeps_sending=True, version=0, measures=True,
                                  on_held=lambda *told: self.held.put(told), on_lost=lambda *told: self.lost.put(told),
                                  on_failed=self.failed.put,
-                                 on_ready=lambda gradients, scale: None, uplink=Uplink(weights_first=False))
+                                 on_ready=lambda gradients, scale: None, uplink=Uplink())
         self.door = Door(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=LAYOUT)
         for view in self.exchange.views.values():
             view.fill_(1.5)
@@ -105,7 +105,7 @@ def _pull(parameters: dict[str, torch.nn.Parameter], link: Link) -> int:
 def _works(served: Served, update: int = 0) -> None:
     """A worker fetches weights and brings a gradient."""
     parameters = _parameters()
-    link = Link(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink(weights_first=False))
+    link = Link(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink())
     assert _pull(parameters, link) == 0
     assert all(bool((p == 1.5).all()) for p in parameters.values())
     pusher = Pusher(parameters, [link], lambda: None)
@@ -125,7 +125,7 @@ def test_a_worker_pushes_and_pulls(served: Served):
     _works(served)
     parameters = _parameters()
     parameters["a"] = torch.nn.Parameter(torch.zeros(3, 7).t())
-    link = Link(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink(weights_first=False))
+    link = Link(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink())
     served.exchange.views["a"].copy_(torch.arange(21.0).view(7, 3))
     _pull(parameters, link)
     assert torch.equal(parameters["a"].detach(), torch.arange(21.0).view(7, 3))

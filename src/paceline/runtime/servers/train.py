@@ -13,7 +13,7 @@ from paceline.plan import Plan
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.loop import Observer, Settings
 from paceline.runtime.servers.coordinator import Coordinator
-from paceline.runtime.servers.roles import Meeting, Roles, servers_of
+from paceline.runtime.servers.roles import Meeting, Roles
 from paceline.runtime.servers.server import Follower
 from paceline.runtime.servers.shelf import Shelf, build
 from paceline.runtime.servers.worker import Worker
@@ -32,7 +32,7 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     """
     context.num_trained += 1
     meeting = Meeting(context, f"servers/{context.num_trained}")
-    uplink = Uplink(weights_first=servers_of(plan).staleness != 0)
+    uplink = Uplink()
     roles = Roles.of(plan, context.rank)
     if roles.worker is None:
         assert roles.server is not None

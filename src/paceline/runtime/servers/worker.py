@@ -23,7 +23,7 @@ from paceline.runtime.loop import Settings
 from paceline.runtime.loss import Tally
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
-from paceline.runtime.servers.roles import Meeting
+from paceline.runtime.servers.roles import Meeting, servers_of
 from paceline.runtime.servers.shelf import deal_out
 from paceline.runtime.stepper import Stepper, check_loss
 from paceline.strategies.layout import Extent
@@ -35,6 +35,7 @@ from paceline.strategies.server.shards import fingerprint
 from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError, connect
 
 _CONNECT_S = 60.0
+_QUICK = 0.1  # of a step: weights that come in less time are worth being fresher by a step
 
 
 class Worker:
@@ -68,7 +69,8 @@ class Worker:
         assert job.num_samples is not None
         self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
         self.windows: Iterator[tuple[Window, list[MicroBatch]]] | None = None
-        self.inbox = _Inbox(self.control, self.arrivals, alive=partial(context.beat, "input"))
+        self.inbox = _Inbox(self.control, self.arrivals, takes_any=servers_of(plan).staleness != 0,
+                            alive=partial(context.beat, "input"))
         self.observed_step: int | None = None
         self.buffers: dict[str, torch.Tensor] | None = {
             name: buffer.detach().clone() for name, buffer in self.stepper.model.named_buffers()}
@@ -193,17 +195,22 @@ class Worker:
 class _Inbox:
     """Orders as they come in. Weights of the next one are asked for as soon as this step's are all there.
 
+    Where later weights may be fresher and come quickly, they are asked for when their step begins.
+
+    takes_any: whether weights of any version from the order's on will do.
     alive: called when the coordinator gives a sign of life while its next order is waited for.
     """
 
-    def __init__(self, control: Connection, arrivals: Arrivals, *, alive: Callable[[], None]) -> None:
-        self.control, self.arrivals, self.alive = control, arrivals, alive
+    def __init__(self, control: Connection, arrivals: Arrivals, *, takes_any: bool,
+                 alive: Callable[[], None]) -> None:
+        self.control, self.arrivals, self.takes_any, self.alive = control, arrivals, takes_any, alive
         self.is_waiting = False
         self.changed = threading.Condition()
         self.orders: deque[dict[str, Any]] = deque()
         self.losses: dict[int, float] = {}  # of steps, for whoever looks on
         self.error: WireError | None = None
         self.is_settled = True
+        self.fetched_s, self.step_s = time.perf_counter(), 0.0  # when the last step began, and how long one takes
 
     def listen(self) -> None:
         """Hear the coordinator on a thread of its own until it is gone."""
@@ -239,13 +246,18 @@ class _Inbox:
             self._ask(order)
             self.is_settled = False
             self.arrivals.begin()
+            now_s = time.perf_counter()
+            self.step_s, self.fetched_s = now_s - self.fetched_s, now_s
 
     def settled(self) -> None:
         """All weights of this step are there."""
         with self.changed:
             self.is_settled = True
-            if self.orders:
+            if self.orders and self._asks_early():
                 self._ask(self.orders[0])
+
+    def _asks_early(self) -> bool:
+        return not self.takes_any or self.is_waiting or self.arrivals.pull_s > _QUICK * self.step_s
 
     def _ask(self, order: dict[str, Any]) -> None:
         if order.get("version", -1) > self.arrivals.asked:
@@ -263,7 +275,7 @@ class _Inbox:
                         self.losses[order["made"]] = order["loss"]
                     else:
                         self.orders.append(order)
-                        if self.is_settled and len(self.orders) == 1:
+                        if self.is_settled and len(self.orders) == 1 and self._asks_early():
                             self._ask(order)
                     self.changed.notify_all()
         except WireError as error:

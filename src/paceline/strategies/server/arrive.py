@@ -44,6 +44,7 @@ class Arrivals:
 
     version: updates that the weights of this step have at least, once it is settled.
     waited_s: seconds that anything has waited for weights.
+    pull_s: seconds from asking for the weights of this step until the last of them came.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[Link]) -> None:
@@ -58,14 +59,15 @@ class Arrivals:
                     at += count
         self.is_plain = {name: all(links[at.link].received[at.chunk].dtype == p.dtype for at in self.places[name])
                          for name, p in parameters.items()}  # whether they come as they are
-        self.asked, self.version, self.waited_s = -1, -1, 0.0
+        self.asked, self.version, self.waited_s, self.pull_s = -1, -1, 0.0, 0.0
+        self.asked_s = 0.0
         self.begun = self.settled = self.asked  # what this step's weights were asked for as; the last that was complete
         self.pending: dict[str, None] = {}
         self.sharing: dict[int, list[str]] = {}  # names by the memory that they lie in
 
     def ask(self, version: int) -> None:
         """Have weights with at least so many updates sent; this step's must be settled."""
-        self.asked = version
+        self.asked, self.asked_s = version, time.perf_counter()
         for link in self.links:
             link.ask(version)
 
@@ -89,6 +91,7 @@ class Arrivals:
             return
         self._need(list(self.pending))
         self.settled, self.version = self.begun, min(min(link.versions, default=self.begun) for link in self.links)
+        self.pull_s = max(link.filled_s for link in self.links) - self.asked_s
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:

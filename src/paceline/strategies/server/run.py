@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ class Link:
 
     received: the weights that were asked for last, a tensor for each chunk, as they are on the wire.
     versions: updates that each of those that are here has.
+    filled_s: when the last of them came, as `time.perf_counter` has it.
     """
 
     def __init__(self, connection: Connection, shard: Shard, *, worker: int, incarnation: int,
@@ -60,7 +62,7 @@ class Link:
         self.outbox: queue.PriorityQueue[tuple[float, float, Header | None, list[memoryview]]] = queue.PriorityQueue()
         self.changed = threading.Condition()
         self.error: WireError | None = None
-        self.versions, self.missing = list[int](), set[int]()
+        self.versions, self.missing, self.filled_s = list[int](), set[int](), 0.0
         for work in (self._send, self._receive):
             threading.Thread(target=self._guarded, args=(work,), name="paceline-link", daemon=True).start()
 
@@ -138,7 +140,8 @@ class Link:
             if header.kind in (Kind.PULL, Kind.PULL_ROWS):
                 self.connection.send(header, *parts)
             else:
-                self.connection.send_in_turn(header, parts, self.uplink)
+                with self.uplink.first():
+                    self.connection.send(header, *parts)
         self.connection.close()
 
     def _receive(self) -> None:
@@ -157,6 +160,7 @@ class Link:
             with self.changed:
                 self.missing.discard(header.chunk)
                 self.versions.append(header.step)
+                self.filled_s = time.perf_counter()
                 self.changed.notify_all()
 
 

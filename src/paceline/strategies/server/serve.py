@@ -438,25 +438,28 @@ class Exchange:
             with self.changed:
                 self.changed.wait_for(lambda: self.over or wanted.is_gone or self._has_rows(wanted)
                                       or self._chunk(wanted) is not None)
-            if Kind.WEIGHTS not in self.uplink.first:
-                self.uplink.wait()  # meanwhile weights of earlier layers may come to be there
             if self.over or wanted.is_gone:
                 return
             if self._has_rows(wanted):
                 self._send_rows(connection, *wanted.rows.popleft())
                 continue
-            number = self._chunk(wanted)
-            assert number is not None and wanted.version is not None
-            wanted.left.discard(number)
-            chunk = self.shard.chunks[number]
-            if self.keeps_sending:
-                with self.making:
-                    version, data = self.version, copy[:chunk.num_bytes]
-                    data[:] = self.weights.sent(chunk)
-            else:
-                version, data = wanted.version, self.weights.sent(chunk)
-            header = Header(Kind.WEIGHTS, chunk.num_bytes, chunk.wire_dtype, step=version, chunk=number)
-            connection.send_in_turn(header, [data], self.uplink)
+            with self.uplink.after():  # meanwhile weights of earlier layers may have come to be there
+                self._send_chunk(connection, wanted, copy)
+
+    def _send_chunk(self, connection: Connection, wanted: _Wanted, copy: memoryview) -> None:
+        number = self._chunk(wanted)
+        if number is None:  # the worker asked anew
+            return
+        assert wanted.version is not None
+        wanted.left.discard(number)
+        chunk = self.shard.chunks[number]
+        if self.keeps_sending:
+            with self.making:
+                version, data = self.version, copy[:chunk.num_bytes]
+                data[:] = self.weights.sent(chunk)
+        else:
+            version, data = wanted.version, self.weights.sent(chunk)
+        connection.send(Header(Kind.WEIGHTS, chunk.num_bytes, chunk.wire_dtype, step=version, chunk=number), data)
 
     def _has_rows(self, wanted: _Wanted) -> bool:
         return bool(wanted.rows) and wanted.rows[0][0] <= self.version

@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -29,11 +29,9 @@ VERSION = 1
 _HEADER = struct.Struct(">4sHBBIIqIQ")
 DTYPES = ("none", "float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 DOCUMENT_BYTES = 16 * 2**20  # most of a JSON payload
-PIECE_BYTES = 64 * 2**10  # of what lets others pass
 # What the system takes of a connection ahead of the network: nothing urgent can pass it any more. With a round trip of
 # 0.1 ms it lets a connection carry 1 GB/s. With 10 ms it would be 10 MB/s, but links that long are for local=H.
 _BUFFER_BYTES = 64 * 2**10
-_PATIENCE_S = 0.02  # before a piece of what is not urgent is sent all the same
 HANDSHAKE_S = 10.0  # for a peer to prove itself
 _NONCE_BYTES = _PROOF_BYTES = 32
 _GREETING_BYTES = 8 + _NONCE_BYTES + 32 + _PROOF_BYTES
@@ -117,34 +115,36 @@ class Peer:
 
 
 class Uplink:
-    """What the connections of a process share: its frames of one kind go before all others.
+    """What the connections of a process share: gradients go before weights.
 
-    Where all wait for all, gradients are urgent: an update needs those of every worker, and weights of the last layers
-    are not needed for long. Where workers run ahead, weights are: the next step begins with them.
+    A gradient is waited for by all workers, or makes everybody's next weights fresher; of weights, those of the last
+    layers are not needed for long. So while gradients are sent, one connection at a time sends weights.
     """
 
-    def __init__(self, *, weights_first: bool) -> None:
-        self.first = (Kind.WEIGHTS,) if weights_first else (Kind.PUSH, Kind.PUSH_REST)
-        self.changed = threading.Condition()
+    def __init__(self) -> None:
+        self.counting = threading.Lock()
+        self.turn = threading.Lock()
         self.urgent = 0
 
     @contextmanager
-    def urgently(self) -> Iterator[None]:
-        """Send what others must wait for."""
-        with self.changed:
+    def first(self) -> Iterator[None]:
+        """Send a gradient."""
+        with self.counting:
             self.urgent += 1
         try:
             yield
         finally:
-            with self.changed:
+            with self.counting:
                 self.urgent -= 1
-                if self.urgent == 0:
-                    self.changed.notify_all()
 
-    def wait(self) -> None:
-        """Let what is urgent pass, for a while: who sends it may be slow to take it, and the link free."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.urgent == 0, timeout=_PATIENCE_S)
+    @contextmanager
+    def after(self) -> Iterator[None]:
+        """Choose and send weights."""
+        if not self.urgent:
+            yield
+            return
+        with self.turn:
+            yield
 
 
 class Connection:
@@ -167,21 +167,6 @@ class Connection:
         """
         with self.sending:
             self._send([memoryview(header.pack()), *(memoryview(part).cast("B") for part in parts if len(part))])
-
-    def send_in_turn(self, header: Header, parts: Sequence[memoryview], uplink: Uplink) -> None:
-        """One frame; if it is not urgent, others may pass between its pieces."""
-        with self.sending:
-            if self.is_within_host:
-                self._send([memoryview(header.pack()), *parts])
-                return
-            if header.kind in uplink.first:
-                with uplink.urgently():
-                    self._send([memoryview(header.pack()), *parts])
-                return
-            for piece in (memoryview(header.pack()), *(part[at:at + PIECE_BYTES] for part in parts
-                                                      for at in range(0, len(part), PIECE_BYTES))):
-                uplink.wait()
-                self._send([piece])
 
     def _send(self, buffers: list[memoryview]) -> None:
         self.sent_bytes += sum(len(buffer) for buffer in buffers)
