@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.server.serve import bytes_of
 from paceline.strategies.server.shards import Held, Shard, Slice
+from paceline.strategies.server.shared import offer
 from paceline.strategies.server.wire import Connection, Header, Kind, Uplink, WireError
 
 if TYPE_CHECKING:
@@ -56,8 +58,11 @@ class Link:
         self.uplink, self.compress = uplink, compress
         self.rows: torch.Tensor | None = None
         self.asked_rows = (-1, 0)  # table, number of rows
+        self.shared = offer(connection, [chunk.num_bytes for chunk in shard.chunks])
         self.received = [torch.empty(chunk.stop - chunk.start, dtype=getattr(torch, chunk.wire_dtype))
-                         for chunk in shard.chunks]
+                         if self.shared is None else
+                         torch.frombuffer(self.shared.weights[number], dtype=getattr(torch, chunk.wire_dtype))
+                         for number, chunk in enumerate(shard.chunks)]
         self.received_bytes = [bytes_of(chunk) for chunk in self.received]
         self.outbox: queue.PriorityQueue[tuple[float, float, Header | None, list[memoryview]]] = queue.PriorityQueue()
         self.changed = threading.Condition()
@@ -140,9 +145,16 @@ class Link:
             if header.kind in (Kind.PULL, Kind.PULL_ROWS):
                 self.connection.send(header, *parts)
             else:
-                with self.uplink.first():
-                    self.connection.send(header, *parts)
+                self._send_gradient(header, parts)
         self.connection.close()
+
+    def _send_gradient(self, header: Header, parts: list[memoryview]) -> None:
+        if self.shared is not None and header.kind != Kind.PUSH_ROWS and self.shared.put(header.chunk, parts):
+            self.connection.send(replace(header, length=0))
+            self.connection.sent_bytes += header.length
+            return
+        with self.uplink.first():
+            self.connection.send(header, *parts)
 
     def _receive(self) -> None:
         while True:
@@ -155,8 +167,12 @@ class Link:
             chunk = self.shard.chunks[header.chunk]
             if header.dtype != chunk.wire_dtype or header.chunk not in self.missing:
                 raise WireError(f"a server sent {header.dtype} of chunk {header.chunk}, which was not asked for")
-            self.connection.checked(header, chunk.num_bytes, chunk.num_bytes)
-            self.connection.read_into(self.received_bytes[header.chunk])
+            if self.shared is None:
+                self.connection.checked(header, chunk.num_bytes, chunk.num_bytes)
+                self.connection.read_into(self.received_bytes[header.chunk])
+            else:
+                self.connection.checked(header, 0, 0)
+                self.connection.received_bytes += chunk.num_bytes
             with self.changed:
                 self.missing.discard(header.chunk)
                 self.versions.append(header.step)

@@ -7,11 +7,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.strategies.server.shards import Chunk, Shard
+from paceline.strategies.server.shared import Shared, accept_offer
 from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, accept
 
 _HANDSHAKES = 64  # at a time
@@ -90,13 +93,13 @@ class Memory:
         item_bytes = chunk.num_bytes // (chunk.stop - chunk.start)
         return self.bytes[chunk.dtype][chunk.start * item_bytes:chunk.stop * item_bytes]
 
-    def receive(self, chunk: Chunk, connection: Connection) -> None:
-        """Fill a chunk with what comes next."""
+    def receive(self, chunk: Chunk, read_into: Callable[[memoryview], None]) -> None:
+        """Fill a chunk with what is read."""
         if chunk.wire_dtype == chunk.dtype:
-            connection.read_into(self.sent(chunk))
+            read_into(self.sent(chunk))
             return
         narrow = torch.empty(chunk.stop - chunk.start, dtype=getattr(torch, chunk.wire_dtype))
-        connection.read_into(bytes_of(narrow))
+        read_into(bytes_of(narrow))
         self.elements(chunk).copy_(narrow)
 
 
@@ -129,9 +132,11 @@ class _Wanted:
 
     version: of the weights, at least; None if it has asked for none. left: chunks of them.
     rows: of tables: (version, table, places of rows).
+    shared: memory that it shares with this server, if any.
     """
 
     def __init__(self) -> None:
+        self.shared: Shared | None = None
         self.version: int | None = None
         self.left: set[int] = set()
         self.rows: deque[tuple[int, int, torch.Tensor]] = deque()
@@ -291,25 +296,32 @@ class Exchange:
                     wanted.rows.append((header.step, header.chunk, places))
                     self.changed.notify_all()
             elif header.kind in (Kind.PUSH, Kind.PUSH_REST):
-                self._receive_chunk(connection, header, peer)
+                self._receive_chunk(connection, header, peer, wanted.shared)
             elif header.kind == Kind.PUSH_ROWS:
                 self._receive_rows(connection, header, peer)
+            elif header.kind == Kind.OFFER:
+                wanted.shared = accept_offer(connection, header, [chunk.num_bytes for chunk in self.shard.chunks])
             else:
                 raise WireError(f"a worker sent {header.kind.name} to a server")
 
-    def _receive_chunk(self, connection: Connection, header: Header, peer: Peer) -> None:
+    def _receive_chunk(self, connection: Connection, header: Header, peer: Peer, shared: Shared | None) -> None:
         if header.chunk >= len(self.shard.chunks):
             raise WireError(f"a worker sent chunk {header.chunk} of {len(self.shard.chunks)}")
         chunk = self.shard.chunks[header.chunk]
         if header.dtype != chunk.wire_dtype:
             raise WireError(f"a worker sent {header.dtype} where {chunk.wire_dtype} is due")
-        connection.checked(header, chunk.num_bytes, chunk.num_bytes)
+        read_into = connection.read_into
+        if shared is not None and header.length == 0:
+            read_into = partial(shared.take, header.chunk)
+            connection.received_bytes += chunk.num_bytes
+        else:
+            connection.checked(header, chunk.num_bytes, chunk.num_bytes)
         part = self._part(header, peer)
         gathering = self._expected(header, part, header.chunk)
         if gathering is None:
-            connection.read_into(memoryview(bytearray(chunk.num_bytes)))
+            read_into(memoryview(bytearray(chunk.num_bytes)))
             return
-        gathering.buffers[part].receive(chunk, connection)
+        gathering.buffers[part].receive(chunk, read_into)
         self._arrived(header.step, gathering, header.chunk)
 
     def _receive_rows(self, connection: Connection, header: Header, peer: Peer) -> None:
@@ -453,13 +465,21 @@ class Exchange:
         assert wanted.version is not None
         wanted.left.discard(number)
         chunk = self.shard.chunks[number]
+        version, data, place = wanted.version, self.weights.sent(chunk), copy[:chunk.num_bytes]
+        if wanted.shared is not None:
+            place = wanted.shared.weights[number]
         if self.keeps_sending:
             with self.making:
-                version, data = self.version, copy[:chunk.num_bytes]
-                data[:] = self.weights.sent(chunk)
+                version, place[:] = self.version, data
+            data = place
+        elif wanted.shared is not None:
+            place[:] = data
+        header = Header(Kind.WEIGHTS, chunk.num_bytes, chunk.wire_dtype, step=version, chunk=number)
+        if wanted.shared is None:
+            connection.send(header, data)
         else:
-            version, data = wanted.version, self.weights.sent(chunk)
-        connection.send(Header(Kind.WEIGHTS, chunk.num_bytes, chunk.wire_dtype, step=version, chunk=number), data)
+            connection.send(replace(header, length=0))
+            connection.sent_bytes += chunk.num_bytes
 
     def _has_rows(self, wanted: _Wanted) -> bool:
         return bool(wanted.rows) and wanted.rows[0][0] <= self.version

@@ -52,6 +52,9 @@ class Kind(IntEnum):
     PULL_ROWS = 10
     ROWS = 11
     PUSH_ROWS = 12
+    OFFER = 13
+    TAKEN = 14
+    DECLINED = 15
 
 
 class Role(IntEnum):
