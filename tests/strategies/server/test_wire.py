@@ -9,6 +9,8 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,7 +55,7 @@ class Served:
         self.held: queue.Queue[tuple[int, float]] = queue.Queue()
         self.lost: queue.Queue[tuple[Peer, WireError]] = queue.Queue()
         self.failed: queue.Queue[Exception] = queue.Queue()
-        self.exchange = Exchange(SHARD, num_parts=num_parts, keeps_sending=True, version=0, measures=True,
+        self.exchange = Exchange(SHARD, num_parts=num_parts, keeps_sending=True, version=0, measures=True, end=100,
                                  on_held=lambda *told: self.held.put(told), on_lost=lambda *told: self.lost.put(told),
                                  on_failed=self.failed.put,
                                  on_ready=lambda gradients, scale: None, uplink=Uplink(weights_first=False))
@@ -290,3 +292,135 @@ def test_versions_are_waited_for(served: Served):
     served.exchange.made(0)
     assert connection.receive().step == 1
     connection.close()
+
+
+TABLED, = assign(MODEL, 1, split_tensors=True, chunk_bytes=32, tables=[Held("t", (9, 2), "float32", 4)])
+_ROW_BYTES = 8 + 2 * 4
+
+
+class Attacked:
+    """A server with a table. Who breaks the rules is given up, as a coordinator does."""
+
+    def __init__(self) -> None:
+        self.held: queue.Queue[int] = queue.Queue()
+        self.failed: queue.Queue[Exception] = queue.Queue()
+        self.exchange = Exchange(
+            TABLED, num_parts=1, keeps_sending=True, version=0, measures=True, end=100,
+            on_held=lambda update, squares: self.held.put(update),
+            on_lost=lambda peer, error: self.exchange.dismiss(peer.number, peer.incarnation, keeps=[]),
+            on_failed=self.failed.put, on_ready=lambda gradients, scale: None, uplink=Uplink(weights_first=True))
+        for view in self.exchange.views.values():
+            view.fill_(1.0)
+        self.door = Door(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=fingerprint([TABLED]))
+        self.incarnations = iter(range(10**9))
+
+    def reach(self) -> tuple[Connection, int]:
+        incarnation = next(self.incarnations)
+        connection = connect(self.door.address, Peer(Role.DATA, 0, incarnation), secret=SECRET,
+                             layout=fingerprint([TABLED]), timeout_s=5)
+        connection.sock.settimeout(10)
+        return connection, incarnation
+
+    def works(self, update: int) -> None:
+        """A worker fetches weights and rows, and brings a gradient."""
+        connection, own = self.reach()
+        connection.send(Header(Kind.PULL, worker=0, incarnation=own))
+        for _ in TABLED.chunks:
+            header = connection.receive()
+            assert header.kind == Kind.WEIGHTS
+            connection.read_into(memoryview(bytearray(header.length)))
+        for frame in _frames(own, update):
+            connection.send(*frame)
+        while self.held.get(timeout=10) != update:  # a stranger's was complete
+            pass
+        assert self.failed.empty()
+        assert all(bool((g.to_dense() == 0).all()) for g in self.exchange.gradients(update)[0].values())
+        self.exchange.drop(update)
+        connection.close()
+        deadline_s = time.monotonic() + 10
+        while self.exchange.gatherings or self.exchange.connections:  # nothing is left of anybody
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+
+
+@pytest.fixture(scope="module")
+def attacked() -> Iterator[Attacked]:
+    found = Attacked()
+    yield found
+    found.door.close()
+    found.exchange.close()
+
+
+def _frames(incarnation: int, update: int) -> list[tuple[Header, bytes]]:
+    """Everything that a worker sends in a step but its question for weights."""
+    ids = bytes_of(torch.arange(3)).tobytes()
+    rows = ids + bytes(3 * (_ROW_BYTES - 8))
+    return [*((Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, 0, incarnation, update, number), bytes(chunk.num_bytes))
+              for number, chunk in enumerate(TABLED.chunks)),
+            (Header(Kind.PULL_ROWS, len(ids), "none", 0, incarnation, 0, 0), ids),
+            (Header(Kind.PUSH_ROWS, len(rows), "float32", 0, incarnation, update, 0), rows)]
+
+
+_numbers = st.integers(0, 12) | st.integers(0, 2**32 - 1)
+_headers = st.fixed_dictionaries({}, optional={
+    "kind": st.sampled_from(Kind), "dtype": st.sampled_from(wire.DTYPES), "worker": _numbers, "incarnation": _numbers,
+    "chunk": _numbers, "step": st.integers(-1, 12) | st.integers(-(2**63), 2**63 - 1),
+    "length": st.integers(0, 60) | st.integers(0, 2**64 - 1)})
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_a_worker_that_sends_anything(attacked: Attacked, data: st.DataObject):
+    """Frames with fields, bytes and ends that are changed: its connection ends and another's update goes through."""
+    sent = []
+    for number in data.draw(st.lists(st.integers(0, len(TABLED.chunks) + 1), max_size=12)):
+        changes = data.draw(st.just({}) | _headers)
+        places = data.draw(st.just([]) | st.lists(st.tuples(st.integers(0, 60), st.integers(0, 255)), max_size=2))
+        sent.append((number, changes, places, data.draw(st.just(None) | st.integers(0, 60)),
+                     data.draw(st.just(b"") | st.binary(max_size=9))))
+    update = data.draw(st.integers(0, 3))
+    connection, own = attacked.reach()
+    try:
+        for number, changes, places, end, rest in sent:
+            header, payload = _frames(own, update)[number]
+            frame = bytearray(replace(header, **changes).pack() + payload)
+            for place, value in places:
+                frame[place % len(frame)] = value
+            connection.sock.sendall(bytes(frame[:end]) + rest)
+        connection.sock.shutdown(socket.SHUT_WR)
+        while connection.sock.recv(4096):
+            pass
+    except OSError as error:
+        assert not isinstance(error, TimeoutError)
+    connection.close()
+    attacked.works(10**15 + own)
+
+
+@given(st.lists(st.tuples(st.integers(0, 139), st.integers(0, 255)), min_size=1, max_size=3), st.integers(1, 140))
+def test_a_greeting_that_is_changed(attacked: Attacked, changes: list[tuple[int, int]], length: int):
+    """Answered or refused, and never waited for when there is an end."""
+    with socket.create_connection(attacked.door.address, timeout=10) as sock:
+        greeting = bytearray(Header(Kind.GREETING, 104).pack() + struct.pack(">HHI", Role.DATA, 0, 10**8) + bytes(96))
+        for place, value in changes:
+            greeting[place] = value
+        sock.sendall(greeting[:length])
+        sock.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
+            while sock.recv(4096):
+                pass
+
+
+def test_a_stranger_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, served: Served):
+    """A byte now and then does not prolong the time in which a peer must prove itself; nor does leaving at once."""
+    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.5)
+    for _ in range(5):
+        leaving = served.stranger()
+        leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        leaving.close()
+    began_s = time.monotonic()
+    with served.stranger() as sock, suppress(OSError):
+        while time.monotonic() - began_s < 5:
+            sock.sendall(b"P")
+            time.sleep(0.1)
+    assert time.monotonic() - began_s < 3
+    _works(served)
