@@ -144,6 +144,30 @@ def test_damping_and_what_a_run_tells(tmp_path: Path):
     assert all(worker["waited_for_step_s"] > 0 for worker in summary["workers"].values())
 
 
+class Weightless(nn.Module):
+    """Its gradient does not depend on its weights, so that whatever misses whose updates changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4, dtype=torch.float64), nn.Linear(6, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x.double()) + 2 * self.second(x.double())
+
+
+def test_clipping_with_staleness_is_of_each_steps_own_gradient(tmp_path: Path):
+    """By its norm over all servers: every step's update is what one device makes of the same gradient."""
+    job = make_job(Weightless, loss=lambda output, target: (output.mean(1) * (target + 1)).mean(), clip=0.3)
+    weights = {}
+    for plan in ("single", "server=2 workers=2 staleness=inf"):
+        paceline.train(job, plan, run=tmp_path / plan, steps=12, timeout_s=TIMEOUT_S)
+        lines = [json.loads(line) for line in (tmp_path / plan / "metrics.jsonl").read_text().splitlines()]
+        assert min(line["gradient_norm"] for line in lines if "loss" in line) > 0.3  # each is clipped
+        weights[plan] = load_file(tmp_path / plan / "model.safetensors")
+    one, other = weights.values()
+    assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-12) for name in one)
+
+
 class Words(nn.Module):
     """Two tables, one of them looked into twice, and layers."""
 
@@ -214,6 +238,11 @@ class Norm(nn.Module):
 
 @pytest.mark.parametrize(("job", "plan", "kind", "why"), [
     (make_job(Norm), "server=1 workers=2", JobError, "changes the buffer 'norm.running_mean'"),
+    (make_job(Norm), "server=1 workers=2 staleness=1", JobError, "changes the buffer(.|\n)*GroupNorm or LayerNorm"),
+    (make_job(Mlp, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])), "server=1 workers=1", JobError,
+     "LBFGS evaluates the loss several times a step"),
+    (make_job(Mlp, optimizer=lambda named: torch.optim.Adafactor([p for _, p in named])), "server=7 workers=1",
+     PlanError, "server=7 servers and 6 parameters(.|\n)*at most 6 servers"),
     (make_job(lambda: nn.Linear(6, 3, bias=False)), "server=4 workers=1", PlanError, "at most 3 servers"),
     (make_job(lambda: nn.Sequential(nn.Embedding(9, 3, sparse=True, max_norm=1.0), nn.Flatten(), nn.Linear(18, 3))),
      "server=1 workers=1", JobError, "max_norm"),

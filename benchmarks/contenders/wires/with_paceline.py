@@ -63,7 +63,7 @@ def server(seat: Seat) -> Iterator[None]:
         raise error
 
     exchange = Exchange(shard, num_parts=seat.clients if sums else 1, keeps_sending=False, version=0,
-                        measures=False, on_held=complete, on_lost=lambda peer, error: None, on_failed=failed,
+                        measures=False, end=2**63, on_held=complete, on_lost=lambda peer, error: None, on_failed=failed,
                         on_ready=ready, uplink=Uplink())
     if sums:
         exchange.open(0, 1.0)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster import Device
+from paceline.errors import ClusterError, PacelineError, PeerLost
 from paceline.launch.board import Board
 from paceline.launch.crew import PEERS, Crew
 from paceline.launch.environment import Environment, address_towards, interface_towards
@@ -25,6 +26,9 @@ def join(environment: Environment, *, timeout_s: float) -> Any:
     """Meet the other ranks at the launcher's address. Returns the store they share.
 
     Sets GLOO_SOCKET_IFNAME, if it is not set, to the interface that faces the meeting place.
+
+    Raises:
+        ClusterError: on rank 0, something else has the port. PeerLost: the others can't be met there.
     """
     import torch.distributed as dist
 
@@ -32,13 +36,28 @@ def join(environment: Environment, *, timeout_s: float) -> Any:
         found = interface_towards(environment.master_address)
         if found:
             os.environ["GLOO_SOCKET_IFNAME"] = found
-    if environment.launcher == "Slurm":
-        store = dist.TCPStore(environment.master_address, environment.master_port, environment.world_size,
-                              is_master=environment.rank == 0, timeout=timedelta(seconds=timeout_s))
-    else:
-        store, _, _ = next(dist.rendezvous("env://", environment.rank, environment.world_size,
-                                           timeout=timedelta(seconds=timeout_s)))
+    try:
+        if environment.launcher == "Slurm":
+            store = dist.TCPStore(environment.master_address, environment.master_port, environment.world_size,
+                                  is_master=environment.rank == 0, timeout=timedelta(seconds=timeout_s))
+        else:
+            store, _, _ = next(dist.rendezvous("env://", environment.rank, environment.world_size,
+                                               timeout=timedelta(seconds=timeout_s)))
+    except dist.DistError as error:
+        raise _unmet(environment, str(error).partition("\n")[0]) from error
     return dist.PrefixStore(f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _unmet(environment: Environment, why: str) -> PacelineError:
+    """What a rank says that can't meet the others."""
+    port = environment.master_port
+    if "EADDRINUSE" in why:
+        return ClusterError(f"MASTER_PORT={port}, where the ranks meet, is in use by another program on this host",
+                            hint="MASTER_PORT=N with another N, the same for every rank; 1024 to 65535 are allowed")
+    return PeerLost(f"rank {environment.rank} can't meet the {environment.world_size} ranks of this run at "
+                    f"{environment.master_address}:{port}: {why}",
+                    hint="MASTER_ADDR must be the host of rank 0 and MASTER_PORT free there before the start; "
+                         "--timeout SECONDS waits longer for ranks that start late")
 
 
 def agree(store: Any, environment: Environment, key: str, make: Callable[[], str]) -> str:

@@ -9,7 +9,7 @@ import signal
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from paceline.runtime.folder import EVENTS, METRICS
 from paceline.runtime.loop import Settings, Speed, cut_metrics, predicted_step_s
 from paceline.runtime.order import Order
 from paceline.runtime.servers.losses import Losses, staleness_of, updates_after
+from paceline.runtime.servers.messages import checked
 from paceline.runtime.servers.roles import Meeting, Roles, servers_of
 from paceline.runtime.servers.server import Server
 from paceline.runtime.stepper import check_loss, check_used
@@ -70,6 +71,7 @@ class Coordinator(Server):
                            hint="a data set with __len__ and __getitem__, or a data=N plan")
         self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
         self.workers: dict[int, _Worker] = {}
+        self.joined: set[Peer] = set()  # every worker that ever was
         self.followers: dict[int, Connection] = {}
         self.followers_heard_s: dict[int, float] = {}
         self.alive_s = 0.0  # when workers last heard of this server
@@ -124,16 +126,30 @@ class Coordinator(Server):
     def tell(self, message: dict[str, Any]) -> None:
         self.inbox.put((Peer(Role.SERVER, self.number, 0), message))
 
+    def check(self, peer: Peer) -> None:
+        if peer.role != Role.SERVER:
+            super().check(replace(peer, role=Role.DATA))
+            return
+        num_servers = servers_of(self.plan).server
+        if not 0 < peer.number < num_servers or peer.number in self.followers_heard_s:
+            raise WireError(f"a peer says that it is server {peer.number}, which is here already or none of "
+                            f"server={num_servers}")
+
     def welcome(self, connection: Connection, peer: Peer) -> None:
         if peer.role == Role.DATA:
             super().welcome(connection, peer)
             return
-        def hear(who: Peer, message: dict[str, Any]) -> None:
-            if who.role == Role.SERVER:  # noted as it comes: the main thread may be busy for long
-                self.followers_heard_s[who.number] = time.monotonic()
-            self.inbox.put((who, message))
 
-        hear(peer, {"joined": connection})
+        def note(who: Peer) -> None:
+            if who.role == Role.SERVER:  # as it comes: the main thread may be busy for long
+                self.followers_heard_s[who.number] = time.monotonic()
+
+        def hear(who: Peer, message: dict[str, Any]) -> None:
+            note(who)
+            self.inbox.put((who, checked(who.role, message)))
+
+        note(peer)
+        self.inbox.put((peer, {"joined": connection}))
         listen_to(connection, peer, tell=hear,
                   on_lost=lambda who, error: self.inbox.put((who, error)))
 
@@ -173,7 +189,10 @@ class Coordinator(Server):
         elif peer.role == Role.SERVER:
             self._hear_server(peer, message)
         elif self._is_current(peer.number, peer.incarnation):
-            self._hear_worker(peer.number, message)
+            if (fault := self._fault(peer.number, message)) is not None:
+                self._lose(peer, WireError(fault))
+            else:
+                self._hear_worker(peer.number, message)
 
     def _is_current(self, worker: int, incarnation: int) -> bool:
         return worker in self.workers and self.workers[worker].incarnation == incarnation
@@ -188,6 +207,7 @@ class Coordinator(Server):
         if peer.number in self.workers:  # started again before its connection's end was heard of
             self._lose(Peer(Role.CONTROL, peer.number, self.workers[peer.number].incarnation),
                        WireError("it was started again"))
+        self.joined.add(peer)
         self.workers[peer.number] = _Worker(connection, peer.incarnation)
         self.clock.join(peer.number)
         self.deserted_s = None
@@ -195,12 +215,36 @@ class Coordinator(Server):
     def _hear_server(self, peer: Peer, message: dict[str, Any]) -> None:
         if "held" in message:
             update = message["held"]
-            self.squares[update] = self.squares.get(update, 0.0) + message["squares"]
-            self.clock.held(peer.number, update)
+            if update in self.clock.updates:  # else it was dropped, or a worker made it up
+                self.squares[update] = self.squares.get(update, 0.0) + message["squares"]
+                self.clock.held(peer.number, update)
         elif "lost" in message and not self.over:
-            self._lose(Peer(Role.CONTROL, message["lost"], message["incarnation"]), WireError(message["why"]))
+            lost = Peer(Role.CONTROL, message["lost"], message["incarnation"])
+            if lost in self.joined:
+                self._lose(lost, WireError(message["why"]))
+            else:  # it sent gradients and is no worker of this run
+                self._order({"gone": lost.number, "incarnation": lost.incarnation, "keeps": []})
         elif "left" in message:
             self.followers_left[peer.number] = message["left"]
+
+    def _fault(self, worker: int, message: dict[str, Any]) -> str | None:
+        """What is wrong with a worker's message, given what it was asked."""
+        leased = self.clock.workers[worker].leased
+        for kind, has_told in (("told", False), ("finished", True)):
+            if (update := message.get(kind)) is not None and (
+                    leased[:1] != [update] or (worker in self.reports.get(update, {})) != has_told):
+                return f"it said '{kind}' of update {update}, and has to say something else of {leased or 'none'} first"
+        if "finished" in message and not message["version"] <= self.clock.version + 1:
+            return f"it used weights of version {message['version']} when there were {self.clock.version}"
+        if "sums" in message and len(message["values"]) != 1 + len(self.job.metrics):
+            return f"it evaluated {len(message['values'])} figures of {1 + len(self.job.metrics)}"
+        if "idle" in message and message["deaths"] > sum(self.context.deaths) + self.context.restarts:
+            return f"it says that it died {message['deaths']} times"
+        if "left" in message and not self.over:
+            return "it left before the run was over"
+        if message.keys() & {"finished", "sums", "idle"} and not self.workers[worker].orders:
+            return f"it said '{next(iter(message))}' and was not asked"
+        return None
 
     def _hear_worker(self, worker: int, message: dict[str, Any]) -> None:
         self.workers[worker].heard_s = time.monotonic()
@@ -231,7 +275,7 @@ class Coordinator(Server):
         """A peer is gone. Workers can be, under staleness; what they left behind is dropped everywhere."""
         if peer.role == Role.SERVER:
             if peer.number not in self.followers_left:
-                raise error
+                raise WireError(f"server {peer.number} is gone: {error}") from error
             return
         if not self._is_current(peer.number, peer.incarnation):
             return
@@ -242,7 +286,8 @@ class Coordinator(Server):
             raise WireError(f"worker {peer.number} is gone: {error}", hint="--resume goes on from the last checkpoint")
         self.workers.pop(peer.number).connection.close()
         self.losses.note("worker_lost", worker=peer.number, step=self.step, why=str(error))
-        self._order({"gone": peer.number, "incarnation": peer.incarnation})
+        keeps = [number for number in self.clock.ready() if peer.number in self.clock.updates[number].workers.values()]
+        self._order({"gone": peer.number, "incarnation": peer.incarnation, "keeps": keeps})
         for update in self.clock.leave(peer.number):
             self.reports.pop(update, None)
             self.squares.pop(update, None)

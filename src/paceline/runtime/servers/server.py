@@ -44,6 +44,7 @@ class Server:
         self.layout = fingerprint(shards)
         self.exchange = Exchange(shards[number], num_parts=sync.workers if sync.staleness == 0 else 1,
                                  keeps_sending=sync.staleness != 0, version=0, measures=job.clip is not None,
+                                 end=job.total_steps or 0,
                                  on_held=self._held, on_lost=self._lost, on_failed=self._failed,
                                  on_ready=self._ready, uplink=uplink, compress=plan.modifiers.compress)
         self.shelf = Shelf(job, plan, number, shards, model, self.exchange)
@@ -54,12 +55,24 @@ class Server:
         self.step = self._restore()
         self.exchange.begin_at(self.step)
         self.history = History(self.step)
-        self.door = Door(listen(context.host), self.welcome, secret=context.secret, layout=self.layout)
+        self.door = Door(listen(context.host), self.welcome, secret=context.secret, layout=self.layout,
+                         check=self.check)
         meeting.announce(number, self.door.address)
 
     def tell(self, message: dict[str, Any]) -> None:
         """Say something to the coordinator."""
         raise NotImplementedError
+
+    def check(self, peer: Peer) -> None:
+        """
+        Raises:
+            WireError: a peer that knows the secret has no business at this server.
+        """
+        num_workers = servers_of(self.plan).workers
+        if peer.role != Role.DATA:
+            raise WireError(f"a {peer.role.name} connection is for server 0, and this is server {self.number}")
+        if peer.number >= num_workers:
+            raise WireError(f"a peer says that it is worker {peer.number}, and workers={num_workers} count from 0")
 
     def welcome(self, connection: Connection, peer: Peer) -> None:
         """A peer has proved itself."""
@@ -74,7 +87,7 @@ class Server:
         elif "drop" in order:
             self.exchange.drop(order["drop"])
         elif "gone" in order:
-            self.exchange.dismiss(order["gone"], order["incarnation"])
+            self.exchange.dismiss(order["gone"], order["incarnation"], keeps=order["keeps"])
         elif "save" in order:
             self.save(order["save"], last=order["last"])
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,12 +14,17 @@ from typing import Any
 
 import torch
 
+from paceline.strategies.server.clock import LEASES
 from paceline.strategies.server.shards import Chunk, Shard
 from paceline.strategies.server.shared import Shared, accept_offer
 from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, accept
 
 _HANDSHAKES = 64  # at a time
 _NORMED = 2**17  # elements at a time
+# Updates that one worker may have begun to send and that are not made. It has weights with every update that was made
+# before its last lease, so those are its leases and the one before; the rest is for servers without chunks.
+_BEGUN = 4 * LEASES
+_REST_S = 0.05  # when the system has no connection to give
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -32,12 +38,16 @@ class Door:
     """Listens for peers, lets each prove itself on a thread of its own, and hands those that did to `welcome`.
 
     A stranger costs a thread for some seconds and nothing else; `refused` counts them.
+
+    Args:
+        check: Raises a WireError for a peer that knows the secret and has no business here; it is told why.
     """
 
     def __init__(self, sock: socket.socket, welcome: Callable[[Connection, Peer], None], *, secret: bytes,
-                 layout: bytes) -> None:
-        self.sock, self.welcome, self.secret, self.layout = sock, welcome, secret, layout
+                 layout: bytes, check: Callable[[Peer], None] = lambda peer: None) -> None:
+        self.sock, self.welcome, self.secret, self.layout, self.check = sock, welcome, secret, layout, check
         self.refused = 0
+        self.is_closed = False
         self.places = threading.BoundedSemaphore(_HANDSHAKES)
         threading.Thread(target=self._listen, name="paceline-door", daemon=True).start()
 
@@ -47,6 +57,7 @@ class Door:
         return host, port
 
     def close(self) -> None:
+        self.is_closed = True
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
@@ -56,7 +67,10 @@ class Door:
             try:
                 sock, _ = self.sock.accept()
             except OSError:
-                return
+                if self.is_closed:
+                    return
+                time.sleep(_REST_S)  # too many files are open, or whoever came is gone
+                continue
             if not self.places.acquire(blocking=False):
                 sock.close()
                 self.refused += 1
@@ -65,8 +79,9 @@ class Door:
 
     def _admit(self, sock: socket.socket) -> None:
         try:
-            connection, peer = accept(sock, secret=self.secret, layout=self.layout)
+            connection, peer = accept(sock, secret=self.secret, layout=self.layout, check=self.check)
         except (WireError, OSError):
+            sock.close()
             self.refused += 1
             return
         finally:
@@ -110,6 +125,7 @@ class _Gathering:
     rows: places and values of each table's rows, by table and part.
     held_back: slices that some worker has no gradient for. scale: set when slices may be updated as they come.
     taken: slices whose update has begun. unmade: slices left of each chunk.
+    sender: who sent the first of it; of all of it if it has one part.
     """
 
     def __init__(self, buffers: list[Memory], gradients: dict[str, torch.Tensor],
@@ -125,6 +141,7 @@ class _Gathering:
         self.ready: list[int] = []
         self.taken: set[int] = set()
         self.scale: float | None = None
+        self.sender: Peer | None = None
 
 
 class _Wanted:
@@ -149,7 +166,9 @@ class Exchange:
     weights: its memory; slices are views of it. version: updates made to it.
 
     Args:
-        num_parts: Parts that an update's gradient comes in; they are summed in their order.
+        num_parts: Parts that an update's gradient comes in; they are summed in their order. With one part, an
+            update is one worker's.
+        end: No version after this one will ever come.
         keeps_sending: Whether updates are made while weights are sent, so that each chunk must be copied first.
         measures: Whether the sum of a gradient's squares is wanted; else it is told as 0.
         on_held: Called on some thread with an update whose gradient is all here, and the sum of its squares.
@@ -160,14 +179,14 @@ class Exchange:
     """
 
     def __init__(self, shard: Shard, *, num_parts: int, keeps_sending: bool, version: int, measures: bool,
-                 on_held: Callable[[int, float], None], on_lost: Callable[[Peer, WireError], None],
+                 end: int, on_held: Callable[[int, float], None], on_lost: Callable[[Peer, WireError], None],
                  on_failed: Callable[[Exception], None],
                  on_ready: Callable[[Mapping[str, torch.Tensor], float], None], uplink: Uplink,
                  compress: str = "none") -> None:
         self.shard, self.num_parts, self.keeps_sending = shard, num_parts, keeps_sending
         self.on_held, self.on_lost, self.on_failed = on_held, on_lost, on_failed
         self.on_ready, self.uplink = on_ready, uplink
-        self.compress, self.measures = compress, measures
+        self.compress, self.measures, self.end = compress, measures, end
         self.slices_of = [sorted({span.slice for span in chunk.spans}) for chunk in shard.chunks]
         self.chunks_of: list[list[int]] = [[] for _ in shard.slices]
         for number, slices in enumerate(self.slices_of):
@@ -184,6 +203,7 @@ class Exchange:
         self.closed: set[int] = set()  # updates made or dropped
         self.spare: list[Memory] = []
         self.connections: dict[Peer, Connection] = {}
+        self.dismissed: set[Peer] = set()
         self.over = False
 
     def begin_at(self, version: int) -> None:
@@ -192,8 +212,11 @@ class Exchange:
         self.versions = [version] * len(self.shard.chunks)  # of each chunk
 
     def serve(self, connection: Connection, peer: Peer) -> None:
-        """Talk to a worker until it leaves, on threads of its own."""
+        """Talk to a worker until it leaves, on threads of its own. It has one connection, and none once dismissed."""
         with self.changed:
+            if peer in self.connections or peer in self.dismissed:
+                connection.close()
+                return
             self.connections[peer] = connection
         wanted = _Wanted()
         for work in (self._receive, self._send):
@@ -238,10 +261,18 @@ class Exchange:
         with self.changed:
             self._close(update)
 
-    def dismiss(self, worker: int, incarnation: int) -> None:
-        """Talk no more to a worker that was given up, whatever it may still say."""
+    def dismiss(self, worker: int, incarnation: int, *, keeps: Collection[int]) -> None:
+        """Talk no more to a worker that was given up, whatever it may still say.
+
+        keeps: its updates that are still to be made. What else it sent is forgotten.
+        """
+        peer = Peer(Role.DATA, worker, incarnation)
         with self.changed:
-            connection = self.connections.pop(Peer(Role.DATA, worker, incarnation), None)
+            self.dismissed.add(peer)
+            connection = self.connections.get(peer)
+            for update, gathering in list(self.gatherings.items()):
+                if gathering.sender == peer and self.num_parts == 1 and not (gathering.unfinished or update in keeps):
+                    self._forget(update)
         if connection is not None:
             connection.close()
 
@@ -255,6 +286,10 @@ class Exchange:
 
     def _close(self, update: int) -> None:
         self.closed.add(update)
+        self._forget(update)
+
+    def _forget(self, update: int) -> None:
+        """Whoever was given the update may send it anew."""
         gathering = self.gatherings.pop(update, None)
         if gathering is not None and gathering.unfinished == 0:  # else a thread may still write into it
             self.spare += gathering.buffers
@@ -273,33 +308,48 @@ class Exchange:
         try:
             work(connection, peer, wanted)
         except WireError as error:
+            if not self.over:
+                self.on_lost(peer, error)  # before the peer learns of it, and others of its end
             connection.close()
             with self.changed:
                 wanted.is_gone = True
                 self.changed.notify_all()
-            if not self.over:
-                self.on_lost(peer, error)
         except Exception as error:
             self.on_failed(error)
+        finally:
+            if work == self._receive:  # nothing more of it comes, and nothing writes what is there
+                self._leave(peer)
+
+    def _leave(self, peer: Peer) -> None:
+        """A worker is gone: what it sent in part will never be whole."""
+        with self.changed:
+            self.connections.pop(peer, None)
+            for update, gathering in list(self.gatherings.items()):
+                if gathering.sender == peer and self.num_parts == 1 and gathering.unfinished:
+                    self._forget(update)
 
     def _receive(self, connection: Connection, peer: Peer, wanted: _Wanted) -> None:
         while True:
             header = connection.receive()
             if header.kind == Kind.PULL:
                 connection.checked(header, 0, 0)
+                self._check_version(header.step)
                 with self.changed:
                     wanted.version, wanted.left = header.step, set(range(len(self.shard.chunks)))
                     self.changed.notify_all()
             elif header.kind == Kind.PULL_ROWS:
+                self._check_version(header.step)
                 places = self._receive_places(connection, header, self._table(header.chunk), 8)
                 with self.changed:
+                    if wanted.rows:
+                        raise WireError("a worker asked for rows before it had those that it asked for")
                     wanted.rows.append((header.step, header.chunk, places))
                     self.changed.notify_all()
             elif header.kind in (Kind.PUSH, Kind.PUSH_REST):
                 self._receive_chunk(connection, header, peer, wanted.shared)
             elif header.kind == Kind.PUSH_ROWS:
                 self._receive_rows(connection, header, peer)
-            elif header.kind == Kind.OFFER:
+            elif header.kind == Kind.OFFER and wanted.shared is None:
                 wanted.shared = accept_offer(connection, header, [chunk.num_bytes for chunk in self.shard.chunks])
             else:
                 raise WireError(f"a worker sent {header.kind.name} to a server")
@@ -317,7 +367,7 @@ class Exchange:
         else:
             connection.checked(header, chunk.num_bytes, chunk.num_bytes)
         part = self._part(header, peer)
-        gathering = self._expected(header, part, header.chunk)
+        gathering = self._expected(header, peer, part, header.chunk)
         if gathering is None:
             read_into(memoryview(bytearray(chunk.num_bytes)))
             return
@@ -328,14 +378,14 @@ class Exchange:
         """Gradients of rows: their places, then the values."""
         table = self._table(header.chunk)
         part = self._part(header, peer)
-        dtype = getattr(torch, header.dtype)
         if header.dtype not in (str(table.dtype).removeprefix("torch."), "bfloat16"):
             raise WireError(f"a worker sent rows of {header.dtype} where the table has {table.dtype}")
+        dtype = getattr(torch, header.dtype)
         places = self._receive_places(connection, header, table, 8 + table.shape[1] * dtype.itemsize)
         values = torch.empty(len(places), table.shape[1], dtype=dtype)
         connection.read_into(bytes_of(values))
         number = len(self.shard.chunks) + header.chunk
-        gathering = self._expected(header, part, number)
+        gathering = self._expected(header, peer, part, number)
         if gathering is not None:
             gathering.rows[header.chunk, part] = places, values.to(table.dtype)
             self._arrived(header.step, gathering, number)
@@ -353,6 +403,10 @@ class Exchange:
             raise WireError(f"a worker asks for rows that are not on this server, which has {len(table)}")
         return places
 
+    def _check_version(self, version: int) -> None:
+        if version > self.end:
+            raise WireError(f"a worker asks for version {version}, and the last one of this run is {self.end}")
+
     def _table(self, number: int) -> torch.Tensor:
         if number >= len(self.tables):
             raise WireError(f"a worker asks for table {number} of {len(self.tables)}")
@@ -360,22 +414,40 @@ class Exchange:
 
     def _part(self, header: Header, peer: Peer) -> int:
         """Which part of an update a worker's gradient is."""
+        if header.step < 0:
+            raise WireError(f"worker {peer.number} sent a gradient of update {header.step}")
         part = header.worker if self.num_parts > 1 else 0
         if part >= self.num_parts or header.worker != peer.number or header.incarnation != peer.incarnation:
             raise WireError(f"worker {peer.number} sent a gradient as worker {header.worker}")
         return part
 
-    def _expected(self, header: Header, part: int, number: int) -> _Gathering | None:
+    def _expected(self, header: Header, peer: Peer, part: int, number: int) -> _Gathering | None:
         """Where what follows a header belongs; None if its update was dropped."""
         with self.changed:
+            if header.step not in self.gatherings and header.step not in self.closed:
+                begun = sum(gathering.sender == peer for gathering in self.gatherings.values())
+                if begun >= _BEGUN:
+                    raise WireError(f"a worker began to send update {header.step} while {begun} others that it sent "
+                                    "are not made")
             gathering = self._gathering(header.step)
             if gathering is not None:
+                gathering.sender = gathering.sender or peer
+                if self.num_parts == 1 and gathering.sender != peer:
+                    self._part_with(gathering.sender, peer, header.step)
                 if (part, number) in gathering.arrived:
                     raise WireError(f"a worker sent chunk {number} of update {header.step} twice")
                 gathering.arrived.add((part, number))
                 if header.kind == Kind.PUSH_REST:
                     gathering.held_back |= set(self.slices_of[number])
             return gathering
+
+    def _part_with(self, first: Peer, second: Peer, update: int) -> None:
+        """Two workers send one update. Which of them was given it is not known here, so neither is heard any more."""
+        error = WireError(f"workers {first.number} and {second.number} both sent update {update}, which one was given")
+        threading.Thread(target=self.on_lost, args=(first, error), daemon=True).start()  # not while `changed` is held
+        if first in self.connections:
+            self.connections[first].close()
+        raise error
 
     def _gathering(self, update: int) -> _Gathering | None:
         """What has come of an update; None if it was dropped."""
@@ -517,7 +589,7 @@ def listen_to(connection: Connection, peer: Peer, *, tell: Callable[[Peer, dict[
             while True:
                 tell(peer, connection.receive_message())
         except WireError as error:
+            on_lost(peer, error)  # before the peer learns of it
             connection.close()
-            on_lost(peer, error)
 
     threading.Thread(target=work, name=f"paceline-{Role(peer.role).name.lower()}-{peer.number}", daemon=True).start()

@@ -15,7 +15,8 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -159,6 +160,7 @@ class Connection:
         if not self.is_within_host:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         self.sending = threading.Lock()
+        self.deadline_s: float | None = None
         self.sent_bytes = self.received_bytes = 0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -202,6 +204,8 @@ class Connection:
         view, got = buffer.cast("B"), 0
         while got < len(view):
             try:
+                if self.deadline_s is not None:
+                    self.sock.settimeout(max(1e-3, self.deadline_s - time.monotonic()))
                 count = self.sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
             except OSError as error:
                 raise Closed(f"the connection broke after {got} of {len(view)} bytes: {error}") from error
@@ -217,7 +221,7 @@ class Connection:
         self.read_into(memoryview(data))
         try:
             return json.loads(bytes(data))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WireError(f"a peer sent a message that is no JSON: {error}") from error
 
     def receive_message(self) -> dict[str, Any]:
@@ -240,6 +244,11 @@ class Connection:
             allowed = str(most) if least == most else f"{least} to {most}"
             raise WireError(f"a peer sent {header.kind.name} of {header.length} bytes where {allowed} are allowed")
         return header.length
+
+    def limit(self, seconds: float | None) -> None:
+        """What comes must be here in so many seconds from now, however it drips; None for no limit."""
+        self.deadline_s = None if seconds is None else time.monotonic() + seconds
+        self.sock.settimeout(seconds)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -265,7 +274,7 @@ def connect(address: tuple[str, int], peer: Peer, *, secret: bytes, layout: byte
     except OSError as error:
         raise WireError(f"the server at {address[0]}:{address[1]} can't be reached: {error}") from error
     try:
-        connection.sock.settimeout(HANDSHAKE_S)
+        connection.limit(HANDSHAKE_S)
         challenge = _expect(connection, Kind.CHALLENGE, _NONCE_BYTES)
         own = secrets.token_bytes(_NONCE_BYTES)
         claim = struct.pack(">HHI", peer.role, peer.number, peer.incarnation) + own + layout
@@ -274,22 +283,25 @@ def connect(address: tuple[str, int], peer: Peer, *, secret: bytes, layout: byte
         answer = _expect(connection, Kind.WELCOME, _PROOF_BYTES)
         if not hmac.compare_digest(answer, _proof(secret, b"server", challenge, claim)):
             raise WireError(f"the server at {address[0]}:{address[1]} does not know the run's secret")
-        connection.sock.settimeout(None)
+        connection.limit(None)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def accept(sock: socket.socket, *, secret: bytes, layout: bytes) -> tuple[Connection, Peer]:
+def accept(sock: socket.socket, *, secret: bytes, layout: bytes,
+           check: Callable[[Peer], None] = lambda peer: None) -> tuple[Connection, Peer]:
     """Let a peer prove itself on a fresh connection.
+
+    check: raises a WireError for a peer that has no business here.
 
     Raises:
         WireError: it can't; it was told why, and the connection is closed.
     """
     connection = Connection(sock)
     try:
-        sock.settimeout(HANDSHAKE_S)
+        connection.limit(HANDSHAKE_S)
         challenge = secrets.token_bytes(_NONCE_BYTES)
         connection.send(Header(Kind.CHALLENGE, len(challenge)), challenge)
         greeting = _expect(connection, Kind.GREETING, _GREETING_BYTES)
@@ -302,16 +314,18 @@ def accept(sock: socket.socket, *, secret: bytes, layout: bytes) -> tuple[Connec
                             hint="start every rank with the same job file and plan")
         if role not in set(Role):
             raise WireError(f"a peer asks for a connection of unknown kind {role}")
+        peer = Peer(Role(role), number, incarnation)
+        check(peer)
         welcome = _proof(secret, b"server", challenge, claim)
         connection.send(Header(Kind.WELCOME, len(welcome)), welcome)
-        sock.settimeout(None)
+        connection.limit(None)
     except WireError as error:
         with suppress(WireError):
             why = str(error).encode()
             connection.send(Header(Kind.REFUSED, len(why)), why)
         connection.close()
         raise
-    return connection, Peer(Role(role), number, incarnation)
+    return connection, peer
 
 
 def _expect(connection: Connection, kind: Kind, length: int) -> bytes:
