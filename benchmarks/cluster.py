@@ -1,9 +1,11 @@
 """How each way of bringing updates together scales over hosts whose links are slow, on a cluster of namespaces.
 
 Every host runs the same `paceline train` under the plan; the model is paced (`benchmarks/lab/paced.py`), so that two
-cores are enough for eight hosts. Efficiency is samples a second by what so many hosts would do without a network.
+cores are enough for eight hosts. Efficiency is samples a second by what so many hosts would do without a network, each
+at its own speed: one may be slower than the others, or all may stand still in turn.
 
     python -m benchmarks.cluster [--hosts 1 2 4 8] [--mbit-s 400] [--ways NAME...] [--json FILE] [--plot FILE]
+                                 [--slower 3] [--pause-s 2]
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.hosts import Host, NoLab, hosts
+from benchmarks.lab.paced import PERIOD, Pace
 from benchmarks.turns import ROOT, paceline
 from paceline.plan import Plan
 
@@ -64,6 +67,7 @@ WAYS = (
     Way("shards bf16", "server={n} workers={n} colocate=yes compress=bf16"),
     Way("shards staleness=1", "server={n} workers={n} colocate=yes staleness=1"),
     Way("shards staleness=1 bf16", "server={n} workers={n} colocate=yes staleness=1 compress=bf16"),
+    Way("shards staleness=4", "server={n} workers={n} colocate=yes staleness=4"),
     Way("shards staleness=inf", "server={n} workers={n} colocate=yes staleness=inf"),
     Way("DiLoCo H=10", "data={n} local=10 outer=diloco"),
     Way("DiLoCo H=100 int8", "data={n} local=100 outer=diloco compress=int8", scale=0.5),
@@ -86,8 +90,8 @@ class Failed(Exception):
 
 
 def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: float, megabytes: float,
-        steps: int) -> Found:
-    """Train once on the first hosts of the lab.
+        steps: int, paces: Sequence[Pace]) -> Found:
+    """Train once on the first hosts of the lab, the last of which compute, each at its pace.
 
     A way whose hosts meet after many steps takes whole rounds, three at least; the first is left out.
 
@@ -107,7 +111,9 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
         shared = {"WORLD_SIZE": str(len(used)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(PORT),
                   "MASTER_ADDR": used[0].address, "OMP_NUM_THREADS": "1",
                   "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-        ranks = [host.start(command, {**shared, "RANK": str(rank)}) for rank, host in enumerate(used)]
+        own = [Pace()] * (len(used) - workers) + list(paces)
+        ranks = [host.start(command, {**shared, "RANK": str(rank), **pace.environ()})
+                 for rank, (host, pace) in enumerate(zip(used, own, strict=True))]
         try:
             deadline = time.monotonic() + TIMEOUT_S
             said = [rank.communicate(timeout=max(1.0, deadline - time.monotonic())) for rank in ranks]
@@ -127,7 +133,8 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
     first, last = updates[max(FIRST * a_round, every) - 1], updates[end]
     spent_s = last["time"] - first["time"]
     samples_per_s = (last["samples"] - first["samples"]) / spent_s
-    return Found(way.name, workers, mbit_s, samples_per_s * step_s / SAMPLES / workers,
+    ideal = SAMPLES * sum(1 / pace.mean_step_s(step_s) for pace in paces)  # samples a second
+    return Found(way.name, workers, mbit_s, samples_per_s / ideal,
                  spent_s / (last["step"] - first["step"]))
 
 
@@ -174,6 +181,9 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=1.0, help="seconds a host computes in a step")
     parser.add_argument("--megabytes", type=float, default=25.0, help="of float32 parameters")
     parser.add_argument("--steps", type=int, default=16, help="of every host")
+    parser.add_argument("--slower", type=float, default=1.0, help="by how much the last host is slower")
+    parser.add_argument("--pause-s", type=float, default=0.0,
+                        help=f"that each host loses every {PERIOD} steps, in turn")
     parser.add_argument("--json", help="write every figure to this file")
     parser.add_argument("--plot", help="draw speed-up over hosts into this file")
     options = parser.parse_args()
@@ -194,9 +204,11 @@ def main() -> None:
 
 
 def _tried(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, options: Any) -> list[Found]:
+    paces = [Pace(options.slower if host == workers - 1 else 1.0, options.pause_s, host * PERIOD // workers)
+             for host in range(workers)]
     try:
         one = run(way, lab, workers=workers, mbit_s=mbit_s, step_s=options.step_s, megabytes=options.megabytes,
-                  steps=options.steps if way.cuts_the_batch(workers) else options.steps * workers)
+                  steps=options.steps if way.cuts_the_batch(workers) else options.steps * workers, paces=paces)
     except Failed as error:
         print(f"{way.name} on {workers} hosts failed: {error}", file=sys.stderr, flush=True)
         return []

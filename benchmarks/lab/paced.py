@@ -3,14 +3,17 @@
 A worker's step of `step_s` seconds is a third forward and two thirds backward, in equal parts over the layers. As with
 an accelerator the host runs ahead: a layer begins when the one before it is computed and its weights have come.
 Batches are cut over replicas, so each layer sleeps in proportion to the samples it is given: `step_s` is what one host
-needs for `samples` samples.
+needs for `samples` samples. A host may be slower than the others, or be held up now and then: see `Pace`.
 
     paceline train benchmarks/lab/paced.py --plan "server=8 workers=8 colocate=yes" --set step_s=1.0
 """
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,6 +23,34 @@ from torch.utils.data import TensorDataset
 import paceline as pl
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What is particular to a host; it gets it in its environment.
+
+    slower: by how much each of its steps takes longer. pause_s: seconds that it stands still in step `first` and every
+    `PERIOD` steps after it.
+    """
+
+    slower: float = 1.0
+    pause_s: float = 0.0
+    first: int = 0
+
+    def mean_step_s(self, step_s: float) -> float:
+        """What a step takes by itself, of `step_s` seconds where nothing is slower."""
+        return step_s * self.slower + self.pause_s / PERIOD
+
+    def environ(self) -> dict[str, str]:
+        return {_PACE: json.dumps(asdict(self))}
+
+    @classmethod
+    def own(cls) -> Pace:
+        return cls(**json.loads(os.environ.get(_PACE, "{}")))
+
+
+PERIOD = 16
+_PACE = "PACED"
+
+
 class _Device:
     """An accelerator: the host puts layers into its queue and waits for a loss or a gradient alone.
 
@@ -27,21 +58,28 @@ class _Device:
     layers are all put in at once.
     """
 
-    def __init__(self) -> None:
-        self.end_s = 0.0
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+        self.end_s, self.steps = 0.0, 0
         self.in_backward = False
+
+    def pause(self) -> None:
+        """What is due in this step."""
+        if self.pace.pause_s and self.steps % PERIOD == self.pace.first:
+            time.sleep(self.pace.pause_s)
+        self.steps += 1
 
     def put(self, spent_s: float, *, backward: bool) -> None:
         if not (backward and self.in_backward):
             self.end_s = max(self.end_s, time.perf_counter())
-        self.end_s += spent_s
+        self.end_s += spent_s * self.pace.slower
         self.in_backward = backward
 
     def wait(self) -> None:
         time.sleep(max(0.0, self.end_s - time.perf_counter()))
 
 
-_DEVICE = _Device()
+_DEVICE = _Device(Pace.own())
 
 
 class _Paced(torch.autograd.Function):
@@ -77,6 +115,7 @@ class PacedLayer(nn.Module):
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
     _DEVICE.wait()
+    _DEVICE.pause()
     return (output[:, 0] * 0 + target).mean()
 
 
