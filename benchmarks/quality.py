@@ -77,7 +77,7 @@ def run(way: str, subject: Subject, settings: Mapping[str, str], *, workers: int
         given = {**subject.settings, **settings}
         run_command(paceline(
             "train", str(ROOT / "examples" / subject.file), "--plan", WAYS[way].format(n=workers), "--run",
-            f"{folder}/run", "--devices", f"cpu:0-{workers - 1}",
+            f"{folder}/run", "--devices", f"cpu:0-{workers - 1}", "--timeout", f"{TIMEOUT_S:g}",
             *(word for name, value in given.items() for word in ("--set", f"{name}={value}"))), timeout_s=TIMEOUT_S)
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
         lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
