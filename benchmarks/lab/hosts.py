@@ -14,6 +14,7 @@ from dataclasses import dataclass
 # A token bucket smaller than this cuts large packets into many, which costs the two cores more than the work itself.
 BURST, LATENCY = "256kb", "400ms"
 NETWORK = "10.79.0"
+_NIC = "eth0"
 
 
 class NoLab(Exception):
@@ -31,8 +32,10 @@ def _in(namespace: str, *command: str) -> None:
 
 
 def _shape(namespace: str, device: str, mbit_s: float) -> None:
-    _in(namespace, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{mbit_s:g}mbit", "burst", BURST,
-        "latency", LATENCY)
+    add = ("tc", "qdisc", "add", "dev", device)
+    _in(namespace, *add, "root", "handle", "1:", "tbf", "rate", f"{mbit_s:g}mbit", "burst", BURST, "latency", LATENCY)
+    if device == _NIC:  # what Linux gives a device by itself; a switch is first in, first out
+        _in(namespace, *add, "parent", "1:1", "pfifo_fast")
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,13 @@ def hosts(count: int, *, mbit_s: float) -> Iterator[list[Host]]:
             port = f"p{number}"
             _ip("netns", "add", host.name)
             _ip("-n", host.name, "link", "set", "lo", "up")
-            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
+            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", _NIC, "netns", host.name)
             _ip("-n", switch, "link", "set", port, "master", "br0", "up")
-            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
-            _ip("-n", host.name, "link", "set", "eth0", "up")
+            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", _NIC)
+            _ip("-n", host.name, "link", "set", _NIC, "up")
             # As Linux comes, whatever this machine is set to.
-            _ip("-n", host.name, "route", "replace", f"{NETWORK}.0/24", "dev", "eth0", "congctl", "cubic")
-            _shape(host.name, "eth0", mbit_s)  # what it sends
+            _ip("-n", host.name, "route", "replace", f"{NETWORK}.0/24", "dev", _NIC, "congctl", "cubic")
+            _shape(host.name, _NIC, mbit_s)  # what it sends
             _shape(switch, port, mbit_s)  # what it receives
         yield made
     finally:

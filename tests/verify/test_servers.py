@@ -254,6 +254,29 @@ def test_jobs_that_servers_can_not_train(tmp_path: Path, job: paceline.Job, plan
     assert raised.value.exit_code == 2
 
 
+class Overflowing(torch.optim.SGD):
+    """Fails in its third step."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        if self.count == 3:
+            raise ArithmeticError("too large")
+        super().step()
+
+
+@pytest.mark.parametrize("staleness", ["0", "inf"])
+def test_a_server_that_fails_beside_a_worker_ends_the_run(tmp_path: Path, staleness: str):
+    """Its process lives on as a worker, and is not to wait for orders that never come."""
+    job = make_job(Mlp, optimizer=lambda named: Overflowing(named, lr=0.1))
+    began_s = time.monotonic()
+    with pytest.raises(PacelineError, match="ArithmeticError: too large"):
+        paceline.train(job, f"server=2 workers=2 colocate=yes staleness={staleness}", run=tmp_path / "run",
+                       timeout_s=60)
+    assert time.monotonic() - began_s < 40
+
+
 def test_verify_is_about_exact_plans():
     """A stale plan is not meant to equal one device; the one to compare is named."""
     certificate, = paceline.verify(make_job(), ["server=1 workers=2 staleness=1"])

@@ -173,6 +173,11 @@ class Coordinator(Server):
             self.display.close()
             self.close()
 
+    def close(self) -> None:
+        super().close()
+        for connection in (*(worker.connection for worker in self.workers.values()), *self.followers.values()):
+            connection.close()  # the process may live on, as a worker
+
     # --- What comes in -------------------------------------------------------------------------------------------
 
     def _hear(self, inbox: queue.SimpleQueue[Any], *, timeout_s: float) -> None:

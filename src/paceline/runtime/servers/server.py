@@ -186,6 +186,7 @@ class Follower(Server):
 
     def run(self) -> dict[str, Any] | None:
         """Obey until the run is over."""
+        assert self.coordinator is not None
         try:
             while True:
                 _, order = self.inbox.get()
@@ -203,3 +204,4 @@ class Follower(Server):
         finally:
             self.is_over.set()
             self.close()
+            self.coordinator.close()  # the process may live on, as a worker

@@ -17,7 +17,7 @@ import torch
 from paceline.strategies.server.clock import LEASES
 from paceline.strategies.server.shards import Chunk, Shard
 from paceline.strategies.server.shared import Shared, accept_offer
-from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, accept
+from paceline.strategies.server.wire import BULK, Connection, Header, Kind, Peer, Role, Uplink, WireError, accept
 
 _HANDSHAKES = 64  # at a time
 _NORMED = 2**17  # elements at a time
@@ -218,6 +218,8 @@ class Exchange:
                 connection.close()
                 return
             self.connections[peer] = connection
+        if not self.keeps_sending:  # all wait for the last gradient; else weights would starve
+            connection.prioritise(BULK)
         wanted = _Wanted()
         for work in (self._receive, self._send):
             threading.Thread(target=self._guarded, args=(work, connection, peer, wanted), daemon=True,
