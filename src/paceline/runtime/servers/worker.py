@@ -63,8 +63,8 @@ class Worker:
         for name in found:  # no rank that works holds them
             del self.stepper.parameters[name], self.stepper.held[name]
         self.rows = Rows(found, self.links)
-        self.arrivals = Arrivals(self.stepper.parameters, self.links)
-        self.pusher = Pusher(self.stepper.parameters, self.links, self._settle)
+        self.arrivals = Arrivals(self.stepper.parameters, self.links, lambda: self.inbox.settled())
+        self.pusher = Pusher(self.stepper.parameters, self.links, self.arrivals.settle)
         self.stepper.synchronisers += [self.rows, self.pusher]
         assert job.num_samples is not None
         self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
@@ -117,14 +117,9 @@ class Worker:
         self.rows.version = order["version"]
         observer = self.settings.observer
         if observer is not None and self.observed_step is not None:
-            self._settle()
+            self.arrivals.settle()
             observer.weights(self.observed_step, self.stepper, self.inbox.loss(self.observed_step))
             self.observed_step = None
-
-    def _settle(self) -> None:
-        """Have all weights of this step, and ask for those of the next."""
-        self.arrivals.settle()
-        self.inbox.settled()
 
     def _compute(self, order: dict[str, Any]) -> dict[str, Any]:
         step, observer = order["step"], self.settings.observer
@@ -137,7 +132,7 @@ class Worker:
             self.observed_step = step
         self.pusher.update = self.rows.update = order["lease"]
         if self.arrivals.are_here():
-            self._settle()
+            self.arrivals.settle()
         with self.arrivals.watched(self.stepper.model):
             _, used = self.stepper.backward(window, batches, step=step, part=order["part"], beat=self.context.beat,
                                             tell=partial(self._tell_loss, order))
@@ -168,7 +163,7 @@ class Worker:
 
     def _evaluate(self, order: dict[str, Any]) -> dict[str, Any]:
         self._fetch(order)
-        self._settle()
+        self.arrivals.settle()
         part = Part((1,) * order["of"], order["part"], self.plan.num_microbatches)
         sums = evaluation_sums(self.stepper.model, self.stepper.layout, self.job, self.job.validation, part=part,
                                mesh=self.stepper.mesh, device=self.context.device, beat=self.context.beat)
@@ -244,8 +239,10 @@ class _Inbox:
         """An order's weights are this step's from now on."""
         with self.changed:
             self._ask(order)
-            self.is_settled = False
             self.arrivals.begin()
+            self.is_settled = False
+            if self.arrivals.settled == self.arrivals.begun:  # they were there already
+                self.settled()
             now_s = time.perf_counter()
             self.step_s, self.fetched_s = now_s - self.fetched_s, now_s
 

@@ -47,8 +47,13 @@ class Arrivals:
     pull_s: seconds from asking for the weights of this step until the last of them came.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[Link]) -> None:
-        self.parameters, self.links = parameters, links
+    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[Link],
+                 on_settled: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            on_settled: Called when all of a step's weights are in place, from whatever put the last one there.
+        """
+        self.parameters, self.links, self.on_settled = parameters, links, on_settled
         self.places: dict[str, list[_Place]] = {name: [] for name in parameters}
         for k, link in enumerate(links):
             for number, chunk in enumerate(link.shard.chunks):
@@ -90,8 +95,13 @@ class Arrivals:
         if self.settled == self.begun:
             return
         self._need(list(self.pending))
+        if self.settled != self.begun:  # a model without parameters
+            self._note_settled()
+
+    def _note_settled(self) -> None:
         self.settled, self.version = self.begun, min(min(link.versions, default=self.begun) for link in self.links)
         self.pull_s = max(link.filled_s for link in self.links) - self.asked_s
+        self.on_settled()
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
@@ -127,6 +137,8 @@ class Arrivals:
                 del self.pending[name]
                 self._put(name)
         self.waited_s += time.perf_counter() - began_s
+        if not self.pending and self.settled != self.begun:
+            self._note_settled()
 
     def _put(self, name: str) -> None:
         whole, places = self.parameters[name].data, self.places[name]
