@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field
 
 from paceline.errors import PlanError
 
-# One message. Large enough that Python's work for it (50 us) is a tenth of its time on a fast link, small enough that
-# the first leaves early in a backward and the last one, which nothing hides, is short.
-CHUNK_BYTES = 512 * 2**10
+# One message has a sixteenth of what a server holds within these bounds: large enough that Python's work for it (50 us)
+# is a tenth of its time on a fast link, small enough that the first leaves early in a backward and the last one, which
+# nothing hides, is short.
+_LEAST_BYTES, _MOST_BYTES, _CHUNKS = 512 * 2**10, 2 * 2**20, 16
 # A chunk that ends with a parameter is closed when it has so much: it leaves without waiting for the next parameter.
 _CLOSED_BYTES = 64 * 2**10
 # A tensor with more than this part of a server's fair share is cut over all servers. Whole tensors that are left can't
@@ -122,7 +123,7 @@ class Shard:
 
 
 def assign(parameters: Sequence[Held], num_servers: int, *, split_tensors: bool, compress: str = "none",
-           chunk_bytes: int = CHUNK_BYTES, tables: Sequence[Held] = ()) -> tuple[Shard, ...]:
+           chunk_bytes: int | None = None, tables: Sequence[Held] = ()) -> tuple[Shard, ...]:
     """Balance parameters over servers by bytes.
 
     Large tensors are cut over all servers, so that every link is busy during all of a backward; the others go whole,
@@ -132,12 +133,15 @@ def assign(parameters: Sequence[Held], num_servers: int, *, split_tensors: bool,
         parameters: In the model's order.
         split_tensors: Whether a tensor may be cut; an optimizer that looks at whole tensors forbids it.
         compress: "none", or "bf16" to send real numbers as bfloat16.
+        chunk_bytes: Most that travels at once; by default it goes by what a server holds.
         tables: Parameters of which single rows travel; each is cut evenly over all servers.
 
     Raises:
         PlanError: a server would have nothing to hold.
     """
     fair_bytes = sum(held.num_bytes for held in parameters) / num_servers
+    if chunk_bytes is None:
+        chunk_bytes = int(min(max(_LEAST_BYTES, fair_bytes / _CHUNKS), _MOST_BYTES))
     pieces: list[list[tuple[int, Slice]]] = [[] for _ in range(num_servers)]
     loads = [0] * num_servers
     whole: list[int] = []
