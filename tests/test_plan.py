@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import PlanError
-from paceline.plan import SCHEDULES, AllReduce, Axes, Modifiers, Plan, Schedule
+from paceline.plan import COMPRESSIONS, OUTERS, SCHEDULES, AllReduce, Axes, Local, Modifiers, Plan, Schedule
+from paceline.strategies.conflicts import check
 
 PLACES = ("auto", "parts.toml", "/a/b-c.toml")
 
@@ -36,8 +38,13 @@ def legal_plans(draw: st.DrawFn) -> Plan:
         accumulate=1 if axes.pipeline > 1 else draw(st.integers(1, 10_000) | st.just("auto")),
         recompute=draw(st.sampled_from(["none", "full"])),
         shares=draw(st.sampled_from(["equal", "speed", "memory"]) | per_replica),
+        compress=draw(st.sampled_from(COMPRESSIONS if axes.data > 1 else ("none",))),
     )
-    return Plan(axes, AllReduce(zero), order, modifiers)
+    sync: AllReduce | Local = AllReduce(zero)
+    if axes.data > 1 and draw(st.booleans()):
+        local = draw(st.integers(1, 500))
+        sync = Local(local, draw(st.sampled_from(OUTERS)), draw(st.integers(1, local)))
+    return Plan(axes, sync, order, modifiers)
 
 
 @settings(database=None, deadline=None)
@@ -103,6 +110,11 @@ def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
     ("pipeline=2 virtual=2", "virtual=2 contradicts schedule=1f1b"), ("pipeline=2 virtual=0", "virtual=0 must be"),
     ("accumulate=0", "accumulate=0 must be a whole number of at least 1, or auto"),
     ("accumulate=some", "accumulate=some is not a whole number"), ("recompute=ful", "did you mean 'full'?"),
+    ("local=2", "local=2 is about replicas, and the plan has none: add data=N"), ("data=2 local=0", "local=0 must be"),
+    ("data=2 outer=diloco", "hint: add local=H"), ("data=2 fragments=2", "hint: add local=H"),
+    ("data=2 local=3 outer=dilocco", "did you mean 'diloco'?"), ("data=2 local=3 fragments=4", "can't be more of them"),
+    ("data=2 local=3 fragments=0", "fragments=0 must be"), ("data=2 shard=2 zero=1 local=2", "don't compose"),
+    ("compress=int8", "what replicas send each other"), ("data=2 compress=int7", "did you mean 'int8'?"),
     ("shares=sped", "did you mean 'speed'? Known: equal, speed, memory"), ("shares=Equal", "did you mean 'equal'?"),
     ("data=2 shares=1:2:3", "shares=1:2:3 has 3 parts and the plan has 2 replicas"),
     ("data=2 shares=1:0", "shares=1:0 must be whole numbers of at least 1"), ("shares=1:", "is not a whole number"),
@@ -113,6 +125,28 @@ def test_a_plan_that_makes_no_sense_is_refused(text: str, message: str):
         Plan.parse(text)
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("text", "words", "exact"), [
+    ("data=2 local=1", None, "data=2 local=1"), ("data=2 local=8", "take 8 steps on their own samples", "data=2"),
+    ("data=2 local=1 outer=diloco", "Nesterov momentum", "data=2"),
+    ("data=2 compress=int8 accumulate=2", "compressed to int8", "data=2 accumulate=2"),
+    ("data=2 local=8 outer=diloco fragments=2 compress=int8", "8 steps .*Nesterov.*; .*int8", "data=2")])
+def test_relaxed_plans_say_so(text: str, words: str | None, exact: str):
+    """One local step with plain averaging is the synchronous plan; all else names what it gives up."""
+    plan = Plan.parse(text)
+    assert plan.relaxed is None if words is None else re.search(words, plan.relaxed or "")
+    assert str(plan.exact) == exact and plan.exact.relaxed is None
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("data=2 shard=2 local=2", "local=H with shard=N"), ("pipeline=2 data=2 local=2", "one rank alone"),
+    ("data=2 local=2 compress=topk", "compress=int8 or bf16"), ("data=2 shard=2 compress=powersgd", "whole matrices")])
+def test_choices_that_do_not_compose_are_refused(text: str, message: str):
+    """Each with the reason and another choice."""
+    with pytest.raises(PlanError) as caught:
+        check(Plan.parse(text))
+    assert message in str(caught.value)
 
 
 def test_everything_wrong_with_a_plan_is_said_at_once():

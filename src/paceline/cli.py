@@ -72,6 +72,8 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")] = False,
     loader_workers: Annotated[int, typer.Option(metavar="N", min=0, help="Data loading processes a rank.")] = 0,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long a rank may hang.")] = 300.0,
+    restarts: Annotated[int | None, typer.Option(
+        metavar="N", min=0, help="Restarts of ranks that died; 3 with staleness, else 0.")] = None,
     as_json: Json = False,
 ) -> None:
     """Train a job on one device or many."""
@@ -79,7 +81,7 @@ def train(
         job = JobFile.parse(file, _parse_settings(settings))
         summary = paceline.train(job, plan, devices=devices, procs=procs, memory=memory, steps=steps,
                                  save_every=save_every, trace=trace, run=run, resume=resume,
-                                 loader_workers=loader_workers, timeout_s=timeout)
+                                 loader_workers=loader_workers, timeout_s=timeout, restarts=restarts)
         speaks = _is_first_rank()
     if speaks:
         figures = summary.to_dict()

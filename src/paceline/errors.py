@@ -57,9 +57,13 @@ class OutOfMemory(PacelineError):
 
 
 class PeerLost(PacelineError):
-    """Another rank died or stopped answering."""
+    """Another rank died or stopped answering. rank: which one, where that is known."""
 
     exit_code = 4
+
+    def __init__(self, message: str, *, hint: str | None = None, rank: int | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.rank = rank
 
 
 class Preempted(PacelineError):

@@ -19,7 +19,11 @@ from paceline.errors import PlanError, nearest
 
 ZeroStage = Literal[1, 2, 3]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+OuterName = Literal["average", "diloco"]
+CompressName = Literal["none", "bf16", "int8", "topk", "powersgd"]
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+OUTERS: tuple[OuterName, ...] = ("average", "diloco")
+COMPRESSIONS: tuple[CompressName, ...] = ("none", "bf16", "int8", "topk", "powersgd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +48,69 @@ class Axes:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
+class _Replicas:
+    """Ranks are the product of the axes."""
+
+    __slots__ = ()
+
+    def num_ranks(self, axes: Axes) -> int:
+        """Processes that run the plan."""
+        return math.prod(axes.sizes().values())
+
+    def num_replicas(self, axes: Axes) -> int:
+        """Ranks that see different samples."""
+        return axes.data * axes.shard
+
+
 @dataclass(frozen=True, slots=True)
-class AllReduce:
+class AllReduce(_Replicas):
     """Every update waits for the gradients of all replicas.
 
     zero: what the shard axis splits: 1 optimizer state, 2 and gradients, 3 and parameters.
     """
 
     zero: ZeroStage = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Parameters and optimizer state live on servers; workers send them gradients and fetch weights.
+
+    server: how many servers, each with a part of the parameters.
+    workers: ranks that compute gradients.
+    staleness: 0 divides every step's batch over the workers, and each waits for all. Above 0 a worker takes whole
+        steps of its own, and starts one when it has done at most so many more than the slowest; "inf" never waits.
+    colocate: "yes" puts the servers into the first workers' processes, "no" gives each a rank of its own.
+    damping: "inverse" divides the learning rate of an update by its staleness, the updates it has not seen.
+    """
+
+    server: int = 0
+    workers: int = 0
+    staleness: int | Literal["inf"] = 0
+    colocate: Literal["yes", "no"] = "no"
+    damping: Literal["none", "inverse"] = "none"
+
+    def num_ranks(self, axes: Axes) -> int:
+        """Processes that run the plan."""
+        return self.workers + (0 if self.colocate == "yes" else self.server)
+
+    def num_replicas(self, axes: Axes) -> int:
+        """Parts that a step's batch is cut into: with staleness a worker takes all of it."""
+        return self.workers if self.staleness == 0 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Local(_Replicas):
+    """Replicas take steps of their own and meet in outer steps.
+
+    local: steps from one outer step to the next. 1 with outer="average" is the synchronous case: gradients meet.
+    outer: what becomes of the mean way the replicas went: "average" goes it; "diloco" goes it with Nesterov momentum.
+    fragments: groups of parameters whose outer steps are staggered over the `local` steps.
+    """
+
+    local: int
+    outer: OuterName = "average"
+    fragments: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +137,13 @@ class Modifiers:
     recompute: "full" keeps only each block's input for backward and computes the rest again.
     shares: how the global batch is cut over the replicas: "equal", by the devices' "speed" or "memory",
         or one positive whole number a replica.
+    compress: the form in which replicas send each other gradients, or the differences of outer steps.
     """
 
     accumulate: int | Literal["auto"] = 1
     recompute: Literal["none", "full"] = "none"
     shares: Literal["equal", "speed", "memory"] | tuple[int, ...] = "equal"
+    compress: CompressName = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +155,7 @@ class Plan:
     """
 
     axes: Axes = field(default_factory=Axes)
-    sync: AllReduce = field(default_factory=AllReduce)
+    sync: AllReduce | Local | Servers = field(default_factory=AllReduce)
     schedule: Schedule = field(default_factory=Schedule)
     modifiers: Modifiers = field(default_factory=Modifiers)
 
@@ -106,12 +167,17 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Ranks the plan needs."""
-        return math.prod(self.axes.sizes().values())
+        return self.sync.num_ranks(self.axes)
 
     @property
     def replicas(self) -> int:
         """Ranks that see different samples."""
-        return self.axes.data * self.axes.shard
+        return self.sync.num_replicas(self.axes)
+
+    @property
+    def zero(self) -> ZeroStage:
+        """What a shard axis splits."""
+        return self.sync.zero if isinstance(self.sync, AllReduce) else 3
 
     @property
     def num_microbatches(self) -> int:
@@ -121,9 +187,31 @@ class Plan:
         return found
 
     @property
+    def outer_steps(self) -> Local | None:
+        """How replicas that take steps of their own meet; None if gradients meet in every step."""
+        return self.sync if isinstance(self.sync, Local) and self.sync != Local(1) else None
+
+    @property
     def relaxed(self) -> str | None:
-        """What the plan gives up against one device; None for an exact plan. All plans so far are exact."""
-        return None
+        """What the plan gives up against one device; None for an exact plan."""
+        given_up = []
+        if self.outer_steps is not None:
+            given_up.append(f"replicas take {self.outer_steps.local} steps on their own samples between outer steps"
+                            + (" with Nesterov momentum" if self.outer_steps.outer == "diloco" else ""))
+        if self.modifiers.compress != "none":
+            what = "what workers and servers" if isinstance(self.sync, Servers) else "what replicas"
+            given_up.append(f"{what} send each other is compressed to {self.modifiers.compress}")
+        if isinstance(self.sync, Servers) and self.sync.staleness != 0:
+            given_up.append("gradients are of weights that miss updates made meanwhile by other workers")
+        return "; ".join(given_up) or None
+
+    @property
+    def exact(self) -> Plan:
+        """This plan with every dial that relaxes it at 0."""
+        sync = self.sync if self.outer_steps is None else AllReduce()
+        if isinstance(sync, Servers):
+            sync = replace(sync, staleness=0, damping="none")
+        return replace(self, sync=sync, modifiers=replace(self.modifiers, compress="none"))
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -152,7 +240,7 @@ class Plan:
             if key in given:
                 raise PlanError(f"plan key '{key}' is given twice: {given[key]} and {value}")
             given[key] = value
-        if "single" in words and (split := [k for k in given if k in Axes().sizes() and given[k] != "1"]):
+        if "single" in words and (split := [k for k in given if k in _SPLITS and given[k] != "1"]):
             raise PlanError(f"'single' is one device and contradicts {', '.join(f'{k}={given[k]}' for k in split)}")
         return cls.of(**{key: _KEYS[key].read(key, value) for key, value in given.items()})
 
@@ -171,10 +259,25 @@ class Plan:
                                                          if key == "microbatches" else ""))
         if "place" in values and "parts" not in values:
             raise PlanError(f"place={values['place']} needs the number of parts", hint="add parts=N, one a device")
+        for key in ("outer", "fragments"):
+            if key in values and "local" not in values:
+                raise PlanError(f"{key}={values[key]} is about outer steps, and the plan has none", hint="add local=H")
+        given = [key for key in values if _KEYS[key].group == "servers"]
+        if given and (missing := [key for key in ("server", "workers") if key not in values]):
+            raise PlanError(f"{' '.join(f'{key}={values[key]}' for key in given)} is about servers, and the plan lacks "
+                            f"{' and '.join(missing)}", hint="server=S workers=W, each at least 1")
+        if "local" in values and "zero" in values:
+            raise PlanError(f"zero={values['zero']} and local={values['local']} don't compose: {_LOCAL_IS_ONE_RANK}")
+        if "local" in values and given:
+            raise PlanError(f"local={values['local']} and server={values['server']} don't compose: replicas meet in "
+                            "outer steps or through servers", hint="staleness=K lets workers of servers meet less")
+        if "zero" in values and given:
+            raise PlanError(f"zero={values['zero']} splits the shard axis, and servers hold the state of this plan")
         if values.get("schedule") == "interleaved":
             values.setdefault("virtual", 2)
-        parts = {group: {k: v for k, v in values.items() if _KEYS[k].group == group} for group in _GROUPS}
-        return cls(**{group: kind(**parts[group]) for group, kind in _GROUPS.items()})
+        parts = {group: {k: v for k, v in values.items() if _KEYS[k].group == group} for group in (*_GROUPS, *_SYNCS)}
+        sync = next((kind(**parts[group]) for group, kind in _SYNCS.items() if parts[group]), AllReduce())
+        return cls(sync=sync, **{group: kind(**parts[group]) for group, kind in _GROUPS.items()})
 
     @classmethod
     def read(cls, source: str | Path | Plan) -> Plan:
@@ -194,7 +297,9 @@ class Plan:
 
     def values(self) -> dict[str, Any]:
         """The keys that differ from their defaults, in the canonical order."""
-        values = {key: getattr(getattr(self, k.group), key) for key, k in _KEYS.items()}
+        home = next(group for group, kind in _SYNCS.items() if isinstance(self.sync, kind))
+        groups = {home: self.sync, **{group: getattr(self, group) for group in _GROUPS}}
+        values = {key: getattr(groups[k.group], key) if k.group in groups else k.default for key, k in _KEYS.items()}
         return {key: value for key, value in values.items() if value != _KEYS[key].default}
 
     def with_(self, **values: Any) -> Plan:
@@ -204,6 +309,12 @@ class Plan:
         return replace(self, schedule=replace(self.schedule, **groups["schedule"]),
                        modifiers=replace(self.modifiers, **groups["modifiers"]))
 
+    def of_forwards(self) -> Plan:
+        """What is left of the plan where nothing is updated: workers of servers are replicas."""
+        if isinstance(self.sync, Servers):
+            return replace(self, axes=replace(self.axes, data=self.sync.workers), sync=AllReduce())
+        return self
+
     def with_microbatches(self, count: int) -> Plan:
         """This plan with each replica's part of a step cut into so many micro-batches."""
         return self.with_(microbatches=count) if self.axes.pipeline > 1 else self.with_(accumulate=count)
@@ -211,7 +322,7 @@ class Plan:
     def __str__(self) -> str:
         values = self.values()
         words = [f"{key}={_text(value)}" for key, value in values.items()]
-        split = any(key in values for key in Axes().sizes())
+        split = any(key in values for key in _SPLITS)
         return " ".join(words if split else ["single", *words])
 
 
@@ -235,6 +346,10 @@ def _whole_or_auto(key: str, text: str) -> int | str:
     return text if text == "auto" else _whole(key, text)
 
 
+def _whole_or_inf(key: str, text: str) -> int | str:
+    return text if text == "inf" else _whole(key, text)
+
+
 def _word(key: str, text: str) -> str:
     return text
 
@@ -245,8 +360,9 @@ def _shares(key: str, text: str) -> str | tuple[int, ...]:
     return tuple(_whole(key, part) for part in text.split(":"))
 
 
-_GROUPS: dict[str, Callable[..., Any]] = {"axes": Axes, "sync": AllReduce, "schedule": Schedule,
-                                        "modifiers": Modifiers}
+_GROUPS: dict[str, Callable[..., Any]] = {"axes": Axes, "schedule": Schedule, "modifiers": Modifiers}
+# What a plan's `sync` may be; a plan has the keys of one of them.
+_SYNCS: dict[str, type] = {"all_reduce": AllReduce, "local": Local, "servers": Servers}
 # Canonical order of the text form: axes outermost first, then synchronisation, schedule, modifiers.
 _KEYS: dict[str, _Key] = {
     "pipeline": _Key("axes", 1, "N", _whole),
@@ -255,14 +371,28 @@ _KEYS: dict[str, _Key] = {
     "data": _Key("axes", 1, "N", _whole),
     "shard": _Key("axes", 1, "N", _whole),
     "tensor": _Key("axes", 1, "N", _whole),
-    "zero": _Key("sync", 3, "1|2|3", _whole),
+    "zero": _Key("all_reduce", 3, "1|2|3", _whole),
+    "local": _Key("local", None, "H", _whole),
+    "outer": _Key("local", "average", "average|diloco", _word),
+    "fragments": _Key("local", 1, "F", _whole),
+    "server": _Key("servers", 0, "S", _whole),
+    "workers": _Key("servers", 0, "W", _whole),
+    "staleness": _Key("servers", 0, "0|K|inf", _whole_or_inf),
+    "colocate": _Key("servers", "no", "yes|no", _word),
+    "damping": _Key("servers", "none", "none|inverse", _word),
     "schedule": _Key("schedule", "1f1b", "gpipe|1f1b|interleaved|zero-bubble", _word),
     "microbatches": _Key("schedule", "auto", "M|auto", _whole_or_auto),
     "virtual": _Key("schedule", 1, "V", _whole),
     "accumulate": _Key("modifiers", 1, "K|auto", _whole_or_auto),
     "recompute": _Key("modifiers", "none", "none|full", _word),
     "shares": _Key("modifiers", "equal", "equal|speed|memory|A:B:...", _shares),
+    "compress": _Key("modifiers", "none", "none|bf16|int8|topk|powersgd", _word),
 }
+_LOCAL_IS_ONE_RANK = "a local step is taken by one rank, which must hold the whole model"
+
+
+# Keys that make a plan more than one device.
+_SPLITS = (*Axes().sizes(), "server", "workers")
 
 
 def _known_keys() -> str:
@@ -300,16 +430,60 @@ def _schedule_problems(plan: Plan) -> list[str]:
     return found
 
 
+def _local_problems(plan: Plan) -> list[str]:
+    order, found = plan.sync, []
+    if not isinstance(order, Local):
+        return []
+    if not _is_count(order.local):
+        found.append(f"local={order.local} must be a whole number of at least 1")
+    if order.outer not in OUTERS:
+        found.append(f"outer={order.outer}: {nearest(str(order.outer), OUTERS)}")
+    if not _is_count(order.fragments):
+        found.append(f"fragments={order.fragments} must be a whole number of at least 1")
+    elif not found and order.fragments > order.local:
+        found.append(f"fragments={order.fragments} and local={order.local}: each fragment has an outer step of its "
+                     "own among the local ones, so there can't be more of them")
+    if not found and plan.axes.data == 1:
+        found.append(f"local={order.local} is about replicas, and the plan has none: add data=N")
+    return found
+
+
+def _server_problems(sync: Servers, axes: Axes) -> list[str]:
+    found = [f"{key}={getattr(sync, key)} must be a whole number of at least 1"
+             for key in ("server", "workers") if not _is_count(getattr(sync, key))]
+    if sync.staleness not in (0, "inf") and not _is_count(sync.staleness):
+        found.append(f"staleness={sync.staleness} must be a whole number of at least 0, or inf")
+    for key, allowed in (("colocate", ("yes", "no")), ("damping", ("none", "inverse"))):
+        if getattr(sync, key) not in allowed:
+            found.append(f"{key}={getattr(sync, key)}: {nearest(str(getattr(sync, key)), allowed)}")
+    if sync.damping != "none" and sync.staleness == 0:
+        found.append(f"damping={sync.damping} is by staleness, and staleness=0 has none")
+    if not found and sync.colocate == "yes" and sync.server > sync.workers:
+        found.append(f"colocate=yes puts server={sync.server} servers into workers={sync.workers} processes, at most "
+                     "one in each")
+    if split := [f"{axis}={size}" for axis, size in axes.sizes().items() if size != 1]:
+        found.append(f"server={sync.server} and {' '.join(split)}: workers hold the whole model, and servers bring "
+                     "their gradients together")
+    return found
+
+
 def _problems(plan: Plan) -> list[str]:
     """Everything that is wrong with a plan's values, in words."""
     mods = plan.modifiers
     found = [f"{axis}={size} must be a whole number of at least 1"
              for axis, size in plan.axes.sizes().items() if not _is_count(size)]
-    if not _is_count(plan.sync.zero) or plan.sync.zero > 3:
-        found.append(f"zero={plan.sync.zero} must be 1, 2 or 3")
-    elif plan.sync.zero != 3 and plan.axes.shard == 1:
-        found.append(f"zero={plan.sync.zero} splits the shard axis, and the plan has none: add shard=N")
-    found += _schedule_problems(plan)
+    if isinstance(plan.sync, Servers):
+        found += _server_problems(plan.sync, plan.axes)
+    elif not _is_count(plan.zero) or plan.zero > 3:
+        found.append(f"zero={plan.zero} must be 1, 2 or 3")
+    elif plan.zero != 3 and plan.axes.shard == 1:
+        found.append(f"zero={plan.zero} splits the shard axis, and the plan has none: add shard=N")
+    found += _schedule_problems(plan) + _local_problems(plan)
+    if mods.compress not in COMPRESSIONS:
+        found.append(f"compress={mods.compress}: {nearest(str(mods.compress), COMPRESSIONS)}")
+    elif mods.compress != "none" and plan.axes.data == 1 and not isinstance(plan.sync, Servers):
+        found.append(f"compress={mods.compress} is about what replicas send each other, and the plan has none: "
+                     "add data=N")
     if mods.accumulate != "auto" and not _is_count(mods.accumulate):
         found.append(f"accumulate={mods.accumulate} must be a whole number of at least 1, or auto")
     if mods.recompute not in ("none", "full"):

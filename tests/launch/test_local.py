@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from paceline.errors import PacelineError, PeerLost, Preempted
 from paceline.launch import local, watch
+from paceline.launch.crew import PEERS, Crew
 from paceline.launch.failure import RankFailed
 from paceline.launch.local import run_beside
 
@@ -227,6 +228,70 @@ def test_cuda_in_use_is_refused(run_ranks: Callable[..., Any], monkeypatch: pyte
         run_ranks(meet, 2)
 
 
+# --- Ranks that are started again -------------------------------------------------------------------------------
+
+
+def test_all_ranks_start_again(run_ranks: Callable[..., Any], capfd: pytest.CaptureFixture[str]):
+    """Under another name, without what the others left in the store, and each knows who died."""
+    def body(context: Any) -> list[Any]:
+        assert context.store.add("ranks", 1) <= 2
+        meet(context)
+        if context.rank == 1 and context.num_starts < 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [context.num_starts, list(context.deaths), context.restarts, context.attempt[-1], meet(context)]
+
+    assert run_ranks(body, 2, restarts=3) == [[3, [0, 2], 1, "3", 2.0]] * 2
+    assert "rank 1: it was killed by SIGKILL; all ranks start again" in capfd.readouterr().err
+    with pytest.raises(RankFailed, match="killed by SIGKILL") as raised:
+        run_ranks(body, 2, restarts=1)
+    assert raised.value.exit_code == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_starts_again_alone(run_ranks: Callable[..., Any], number: int, monkeypatch: pytest.MonkeyPatch):
+    """One that the others go on without, whether it dies or says nothing more."""
+    monkeypatch.setattr(local, "_SPEAK_S", 0.5)
+
+    def body(context: Any) -> list[Any]:
+        context.beat("input")
+        if context.rank == 1 and not context.deaths[1]:
+            os.kill(os.getpid(), number)
+        while context.rank == 0 and not context.store.check(["back"]):
+            context.beat("input")
+            time.sleep(0.05)
+        context.store.set("back", "1")
+        return [context.num_starts, list(context.deaths)]
+
+    crew = Crew(has_group=False, expendable=frozenset({1}))
+    assert run_ranks(body, 2, restarts=1, crew=crew, timeout_s=2.0) == [[1, [0, 0]], [1, [0, 1]]]
+
+
+def test_an_error_is_not_tried_again(run_ranks: Callable[..., Any]):
+    """Neither by all ranks nor by one that the others go on without."""
+    crew = Crew(has_group=False, expendable=frozenset({1}))
+    for who in (PEERS, crew):
+        with pytest.raises(RankFailed, match="ValueError"):
+            run_ranks(lambda context: int("x") if context.rank == 1 else 0, 2, restarts=9, crew=who)
+
+
+def test_signals_reach_ranks_that_were_started_again(start_child: Any, run_ranks: Callable[..., Any],
+                                                     wait_for: Callable[..., None], tmp_path: Path):
+    """A request to stop ends them, and starts nothing."""
+    def body(context: Any) -> None:
+        if context.rank == 1 and context.num_starts == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if context.num_starts == 2:
+            (tmp_path / f"again-{context.rank}").touch()
+        steps_until_stopped(context)
+
+    child = start_child(lambda: run_ranks(body, 2, restarts=9))
+    wait_for(lambda: len(list(tmp_path.glob("again-*"))) == 2)
+    time.sleep(0.5)
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.exit_code() == 5
+    assert child.stderr.count("start again") == 1
+
+
 # --- Signals ----------------------------------------------------------------------------------------------------
 
 
@@ -307,5 +372,5 @@ def test_ranks_die_with_their_parent(start_child: Any, run_ranks: Callable[..., 
     assert child.exit_code() == -signal.SIGKILL
     wait_for(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
     for folder in nothing_left.glob("paceline-*"):  # a killed parent can't clean up
-        (folder / "store").unlink(missing_ok=True)
+        (folder / "store-1").unlink(missing_ok=True)
         folder.rmdir()

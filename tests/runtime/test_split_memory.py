@@ -14,10 +14,10 @@ from safetensors import safe_open
 from torch import nn
 
 import paceline
-from paceline.runtime import loop
+from paceline.runtime import loop, state
 from paceline.runtime.checkpoint.read import open_checkpoint
 from paceline.runtime.memory import reset_peak, resident_peak_bytes
-from paceline.runtime.stepper import _build_in_files, build_model
+from paceline.runtime.stepper import build_in_files, build_model
 
 WIDTH, LAYERS = 2048, 32  # 8 MiB each
 WHOLE_BYTES = LAYERS * 4 * WIDTH * WIDTH // 2
@@ -65,7 +65,7 @@ def test_the_whole_model_is_nowhere(plan: str, tmp_path: Path, run_ranks: Callab
         run = phases.measure("start", lambda: loop._build(context, make_job(WIDTH), asked, settings))
         run.step = 1
         phases.measure("save", lambda: save(run))
-        phases.measure("export", lambda: loop._export(run, tmp_path))
+        phases.measure("export", lambda: state.export(run.stepper.model, tmp_path, step=1))
         return phases.peaks
 
     def resume(context: Any) -> dict[str, float]:
@@ -99,7 +99,7 @@ class Grown(nn.Module):
 def test_a_model_that_files_cannot_hold(caplog: pytest.LogCaptureFixture) -> None:
     """It is built in memory, and that is said."""
     job = dataclasses.replace(make_job(64), model=Grown)
-    spill, model = _build_in_files(job, torch.device("cpu"))
+    spill, model = build_in_files(job, torch.device("cpu"))
     assert spill is None and torch.equal(model.w, Grown().w)
     assert "takes memory for the whole model to begin with: it could not be built in files (RuntimeError" in caplog.text
 
@@ -111,7 +111,7 @@ def test_weights_that_torch_did_not_make(caplog: pytest.LogCaptureFixture) -> No
         made.large = nn.Parameter(torch.from_numpy(np.ones((2400, 2400))))
         return made
 
-    _build_in_files(dataclasses.replace(make_job(64), model=model), torch.device("cpu"))
+    build_in_files(dataclasses.replace(make_job(64), model=model), torch.device("cpu"))
     assert "takes 46 MB for the whole model to begin with" in caplog.text
 
 
@@ -121,4 +121,4 @@ def test_the_users_own_error_is_the_users(caplog: pytest.LogCaptureFixture) -> N
         raise KeyError("size")
 
     with pytest.raises(KeyError, match="size"):
-        _build_in_files(dataclasses.replace(make_job(64), model=model), torch.device("cpu"))
+        build_in_files(dataclasses.replace(make_job(64), model=model), torch.device("cpu"))

@@ -13,6 +13,10 @@ from paceline.strategies.conflicts import CONFLICTS, check
     ("pipeline=2 shard=2 schedule=zero-bubble", "gradients come out wrong without an error", "data=N"),
     ("pipeline=2 shard=2 zero=1 schedule=zero-bubble", "passes them by", "1f1b"),
     ("pipeline=2 schedule=zero-bubble recompute=full", "compute the forward again", "1f1b"),
+    ("data=2 shard=2 local=4", "would have to meet in it", "data=N"),
+    ("data=2 local=4 compress=topk", "an outer step later", "int8"),
+    ("data=2 tensor=2 compress=powersgd", "ranks hold parts", "int8"),
+    ("server=1 workers=2 compress=int8", "too coarse for weights", "bf16"),
 ])
 def test_what_does_not_compose_is_refused(text: str, why: str, instead: str):
     """With the plan, what goes wrong, and what to choose."""
@@ -25,7 +29,9 @@ def test_what_does_not_compose_is_refused(text: str, why: str, instead: str):
 def test_every_conflict_is_met_by_a_plan():
     """No row of the table is dead."""
     plans = [Plan.parse(text) for text in ("pipeline=2 shard=2 schedule=zero-bubble",
-                                           "pipeline=2 schedule=zero-bubble recompute=full")]
+                                           "pipeline=2 schedule=zero-bubble recompute=full", "data=2 shard=2 local=4",
+                                           "data=2 local=4 compress=topk", "data=2 tensor=2 compress=powersgd",
+                                           "server=1 workers=2 compress=topk")]
     assert all(any(conflict.is_met(plan) for plan in plans) for conflict in CONFLICTS)
 
 

@@ -137,7 +137,7 @@ def test_buckets_leave_while_backward_goes_on(monkeypatch):
     """With buckets of one gradient each, two of the three all-reduces are issued before the last backward."""
     import paceline.strategies.data.buckets as buckets
 
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "LARGEST_BUCKET_BYTES", 1)
     order = ["compute" if isinstance(e, Compute) and e.flops else e.num_bytes
              for e in program("data=2", kind="cuda") if (isinstance(e, Compute) and e.flops) or
              (isinstance(e, Collective) and e.name != "meet")]
@@ -149,12 +149,37 @@ def test_a_complete_bucket_waits_for_those_before_it(monkeypatch):
     """The last parameter's gradient comes last (a tied weight, say): nothing leaves before."""
     import paceline.strategies.data.buckets as buckets
 
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "LARGEST_BUCKET_BYTES", 1)
     late = replace(PROFILE, segments=(segment("first", "a", "head"), segment("second", "b"), segment("")))
     events = step_program(late, Plan.parse("data=2"), "cuda", (1.0,))
     order = [type(e) for e in events if isinstance(e, Collective) or (isinstance(e, Compute) and e.flops)]
 
     assert order[:-1] == [Compute] * 6 + [Collective] * 3  # the very last is the loss's
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_compressed_gradients_go_over_the_network(kind):
+    """As long as an all-reduce that sends as many bytes: 60 elements of 4 bytes are padded to a block a rank."""
+    sent = {form: collectives(f"data=2 compress={form}", kind=kind, stream=NETWORK)
+            for form in ("bf16", "int8", "topk")}
+
+    assert sent == {"bf16": [("all_reduce", 2 * 2 * 256, 2)], "int8": [("all_reduce", 2 * (256 + 4), 2)],
+                    "topk": [("all_reduce", 8, 2)]}
+    assert highest("data=2 compress=topk", 1.0)["communication"] == 2 * UNIT + ROOT  # what is left out
+
+
+def test_an_outer_step_is_spread_over_its_local_steps():
+    """Every gradient's bytes, once in 10 steps; nothing else but the figures, which are not met in between."""
+    blocking = [e for e in program("data=2 local=10") if isinstance(e, Collective)]
+    staggered = [e for e in program("data=2 local=10 outer=diloco fragments=2") if isinstance(e, Collective)]
+
+    assert [(e.name, e.num_bytes, e.times, e.stream) for e in blocking] == [
+        ("meet", 8 * (2 * 10 + 3 + 3), 0.1, COMPUTE), ("outer", 2 * UNIT + ROOT, 0.1, COMPUTE)]
+    assert [(e.name, e.times, e.stream) for e in staggered] == [
+        ("meet", 0.2, COMPUTE), ("outer", 0.1, NETWORK), ("outer", 0.1, NETWORK)]
+    assert sum(e.num_bytes for e in staggered[1:]) == 2 * UNIT + ROOT
+    assert highest("data=2 local=10", 1.0)["communication"] == 2 * (2 * UNIT + ROOT)
+    assert highest("data=2 local=10 outer=diloco", 1.0)["communication"] == 3 * (2 * UNIT + ROOT)
 
 
 def test_a_unit_is_gathered_before_it_is_recomputed():
@@ -235,8 +260,9 @@ def test_rooms_hook_into_moments_that_exist():
     from paceline.strategies.costs import Held, Step
 
     held = Held(*({p.name: p.num_bytes for p in PROFILE.parameters} for _ in range(3)))
-    step = Step(PROFILE, Plan.parse("data=2 shard=2 recompute=full"), "cpu", (1.0,), held)
-    known = {name for name, _ in moments(step)}
+    plans = [Plan.parse(text) for text in ("data=2 shard=2 recompute=full", "data=2 local=4")]
 
     for room in ROOMS:
-        assert set(room.enter(step)) <= known
+        plan = next(plan for plan in plans if room.is_active(plan))
+        step = Step(PROFILE, plan, "cpu", (1.0,), held)
+        assert set(room.enter(step)) <= {name for name, _ in moments(step)}

@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.errors import Preempted
 from paceline.runtime.feed import Part
-from paceline.runtime.stepper import Stepper
 from paceline.strategies.data.run import GradientBuckets
+from paceline.strategies.meeting import EveryStep
 
 SAMPLES, BATCH = 25, 10  # the third step of an epoch has 5 samples: uneven over 2, 3 and 4 replicas
 
@@ -139,13 +139,14 @@ def wrong_samples(patch: pytest.MonkeyPatch) -> None:
 
 
 def local_normalisation(patch: pytest.MonkeyPatch) -> None:
-    meet = Stepper._meet
+    agree = EveryStep.agree
 
-    def alone(self: Stepper, *arguments: Any) -> Any:
-        loss, count, *rest = meet(self, *arguments)
-        return loss, count / self.mesh.world_size, *rest
+    def alone(self: EveryStep, figures: torch.Tensor) -> torch.Tensor:
+        found = agree(self, figures)
+        found[1] /= self.world_size
+        return found
 
-    patch.setattr(Stepper, "_meet", alone)
+    patch.setattr(EveryStep, "agree", alone)
 
 
 @pytest.mark.parametrize(("plant", "loss", "named"), [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import threading
 import time
 from dataclasses import dataclass
 
@@ -27,10 +28,12 @@ class Board:
     """One entry a rank in an anonymous shared mapping, inherited by forked ranks; only its rank writes an entry.
 
     over: set in the parent once the ranks have ended.
+    forkable: held in the parent while a thread of it computes, for a fork would inherit locks that nobody opens.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.over = False
+        self.forkable = threading.Lock()
         self._memory = mmap.mmap(-1, _ENTRY.size * num_ranks)
         for rank in range(num_ranks):
             self.write(rank, 0, "start")

@@ -23,6 +23,13 @@ class RankContext:
     store: key-value store shared by all ranks; None for a single rank.
     board, slot: where it leaves its signs of life.
     attempt: names this launch; the same on all ranks, another at every start.
+    secret: known to the ranks of this launch and to nobody else.
+    host: the address of this host at which the other ranks reach it.
+    timeout_s: how long a rank may give no sign of life.
+    num_trained: trainings that this launch has begun; tells apart what they leave in the store.
+    num_starts: how often all ranks were started in this run, this time included.
+    deaths: how often each rank had died in this run when this one was started.
+    restarts: how often ranks that die may still be started again.
     """
 
     rank: int
@@ -35,6 +42,13 @@ class RankContext:
     attempt: str
     step: int = 0
     stop_signal: int | None = field(default=None)
+    secret: bytes = field(default=b"", repr=False)
+    host: str = "127.0.0.1"
+    timeout_s: float = 300.0
+    num_trained: int = 0
+    num_starts: int = 1
+    deaths: tuple[int, ...] = ()
+    restarts: int = 0
 
     def beat(self, phase: str) -> None:
         """A sign of life."""

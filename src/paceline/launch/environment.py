@@ -104,13 +104,20 @@ def interface_towards(address: str) -> str | None:
     """
     import psutil
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # a datagram socket sends nothing here: it only picks a route
-            own = probe.getsockname()[0]
-        except OSError:
-            return None
+    own = address_towards(address)
+    if own is None:
+        return None
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address == own for found in addresses):
             return str(name)
     return None
+
+
+def address_towards(address: str) -> str | None:
+    """The address of this host that others see when it talks to `address`; None if it can't."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # a datagram socket sends nothing here: it only picks a route
+            return str(probe.getsockname()[0])
+        except OSError:
+            return None

@@ -82,8 +82,9 @@ def failure_of(error: BaseException, *, rank: int, sign: Sign) -> Failure:
     elif frames:
         title = "Traceback (most recent call last, your code only):" if where else "Traceback (most recent call last):"
         trace = f"{title}\n{''.join(traceback.format_list(frames)).rstrip()}"
-    return Failure(rank, socket.gethostname(), type(error).__name__, message, exit_code, heard, sign.step, sign.phase,
-                   where, trace, time.time())
+    culprit = getattr(error, "rank", None) if isinstance(error, PeerLost) else None
+    return Failure(rank if culprit is None else culprit, socket.gethostname(), type(error).__name__, message, exit_code,
+                   heard, sign.step, sign.phase, where, trace, time.time())
 
 
 def is_about_memory(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster import Device
+from paceline.errors import ClusterError, PacelineError, PeerLost
 from paceline.launch.board import Board
-from paceline.launch.environment import Environment, interface_towards
+from paceline.launch.crew import PEERS, Crew
+from paceline.launch.environment import Environment, address_towards, interface_towards
 from paceline.launch.failure import Failure, RankFailed
 from paceline.launch.process import Body, run_rank
 
@@ -23,6 +26,9 @@ def join(environment: Environment, *, timeout_s: float) -> Any:
     """Meet the other ranks at the launcher's address. Returns the store they share.
 
     Sets GLOO_SOCKET_IFNAME, if it is not set, to the interface that faces the meeting place.
+
+    Raises:
+        ClusterError: on rank 0, something else has the port. PeerLost: the others can't be met there.
     """
     import torch.distributed as dist
 
@@ -30,13 +36,28 @@ def join(environment: Environment, *, timeout_s: float) -> Any:
         found = interface_towards(environment.master_address)
         if found:
             os.environ["GLOO_SOCKET_IFNAME"] = found
-    if environment.launcher == "Slurm":
-        store = dist.TCPStore(environment.master_address, environment.master_port, environment.world_size,
-                              is_master=environment.rank == 0, timeout=timedelta(seconds=timeout_s))
-    else:
-        store, _, _ = next(dist.rendezvous("env://", environment.rank, environment.world_size,
-                                           timeout=timedelta(seconds=timeout_s)))
+    try:
+        if environment.launcher == "Slurm":
+            store = dist.TCPStore(environment.master_address, environment.master_port, environment.world_size,
+                                  is_master=environment.rank == 0, timeout=timedelta(seconds=timeout_s))
+        else:
+            store, _, _ = next(dist.rendezvous("env://", environment.rank, environment.world_size,
+                                               timeout=timedelta(seconds=timeout_s)))
+    except dist.DistError as error:
+        raise _unmet(environment, str(error).partition("\n")[0]) from error
     return dist.PrefixStore(f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _unmet(environment: Environment, why: str) -> PacelineError:
+    """What a rank says that can't meet the others."""
+    port = environment.master_port
+    if "EADDRINUSE" in why:
+        return ClusterError(f"MASTER_PORT={port}, where the ranks meet, is in use by another program on this host",
+                            hint="MASTER_PORT=N with another N, the same for every rank; 1024 to 65535 are allowed")
+    return PeerLost(f"rank {environment.rank} can't meet the {environment.world_size} ranks of this run at "
+                    f"{environment.master_address}:{port}: {why}",
+                    hint="MASTER_ADDR must be the host of rank 0 and MASTER_PORT free there before the start; "
+                         "--timeout SECONDS waits longer for ranks that start late")
 
 
 def agree(store: Any, environment: Environment, key: str, make: Callable[[], str]) -> str:
@@ -55,8 +76,11 @@ def agree(store: Any, environment: Environment, key: str, make: Callable[[], str
 
 
 def run_joined(body: Body, environment: Environment, device: Device, *, store: Any, attempt: str,
-               run_dir: Path | None, timeout_s: float) -> Any:
+               run_dir: Path | None, timeout_s: float, crew: Crew = PEERS) -> Any:
     """Run `body(context)` as this rank and return its result.
+
+    The ranks' secret is PACELINE_SECRET where it is set, else one that rank 0 leaves in the launcher's store: then
+    whoever can reach that store knows it.
 
     Raises:
         RankFailed: on the rank whose failure the others follow from; the others leave with its exit code.
@@ -73,10 +97,13 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
         if store.add("hang told", 1) == 1:
             print(f"error: {failure.describe()}", file=sys.stderr, flush=True)
 
+    secret = os.environ.get("PACELINE_SECRET") or agree(store, environment, f"secret/{attempt}",
+                                                        lambda: secrets.token_hex(32))
     result, failure, log = run_rank(
         body, rank=environment.rank, world_size=environment.world_size,
         local_world_size=environment.local_world_size, device=device, make_store=lambda: store, board=Board(1), slot=0,
-        attempt=attempt, run_dir=run_dir, timeout_s=timeout_s, report=report_hang)
+        attempt=attempt, run_dir=run_dir, timeout_s=timeout_s, report=report_hang, crew=crew,
+        secret=secret.encode(), host=address_towards(environment.master_address) or "127.0.0.1")
     if failure is None:
         return result
     report(failure)

@@ -6,6 +6,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -20,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster import Device
-from paceline.errors import PacelineError, Preempted
+from paceline.errors import PacelineError, PeerLost, Preempted
 from paceline.launch.board import Board
+from paceline.launch.crew import PEERS, Crew
 from paceline.launch.failure import Failure, RankFailed, cause_of, killed, stopped
 from paceline.launch.process import Body, run_rank
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _BESIDE_NICE = 10  # a tenth of a rank's share: at 19 a second of work lasted for 17 steps of the byte GPT
 _GRACE_S = 5.0  # after a first failure, for the other ranks to report and leave
+_SPEAK_S = 5.0  # after the timeout, for a rank that hangs to say where
 
 
 @dataclass
@@ -42,8 +45,38 @@ class _Rank:
     finished: bool = field(default=False)
 
 
+@dataclass
+class _Launch:
+    """What ranks are started with.
+
+    attempt: names one start of all ranks. restarts: that are left. deaths: of each rank so far.
+    """
+
+    body: Body
+    devices: Sequence[Device]
+    board: Board
+    name: str
+    meetings: Path
+    run_dir: Path | None
+    timeout_s: float
+    crew: Crew
+    secret: bytes
+    restarts: int
+    deaths: list[int]
+    num_starts: int = 1
+
+    @property
+    def attempt(self) -> str:
+        return f"{self.name}-{self.num_starts}"
+
+    @property
+    def store(self) -> Path:
+        """Where the ranks of this start find each other: not what those before them have left."""
+        return self.meetings / f"store-{self.num_starts}"
+
+
 def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = None, timeout_s: float = 300.0,
-              idle: Callable[[Board], None] | None = None) -> list[Any]:
+              idle: Callable[[Board], None] | None = None, crew: Crew = PEERS, restarts: int = 0) -> list[Any]:
     """Run `body(context)` as one rank a device and return the results in rank order.
 
     Results travel as JSON. The ranks are forks, so the body may be any closure; nothing is pickled. Ctrl-C and
@@ -53,6 +86,9 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         run_dir: Where each rank's log goes; without it only rank 0 is heard.
         timeout_s: How long a rank may give no sign of life while others wait.
         idle: Called on a thread of this process, at a low priority, after the ranks have started.
+        crew: Which ranks the others go on without; the result of one that was killed is None.
+        restarts: How often ranks that died or hang are started again: such a one alone, or else all of them, with
+            `context.num_starts` above 1. A rank that raised an error is not: it would again.
 
     Raises:
         RankFailed: with the report of the rank whose failure the others followed from.
@@ -63,25 +99,62 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
                             hint="call train before anything touches the GPU, or use the paceline command")
     end_openmp_threads()
-    board, attempt = Board(len(devices)), uuid.uuid4().hex[:12]
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="paceline-") as meeting, _forwarded_signals(ranks) as interrupted:
+    with tempfile.TemporaryDirectory(prefix="paceline-") as meetings, _forwarded_signals(ranks) as interrupted:
+        launch = _Launch(body, devices, Board(len(devices)), uuid.uuid4().hex[:12], Path(meetings), run_dir, timeout_s,
+                         crew, secrets.token_bytes(32), restarts, [0] * len(devices))
         try:
             with _held_signals():
-                for rank in range(len(devices)):
-                    ranks.append(_start(body, rank, devices, board, attempt, Path(meeting), run_dir, timeout_s))
-            with run_beside(idle, board):
-                _collect(ranks, board, interrupted)
+                _start_all(launch, ranks)
+            with run_beside(idle, launch.board):
+                _collect(launch, ranks, interrupted)
+                while (cause := _cause(launch, ranks)) and _may_restart(launch, cause, interrupted):
+                    _end(ranks, patience_s=0.0)
+                    for number in {rank.failure.rank for rank in ranks if rank.failure and not rank.failure.heard}:
+                        launch.deaths[number] += 1
+                    launch.num_starts += 1
+                    _tell_restart(launch, cause, "all ranks start again from the newest checkpoint")
+                    ranks.clear()
+                    with _forking(launch, ranks, interrupted):
+                        _start_all(launch, ranks)
+                    _collect(launch, ranks, interrupted)
         finally:
             _end(ranks)
-    failures = [rank.failure for rank in ranks if rank.failure is not None]
-    if failures:
-        cause = cause_of(failures)
+    if (cause := _cause(launch, ranks)) is not None:
         error = RankFailed(cause, ranks[cause.rank].log)
         if interrupted and cause.kind == Preempted.__name__ and interrupted[0] == signal.SIGINT:
             error.exit_code = 128 + signal.SIGINT
         raise error
     return [rank.result for rank in ranks]
+
+
+def _cause(launch: _Launch, ranks: Sequence[_Rank]) -> Failure | None:
+    """What ended the run before its time."""
+    failures = [rank.failure for rank in ranks if rank.failure and not _is_outlived(rank.failure, launch.crew)]
+    return cause_of(failures) if failures else None
+
+
+def _may_restart(launch: _Launch, failure: Failure, interrupted: Sequence[int]) -> bool:
+    """Whether who died, or hung, is to be started again."""
+    return failure.kind == PeerLost.__name__ and launch.restarts > 0 and not interrupted
+
+
+def _tell_restart(launch: _Launch, failure: Failure, what: str) -> None:
+    """Count a restart and say why."""
+    launch.restarts -= 1
+    why = failure.message.partition("\n")[0]
+    print(f"rank {failure.rank}: {why}; {what} ({launch.restarts} restart{'s' * (launch.restarts != 1)} left)",
+          file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _forking(launch: _Launch, ranks: Sequence[_Rank], interrupted: Sequence[int]) -> Iterator[None]:
+    """Start ranks while no other thread of this process computes. They hear of a signal that came just before."""
+    with launch.board.forkable, _held_signals():
+        yield
+        if interrupted:
+            for rank in ranks:
+                rank.process.terminate()
 
 
 def end_openmp_threads() -> None:
@@ -118,19 +191,27 @@ def run_beside(work: Callable[[Board], None] | None, board: Board) -> Iterator[N
     thread.join(timeout=30)
 
 
-def _start(body: Body, rank: int, devices: Sequence[Device], board: Board, attempt: str, meeting: Path,
-           run_dir: Path | None, timeout_s: float) -> _Rank:
+def _is_outlived(failure: Failure, crew: Crew) -> bool:
+    """Whether a rank is merely gone, and the others go on without it. An error is an error on any rank."""
+    return failure.rank in crew.expendable and failure.kind == PeerLost.__name__
+
+
+def _start_all(launch: _Launch, ranks: list[_Rank]) -> None:
+    for rank in range(len(launch.devices)):
+        ranks.append(_start(launch, rank))  # one by one: whatever fails, those that run are known
+
+
+def _start(launch: _Launch, rank: int) -> _Rank:
+    launch.board.write(rank, 0, "start")
     receive, send = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(
-        target=_child, args=(body, rank, devices, board, attempt, meeting, run_dir, timeout_s, send, os.getpid()),
-        daemon=False)
+        target=_child, args=(launch, rank, send, os.getpid()), daemon=False)
     process.start()
     send.close()
     return _Rank(process, receive)
 
 
-def _child(body: Body, rank: int, devices: Sequence[Device], board: Board, attempt: str, meeting: Path,
-           run_dir: Path | None, timeout_s: float, send: Connection, parent_pid: int) -> None:
+def _child(launch: _Launch, rank: int, send: Connection, parent_pid: int) -> None:
     import torch.distributed as dist
 
     _die_with(parent_pid)
@@ -138,17 +219,18 @@ def _child(body: Body, rank: int, devices: Sequence[Device], board: Board, attem
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    world_size = len(devices)
+    world_size = len(launch.devices)
 
     def report(kind: str, value: Any) -> None:
         with suppress(OSError):
             send.send_bytes(json.dumps({"kind": kind, "value": value}).encode())
 
     result, failure, log = run_rank(
-        body, rank=rank, world_size=world_size, local_world_size=world_size, device=devices[rank],
-        make_store=(lambda: dist.FileStore(str(meeting / "store"), world_size)) if world_size > 1 else None,
-        board=board, slot=rank, attempt=attempt, run_dir=run_dir, timeout_s=timeout_s,
-        report=lambda failure: report("failure", [failure.to_json(), ""]))
+        launch.body, rank=rank, world_size=world_size, local_world_size=world_size, device=launch.devices[rank],
+        make_store=(lambda: dist.FileStore(str(launch.store), world_size)) if world_size > 1 else None,
+        board=launch.board, slot=rank, attempt=launch.attempt, run_dir=launch.run_dir, timeout_s=launch.timeout_s,
+        report=lambda failure: report("failure", [failure.to_json(), ""]), crew=launch.crew, secret=launch.secret,
+        num_starts=launch.num_starts, deaths=tuple(launch.deaths), restarts=launch.restarts)
     if failure is not None:
         report("failure", [failure.to_json(), str(log or "")])
         sys.exit(failure.exit_code)
@@ -197,18 +279,44 @@ def _held_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _collect(ranks: list[_Rank], board: Board, interrupted: list[int]) -> None:
-    """Hear every rank out. After a first failure the others get a few seconds."""
+def _collect(launch: _Launch, ranks: list[_Rank], interrupted: list[int]) -> None:
+    """Hear every rank out, and start again those that the others go on without.
+
+    After a first failure, or when only expendable ranks are left, the others get a few seconds; none if all are
+    started again and who died is known.
+    """
     deadline: float | None = None
     while open_ranks := [rank for rank in ranks if not rank.finished]:
         wait([source for rank in open_ranks for source in (rank.pipe, rank.process.sentinel)], timeout=0.5)
         for number, rank in enumerate(ranks):
             if not rank.finished:
-                _hear(number, rank, board, interrupted)
-        if deadline is None and any(rank.failure for rank in ranks):
+                _hear(number, rank, launch.board, interrupted)
+        cause = _cause(launch, ranks)
+        if cause is not None and not cause.heard and _may_restart(launch, cause, interrupted):
+            return
+        is_over = all(rank.finished for number, rank in enumerate(ranks) if number not in launch.crew.expendable)
+        if deadline is None and (is_over or cause is not None):
             deadline = time.monotonic() + _GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             return
+        if deadline is None:
+            _restart_lost(launch, ranks, interrupted)
+
+
+def _restart_lost(launch: _Launch, ranks: list[_Rank], interrupted: list[int]) -> None:
+    """Start expendable ranks again that died, or that say nothing and so are of no use to anybody."""
+    for number in sorted(launch.crew.expendable):
+        rank, silent_s = ranks[number], time.monotonic() - launch.board.read(number).time_s
+        if not rank.finished and silent_s > launch.timeout_s + _SPEAK_S and launch.restarts and not interrupted:
+            rank.process.kill()
+            rank.process.join()
+            _hear(number, rank, launch.board, interrupted)
+        if rank.finished and rank.failure is not None and _may_restart(launch, rank.failure, interrupted):
+            _end([rank], patience_s=0.0)
+            launch.deaths[number] += 1
+            _tell_restart(launch, rank.failure, "it starts again")
+            with _forking(launch, ranks, interrupted):
+                ranks[number] = _start(launch, number)
 
 
 def _hear(number: int, rank: _Rank, board: Board, interrupted: list[int]) -> None:
@@ -232,9 +340,9 @@ def _hear(number: int, rank: _Rank, board: Board, interrupted: list[int]) -> Non
         rank.finished = True
 
 
-def _end(ranks: list[_Rank]) -> None:
+def _end(ranks: list[_Rank], *, patience_s: float = 0.2) -> None:
     for rank in ranks:
-        rank.process.join(_GRACE_S if rank.failure is None and rank.finished else 0.2)
+        rank.process.join(_GRACE_S if rank.failure is None and rank.finished else patience_s)
         if rank.process.is_alive():
             rank.process.kill()
             rank.process.join()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from paceline.cluster import Device, usable_cores
 from paceline.launch.board import Board
 from paceline.launch.context import RankContext
+from paceline.launch.crew import Crew
 from paceline.launch.failure import Failure
 from paceline.launch.limit import held_to
 from paceline.launch.logs import open_log, set_up_logging
@@ -28,9 +29,12 @@ Body = Callable[[RankContext], Any]
 
 def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, device: Device,
              make_store: Callable[[], dist.Store] | None, board: Board, slot: int, attempt: str,
-             run_dir: Path | None, timeout_s: float,
-             report: Callable[[Failure], None]) -> tuple[Any, Failure | None, Path | None]:
+             run_dir: Path | None, timeout_s: float, report: Callable[[Failure], None], crew: Crew, secret: bytes,
+             host: str = "127.0.0.1", num_starts: int = 1, deaths: tuple[int, ...] = (),
+             restarts: int = 0) -> tuple[Any, Failure | None, Path | None]:
     """Run `body` as one rank of a run. `report` takes a failure that ends the process before this returns.
+
+    num_starts, deaths, restarts: see `RankContext`.
 
     Returns:
         The body's result, or its failure; and the rank's log.
@@ -40,13 +44,16 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
     where = _claim(device)
     if where.type == "cpu":
         set_up_heap(keep=not device.is_limit)
-    context = RankContext(rank, world_size, local_world_size, where, None, board, slot, attempt)
+    context = RankContext(rank, world_size, local_world_size, where, None, board, slot, attempt, secret=secret,
+                          host=host, timeout_s=timeout_s, num_starts=num_starts,
+                          deaths=deaths or (0,) * world_size, restarts=restarts)
     result, failure = None, None
     try:
         if make_store is not None:
             context.store = make_store()
         set_up_logging(terminal, rank=rank, store=context.store)
-        with Watch(context, timeout_s=timeout_s, report=report), _process_group(context, timeout_s), held_to(device):
+        with (Watch(context, timeout_s=timeout_s, report=report), _process_group(context, timeout_s, crew),
+              held_to(device)):
             result = body(context)
     except BaseException as error:
         failure = peer_loss(context, error)
@@ -58,8 +65,8 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
 
 
 @contextlib.contextmanager
-def _process_group(context: RankContext, timeout_s: float) -> Any:
-    if context.store is None:
+def _process_group(context: RankContext, timeout_s: float, crew: Crew) -> Any:
+    if context.store is None or not crew.has_group:
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"

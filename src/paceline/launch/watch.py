@@ -24,7 +24,8 @@ from paceline.launch.failure import Failure, failure_of, is_users
 
 _ANSWER_S = 3.0  # how long to wait for what the other ranks say
 # Frames that mean: this rank waits for others.
-_WAITING = ("torch/distributed/", "paceline/strategies/data/run.py")
+_WAITING = ("torch/distributed/", "paceline/strategies/data/run.py", "paceline/strategies/server/",
+            "paceline/runtime/servers/")
 
 
 class Watch:
@@ -99,6 +100,7 @@ def hang_failure(heard: dict[int, dict[str, Any]], *, world_size: int, rank: int
     waiting = [r for r, at in heard.items() if at["waits"]]
     culprit, trace = rank, ""
     if silent:
+        culprit = silent[0]
         message = f"rank {_listed(silent)} gave no sign of life for {timeout_s:g} s"
     elif stuck:
         culprit = stuck[0]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from paceline.cluster import Cluster, Device, usable_cores
-from paceline.errors import PlanError
+from paceline.errors import PacelineError, PlanError
 from paceline.job import Precision
-from paceline.plan import Plan
+from paceline.plan import Plan, Servers
 from paceline.planner.program import stage_program, step_program
 from paceline.profile.device import DeviceRates, measure_device
 from paceline.profile.profile import Profile
@@ -77,6 +77,10 @@ class Split(Protocol):
     def ranks(self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int) -> Sequence[RankCost]: ...
 
 
+class NotPriced(PacelineError):
+    """A plan that can run and whose cost nobody knows."""
+
+
 def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision = "float32",
              rates: DeviceRates | None = None, split: Split | None = None, snapshot: bool = True) -> Estimate:
     """Play the plan's step on the cluster.
@@ -90,7 +94,10 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     Raises:
         PlanError: the plan's ranks don't fit the devices, accumulate=auto finds nothing that fits, or a plan splits
             the model and its pieces are not known.
+        NotPriced: it has servers.
     """
+    if isinstance(plan.sync, Servers):
+        raise NotPriced(f"plan '{plan}' has servers, and such plans are not priced yet")
     if splits_model(plan):
         return _estimate_split(profile, plan, cluster, batch=batch, precision=precision, rates=rates, split=split,
                                snapshot=snapshot)

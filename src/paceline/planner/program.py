@@ -10,6 +10,7 @@ from paceline.profile.profile import Profile
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Program, free
 from paceline.strategies.costs import Held, Hooks, Moment, MomentName, Room, Step, compute
 from paceline.strategies.data.cost import ROOM as DATA
+from paceline.strategies.local.cost import ROOM as LOCAL
 from paceline.strategies.recompute.cost import ROOM as RECOMPUTE
 from paceline.strategies.shard.cost import ROOM as SHARD
 from paceline.strategies.stages.cost import RankCost, course
@@ -18,7 +19,7 @@ from paceline.strategies.stages.cost import RankCost, course
 # model of one small layer, one core; see docs/prediction.md.
 MICROBATCH_S = 0.6e-3
 # Innermost first, as on the running side (`strategies/compose.py`).
-ROOMS: tuple[Room, ...] = (RECOMPUTE, SHARD, DATA)
+ROOMS: tuple[Room, ...] = (RECOMPUTE, SHARD, DATA, LOCAL)
 
 
 def step_program(profile: Profile, plan: Plan, device_kind: DeviceKind, microbatch_samples: Sequence[float], *,
@@ -121,8 +122,9 @@ def _one_device(step: Step) -> Hooks:
         yield free("activations", profile.batch_bytes.at(step.samples(at)))
 
     def meet(at: Moment) -> Iterable[Event]:
-        """One small all-reduce of the loss, its count, and which parameters were used, in float64."""
-        if step.plan.world_size > 1:
+        """One small all-reduce of the loss, its count, and which parameters were used, in float64, where ranks meet in
+        every step."""
+        if step.plan.world_size > 1 and step.plan.outer_steps is None:
             figures = 3 + sum(p.trainable for p in profile.parameters)
             yield Collective("all_reduce", 8 * figures, step.plan.world_size, name="meet", stream=COMPUTE)
 

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from paceline.proof.reference import KINDS, sample_marks
 from paceline.runtime.checkpoint.pieces import pieces_of
 from paceline.runtime.feed import MicroBatch
-from paceline.runtime.stepper import Stepper
+from paceline.runtime.state import Holder
+from paceline.strategies.layout import Extent
 
 
 class Recorder:
@@ -31,25 +32,27 @@ class Recorder:
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         self.marks.append([mark for batch in batches for mark in sample_marks(batch).tolist()])
 
-    def gradients(self, step: int, stepper: Stepper) -> None:
+    def gradients(self, step: int, stepper: Holder) -> None:
         if step == 0:
-            self.replica, self.held = stepper.mesh.replica, list(stepper.held)
-            self._compare("initial", step, stepper.held)
+            self.replica, self.held = stepper.replica, list(stepper.held)
+            self._compare("initial", step, stepper.held, stepper.layout.extents)
         self._compare("gradient", step, {name: p.grad.to_dense() if p.grad.is_sparse else p.grad
-                                         for name, p in stepper.parameters.items() if p.grad is not None})
+                                         for name, p in stepper.parameters.items() if p.grad is not None},
+                      stepper.layout.extents)
 
-    def weights(self, step: int, stepper: Stepper, loss: float) -> None:
+    def weights(self, step: int, stepper: Holder, loss: float) -> None:
         self.losses.append(loss)
-        self._compare("weight", step, stepper.parameters)
+        self._compare("weight", step, stepper.parameters, stepper.layout.extents)
 
-    def _compare(self, kind: str, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _compare(self, kind: str, step: int, tensors: Mapping[str, torch.Tensor],
+                 extents: Mapping[str, Extent]) -> None:
         """The greatest distance of each tensor's elements on this rank; one that only one side has counts as zeros."""
         found = {}
         with safe_open(self.folder / f"{kind}-{step}.safetensors", framework="pt") as reference:
             known = set(reference.keys())
             for name, tensor in tensors.items():
                 found[name] = 0.0
-                for piece in pieces_of(name, tensor):
+                for piece in pieces_of(name, tensor, extents.get(name)):
                     theirs = torch.zeros(())
                     if name in known:
                         theirs = (reference.get_slice(name)[piece.region.slices((0,) * tensor.ndim)] if tensor.ndim

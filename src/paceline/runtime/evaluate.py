@@ -23,6 +23,20 @@ def evaluate(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, par
 
     model: what the layout runs, to be put into evaluation mode meanwhile.
     """
+    sums = evaluation_sums(model, layout, job, data, part=part, mesh=mesh, device=device, beat=beat)
+    if mesh.world_size > 1:
+        dist.all_reduce(sums)
+    return quotients(job, sums)
+
+
+def quotients(job: Job, sums: torch.Tensor) -> dict[str, float]:
+    """What the sums of all ranks come to: the loss (as "loss") and every metric."""
+    return dict(zip(["loss", *job.metrics], (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
+
+
+def evaluation_sums(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: Part, mesh: Mesh,
+                    device: torch.device, beat: Callable[[str], None] = lambda phase: None) -> torch.Tensor:
+    """Sum and count of the loss and of every metric over this rank's part of the data, float64 (functions, 2)."""
     functions = {"the loss": job.loss, **{f"metric '{name}'": f for name, f in job.metrics.items()}}
     sums = torch.zeros(len(functions), 2, dtype=torch.float64, device=device)
     was_training = model.training
@@ -40,9 +54,7 @@ def evaluate(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, par
                     if batch.samples:
                         sums[row] += torch.stack([tally.total, torch.as_tensor(tally.count, device=device)])
     model.train(was_training)
-    if mesh.world_size > 1:
-        dist.all_reduce(sums)
-    return dict(zip(["loss", *job.metrics], (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
+    return sums
 
 
 def outputs(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: Part,

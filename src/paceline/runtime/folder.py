@@ -15,9 +15,9 @@ from typing import Any
 from paceline.errors import UsageError
 
 # What a run writes into its folder; `claim` takes any of these as the sign of an earlier run.
-PLAN, SUMMARY, METRICS, MODEL, JOB, CHECKPOINTS, PREDICTED, SPLIT = (
+PLAN, SUMMARY, METRICS, MODEL, JOB, CHECKPOINTS, PREDICTED, SPLIT, EVENTS = (
     "plan.json", "summary.json", "metrics.jsonl", "model.safetensors", "job.json", "checkpoints",
-    "predicted.json", "split.json")
+    "predicted.json", "split.json", "events.jsonl")
 
 
 def fresh_name(stem: str) -> Path:

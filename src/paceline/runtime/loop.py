@@ -19,9 +19,8 @@ from paceline.errors import JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.plan import Plan
-from paceline.runtime import drift, folder, state, trace
-from paceline.runtime.checkpoint.read import open_checkpoint
-from paceline.runtime.checkpoint.write import Writer, write_json, write_model
+from paceline.runtime import drift, state, trace
+from paceline.runtime.checkpoint.write import Writer, write_json
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import evaluate
 from paceline.runtime.feed import MicroBatch, Part, is_stream, training_feed
@@ -40,10 +39,10 @@ class Observer(Protocol):
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         """The micro-batches this rank is about to use, on the CPU."""
 
-    def gradients(self, step: int, stepper: Stepper) -> None:
+    def gradients(self, step: int, stepper: state.Holder) -> None:
         """Gradients are complete and not yet clipped."""
 
-    def weights(self, step: int, stepper: Stepper, loss: float) -> None:
+    def weights(self, step: int, stepper: state.Holder, loss: float) -> None:
         """The update is done."""
 
 
@@ -73,7 +72,7 @@ def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> Part:
 
 
 @dataclass
-class _Speed:
+class Speed:
     """Time spent in steps after the warm-up, without evaluation and saving."""
 
     steps: int = 0
@@ -102,7 +101,11 @@ class _Speed:
 
 @dataclass
 class _Run:
-    """One rank's run while it goes on."""
+    """One rank's run while it goes on.
+
+    loss: of the last step after which ranks met. unmet: what is to be recorded of the steps since.
+    due: what is to be done when replicas are where a run may be saved. stop: some rank was asked to.
+    """
 
     context: RankContext
     job: Job
@@ -118,14 +121,18 @@ class _Run:
     samples: int = 0
     loss: float = float("nan")
     evaluated: dict[str, float] = field(default_factory=dict)
+    unmet: list[dict[str, Any]] = field(default_factory=list)
+    due: set[str] = field(default_factory=set)
+    stop: bool = False
+    saved_step: int | None = None
     blocked_s: float = 0.0
-    speed: _Speed = field(default_factory=_Speed)
+    speed: Speed = field(default_factory=Speed)
 
     def record(self, **figures: Any) -> None:
         """A line of metrics.jsonl, on rank 0."""
         if self.metrics is not None:
             with open(self.metrics, "a") as file:
-                file.write(json.dumps({"step": self.step, **figures, "time": time.time()}) + "\n")
+                file.write(json.dumps({"step": self.step, "time": time.time(), **figures}) + "\n")
 
 
 def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -> dict[str, Any]:
@@ -186,14 +193,14 @@ def _restore(run: _Run) -> None:
     if checkpoint is None:
         run.display.say("no checkpoint to resume from: starting at step 0")
     else:
-        state.restore(run.stepper, checkpoint)
+        said = state.restore(run.stepper, checkpoint)
         run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
-        run.display.say(f"resumed from {checkpoint.path.name}")
+        run.display.say("; ".join([f"resumed from {checkpoint.path.name}", *said]))
     if run.metrics is not None:
-        _cut_metrics(run.metrics, run.step)
+        cut_metrics(run.metrics, run.step)
 
 
-def _cut_metrics(path: Path, step: int) -> None:
+def cut_metrics(path: Path, step: int) -> None:
     """Forget what the interrupted run recorded after the step that this one goes on from."""
     if path.exists():
         lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -231,10 +238,12 @@ def _steps(run: _Run) -> bool:
         if recorder is not None:
             recorder.phase("end")
         _after_step(run, window, result, step_s)
-        if order is not None and run.step % order.steps_per_epoch == 0 and run.step != job.total_steps:
-            _evaluate(run)
-        if result.stop and run.step != job.total_steps:
-            return True
+        if order is not None and run.step % order.steps_per_epoch == 0:
+            run.due.add("evaluate")
+        if result.is_settled and run.step != job.total_steps:
+            _do_what_is_due(run)
+            if run.stop:
+                return True
     return False
 
 
@@ -247,26 +256,54 @@ def _feed(run: _Run, order: Order | None) -> Iterator[tuple[Window, list[MicroBa
 
 
 def _after_step(run: _Run, window: Window, result: StepResult, step_s: float) -> None:
-    run.step, run.samples, run.loss = run.step + 1, run.samples + window.count, result.loss
+    run.step, run.samples = run.step + 1, run.samples + window.count
     run.speed.add(window.count, step_s)
     norm = {} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}
-    run.record(epoch=window.epoch, samples=run.samples, loss=result.loss,
-               lr=run.stepper.optimizer.param_groups[0]["lr"], step_s=step_s, **norm)
+    run.unmet.append({"step": run.step, "epoch": window.epoch, "samples": run.samples,
+                      "lr": run.stepper.optimizer.param_groups[0]["lr"], "step_s": step_s, **norm})
+    _learn(run, result)
     if run.settings.observer is not None:
-        run.settings.observer.weights(run.step - 1, run.stepper, result.loss)
+        run.settings.observer.weights(run.step - 1, run.stepper, run.loss)
     if run.step % drift.EVERY_STEPS == 0:
-        drift.check_replicas(run.stepper.held, mesh=run.mesh, step=run.step)
+        run.due.add("compare")
     if run.writer is not None:
         run.writer.poll()
     if run.settings.save_every and run.step % run.settings.save_every == 0:
+        run.due.add("save")
+    if result.losses and run.display.due():
+        run.display.update(Progress(run.step, run.job.total_steps, window.epoch, run.loss, run.speed.samples_per_s,
+                                    run.speed.step_s, run.memory.bytes(), predicted_step_s(run.settings)))
+
+
+def _learn(run: _Run, result: StepResult) -> None:
+    """Record the steps whose losses are known now."""
+    run.stop = run.stop or bool(result.stop)
+    if result.losses:
+        for figures, loss in zip(run.unmet, result.losses, strict=True):
+            run.record(**figures, loss=loss)
+        run.loss, run.unmet = result.losses[-1], []
+
+
+def _do_what_is_due(run: _Run) -> None:
+    """Compare, save and evaluate, now that replicas are where they may be."""
+    due, run.due = run.due, set()
+    if "compare" in due:
+        _compare(run)
+    if "save" in due:
         _save(run)
-    if run.display.due():
-        run.display.update(Progress(run.step, run.job.total_steps, window.epoch, result.loss, run.speed.samples_per_s,
-                                    run.speed.step_s, run.memory.bytes(), _predicted_step_s(run)))
+    if "evaluate" in due:
+        _evaluate(run)
 
 
-def _predicted_step_s(run: _Run) -> float | None:
-    path = run.settings.run_dir / "predicted.json" if run.settings.run_dir else None
+def _compare(run: _Run) -> None:
+    stepper = run.stepper
+    stepper.meetings.quiet()
+    drift.check_replicas(stepper.meetings.shared(stepper.held), mesh=run.mesh, step=run.step)
+
+
+def predicted_step_s(settings: Settings) -> float | None:
+    """What was predicted of a step, once it is known."""
+    path = settings.run_dir / "predicted.json" if settings.run_dir else None
     return json.loads(path.read_text())["step_s"] if path is not None and path.exists() else None
 
 
@@ -275,6 +312,8 @@ def _save(run: _Run, *, last: bool = False) -> None:
     if run.writer is None:
         return
     run.context.beat("save")
+    run.stepper.meetings.quiet()
+    run.saved_step = run.step
     document = state.document(run.stepper, step=run.step, samples=run.samples)
     blocked_s = run.writer.save(run.step, state.pieces(run.stepper), document, snapshot=not last)
     if last:
@@ -287,8 +326,10 @@ def _evaluate(run: _Run) -> None:
     if run.job.validation is None:
         return
     stepper, part = run.stepper, part_of(run.plan, run.mesh, run.settings.shares)
-    figures = evaluate(stepper.model, stepper.layout, run.job, run.job.validation, mesh=run.mesh,
-                       device=run.context.device, part=part, beat=run.context.beat)
+    stepper.meetings.quiet()
+    with stepper.meetings.shared_in_place():
+        figures = evaluate(stepper.model, stepper.layout, run.job, run.job.validation, mesh=run.mesh,
+                           device=run.context.device, part=part, beat=run.context.beat)
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}
     run.record(validation_loss=run.evaluated["validation_loss"], metrics=figures)
     run.display.say(f"step {run.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in run.evaluated.items()))
@@ -309,15 +350,19 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
     if run.step == 0:
         raise JobError("there was nothing to train on: no step was taken")
     run.stepper.layout.module.zero_grad()  # their memory is free for evaluating, saving and exporting
-    drift.check_replicas(run.stepper.held, mesh=run.mesh, step=run.step)
+    settled = run.stepper.settle(run.step)
+    if settled is not None:
+        _learn(run, settled)
+    _compare(run)
     _evaluate(run)
     run.context.beat("save")
     if run.settings.run_dir is not None:
         assert run.writer is not None
         run.writer.wait()
-        if not (run.settings.save_every and run.step % run.settings.save_every == 0):
+        if run.saved_step != run.step:
             _save(run, last=True)
-        _export(run, run.settings.run_dir)
+        if run.context.rank == 0:
+            state.export(run.stepper.model, run.settings.run_dir, step=run.step)
     run.context.beat("end")
     logs = run.settings.run_dir / "logs" if run.settings.run_dir is not None else None
     if run.stepper.trace is not None and logs is not None:
@@ -338,6 +383,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "wall_s": time.monotonic() - started_s,
         "peak_memory_bytes": peak_bytes,
         "save_blocked_s": run.blocked_s,
+        "bytes_sent": round(run.stepper.sent_bytes),
     }
 
 
@@ -348,14 +394,3 @@ def _greatest(run: _Run, value: int) -> int:
     held = torch.tensor(value, dtype=torch.int64, device=run.context.device)
     torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX)
     return int(held)
-
-
-def _export(run: _Run, run_dir: Path) -> None:
-    """The trained model under its own names, on rank 0: tensor by tensor from the checkpoint of this step."""
-    if run.context.rank:
-        return
-    checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{run.step}", checksums=False)
-    stored = state.stored_names(run.stepper.model)
-    write_model(run_dir / folder.MODEL,
-                {name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape) for name, key in stored.items()},
-                lambda name: checkpoint.read(stored[name]))

@@ -4,42 +4,111 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
 from paceline.errors import CheckpointError, JobError
+from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
 from paceline.runtime.checkpoint.pieces import Piece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
-from paceline.runtime.stepper import Stepper
-from paceline.strategies.mesh import axes_cut
+from paceline.runtime.checkpoint.write import write_model
+from paceline.runtime.folder import MODEL
+from paceline.strategies.compose import Synchroniser
+from paceline.strategies.data.run import local
+from paceline.strategies.kept import Kept
+from paceline.strategies.layout import Extent, Ownership
+from paceline.strategies.meeting import Meetings
+from paceline.strategies.mesh import Mesh, axes_cut
 
-# Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY.
+# Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY, and those of the plan's rooms:
+# residuals/REPLICA/NAME, factors/NAME, outer/..., replicas/REPLICA/... (the optimizer's state is the first replica's
+# where each has one of its own; those of the others are replicas/REPLICA/optimizer/NAME/KEY).
+
+_EVERYWHERE, _IN_A_REPLICA = ("data", "shard", "tensor"), ("shard", "tensor")
 
 
-def pieces(stepper: Stepper) -> Iterator[Piece]:
+class Holder(Protocol):
+    """What holds a run's state on one rank: a `Stepper`, or a server.
+
+    model: with every parameter's shape, though what is trained may be held elsewhere.
+    replica: which part of every window this rank computes; -1 for none.
+    """
+
+    @property
+    def replica(self) -> int: ...
+    @property
+    def job(self) -> Job: ...
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def layout(self) -> Ownership: ...
+    @property
+    def held(self) -> dict[str, torch.nn.Parameter]: ...
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def groups(self) -> list[list[str]]: ...
+    @property
+    def schedule(self) -> Any: ...
+    @property
+    def meetings(self) -> Meetings: ...
+    @property
+    def synchronisers(self) -> Sequence[Synchroniser]: ...
+
+    def kept(self) -> Iterable[Kept]:
+        """State of the plan's rooms."""
+
+
+def pieces(stepper: Holder) -> Iterator[Piece]:
     """What this rank writes of what it owns: its part of a tensor, if it is the first of those that hold that part."""
-    for name, tensor in _tensors(stepper):
+    for name, tensor, alike, extent in _tensors(stepper):
         cut_along = axes_cut(tensor)
-        if not any(stepper.mesh.coordinates[axis] for axis in ("data", "shard", "tensor") if axis not in cut_along):
-            yield from pieces_of(name, tensor.detach())
+        if not any(stepper.mesh.coordinates[axis] for axis in alike if axis not in cut_along):
+            yield from pieces_of(name, tensor.detach(), extent)
+    for kept in stepper.kept():
+        cut_along = axes_cut(stepper.held[kept.like]) if kept.like else ()
+        alike = _IN_A_REPLICA if kept.replica else _EVERYWHERE
+        if any(stepper.mesh.coordinates[axis] for axis in alike if axis not in cut_along):
+            continue
+        if not kept.like:
+            yield from pieces_of(kept.name, kept.tensor)
+        elif kept.like in stepper.layout.owned:
+            for piece in pieces_of(kept.like, stepper.held[kept.like].detach()):
+                yield Piece(kept.name, piece.shape, piece.offsets, kept.tensor)
 
 
-def _tensors(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:
-    owned = stepper.layout.owned
-    yield from ((f"parameters/{name}", parameter) for name, parameter in stepper.held.items() if name in owned)
-    yield from ((f"buffers/{name}", buffer) for name, buffer in persistent_buffers(stepper.model).items()
+def _tensors(stepper: Holder) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...], Extent | None]]:
+    """Names, tensors, along which axes ranks hold them alike, and where they lie if they are a part."""
+    owned, extents = stepper.layout.owned, stepper.layout.extents
+    shared = stepper.meetings.shared(stepper.held)
+    yield from ((f"parameters/{name}", parameter, _EVERYWHERE, extents.get(name)) for name, parameter in shared.items()
+                if name in owned)
+    yield from ((f"buffers/{name}", buffer, _EVERYWHERE, None)
+                for name, buffer in persistent_buffers(stepper.model).items()
                 if name in stepper.layout.owned_buffers)
+    own_steps = stepper.meetings.has_own_steps
+    prefix = _own_prefix(stepper.mesh.coordinates["data"]) if own_steps else ""
     for name, parameter in stepper.parameters.items():
         if name not in owned:
             continue
         for key, value in stepper.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                yield f"optimizer/{name}/{key}", value
+            if isinstance(value, torch.Tensor):  # laid out like its parameter if it has its shape, else whole
+                yield (f"{prefix}optimizer/{name}/{key}", value, _IN_A_REPLICA if own_steps else _EVERYWHERE,
+                       extents.get(name) if value.shape == parameter.shape else None)
+
+
+def _own_prefix(replica: int) -> str:
+    return f"replicas/{replica}/" if replica else ""
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -61,7 +130,16 @@ def stored_names(model: torch.nn.Module) -> dict[str, str]:
     return found
 
 
-def document(stepper: Stepper, *, step: int, samples: int) -> dict[str, Any]:
+def export(model: torch.nn.Module, run_dir: Path, *, step: int) -> None:
+    """The trained model under its own names: tensor by tensor from the checkpoint of this step."""
+    checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{step}", checksums=False)
+    stored = stored_names(model)
+    write_model(run_dir / MODEL,
+                {name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape) for name, key in stored.items()},
+                lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape))
+
+
+def document(stepper: Holder, *, step: int, samples: int) -> dict[str, Any]:
     """What is not a tensor: the cursor, the optimizer's groups, the schedule.
 
     Raises:
@@ -81,6 +159,7 @@ def document(stepper: Stepper, *, step: int, samples: int) -> dict[str, Any]:
         "seed": stepper.job.seed,
         "batch": stepper.job.batch,
         "num_samples": stepper.job.num_samples,
+        "replicas": stepper.mesh.sizes["data"] if stepper.meetings.has_own_steps else 1,
         "optimizer": {"kind": type(stepper.optimizer).__name__, "groups": groups,
                       "values": {name: kept for name, kept in values.items() if kept}},
         "schedule": _plain(schedule, "the learning-rate schedule"),
@@ -122,7 +201,7 @@ def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None
     return None
 
 
-def mismatch(stepper: Stepper, checkpoint: Checkpoint) -> str | None:
+def mismatch(stepper: Holder, checkpoint: Checkpoint) -> str | None:
     """Why a run can't go on from a checkpoint; None if it can."""
     other = model_mismatch(stepper.model, checkpoint)
     if other:
@@ -152,30 +231,58 @@ def choose_checkpoint(context: RankContext, run_dir: Path,
     return open_checkpoint(run_dir / "checkpoints" / name, checksums=False) if name else None
 
 
-def load_weights(model: torch.nn.Module, held: dict[str, torch.nn.Parameter], checkpoint: Checkpoint) -> None:
+def load_weights(model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter], checkpoint: Checkpoint,
+                 extents: Mapping[str, Extent] = MappingProxyType({})) -> None:
     """Read parameters and buffers into the model; each rank reads only the parts it holds."""
     with torch.no_grad():
         for name, parameter in held.items():
-            checkpoint.read_into(f"parameters/{name}", parameter)
+            checkpoint.read_into(f"parameters/{name}", parameter, extents.get(name))
         for name, buffer in persistent_buffers(model).items():
             checkpoint.read_into(f"buffers/{name}", buffer)
 
 
-def restore(stepper: Stepper, checkpoint: Checkpoint) -> None:
+class _Saved:
+    """The tensors of a checkpoint that rooms of a plan have kept; see `strategies/kept.py`."""
+
+    def __init__(self, stepper: Holder, checkpoint: Checkpoint) -> None:
+        self.stepper, self.checkpoint = stepper, checkpoint
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.checkpoint.tensors
+
+    def replicas(self, kind: str) -> int:
+        found = (name.split("/")[1] for name in self.checkpoint.tensors if name.startswith(f"{kind}/"))
+        return max((int(number) + 1 for number in found), default=0)
+
+    def read(self, name: str, like: str = "") -> torch.Tensor:
+        if not like:
+            return self.checkpoint.read(name)
+        held = self.stepper.held[like]
+        for piece in pieces_of(like, held.detach()):
+            return self.checkpoint.read(name, piece.offsets, tuple(piece.tensor.shape))
+        return torch.zeros(local(held).shape)
+
+
+def restore(stepper: Holder, checkpoint: Checkpoint) -> list[str]:
     """Put weights, optimizer and schedule where they were, under this run's layout.
+
+    Returns:
+        What could not be taken over as it was, in words.
 
     Raises:
         CheckpointError: the optimizer's state doesn't fit this job's.
     """
-    load_weights(stepper.model, stepper.held, checkpoint)
+    load_weights(stepper.model, stepper.held, checkpoint, stepper.layout.extents)
     saved = checkpoint.document["optimizer"]
     positions = {name: position for position, name in enumerate(
         name for name in _names_in_order(stepper, saved["groups"]) if name in stepper.parameters)}
     state: dict[int, dict[str, Any]] = {}
-    for full_name in checkpoint.tensors:
+    for full_name, stored in _optimizer_tensors(stepper, checkpoint).items():
         name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
-        if full_name.startswith("optimizer/") and name in positions:
-            state.setdefault(positions[name], {})[key] = _read_like(stepper.parameters[name], full_name, checkpoint)
+        if name in positions:
+            values = [_read_like(stepper.parameters[name], one, checkpoint, stepper.layout.extents.get(name))
+                      for one in stored]
+            state.setdefault(positions[name], {})[key] = values[0] if len(values) == 1 else _mean(values)
     for name, kept in saved["values"].items():
         if name in positions:
             state.setdefault(positions[name], {}).update(kept)
@@ -185,9 +292,43 @@ def restore(stepper: Stepper, checkpoint: Checkpoint) -> None:
     stepper.optimizer.load_state_dict({"state": state, "param_groups": groups})
     if stepper.schedule is not None:
         stepper.schedule.load_state_dict(_unplain(checkpoint.document["schedule"], None))
+    return _restore_rooms(stepper, _Saved(stepper, checkpoint))
 
 
-def _names_in_order(stepper: Stepper, saved_groups: list[dict[str, Any]]) -> list[str]:
+def _optimizer_tensors(stepper: Holder, checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """For each tensor of the optimizer's state those of the checkpoint that it is read from: this replica's own, or
+    those of all replicas where others went on."""
+    replicas = checkpoint.document.get("replicas", 1)
+    own = stepper.meetings.has_own_steps and replicas == stepper.mesh.sizes["data"]
+    found: dict[str, list[str]] = {}
+    for replica in (stepper.mesh.coordinates["data"],) if own else range(replicas):
+        prefix = f"{_own_prefix(replica)}optimizer/"
+        for name in checkpoint.tensors:
+            if name.startswith(prefix):
+                found.setdefault(name.removeprefix(prefix), []).append(name)
+    return found
+
+
+def _mean(values: list[torch.Tensor]) -> torch.Tensor:
+    """Of whole numbers, such as counts of steps, the first."""
+    return sum(values[1:], values[0]) / len(values) if values[0].is_floating_point() else values[0]
+
+
+def _restore_rooms(stepper: Holder, saved: _Saved) -> list[str]:
+    replicas, own = saved.checkpoint.document.get("replicas", 1), stepper.meetings.has_own_steps
+    said = []
+    if replicas > 1 and not (own and replicas == stepper.mesh.sizes["data"]):
+        said.append(f"the optimizer states of {replicas} replicas are averaged")
+    if "outer/order" in saved and not own:
+        said.append("the outer steps' momentum is dropped")
+    said += [words for synchroniser in stepper.synchronisers for words in synchroniser.restore(saved)]
+    kinds = {kept.name.partition("/")[0] for kept in stepper.kept()}
+    if saved.replicas("residuals") and "residuals" not in kinds:
+        said.append("what replicas had not sent yet of their gradients is dropped: this plan leaves nothing out")
+    return said
+
+
+def _names_in_order(stepper: Holder, saved_groups: list[dict[str, Any]]) -> list[str]:
     now = stepper.groups
     if now != [group["parameters"] for group in saved_groups]:
         raise CheckpointError("the optimizer of the checkpoint groups the parameters in another way than this job's",
@@ -195,9 +336,11 @@ def _names_in_order(stepper: Stepper, saved_groups: list[dict[str, Any]]) -> lis
     return [name for group in now for name in group]
 
 
-def _read_like(parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint) -> torch.Tensor:
+def _read_like(parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint, extent: Extent | None) -> torch.Tensor:
     """A state tensor: laid out like its parameter if it has its shape, else whole."""
     entry = checkpoint.tensors[name]
+    if extent is not None and tuple(entry.shape) == extent.shape:
+        return checkpoint.read(name, extent.offsets, tuple(parameter.shape))
     if hasattr(parameter, "to_local") and tuple(entry.shape) == tuple(parameter.shape):
         target = torch.zeros_like(parameter)
         checkpoint.read_into(name, target)

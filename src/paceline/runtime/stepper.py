@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +26,11 @@ from paceline.runtime.loss import Tally, read_tally, require_gradient
 from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_streams
 from paceline.runtime.trace import Recorder
-from paceline.strategies.compose import Synchroniser, holds_parts, lay_out, prepare
+from paceline.strategies.compose import Synchroniser, held_elsewhere, holds_parts, lay_out, meetings, prepare
 from paceline.strategies.data.run import local
+from paceline.strategies.kept import Kept
 from paceline.strategies.layout import Layout
+from paceline.strategies.meeting import Met
 from paceline.strategies.mesh import Mesh, axes_cut
 from paceline.strategies.shard.run import is_about_shards
 from paceline.strategies.spill import CannotSpill, Spill
@@ -38,14 +40,17 @@ from paceline.strategies.spill import CannotSpill, Spill
 class StepResult:
     """What all ranks agree on after a step.
 
-    loss: sum over the window by its global count.
+    losses: of every step since ranks last met, this one's last: the sum over a window by its global count. None where
+        ranks don't meet after this step.
     stop: how many ranks were asked to stop.
-    gradient_norm: before clipping; None if the job doesn't clip.
+    gradient_norm: before clipping; None if the job doesn't clip. A replica's own where it takes steps of its own.
+    is_settled: whether the run may be saved and evaluated here.
     """
 
-    loss: float
+    losses: tuple[float, ...]
     stop: int
     gradient_norm: float | None
+    is_settled: bool
 
 
 def build_model(job: Job, device: torch.device) -> torch.nn.Module:
@@ -92,7 +97,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     devices: of each rank; without them nothing is too large.
     """
     dtype = torch.float64 if job.precision == "float64" else None
-    spill, model = _build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
+    spill, model = build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
     running = spill.running if spill is not None else nullcontext
     layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,
                      example=lambda samples: example_batch(job.data, samples).to(device, dtype),
@@ -103,11 +108,12 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         synchronisers = prepare(layout.module, plan=plan, mesh=mesh)
         layout.let_go()
         if spill is not None:
-            spill.bring_in([*layout.module.parameters(), *model.buffers()])
+            elsewhere = held_elsewhere(plan, layout.module)
+            spill.bring_in([*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()])
     return Prepared(model, layout, synchronisers)
 
 
-def _build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:
+def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:
     """The model with its weights in files, or in memory where that can't be."""
     try:
         spill = Spill()
@@ -142,17 +148,18 @@ def _stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 class _Window:
     """The work around the micro-batches of one step."""
 
-    def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int,
-                 beat: Callable[[str], None]) -> None:
-        self.stepper, self.window, self.step, self.beat = stepper, window, step, beat
+    def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int, part: int,
+                 beat: Callable[[str], None], tell: Callable[[list[Tally]], None]) -> None:
+        self.stepper, self.window, self.step, self.part, self.beat = stepper, window, step, part, beat
+        self.tell = tell
         dtype = torch.float64 if stepper.job.precision == "float64" else None
         self.batches = [batch.to(stepper.device, dtype) for batch in batches]
         self.tallies: list[Tally] = []
+        own_samples = sum(batch.samples for batch in batches)
+        self.samples = max(own_samples, 1) if stepper.meetings.has_own_steps else window.count
 
     def before_forward(self, microbatch: int, stage: int) -> None:
-        mesh = self.stepper.mesh
-        rank = mesh.rank // mesh.sizes["tensor"]  # ranks that compute one layer together draw alike
-        place = (rank, microbatch, stage) if stage else (rank, microbatch)
+        place = (self.part, microbatch, stage) if stage else (self.part, microbatch)
         seed_streams(self.stepper.job.seed, "step", self.step, *place)
         self.beat("forward")
 
@@ -162,9 +169,10 @@ class _Window:
             tally = read_tally(job.loss(output, batch.target), samples=batch.samples or 1)
         require_gradient(tally)
         self.tallies.append(tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean))
-        # A mean over samples has its weight known before backward; (sum, count) is divided after the reduction,
-        # when the window's count is known. A stand-in weighs nothing.
-        weight = batch.samples / self.window.count if tally.is_mean else float(batch.samples > 0)
+        # A mean over samples has its weight known before backward; (sum, count) is divided when the count of all the
+        # samples is known: the window's, or this replica's own where it takes steps of its own. A stand-in weighs
+        # nothing.
+        weight = batch.samples / self.samples if tally.is_mean else float(batch.samples > 0)
         return tally.value * weight
 
     def record(self, what: str, label: str, start_s: float, end_s: float) -> None:
@@ -172,8 +180,11 @@ class _Window:
             self.stepper.trace.add(what, label, start_s, end_s)
 
     def before_backward(self, microbatch: int) -> None:
+        is_last = microbatch == len(self.batches) - 1
         for synchroniser in self.stepper.synchronisers:
-            synchroniser.begin(last=microbatch == len(self.batches) - 1)
+            synchroniser.begin(last=is_last)
+        if is_last:
+            self.tell(self.tallies)
         self.beat("backward")
 
 
@@ -189,14 +200,16 @@ class Stepper:
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
                  devices: Sequence[Device] = ()) -> None:
         self.job, self.mesh, self.device = job, mesh, device
+        self.replica = mesh.replica
         prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
         self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
+        self.meetings = meetings(self.synchronisers, mesh)
         self.model.train()
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.held = dict(self.layout.module.named_parameters())
         self.parameters = {name: p for name, p in self.held.items() if p.requires_grad}
-        self.optimizer, self.groups = self._build_optimizer()
-        self.schedule = self._build_schedule()
+        self.optimizer, self.groups = build_optimizer(job, self.trainable, self.parameters)
+        self.schedule = build_schedule(job, self.optimizer)
         self.buffers = ChangingBuffers(self.model)
         self.saw_unused = False
         self.trace: Recorder | None = None
@@ -206,7 +219,7 @@ class Stepper:
              observe: Callable[[Stepper], None] | None = None) -> StepResult:
         """Forward and backward of every micro-batch, reduction, clipping, update.
 
-        Collectives: those of the plan's rooms, then one small all-reduce of the loss over all ranks.
+        Collectives: those of the plan's rooms, and one small all-reduce of the loss over all ranks where they meet.
 
         Args:
             step: Number of the step, from 0; keys the random streams.
@@ -218,20 +231,18 @@ class Stepper:
             TrainingError: a loss that is not finite or can't be trained on, a parameter that nothing uses. No
                 weight was changed.
         """
-        self.layout.module.zero_grad()  # also of parameters that the optimizer leaves out
-        work = _Window(self, window, batches, step, beat)
-        self.layout.run(work.batches, work)
-        tallies = work.tallies
-        unused = set().union(*(synchroniser.unused() for synchroniser in self.synchronisers))
-        used = {name for name, p in self.parameters.items() if p.grad is not None and name not in unused}
-        beat("reduce")
-        for synchroniser in reversed(self.synchronisers):
-            synchroniser.finish()
-        self.layout.finish()
-        loss, count, stops, users, is_mean = self._meet(tallies, used, stop)
-        self._check_loss(loss, count, tallies, step)
-        self._settle_unused(users, first=step)
-        if not is_mean:
+        part = self.mesh.rank // self.mesh.sizes["tensor"]  # ranks that compute one layer together draw alike
+        tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
+        figures = self.meetings.agree(self._figures(tallies, used, stop))
+        loss, count, _, summed, *users = figures.tolist()
+        # Whether anything counts is known of all replicas together.
+        check_loss(loss, max(count, 1.0) if self.meetings.has_own_steps else count, tallies, step)
+        self._drop_unused(users)
+        if not count:
+            self.layout.module.zero_grad()  # a replica without samples of its own takes no step
+        if not step and not self.meetings.has_own_steps:
+            self._refuse_unused(users)  # before the first update
+        if summed and count:
             self._scale_gradients(1.0 / count)
         if observe:
             observe(self)
@@ -240,15 +251,62 @@ class Stepper:
         self._update()
         if self.schedule is not None:
             self.schedule.step()
+        met = self.meetings.close(step + 1, figures, beat)
+        if met is None:
+            return StepResult((), 0, norm, is_settled=False)
+        own_part = sum(batch.samples for batch in batches) / window.count
+        return self._learn(met, own_part=met.weight if self.meetings.has_own_steps else own_part, norm=norm, step=step)
+
+    def settle(self, step: int) -> StepResult | None:
+        """The run ends after `step` steps: on return all replicas hold the same. None if they already did.
+
+        Collective where ranks have not met after the last step.
+        """
+        met = self.meetings.settle(step)
+        return None if met is None else self._learn(met, own_part=met.weight, norm=None, step=step - 1)
+
+    def _learn(self, met: Met, *, own_part: float, norm: float | None, step: int) -> StepResult:
+        """What follows from a meeting. own_part: this replica's, of the samples that it was about."""
+        stops, _, *users = met.flags
+        first = step + 2 - len(met.figures)
+        for number, (_, count) in enumerate(met.figures):
+            if not count:
+                raise TrainingError(f"the loss counts nothing in step {first + number}: its count is {count:g}",
+                                    hint="every target of the window is ignored; a larger batch makes this unlikely")
+        if first == 1 and self.meetings.has_own_steps:
+            self._refuse_unused(users)
         if len(self.mesh.replicas) > 1:
-            self.buffers.meet(sum(batch.samples for batch in batches) / window.count, self.mesh.group("replicas"))
-        return StepResult(loss / count, int(stops), norm)
+            self.buffers.meet(own_part, self.mesh.group("replicas"))
+        return StepResult(tuple(loss / count for loss, count in met.figures), int(stops), norm, is_settled=True)
 
-    def _meet(self, tallies: list[Tally], used: set[str],
-              stop: bool) -> tuple[float, float, float, dict[str, float], bool]:
-        """The window's loss sum, its count, ranks asked to stop, ranks that used each parameter, and the loss's kind.
+    def backward(self, window: Window, batches: list[MicroBatch], *, step: int, part: int,
+                 beat: Callable[[str], None] = lambda phase: None,
+                 tell: Callable[[list[Tally]], None] = lambda tallies: None) -> tuple[list[Tally], set[str]]:
+        """The gradients of a window, as far as the plan's synchronisers bring them together. Collective as they are.
 
-        Ranks without the model's output have no tallies and learn of the loss here.
+        Args:
+            part: Which part of the window this rank computes; keys the random streams.
+            tell: Told the losses of a rank that computes whole replicas before the last of its backwards begins.
+
+        Returns:
+            The loss of each micro-batch, and the names of parameters that this rank used.
+        """
+        self.layout.module.zero_grad()  # also of parameters that the optimizer leaves out
+        work = _Window(self, window, batches, step, part, beat, tell)
+        self.layout.run(work.batches, work)
+        unused = set().union(*(synchroniser.unused() for synchroniser in self.synchronisers))
+        used = {name for name, p in self.parameters.items() if p.grad is not None and name not in unused}
+        beat("reduce")
+        for synchroniser in reversed(self.synchronisers):
+            synchroniser.finish()
+        self.layout.finish()
+        return work.tallies, used
+
+    def _figures(self, tallies: list[Tally], used: set[str], stop: bool) -> torch.Tensor:
+        """This rank's loss sum, its count, whether it was asked to stop, whether the loss is a sum, and for each
+        parameter whether it was used; float64.
+
+        Ranks without the model's output have no tallies and learn of the loss from others.
         """
         if self.mesh.coordinates["tensor"]:
             tallies = []  # the first of those that compute a loss together tells it
@@ -257,50 +315,25 @@ class Stepper:
         sums = sum(not tally.is_mean for tally in tallies)
         flags = torch.tensor([float(stop), float(sums), *(float(name in used) for name in self.trainable)],
                              dtype=torch.float64)
-        figures = torch.cat([torch.stack([torch.stack(totals).sum(), torch.as_tensor(
+        return torch.cat([torch.stack([torch.stack(totals).sum(), torch.as_tensor(
             count, dtype=torch.float64, device=self.device)]), flags.to(self.device)])
-        if self.mesh.world_size > 1:
-            dist.all_reduce(figures)
-        loss, counted, stops, summed, *users = figures.tolist()
-        return loss, counted, stops, dict(zip(self.trainable, users, strict=True)), not summed
 
-    def _check_loss(self, loss: float, count: float, tallies: list[Tally], step: int) -> None:
-        if math.isfinite(loss) and count > 0:
-            return
-        if math.isfinite(loss):
-            raise TrainingError(f"the loss counts nothing in step {step + 1}: its count is {count:g}",
-                                hint="every target of the window is ignored; a larger batch makes this unlikely")
-        here = not all(bool(torch.isfinite(tally.value)) for tally in tallies)
-        error = TrainingError(
-            f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'} in step {step + 1}; "
-            "the weights of the step before are kept",
-            hint="a lower learning rate, clip=1.0, or a look at the samples of this step")
-        error.heard = not here  # type: ignore[attr-defined]  # another rank's loss; that rank's report comes first
-        raise error
+    def _drop_unused(self, users: list[float]) -> None:
+        """A parameter that nobody used gets no gradient, as on one device. users: of each trainable parameter."""
+        for name, count in zip(self.trainable, users, strict=True):
+            if not count and name in self.parameters:
+                self.parameters[name].grad = None
 
-    def _settle_unused(self, users: dict[str, float], *, first: int) -> None:
-        """A parameter that no rank used gets no gradient, as on one device; in a run's first step it is refused.
+    def _refuse_unused(self, users: list[float]) -> None:
+        """Refuse a parameter that no rank used in a run's first step.
 
         Parameters that stand in a list beside others that were used (experts, optional layers) may be unused.
         """
-        if all(users.values()):
-            return
-        unused = [name for name, count in users.items() if not count]
-        for name in unused:
-            if name in self.parameters:
-                self.parameters[name].grad = None
-        if self.saw_unused or first:
+        unused = [name for name, count in zip(self.trainable, users, strict=True) if not count]
+        if not unused or self.saw_unused:
             return
         self.saw_unused = True
-        family = lambda name: re.sub(r"\.\d+\.", ".*.", name)  # noqa: E731
-        alive = {family(name) for name in users if name not in unused}
-        never = [name for name in unused if family(name) == name or family(name) not in alive]
-        if len(never) == len(users):
-            raise TrainingError("the loss does not depend on the model: no parameter has a gradient")
-        if never:
-            shown = ", ".join(never[:5]) + (f" and {len(never) - 5} more" if len(never) > 5 else "")
-            raise TrainingError(f"the loss does not depend on {len(never)} of {len(users)} parameters: "
-                                f"{shown}", hint="remove them, or freeze them with requires_grad_(False)")
+        check_used(dict(zip(self.trainable, users, strict=True)))
 
     def _scale_gradients(self, factor: float) -> None:
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
@@ -344,45 +377,97 @@ class Stepper:
                            hint="leave out fused=True and foreach=True, or use an optimizer that treats every element "
                                 "alike (AdamW, SGD), or a data=N plan, which keeps parameters whole") from error
 
-    def _build_optimizer(self) -> tuple[torch.optim.Optimizer, list[list[str]]]:
-        """The optimizer for what this rank holds, and the names in its groups of all parameters.
+    @property
+    def sent_bytes(self) -> float:
+        """What this rank has sent to other replicas so far: gradients or weights, and what they agree on."""
+        return self.meetings.met_bytes + sum(synchroniser.sent_bytes for synchroniser in self.synchronisers)
 
-        The job's function sees every parameter, so that its groups are the same on every rank.
-        """
-        every = {name: self.parameters.get(name) if name in self.parameters else _stand_in(p)
-                 for name, p in self.trainable.items()}
-        optimizer = self.job.optimizer(list(every.items()))
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise JobError(f"optimizer returned {type(optimizer).__name__} and not a torch.optim.Optimizer")
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise JobError(f"{type(optimizer).__name__} evaluates the loss several times a step, and a step here does "
-                           "so once", hint="an optimizer whose step() needs no closure, such as AdamW or SGD")
-        known = {id(p): name for name, p in every.items()}
-        given = [p for group in optimizer.param_groups for p in group["params"]]
-        if strangers := sum(id(p) not in known for p in given):
-            raise JobError(f"the optimizer holds {strangers} parameters that are not the model's",
-                           hint="build it from the (name, parameter) pairs it is given")
-        if left_out := set(known.values()) - {known[id(p)] for p in given}:
-            import warnings
+    def kept(self) -> Iterator[Kept]:
+        """State of the plan's rooms."""
+        for synchroniser in self.synchronisers:
+            yield from synchroniser.kept()
 
-            warnings.warn(f"the optimizer leaves out {len(left_out)} trainable parameters, such as {min(left_out)}; "
-                          "they will not change", stacklevel=2)
-        groups = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        for group, names in zip(optimizer.param_groups, groups, strict=True):
-            here = [name in self.parameters for name in names]
-            for key in ("params", "param_names"):
-                if key in group:
-                    group[key] = [item for item, is_here in zip(group[key], here, strict=True) if is_here]
-        return optimizer, groups
 
-    def _build_schedule(self) -> Any:
-        if self.job.lr_schedule is None:
-            return None
-        schedule = self.job.lr_schedule(self.optimizer)
-        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise JobError("ReduceLROnPlateau waits for a metric, and a schedule is stepped by optimizer steps alone",
-                           hint="use a schedule of steps, such as CosineAnnealingLR or LambdaLR")
-        if not hasattr(schedule, "step"):
-            raise JobError(f"lr_schedule returned {type(schedule).__name__} and not a learning-rate scheduler")
-        return schedule
+def check_loss(loss: float, count: float, tallies: Sequence[Tally], step: int) -> None:
+    """Refuse a window's loss that no update can be made from.
+
+    tallies: those of this rank; if none of them is at fault, another rank's report comes first.
+    """
+    if math.isfinite(loss) and count > 0:
+        return
+    if math.isfinite(loss):
+        raise TrainingError(f"the loss counts nothing in step {step + 1}: its count is {count:g}",
+                            hint="every target of the window is ignored; a larger batch makes this unlikely")
+    here = not all(bool(torch.isfinite(tally.value)) for tally in tallies)
+    error = TrainingError(
+        f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'} in step {step + 1}; "
+        "the weights of the step before are kept",
+        hint="a lower learning rate, clip=1.0, or a look at the samples of this step")
+    error.heard = not here  # type: ignore[attr-defined]  # another rank's loss; that rank's report comes first
+    raise error
+
+
+def check_used(users: Mapping[str, float]) -> None:
+    """Refuse parameters that nothing uses, unless they stand in a list beside others that were used.
+
+    users: ranks that used each trainable parameter, by name.
+    """
+    unused = [name for name, count in users.items() if not count]
+    family = lambda name: re.sub(r"\.\d+\.", ".*.", name)  # noqa: E731
+    alive = {family(name) for name, count in users.items() if count}
+    never = [name for name in unused if family(name) == name or family(name) not in alive]
+    if len(never) == len(users):
+        raise TrainingError("the loss does not depend on the model: no parameter has a gradient")
+    if never:
+        shown = ", ".join(never[:5]) + (f" and {len(never) - 5} more" if len(never) > 5 else "")
+        raise TrainingError(f"the loss does not depend on {len(never)} of {len(users)} parameters: "
+                            f"{shown}", hint="remove them, or freeze them with requires_grad_(False)")
+
+
+def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
+                    parameters: Mapping[str, torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, list[list[str]]]:
+    """The optimizer for what this rank holds, and the names in its groups of all parameters.
+
+    The job's function sees every parameter, so that its groups are the same on every rank.
+
+    Args:
+        trainable: All parameters. parameters: Those that are here, as this rank holds them.
+    """
+    every = {name: parameters[name] if name in parameters else _stand_in(p) for name, p in trainable.items()}
+    optimizer = job.optimizer(list(every.items()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(f"optimizer returned {type(optimizer).__name__} and not a torch.optim.Optimizer")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise JobError(f"{type(optimizer).__name__} evaluates the loss several times a step, and a step here does "
+                       "so once", hint="an optimizer whose step() needs no closure, such as AdamW or SGD")
+    known = {id(p): name for name, p in every.items()}
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    if strangers := sum(id(p) not in known for p in given):
+        raise JobError(f"the optimizer holds {strangers} parameters that are not the model's",
+                       hint="build it from the (name, parameter) pairs it is given")
+    if left_out := set(known.values()) - {known[id(p)] for p in given}:
+        import warnings
+
+        warnings.warn(f"the optimizer leaves out {len(left_out)} trainable parameters, such as {min(left_out)}; "
+                      "they will not change", stacklevel=2)
+    groups = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        here = [name in parameters for name in names]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [item for item, is_here in zip(group[key], here, strict=True) if is_here]
+    return optimizer, groups
+
+
+def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> Any:
+    """The job's learning-rate schedule; None if it has none."""
+    if job.lr_schedule is None:
+        return None
+    schedule = job.lr_schedule(optimizer)
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise JobError("ReduceLROnPlateau waits for a metric, and a schedule is stepped by optimizer steps alone",
+                       hint="use a schedule of steps, such as CosineAnnealingLR or LambdaLR")
+    if not hasattr(schedule, "step"):
+        raise JobError(f"lr_schedule returned {type(schedule).__name__} and not a learning-rate scheduler")
+    return schedule

@@ -20,7 +20,7 @@ def collective_s(event: Collective, link: Link) -> float:
     if event.group <= 1:
         return 0.0
     steps = RING_STEPS[event.kind](event.group)
-    return steps * (link.latency_s + event.num_bytes / event.group / link.bytes_per_s)
+    return event.times * steps * (link.latency_s + event.num_bytes / event.group / link.bytes_per_s)
 
 
 # Steps of the ring, each with 1/n of the tensor. An all-reduce is a reduce-scatter and an all-gather.

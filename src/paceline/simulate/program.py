@@ -38,6 +38,7 @@ class Collective:
     group: ranks that take part.
     name: by which later events wait for it.
     stream: on COMPUTE, computing stops meanwhile.
+    times: how often a step; below 1 for what is done every few steps.
     """
 
     kind: CollectiveName
@@ -45,6 +46,7 @@ class Collective:
     group: int
     name: str = ""
     stream: str = NETWORK
+    times: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

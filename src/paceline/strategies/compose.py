@@ -8,14 +8,19 @@ and what gradients a rank then holds are reduced over the replicas. Each room se
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import JobError
+from paceline.plan import Plan, Servers
 from paceline.strategies.data import run as data
+from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.layout import Batch, Layout, Whole
+from paceline.strategies.local import run as local
+from paceline.strategies.meeting import EveryStep, Meetings
 from paceline.strategies.recompute import run as recompute
+from paceline.strategies.server.rows import tables
 from paceline.strategies.shard import run as shard
 
 if TYPE_CHECKING:
@@ -23,7 +28,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.cluster import Device
-    from paceline.plan import Plan
     from paceline.strategies.mesh import Mesh
 
 
@@ -38,6 +42,16 @@ class Synchroniser(Protocol):
 
     def finish(self) -> None:
         """The last backward is done; on return every gradient this rank holds is the whole window's."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """What this rank has sent to other replicas so far."""
+
+    def kept(self) -> Iterable[Kept]:
+        """State for a checkpoint; its tensors change as training goes on."""
+
+    def restore(self, saved: Saved) -> list[str]:
+        """Go on from a checkpoint's state. Returns what could not be taken over, in words."""
 
 
 class Room(Protocol):
@@ -54,7 +68,7 @@ class Room(Protocol):
         """Change the model in place for this rank. Collective along the room's axis."""
 
 
-ROOMS: tuple[Room, ...] = (recompute, shard, data)
+ROOMS: tuple[Room, ...] = (recompute, shard, data, local)
 
 
 def load(plan: Plan) -> None:
@@ -66,7 +80,15 @@ def load(plan: Plan) -> None:
 def holds_parts(plan: Plan) -> bool:
     """Whether a rank holds a part of the model, at least between steps."""
     axes = plan.axes
-    return any(size > 1 for size in (axes.pipeline, axes.parts, axes.shard, axes.tensor))
+    return isinstance(plan.sync, Servers) or any(
+        size > 1 for size in (axes.pipeline, axes.parts, axes.shard, axes.tensor))
+
+
+def held_elsewhere(plan: Plan, model: nn.Module) -> set[torch.Tensor]:
+    """What a rank uses of a model and never holds: tables whose rows lie on servers."""
+    if not isinstance(plan.sync, Servers):
+        return set()
+    return {module.weight for module in tables(model).values()}
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
@@ -83,6 +105,12 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
         _refuse_sparse(model)
     made = [room.prepare(model, plan=plan, mesh=mesh) for room in ROOMS if room.is_active(plan)]
     return [synchroniser for synchroniser in made if synchroniser is not None]
+
+
+def meetings(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> Meetings:
+    """When ranks meet: as a room of the plan says, or else in every step."""
+    said = [synchroniser for synchroniser in synchronisers if isinstance(synchroniser, Meetings)]
+    return said[0] if said else EveryStep(mesh.world_size)
 
 
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Callable[[int], Batch],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.errors import PlanError
-from paceline.plan import Plan
+from paceline.plan import Local, Plan, Servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,22 @@ CONFLICTS: tuple[Conflict, ...] = (
              "each half of the backward would compute the forward again",
              "schedule=1f1b, which recomputes once",
              lambda plan: plan.schedule.schedule == "zero-bubble" and plan.modifiers.recompute == "full"),
+    Conflict("local=H with shard=N, tensor=N, pipeline=N or parts=N",
+             "a local step is taken by one rank alone; ranks that hold parts of a replica would have to meet in it",
+             "local=H with data=N, and accumulate=K or recompute=full where memory is short",
+             lambda plan: isinstance(plan.sync, Local) and plan.world_size > plan.axes.data),
+    Conflict("local=H with compress=topk or powersgd",
+             "what they leave out of a difference comes an outer step later, hundreds of local steps",
+             "compress=int8 or bf16",
+             lambda plan: plan.outer_steps is not None and plan.modifiers.compress in ("topk", "powersgd")),
+    Conflict("server=S with compress=int8, topk or powersgd",
+             "workers fetch weights, not sums of gradients, and these forms are too coarse for weights",
+             "compress=bf16",
+             lambda plan: isinstance(plan.sync, Servers) and plan.modifiers.compress not in ("none", "bf16")),
+    Conflict("compress=powersgd with shard=N or tensor=N",
+             "it approximates whole matrices, and ranks hold parts of them",
+             "compress=int8 or topk",
+             lambda plan: plan.modifiers.compress == "powersgd" and max(plan.axes.shard, plan.axes.tensor) > 1),
 )
 
 

@@ -50,22 +50,39 @@ class Report:
     document: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Layout(Protocol):
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a rank's part of a tensor lies in the whole. shape: of the whole. offsets: along each dim."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class Ownership(Protocol):
+    """What a rank answers for: it alone counts it in norms and writes it into checkpoints.
+
+    owned, owned_buffers: names.
+    extents: of parameters that are held in part, as plain tensors; a DTensor knows its own.
+    """
+
+    @property
+    def owned(self) -> frozenset[str]: ...
+    @property
+    def owned_buffers(self) -> frozenset[str]: ...
+    @property
+    def extents(self) -> Mapping[str, Extent]: ...
+
+
+class Layout(Ownership, Protocol):
     """How a rank runs its part of a model.
 
     module: holds the parameters of this rank, under the model's names. The rooms of the plan change it in place.
-    owned, owned_buffers: names of what this rank answers for: of the ranks that the model is spread over it alone
-        counts it in norms and writes it into checkpoints.
     has_output: whether the model's output, and so the loss, is here.
     report: how the model was laid out.
     """
 
     @property
     def module(self) -> nn.Module: ...
-    @property
-    def owned(self) -> frozenset[str]: ...
-    @property
-    def owned_buffers(self) -> frozenset[str]: ...
     @property
     def has_output(self) -> bool: ...
     @property
@@ -94,6 +111,7 @@ class Whole:
         self.module, self.context = model, context
         self.owned = frozenset(name for name, _ in model.named_parameters())
         self.owned_buffers = frozenset(name for name, _ in model.named_buffers())
+        self.extents: dict[str, Extent] = {}
 
     def let_go(self) -> None:
         """All of them are held."""

@@ -134,8 +134,7 @@ class Spill:
                 continue
             if storage._cdata not in moved:
                 moved[storage._cdata] = storage, self._make(storage.nbytes())
-                if operator.overloadpacket not in _EMPTY:
-                    ctypes.memmove(moved[storage._cdata][1].data_ptr(), storage.data_ptr(), storage.nbytes())
+                ctypes.memmove(moved[storage._cdata][1].data_ptr(), storage.data_ptr(), storage.nbytes())
             tensor.set_(moved[storage._cdata][1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _note(self, storages: Iterable[torch.UntypedStorage]) -> None:
@@ -182,12 +181,27 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.moves and func.overloadpacket in _EMPTY and (empty := self._empty(func, args, kwargs)) is not None:
+            return empty
         result = func(*args, **kwargs)
         given = _storages((args, kwargs))
         if self.moves:
             self.spill._move(func, result, given)
         self.spill._note([*given, *_storages(result)])
         return result
+
+
+    def _empty(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """A large tensor without values, in a file from the start; None if it is small or no plain CPU tensor."""
+        like = args[0] if isinstance(args[0], torch.Tensor) else torch.empty(0, device="cpu")
+        device, layout = kwargs.get("device") or like.device, kwargs.get("layout") or like.layout
+        if torch.device(device).type != "cpu" or layout is not torch.strided:
+            return None
+        shape = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": None})
+        if (num_bytes := shape.untyped_storage().nbytes()) < LEAST_BYTES:
+            return None
+        empty = torch.empty(0, dtype=shape.dtype)
+        return empty.set_(self.spill._make(num_bytes), 0, shape.shape, shape.stride())
 
 
 def _is_plain(value: Any) -> bool:

@@ -118,7 +118,7 @@ def _open(run_dir: Path, plan: str | Plan | None, *, devices: str | None,
     source = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
     given = Plan.read(plan) if plan is not None else Plan.read(folder.read_document(run_dir, folder.PLAN)["plan"])
     job, environment = source.load(), current()
-    asked = resolve(job, given.with_microbatches(1), devices=devices, environment=environment)
+    asked = resolve(job, given.of_forwards().with_microbatches(1), devices=devices, environment=environment)
     return job, asked, Place(environment, asked.cluster.devices, timeout_s=timeout_s)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from paceline.cluster import Device
     from paceline.launch.board import Board
+    from paceline.launch.context import RankContext
     from paceline.planner.estimate import Split
     from paceline.profile import Profile
     from paceline.strategies.stages.cost import RankCost
@@ -45,7 +46,7 @@ class Summary:
 def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | None = None,
           procs: int | None = None, memory: str | None = None, steps: int | None = None,
           save_every: int | None = None, trace: int = 0, run: str | Path | None = None, resume: bool = False,
-          loader_workers: int = 0, timeout_s: float = 300.0) -> Summary:
+          loader_workers: int = 0, timeout_s: float = 300.0, restarts: int | None = None) -> Summary:
     """Train a job under a plan and leave a run folder.
 
     Args:
@@ -60,16 +61,21 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         resume: Go on from the newest valid checkpoint in the run folder, under this plan and these devices.
         loader_workers: Processes a rank that read samples ahead; 0 reads them in the rank.
         timeout_s: How long a rank may give no sign of life before the run is ended and the rank named.
+        restarts: How often in a run ranks that were killed, or hang, are started again: a worker alone where the
+            others go on without it, else all ranks, from the newest checkpoint. By default 3 with staleness, else 0.
 
     Raises:
         UsageError: the request makes no sense (job, plan or cluster); nothing was started or written.
         RankFailed: a rank failed; its report names rank, step and line.
     """
     from paceline.planner.estimate import devices_of
-    from paceline.runtime.loop import Settings, train_rank
+    from paceline.runtime.drivers import crew, train_rank
+    from paceline.runtime.loop import Settings
     from paceline.strategies.compose import load
 
     _check(save_every=save_every, steps=steps, procs=procs, timeout_s=timeout_s)
+    if restarts is not None and restarts < 0:
+        raise UsageError(f"restarts must be 0 or more, got {restarts}")
     if resume and run is None:
         raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
     source, loaded = (job, job.load()) if isinstance(job, JobFile) else (None, job)
@@ -97,8 +103,12 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         settings = Settings(run_dir=run_dir, shares=asked.shares, save_every=save_every, resume=resume,
                             loader_workers=loader_workers, trace_steps=trace,
                             devices=devices_of(asked.plan, asked.cluster))
-        figures = place.run(lambda context: train_rank(context, loaded, asked.plan, settings), run_dir=run_dir,
-                            idle=lambda board: _predict_once_started(board, priced, run_dir))
+
+        def body(context: RankContext) -> Any:
+            return train_rank(context, loaded, asked.plan, replace(settings, resume=resume or context.num_starts > 1))
+
+        figures = place.run(body, run_dir=run_dir, idle=lambda board: _predict_once_started(board, priced, run_dir),
+                            crew=crew(asked.plan), restarts=restarts)
         if place.is_first:
             figures = _sum_up(run_dir, figures, priced)
         return Summary(figures, run_dir)
@@ -243,7 +253,8 @@ def _predict_once_started(board: Board, priced: _Priced, run_dir: Path) -> None:
         if board.over:
             return
         time.sleep(0.05)
-    _predict(priced, run_dir)
+    with board.forkable:
+        _predict(priced, run_dir)
 
 
 def _predict(priced: _Priced, run_dir: Path) -> None:

@@ -200,14 +200,18 @@ def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, t
     from paceline.launch.failure import RankFailed
     from paceline.launch.local import run_local
     from paceline.planner.resolve import resolve
+    from paceline.runtime.drivers import crew
 
+    if plan.relaxed is not None:
+        return Certificate(str(plan), (), f"not compared: the plan is relaxed ({plan.relaxed}) and can't equal one "
+                                          f"device; '{plan.exact}' can")
     devices = f"cpu:0-{plan.world_size - 1}"
     asked = resolve(job, plan, devices=devices)
     cuts = asked.plan.replicas > 1 or asked.plan.num_microbatches != 1
     problem = reference["problem"] if cuts else None
     try:
         ranks = run_local(_recorded(job, asked, list(reference["figures"]), folder), Cluster.local(devices).devices,
-                          timeout_s=timeout_s)
+                          timeout_s=timeout_s, crew=crew(asked.plan))
     except RankFailed as error:
         if error.failure.kind == Preempted.__name__:
             raise
@@ -223,7 +227,8 @@ def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, t
 def _recorded(job: Job, asked: Any, precisions: Sequence[Precision], folder: Path) -> Callable[[Any], dict[str, Any]]:
     """What each rank runs: the job in every precision, one after the other."""
     from paceline.capture.randomness import WithoutRandomness
-    from paceline.runtime.loop import Settings, train_rank
+    from paceline.runtime.drivers import train_rank
+    from paceline.runtime.loop import Settings
 
     def body(context: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import CheckpointError
@@ -45,7 +48,10 @@ def halves(scale: float = 1.0) -> list[list[Piece]]:
 
 
 def write_whole(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    write_model(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, tensors.__getitem__)
+    def read(name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        return tensors[name][tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))]
+
+    write_model(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, read)
 
 
 def names(run_dir: Path) -> list[str]:
@@ -540,13 +546,24 @@ def test_write_model_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "model.safetensors"
     write_whole(path, {"w": W})
 
-    def fail(name: str) -> torch.Tensor:
+    def fail(name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         raise error
 
     with pytest.raises(CheckpointError, match=r"could not write the model to .*model\.safetensors"):
         write_model(path, {"w": (W.dtype, (6, 2))}, fail)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
     assert torch.equal(load_file(path)["w"], W)
+
+
+@given(st.lists(st.integers(0, 5), max_size=3), st.integers(1, 100))
+def test_large_tensors_are_written_in_runs(shape: list[int], run_bytes: int) -> None:
+    """However few rows are read at a time, the file holds the whole; of an empty tensor and a scalar, too."""
+    tensors = {"w": torch.rand(shape), "v": torch.arange(7.0)}
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(write, "_RUN_BYTES", run_bytes)
+        write_whole(Path(folder, "model.safetensors"), tensors)
+        found = load_file(Path(folder, "model.safetensors"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_without_a_snapshot_nothing_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

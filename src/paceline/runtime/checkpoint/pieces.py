@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.strategies.layout import Extent
+
 # The dtypes a safetensors file can hold whole bytes of, by the names it uses in its header.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
@@ -131,8 +133,10 @@ class Piece:
         return Region(self.offsets, tuple(self.tensor.shape))
 
 
-def pieces_of(name: str, tensor: torch.Tensor) -> list[Piece]:
+def pieces_of(name: str, tensor: torch.Tensor, extent: Extent | None = None) -> list[Piece]:
     """What this rank holds of a tensor: all of a plain one, its own part of a DTensor, box by box.
+
+    extent: where a plain tensor lies, if it is a part of a larger one.
 
     The parts share memory with the tensor. A rank that holds no element of a DTensor has no piece of it; of a
     tensor that is empty as a whole, every rank has the (empty) whole. Replicas get equal pieces; the caller
@@ -143,6 +147,8 @@ def pieces_of(name: str, tensor: torch.Tensor) -> list[Piece]:
         RuntimeError: a DTensor that still waits for its reduction (a Partial placement).
     """
     shape = tuple(tensor.shape)
+    if extent is not None:
+        return [Piece(name, extent.shape, extent.offsets, tensor.detach())]
     # Asked by name, so that a run without DTensors never imports torch.distributed.tensor (0.5 s).
     if not hasattr(tensor, "__create_chunk_list__"):
         return [Piece(name, shape, (0,) * len(shape), tensor.detach())]

@@ -18,6 +18,7 @@ import torch
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint.pieces import DTYPES, Region, copy, pieces_of, uncovered
 from paceline.runtime.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, VERSION
+from paceline.strategies.layout import Extent
 from paceline.strategies.spill import give_back_freed
 
 MAPPED_BYTES = 16 * 1024**2  # read of files before they are unmapped; a larger piece is read at once
@@ -77,18 +78,20 @@ class Checkpoint:
         self._fill(target, name, entry, region)
         return target
 
-    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+    def read_into(self, name: str, tensor: torch.Tensor, extent: Extent | None = None) -> None:
         """Fill a tensor in place: all of a plain one, this rank's own part of a DTensor.
+
+        extent: where a plain tensor lies, if it is a part of a larger one.
 
         Raises:
             CheckpointError: there is no such tensor, or it has another global shape or another dtype.
         """
         entry = self._entry(name)
-        if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+        if (extent.shape if extent else tuple(tensor.shape)) != entry.shape or tensor.dtype != entry.dtype:
             raise CheckpointError(f"{self.path}: '{name}' is {_kind(entry.dtype, entry.shape)} there and "
                                   f"{_kind(tensor.dtype, tuple(tensor.shape))} here",
                                   hint="the checkpoint is of another model; resume with the job that wrote it")
-        for piece in pieces_of(name, tensor):
+        for piece in pieces_of(name, tensor, extent):
             self._fill(piece.tensor, name, entry, piece.region)
 
     def _entry(self, name: str) -> TensorEntry:

@@ -16,7 +16,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,13 +42,17 @@ def write_json(path: Path, document: Any) -> None:
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
+_RUN_BYTES = 16 * 2**20  # of a large tensor that is read and written at a time
+
+
 def write_model(path: Path, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-                read: Callable[[str], torch.Tensor]) -> None:
+                read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]) -> None:
     """Write whole tensors by name to one safetensors file, one after the other, in one move.
 
     Args:
         kinds: Each tensor's dtype and shape.
-        read: Gives a tensor; no more than one is asked for at a time.
+        read: Gives the region of a tensor that begins at these offsets and has this shape. No more than one is asked
+            for at a time, of a few rows if the tensor is large.
 
     Raises:
         CheckpointError: the file can't be written; nothing is left behind and an older file stays.
@@ -70,7 +74,8 @@ def write_model(path: Path, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ..
         with temp.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in ordered:
-                file.write(_bytes_of(read(name)))
+                for offsets, shape in _runs(*kinds[name]):
+                    file.write(_bytes_of(read(name, offsets, shape)))
             file.flush()
             os.fsync(file.fileno())
         temp.replace(path)
@@ -79,6 +84,17 @@ def write_model(path: Path, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ..
         raise _explained(error, "could not write the model", path, sum(sizes.values())) from error
     finally:
         _remove(temp)
+
+
+def _runs(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and shapes of the rows of a tensor that are written at a time."""
+    rows = shape[0] if shape else 1
+    step = max(1, _RUN_BYTES * rows // max(1, math.prod(shape) * dtype.itemsize))
+    if not shape or step >= rows:
+        yield (0,) * len(shape), shape
+        return
+    for start in range(0, rows, step):
+        yield (start, *(0 for _ in shape[1:])), (min(step, rows - start), *shape[1:])
 
 
 class Writer:

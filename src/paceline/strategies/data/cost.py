@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paceline.plan import Plan
-from paceline.profile.profile import Profile
-from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event
+from paceline.profile.profile import Parameter, Profile
+from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event
+from paceline.strategies.compress.size import PASSES, sent_bytes
 from paceline.strategies.costs import Held, Hooks, Moment, Room, Step
 from paceline.strategies.data.buckets import assign
 
@@ -16,25 +18,27 @@ _AT_THE_END = -1  # after the backward of every segment
 
 
 def enter(step: Step) -> Hooks:
-    """Ranks on CPUs of one host sum their buckets in memory that they share, all others over the network."""
-    replicas = step.plan.axes.data
+    """Ranks on CPUs of one host sum their buckets in memory that they share, all others over the network; what is
+    compressed goes over the network everywhere."""
+    replicas, form = step.plan.axes.data, step.plan.modifiers.compress
     leaving = departures(step)
-    total = sum(sum(sizes) for sizes in leaving.values())
+    total = sum(bucket.num_bytes for buckets in leaving.values() for bucket in buckets)
     copied = step.held.gradients_by_unit
-    shared = step.device_kind == "cpu"
+    shared = step.device_kind == "cpu" and form == "none"
 
     def start(at: Moment) -> Iterable[Event]:
         """Gradients live in the buckets, unless they are shards: those are copied in and out. Pages that are shared
         count for every rank that touches them: each sums its part of all buckets."""
         touched = total * (replicas - 1) / replicas if shared else 0
-        yield Allocate("communication", touched + (total if copied else 0))
+        left_out = total if form in ("topk", "powersgd") else 0
+        yield Allocate("communication", touched + (total if copied else 0) + left_out)
 
     def send(segment: int) -> Iterable[Event]:
-        for num_bytes in leaving[segment]:
+        for bucket in leaving[segment]:
             if copied:
-                yield Compute(moved_bytes=2 * num_bytes, operators=1)
+                yield Compute(moved_bytes=2 * bucket.num_bytes, operators=1)
             if not shared:
-                yield Collective("all_reduce", num_bytes, replicas, name="buckets")
+                yield from reduce(form, bucket, replicas, name="buckets")
 
     def after_backward(at: Moment) -> Iterable[Event]:
         return send(at.segment) if step.is_last(at) else ()
@@ -52,19 +56,57 @@ def enter(step: Step) -> Hooks:
     return {"start": start, "after_backward": after_backward, "done": done, "finish": finish}
 
 
-def departures(step: Step) -> dict[int, list[int]]:
-    """Bytes of the buckets that leave after each segment's backward.
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What is reduced at once.
+
+    shapes: of its tensors, whole; matrices as (rows, columns).
+    """
+
+    num_bytes: float
+    shapes: tuple[tuple[int, ...], ...]
+    item_bytes: int
+
+
+def reduce(form: str, bucket: Bucket, ranks: int, *, name: str, stream: str = NETWORK,
+           times: float = 1.0) -> Iterable[Event]:
+    """A bucket's reduction over the network, so many times a step. A compressed one takes as long as an all-reduce that
+    sends as many bytes; its own steps are a few more or fewer."""
+    if form == "none":
+        yield Collective("all_reduce", bucket.num_bytes, ranks, name=name, stream=stream, times=times)
+        return
+    whole_bytes = bucket.item_bytes * sum(map(math.prod, bucket.shapes))
+    part = bucket.num_bytes / whole_bytes if whole_bytes else 0.0  # a shard's
+    sent = sent_bytes(form, bucket.shapes, bucket.item_bytes, ranks) * part
+    yield Compute(moved_bytes=times * PASSES[form] * bucket.num_bytes, operators=times * PASSES[form])
+    yield Collective("all_reduce", sent * ranks / (2 * (ranks - 1)), ranks, name=name, stream=stream, times=times)
+
+
+def shape_of(parameter: Parameter) -> tuple[int, ...]:
+    """(rows, columns), or (elements,) where there is one column."""
+    elements = parameter.num_bytes // item_bytes(parameter)
+    columns, rest = divmod(elements, max(parameter.rows, 1))
+    return (parameter.rows, columns) if columns > 1 and not rest else (elements,)
+
+
+def item_bytes(parameter: Parameter) -> int:
+    return {"float64": 8, "complex64": 8, "complex128": 16, "bfloat16": 2, "float16": 2}.get(parameter.dtype, 4)
+
+
+def departures(step: Step) -> dict[int, list[Bucket]]:
+    """The buckets that leave after each segment's backward.
 
     Buckets leave in their own order: one that is complete waits for those before it.
     """
     trainable = [p for p in step.profile.parameters if p.trainable]
     sizes = [step.held.gradients[p.name] for p in trainable]
     ready = _ready_after(step)
-    found: dict[int, list[int]] = defaultdict(list)
+    found: dict[int, list[Bucket]] = defaultdict(list)
     latest = len(step.profile.segments)
     for bucket in assign(sizes, [p.dtype for p in trainable]):
         latest = min([latest, *(ready.get(trainable[i].name, _AT_THE_END) for i in bucket)])
-        found[latest].append(sum(sizes[i] for i in bucket))
+        found[latest].append(Bucket(sum(sizes[i] for i in bucket), tuple(shape_of(trainable[i]) for i in bucket),
+                                    item_bytes(trainable[bucket[0]])))
     return found
 
 
@@ -84,4 +126,4 @@ def hold(held: Held, plan: Plan, profile: Profile) -> Held:
     return replace(held, gradients_kept=not held.gradients_by_unit)
 
 
-ROOM = Room(is_active=lambda plan: plan.axes.data > 1, enter=enter, hold=hold)
+ROOM = Room(is_active=lambda plan: plan.axes.data > 1 and plan.outer_steps is None, enter=enter, hold=hold)

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from paceline.strategies.compress.size import all_reduce_bytes
+
 _BLOCK_BYTES = 2**18  # what is summed at a time: a block of each rank's stays in a core's cache until it is written
 _ALIGNED_BYTES = 64
 _HEADER_BYTES = 4096
@@ -22,7 +24,10 @@ class Reduction(Protocol):
     """Sums buckets over a group.
 
     memory: each bucket's, this rank's own, zero at first.
+    sent_bytes: what this rank has given to others so far, over a network or by way of memory that they share.
     """
+
+    sent_bytes: float
 
     @property
     def memory(self) -> list[torch.Tensor]: ...
@@ -41,8 +46,10 @@ class OverNetwork:
         self.group = group
         self.memory = [tensor.new_zeros(size) for tensor, size in zip(like, sizes, strict=True)]
         self.works: list[dist.Work] = []
+        self.sent_bytes = 0.0
 
     def start(self, number: int) -> None:
+        self.sent_bytes += all_reduce_bytes(self.memory[number].nbytes, dist.get_world_size(self.group))
         self.works.append(dist.all_reduce(self.memory[number], group=self.group, async_op=True))
 
     def finish(self) -> None:
@@ -59,7 +66,7 @@ class InSharedMemory:
     """
 
     def __init__(self, memory: Sequence[list[torch.Tensor]], group: dist.ProcessGroup) -> None:
-        self.group, self.rank = group, dist.get_rank(group)
+        self.group, self.rank, self.sent_bytes = group, dist.get_rank(group), 0.0
         self.memory = memory[self.rank]
         self.blocks = [list(_blocks(parts, self.rank)) for parts in zip(*memory, strict=True)]
 
@@ -68,6 +75,7 @@ class InSharedMemory:
 
     def finish(self) -> None:
         self._wait_for_all()
+        self.sent_bytes += sum(all_reduce_bytes(flat.nbytes, dist.get_world_size(self.group)) for flat in self.memory)
         for blocks in self.blocks:
             total = torch.empty_like(blocks[0][0]) if blocks else None
             for parts in blocks:

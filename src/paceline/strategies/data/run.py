@@ -7,14 +7,17 @@ the first step and hold whatever gradients the rank has, whole or a shard, so an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from paceline.strategies.compress.run import Compressed
 from paceline.strategies.data.buckets import assign
-from paceline.strategies.data.reduce import reduction
+from paceline.strategies.data.reduce import Reduction, reduction
+from paceline.strategies.kept import Kept, Saved
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,12 +30,13 @@ IMPORTS: tuple[str, ...] = ()
 
 
 def is_active(plan: Plan) -> bool:
-    return plan.axes.data > 1
+    return plan.axes.data > 1 and plan.outer_steps is None
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> GradientBuckets:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return GradientBuckets(trainable, mesh.group("data"))
+    return GradientBuckets(trainable, mesh.group("data"), compress=plan.modifiers.compress,
+                           replica=mesh.coordinates["data"])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,20 +48,22 @@ class GradientBuckets:
     """Sums gradients over a group. Buckets leave in one fixed order on every rank, whatever order backward takes.
 
     Gradients of whole parameters live in the buckets, so they are neither held twice nor copied; those of shards
-    are copied in and out.
+    are copied in and out. Compressed, a sum leaves something out on each replica, which belongs to the run's state.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, *, compress: str = "none",
+                 replica: int = 0) -> None:
+        self.group, self.replica = group, replica
         self.names = {p: name for name, p in parameters.items()}
         held = list(parameters.values())
         sizes = [local(p).numel() * p.element_size() for p in held]
         self.buckets = [[held[i] for i in bucket] for bucket in assign(sizes, [(p.dtype, p.device) for p in held])]
         self.bucket_of = {parameter: k for k, bucket in enumerate(self.buckets) for parameter in bucket}
-        self.reduction = reduction([local(bucket[0]) for bucket in self.buckets],
-                                   [sum(local(p).numel() for p in bucket) for bucket in self.buckets], group)
+        self.reduction = reduce_buckets([[local(p) for p in bucket] for bucket in self.buckets], group,
+                                        compress=compress)
         self.memory = self.reduction.memory
         self.views = {p: view for bucket, flat in zip(self.buckets, self.memory, strict=True)
-                      for p, view in zip(bucket, _views(bucket, flat), strict=True)}
+                      for p, view in zip(bucket, views(bucket, flat), strict=True)}
         self.missing: list[int] = []
         self.arrived: set[torch.Tensor] = set()
         self.started = 0
@@ -81,6 +87,34 @@ class GradientBuckets:
         """Whole parameters that no backward of this rank reached since the last `finish`."""
         return {name for p, name in self.names.items() if self.begun and p not in self.arrived
                 and not _is_distributed(p)}
+
+    @property
+    def sent_bytes(self) -> float:
+        """What this rank has sent so far."""
+        return self.reduction.sent_bytes
+
+    def kept(self) -> Iterator[Kept]:
+        """What the sums so far left out here, and the factors that the next ones start from."""
+        if isinstance(self.reduction, Compressed):
+            for number, residual in self.reduction.method.residuals.items():
+                for p, left in zip(self.buckets[number], views(self.buckets[number], residual), strict=True):
+                    yield Kept(f"residuals/{self.replica}/{self.names[p]}", left, like=self.names[p], replica=True)
+            for (number, index), factor in self.reduction.method.factors.items():
+                yield Kept(f"factors/{self.names[self.buckets[number][index]]}", factor)
+
+    def restore(self, saved: Saved) -> list[str]:
+        """What was left out is owed to the model: other numbers of replicas share its sum."""
+        replicas, there = dist.get_world_size(self.group), saved.replicas("residuals")
+        kept = list(self.kept())
+        for one in kept:
+            if one.name in saved and (not one.replica or there == replicas):
+                one.tensor.copy_(saved.read(one.name, one.like))
+            elif one.replica and there:
+                sums = [saved.read(f"residuals/{number}/{one.like}", one.like) for number in range(there)]
+                one.tensor.copy_(torch.stack(sums).sum(0) / replicas)
+        if there in (0, replicas) or not any(one.replica for one in kept):
+            return []
+        return [f"what {there} replicas had not sent yet of their gradients is shared by {replicas}"]
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         self.arrived.add(parameter)
@@ -115,11 +149,26 @@ class GradientBuckets:
                 local(parameter.grad).copy_(view)
 
 
+def reduce_buckets(buckets: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup, *,
+                   compress: str) -> Reduction:
+    """What sums buckets of such tensors over a group, in some form. Collective."""
+    like = [bucket[0] for bucket in buckets]
+    if compress == "none":
+        return reduction(like, [sum(tensor.numel() for tensor in bucket) for bucket in buckets], group)
+    return Compressed(compress, like, [[_as_matrix(tensor) for tensor in bucket] for bucket in buckets], group)
+
+
+def _as_matrix(tensor: torch.Tensor) -> tuple[int, ...]:
+    """(rows, columns) as they lie in memory, of a tensor with more than one dim."""
+    sizes = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
+    return (sizes[0][1], math.prod(size for _, size in sizes[1:])) if len(sizes) > 1 else tuple(tensor.shape)
+
+
 def _is_distributed(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _views(bucket: Sequence[nn.Parameter], flat: torch.Tensor) -> Iterator[torch.Tensor]:
+def views(bucket: Sequence[torch.Tensor], flat: torch.Tensor) -> Iterator[torch.Tensor]:
     """A part of the bucket for each gradient, with the strides of its parameter, as backward gives them: fused
     optimizers walk through both alike."""
     for parameter, part in zip(bucket, flat.split([local(p).numel() for p in bucket]), strict=True):

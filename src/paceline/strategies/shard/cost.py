@@ -40,7 +40,7 @@ def _part(parameter: Parameter, ranks: int) -> float:
 
 
 def enter(step: Step) -> Hooks:
-    zero, ranks = step.plan.sync.zero, step.plan.axes.shard
+    zero, ranks = step.plan.zero, step.plan.axes.shard
     # On the CPU a collective of FSDP2 ends before it goes on.
     stream = COMPUTE if step.device_kind == "cpu" else NETWORK
     units = [segment.unit for segment in step.profile.segments]

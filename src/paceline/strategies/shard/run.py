@@ -23,6 +23,7 @@ import torch
 
 from paceline.errors import JobError
 from paceline.strategies.data.run import GradientBuckets
+from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.shard.roll import Roll
 from paceline.strategies.units import find_units, is_callable, name_in_model
 
@@ -64,7 +65,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Sharding:
     sharded = {name: module for name, module in {**units, **outermost}.items()
                if module is model or any(p not in whole for p in module.parameters())}
     for unit in sharded.values():
-        module = fully_shard(unit, mesh=along, reshard_after_forward=plan.sync.zero == 3, ignored_params=whole)
+        module = fully_shard(unit, mesh=along, reshard_after_forward=plan.zero == 3, ignored_params=whole)
         # Gradients are sums: the loss is already divided by the whole window's count.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -75,7 +76,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Sharding:
         _watch_calls(sharded, Roll(list(sharded), mesh.group("shard"), mesh.ranks_along("shard")))
         model.forward = _explained(model.forward)
     trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
-    return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard")), zero=plan.sync.zero)
+    return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard")), zero=plan.zero)
 
 
 class Sharding:
@@ -106,6 +107,17 @@ class Sharding:
         """Sum the gradients of whole parameters; FSDP2 ends its own reductions in backward."""
         self.whole.finish()
         self.used = set()
+
+    @property
+    def sent_bytes(self) -> float:
+        """FSDP2 counts nothing; see `Synchroniser`."""
+        return self.whole.sent_bytes
+
+    def kept(self) -> Iterable[Kept]:
+        return ()
+
+    def restore(self, saved: Saved) -> list[str]:
+        return []
 
     def _mark(self, unit: str) -> Callable[..., None]:
         """A hook that comes after FSDP2's, when the unit's parameters are whole, and waits for their gradients."""

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from paceline.capture.graph import Capture, Piece, capture
 from paceline.capture.opaque import OpaqueModules
 from paceline.errors import JobError
-from paceline.strategies.layout import Batch, Work
+from paceline.strategies.layout import Batch, Extent, Work
 from paceline.strategies.pipeline.schedule import Action
 from paceline.strategies.stages.engine import Engine, Links, Stage, Staged, cut
 from paceline.strategies.stages.module import PieceModule, Pieces
@@ -106,6 +106,7 @@ class Stages:
         self.groups = {members: _group(mesh, axis, members) for members in
                        sorted({tuple(at) for _, at in self.ties})}
         self.own = own
+        self.extents: dict[str, Extent] = {}
 
     def let_go(self) -> None:
         """A model may still refer to what it doesn't hold, as Keras's do: it finds one element in that shape."""

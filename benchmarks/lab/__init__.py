@@ -1,0 +1,1 @@
+"""A cluster on one machine: hosts with slow links, and work that sleeps in place of an accelerator."""

@@ -1,0 +1,22 @@
+"""What the ranks of a run are to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """How ranks meet and which of them the others can do without.
+
+    has_group: whether all of them form a process group of torch's; without one they find each other in the store.
+    expendable: ranks that may be killed while the others go on.
+    restarts: how often ranks that died are started again in a run, if the user doesn't say.
+    """
+
+    has_group: bool = True
+    expendable: frozenset[int] = frozenset()
+    restarts: int = 0
+
+
+PEERS = Crew()  # ranks that all need each other

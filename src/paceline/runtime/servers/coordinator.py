@@ -1,0 +1,540 @@
+"""Server 0: hands out steps, decides when an update is made, and speaks for the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import signal
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from paceline.errors import JobError, PeerLost, Preempted
+from paceline.job import Job
+from paceline.launch.context import RankContext
+from paceline.plan import Plan
+from paceline.runtime import state
+from paceline.runtime.display import Display, Progress
+from paceline.runtime.evaluate import quotients
+from paceline.runtime.folder import EVENTS, METRICS
+from paceline.runtime.loop import Settings, Speed, cut_metrics, predicted_step_s
+from paceline.runtime.order import Order
+from paceline.runtime.servers.losses import Losses, staleness_of, updates_after
+from paceline.runtime.servers.messages import checked
+from paceline.runtime.servers.roles import Meeting, Roles, servers_of
+from paceline.runtime.servers.server import Server
+from paceline.runtime.stepper import check_loss, check_used
+from paceline.strategies.server.clock import LEASES, Clock
+from paceline.strategies.server.serve import listen_to
+from paceline.strategies.server.shards import Shard
+from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError
+
+_LOOK_S = 0.5  # between looks for a request to stop
+
+
+@dataclass
+class _Worker:
+    """What the coordinator knows of a worker.
+
+    orders: that it has yet to answer; it is given none before it has said that it is ready.
+    heard_s: when it last gave a sign of life.
+    """
+
+    connection: Connection
+    incarnation: int
+    orders: int = 1
+    heard_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class _Evaluation:
+    """Sums that come in from the workers; begun anew if one of them is gone."""
+
+    number: int
+    awaited: set[int]
+    sums: torch.Tensor
+
+
+class Coordinator(Server):
+    """See the module. Everything happens on the thread that calls `run`, as messages come in."""
+
+    def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
+                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting, uplink: Uplink) -> None:
+        sync = servers_of(plan)
+        if job.num_samples is None:
+            raise JobError("the data is a stream, and servers hand out samples by their place",
+                           hint="a data set with __len__ and __getitem__, or a data=N plan")
+        self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
+        self.workers: dict[int, _Worker] = {}
+        self.joined: set[Peer] = set()  # every worker that ever was
+        self.followers: dict[int, Connection] = {}
+        self.followers_heard_s: dict[int, float] = {}
+        self.alive_s = 0.0  # when workers last heard of this server
+        self.reports: dict[int, dict[int, dict[str, Any]]] = {}  # of updates, by worker
+        self.opened: int | None = None
+        self.squares: dict[int, float] = {}
+        self.evaluation: _Evaluation | None = None
+        self.num_evaluations = 0
+        self.evaluated: dict[str, float] = {}
+        self.evaluated_step = -1
+        self.saved_step = -1
+        self.stop_asked = False
+        self.over = False
+        self.loss = float("nan")
+        self.deserted_s: float | None = None  # since when there is no worker
+        self.staleness: Counter[int] = Counter()
+        self.left: dict[int, dict[str, Any]] = {}
+        self.followers_left: dict[int, dict[str, Any]] = {}
+        self.blocked_s = 0.0
+        self.speed = Speed()
+        self.display = Display(shown=True)
+        self.started_s = self.update_s = time.monotonic()
+        super().__init__(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting,
+                         uplink=uplink)
+        self.metrics = settings.run_dir / METRICS if settings.run_dir is not None else None
+        self.losses = Losses(settings.run_dir / EVENTS if settings.run_dir is not None else None,
+                             goes_on=context.num_starts > 1)
+        if context.num_starts > 1:
+            self._note_restart()
+        self.samples = int(self.checkpoint.document["samples"]) if self.checkpoint is not None else 0
+        if settings.resume:
+            self.display.say(f"resumed from {self.checkpoint.path.name}" if self.checkpoint is not None else
+                             "no checkpoint to resume from: starting at step 0")
+            if self.metrics is not None:
+                cut_metrics(self.metrics, self.step)
+                self.staleness.update(staleness_of(self.metrics))
+        assert job.total_steps is not None
+        self.total_steps = job.total_steps
+        self.clock = Clock(num_workers=sync.workers, num_servers=sync.server, first=self.step, end=self._next_stop(),
+                           staleness=None if sync.staleness == "inf" else sync.staleness)
+
+    def _note_restart(self) -> None:
+        """All ranks started again, as one of them died; what was made since the checkpoint is made again."""
+        for rank, deaths in enumerate(self.context.deaths):
+            if (server := Roles.of(self.plan, rank).server) is not None:
+                self.losses.note_deaths("server", server, deaths)
+        assert self.metrics is not None
+        updates = updates_after(self.metrics, self.step)
+        self.losses.note("rolled_back", step=self.step, updates=updates)
+        self.display.say(f"{updates} updates were lost and are made again")
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self.inbox.put((Peer(Role.SERVER, self.number, 0), message))
+
+    def check(self, peer: Peer) -> None:
+        if peer.role != Role.SERVER:
+            super().check(replace(peer, role=Role.DATA))
+            return
+        num_servers = servers_of(self.plan).server
+        if not 0 < peer.number < num_servers or peer.number in self.followers_heard_s:
+            raise WireError(f"a peer says that it is server {peer.number}, which is here already or none of "
+                            f"server={num_servers}")
+
+    def welcome(self, connection: Connection, peer: Peer) -> None:
+        if peer.role == Role.DATA:
+            super().welcome(connection, peer)
+            return
+
+        def note(who: Peer) -> None:
+            if who.role == Role.SERVER:  # as it comes: the main thread may be busy for long
+                self.followers_heard_s[who.number] = time.monotonic()
+
+        def hear(who: Peer, message: dict[str, Any]) -> None:
+            note(who)
+            self.inbox.put((who, checked(who.role, message)))
+
+        note(peer)
+        self.inbox.put((peer, {"joined": connection}))
+        listen_to(connection, peer, tell=hear,
+                  on_lost=lambda who, error: self.inbox.put((who, error)))
+
+    def run(self) -> dict[str, Any]:
+        """Coordinate until the last step. Returns the summary.
+
+        Raises:
+            Preempted: the run was asked to stop; it saved a checkpoint.
+            WireError: a peer that the others need is gone.
+        """
+        try:
+            while not self.over:
+                self._hear(self.inbox, timeout_s=_LOOK_S)
+                self.stop_asked |= self.context.stop_signal is not None
+                self._give_up_silent()
+                self._tell_alive()
+                self._advance()
+            self._part()
+            return self._finish()
+        finally:
+            self.display.close()
+            self.close()
+
+    def close(self) -> None:
+        super().close()
+        for connection in (*(worker.connection for worker in self.workers.values()), *self.followers.values()):
+            connection.close()  # the process may live on, as a worker
+
+    # --- What comes in -------------------------------------------------------------------------------------------
+
+    def _hear(self, inbox: queue.SimpleQueue[Any], *, timeout_s: float) -> None:
+        try:
+            peer, message = inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        if isinstance(message, WireError):
+            self._lose(peer, message)
+        elif isinstance(message, Exception):
+            raise message
+        elif "joined" in message:
+            self._join(peer, message["joined"])
+        elif peer.role == Role.SERVER:
+            self._hear_server(peer, message)
+        elif self._is_current(peer.number, peer.incarnation):
+            if (fault := self._fault(peer.number, message)) is not None:
+                self._lose(peer, WireError(fault))
+            else:
+                self._hear_worker(peer.number, message)
+
+    def _is_current(self, worker: int, incarnation: int) -> bool:
+        return worker in self.workers and self.workers[worker].incarnation == incarnation
+
+    def _join(self, peer: Peer, connection: Connection) -> None:
+        if peer.role == Role.SERVER:
+            self.followers[peer.number] = connection
+            return
+        if self.over:
+            connection.close()
+            return
+        if peer.number in self.workers:  # started again before its connection's end was heard of
+            self._lose(Peer(Role.CONTROL, peer.number, self.workers[peer.number].incarnation),
+                       WireError("it was started again"))
+        self.joined.add(peer)
+        self.workers[peer.number] = _Worker(connection, peer.incarnation)
+        self.clock.join(peer.number)
+        self.deserted_s = None
+
+    def _hear_server(self, peer: Peer, message: dict[str, Any]) -> None:
+        if "held" in message:
+            update = message["held"]
+            if update in self.clock.updates:  # else it was dropped, or a worker made it up
+                self.squares[update] = self.squares.get(update, 0.0) + message["squares"]
+                self.clock.held(peer.number, update)
+        elif "lost" in message and not self.over:
+            lost = Peer(Role.CONTROL, message["lost"], message["incarnation"])
+            if lost in self.joined:
+                self._lose(lost, WireError(message["why"]))
+            else:  # it sent gradients and is no worker of this run
+                self._order({"gone": lost.number, "incarnation": lost.incarnation, "keeps": []})
+        elif "left" in message:
+            self.followers_left[peer.number] = message["left"]
+
+    def _fault(self, worker: int, message: dict[str, Any]) -> str | None:
+        """What is wrong with a worker's message, given what it was asked."""
+        leased = self.clock.workers[worker].leased
+        for kind, has_told in (("told", False), ("finished", True)):
+            if (update := message.get(kind)) is not None and (
+                    leased[:1] != [update] or (worker in self.reports.get(update, {})) != has_told):
+                return f"it said '{kind}' of update {update}, and has to say something else of {leased or 'none'} first"
+        if "finished" in message and not message["version"] <= self.clock.version + 1:
+            return f"it used weights of version {message['version']} when there were {self.clock.version}"
+        if "sums" in message and len(message["values"]) != 1 + len(self.job.metrics):
+            return f"it evaluated {len(message['values'])} figures of {1 + len(self.job.metrics)}"
+        if "idle" in message and message["deaths"] > sum(self.context.deaths) + self.context.restarts:
+            return f"it says that it died {message['deaths']} times"
+        if "left" in message and not self.over:
+            return "it left before the run was over"
+        if message.keys() & {"finished", "sums", "idle"} and not self.workers[worker].orders:
+            return f"it said '{next(iter(message))}' and was not asked"
+        return None
+
+    def _hear_worker(self, worker: int, message: dict[str, Any]) -> None:
+        self.workers[worker].heard_s = time.monotonic()
+        self.context.beat("reduce")
+        if "alive" in message:  # a step may be long: servers that wait for it are not stuck
+            for connection in self.followers.values():
+                connection.send_message(message)
+            return
+        self.stop_asked |= bool(message.get("stop"))
+        if "told" in message:
+            self.reports.setdefault(message["told"], {})[worker] = message
+            return
+        if "finished" in message:
+            self.clock.finished(worker, message["finished"])
+            self.reports[message["finished"]][worker].update(message)
+        elif "sums" in message:
+            self._add_sums(worker, message)
+        elif "left" in message:
+            self.left[worker] = message["left"]
+            return
+        elif "idle" in message:
+            self.losses.note_deaths("worker", worker, message["deaths"])
+            if self.losses.note_rejoined(worker, self.step):
+                self.display.say(f"worker {worker} is back")
+        self.workers[worker].orders -= 1
+
+    def _lose(self, peer: Peer, error: WireError) -> None:
+        """A peer is gone. Workers can be, under staleness; what they left behind is dropped everywhere."""
+        if peer.role == Role.SERVER:
+            if peer.number not in self.followers_left:
+                raise WireError(f"server {peer.number} is gone: {error}") from error
+            return
+        if not self._is_current(peer.number, peer.incarnation):
+            return
+        if self.over:  # its work is done
+            self.workers.pop(peer.number)
+            return
+        if servers_of(self.plan).staleness == 0:
+            raise WireError(f"worker {peer.number} is gone: {error}", hint="--resume goes on from the last checkpoint")
+        self.workers.pop(peer.number).connection.close()
+        self.losses.note("worker_lost", worker=peer.number, step=self.step, why=str(error))
+        keeps = [number for number in self.clock.ready() if peer.number in self.clock.updates[number].workers.values()]
+        self._order({"gone": peer.number, "incarnation": peer.incarnation, "keeps": keeps})
+        for update in self.clock.leave(peer.number):
+            self.reports.pop(update, None)
+            self.squares.pop(update, None)
+            self._order({"drop": update})
+        self.display.say(f"worker {peer.number} is gone ({error}); its samples go to others")
+        self.evaluation = None  # to be begun anew
+        if not self.workers:
+            self.deserted_s = time.monotonic()
+
+    def _give_up_silent(self) -> None:
+        """Under staleness a worker that stalls is as good as gone, before those who wait for it give up.
+
+        Raises:
+            PeerLost: all are gone, and none came back; or a server stalls, which all wait for.
+        """
+        if servers_of(self.plan).staleness == 0:
+            return
+        patience_s = self.context.timeout_s / 2
+        for number in self.followers:
+            if time.monotonic() - self.followers_heard_s[number] > patience_s / 2:
+                raise PeerLost(f"server {number} has said nothing for {patience_s / 2:g} s", rank=number,
+                               hint="--timeout SECONDS allows longer pauses")
+        if self.deserted_s is not None and (not self.context.restarts or
+                                            time.monotonic() - self.deserted_s > patience_s):
+            raise WireError("all workers are gone", hint="--resume goes on from the last checkpoint")
+        for number, worker in list(self.workers.items()):
+            if worker.orders and time.monotonic() - worker.heard_s > patience_s:
+                self._lose(Peer(Role.CONTROL, number, worker.incarnation),
+                           WireError(f"it has said nothing for {patience_s:g} s"))
+
+    # --- What is done about it -----------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Make what is complete, stop where something is due, and give idle workers something to do."""
+        if len(self.followers) < servers_of(self.plan).server - 1:
+            return
+        for update in self.clock.ready():
+            self._make_update(update)
+        self._open_next()
+        if self.stop_asked:
+            self.clock.end = min(self.clock.end, max(self.clock.cursor, self.clock.version))
+        if self.clock.is_drained and self.evaluation is None:
+            self._stop_here()
+        if self.evaluation is None and not self.over:
+            for _ in range(LEASES):  # everybody's first, then the next ones
+                for number, worker in list(self.workers.items()):
+                    if worker.orders < LEASES and (lease := self.clock.lease(number)) is not None:
+                        self._say(number, {"lease": lease.update, "step": lease.step, "part": lease.part,
+                                           "version": max(lease.version, self.clock.version)})
+
+    def _open_next(self) -> None:
+        """Let servers update slice by slice, if the loss of the next update is known and nothing is due before it.
+
+        In a run's first step nothing is updated before it is known what the model uses.
+        """
+        update = next(iter(self.clock.updates), None)
+        if update is None or update == self.opened or servers_of(self.plan).staleness != 0 or self.clock.version == 0:
+            return
+        reports = self.reports.get(update, {})
+        if len(reports) == servers_of(self.plan).workers and self.shelf.takes_slices:
+            self.opened = update
+            loss, count, scale = self._sums(update)
+            check_loss(loss, count, [], self.clock.version)
+            self._order({"open": update, "scale": scale})
+
+    def _sums(self, update: int) -> tuple[float, float, float]:
+        """The loss, the count of an update, and what its gradient is to be scaled by."""
+        reports = self.reports[update].values()
+        loss, count = sum(r["loss"] for r in reports), sum(r["count"] for r in reports)
+        return loss, count, 1.0 if all(r["is_mean"] for r in reports) or not count else 1.0 / count
+
+    def _make_update(self, update: int) -> None:
+        version = self.clock.version
+        loss, count, scale = self._sums(update)
+        check_loss(loss, count, [], version)
+        reports = self.reports.pop(update).values()
+        unused = set.intersection(*(set(r["unused"]) for r in reports))
+        if version == 0 and unused:
+            check_used({name: float(name not in unused) for name in self.shelf.trainable})
+        norm = math.sqrt(self.squares.pop(update)) * scale
+        clip = 1.0 if self.job.clip is None else min(1.0, self.job.clip / (norm + 1e-6))  # as clip_grad_norm_
+        stale = version - min(r["version"] for r in reports)
+        rate = 1.0 / max(1, stale) if servers_of(self.plan).damping == "inverse" else 1.0
+        self.staleness[stale] += 1
+        self.loss = loss / count
+        self._order({"make": update, "step": self.clock.updates[update].step, "scale": scale, "clip": clip,
+                     "rate": rate, "unused": sorted(unused), "loss": self.loss})
+        step = self.clock.made(update)
+        if self.settings.observer is not None:
+            for worker in self.workers.values():
+                worker.connection.send_message({"made": step, "loss": self.loss})
+        window = self.order.window(step)
+        self._record(window.epoch, window.count, norm, stale)
+
+    def _record(self, epoch: int, samples: int, norm: float, stale: int) -> None:
+        now_s = time.monotonic()
+        step_s, self.update_s = now_s - self.update_s, now_s
+        self.samples += samples
+        self.speed.add(samples, step_s)
+        norms = {} if self.job.clip is None else {"gradient_norm": norm}
+        staleness = {} if servers_of(self.plan).staleness == 0 else {"staleness": stale}
+        self._note(epoch=epoch, samples=self.samples, loss=self.loss,
+                   lr=self.shelf.optimizer.param_groups[0]["lr"], step_s=step_s, **norms, **staleness)
+        if self.display.due():
+            self.display.update(Progress(self.step, self.total_steps, epoch, self.loss, self.speed.samples_per_s,
+                                         self.speed.step_s, self.memory.bytes(), predicted_step_s(self.settings)))
+
+    def _note(self, **figures: Any) -> None:
+        """A line of metrics.jsonl."""
+        if self.metrics is not None:
+            with open(self.metrics, "a") as file:
+                file.write(json.dumps({"step": self.step, **figures, "time": time.time()}) + "\n")
+
+    def _next_stop(self) -> int:
+        """The next step at which all that was given out must be done: to save, to evaluate, or as the last."""
+        stops = [self.total_steps]
+        if self.settings.save_every:
+            stops.append((self.step // self.settings.save_every + 1) * self.settings.save_every)
+        if self.job.validation is not None:
+            stops.append((self.step // self.order.steps_per_epoch + 1) * self.order.steps_per_epoch)
+        return min(stops)
+
+    def _stop_here(self) -> None:
+        """Nothing is on its way: save and evaluate if it is time, then go on or end."""
+        every, is_last = self.settings.save_every, self.step >= self.total_steps
+        if self.step != self.saved_step and self.step and (is_last or self.stop_asked or
+                                                           (every and self.step % every == 0)):
+            self._save(last=is_last or self.stop_asked)
+        evaluates = self.job.validation is not None and self.evaluated_step != self.step and self.step > 0
+        if evaluates and (is_last or self.step % self.order.steps_per_epoch == 0) and not (
+                self.stop_asked and not is_last):
+            if self.workers:
+                self._begin_evaluation()
+        elif is_last or self.stop_asked:
+            self.over = True
+        else:
+            self.clock.end = self._next_stop()
+        self.update_s = time.monotonic()
+
+    def _save(self, *, last: bool) -> None:
+        self.saved_step = self.step
+        blocked_s = self._order({"save": self.samples, "last": last})
+        if self.writer is not None:
+            self.blocked_s += blocked_s
+            self._note(saved=True, blocked_s=blocked_s)
+
+    def _order(self, order: dict[str, Any]) -> float:
+        """Have every server do something, this one last. Returns the seconds it took here."""
+        for connection in self.followers.values():
+            connection.send_message(order)
+        began_s = time.monotonic()
+        self.obey(order)
+        return time.monotonic() - began_s
+
+    def _tell_alive(self) -> None:
+        """Let workers know that they wait for good reason."""
+        if time.monotonic() - self.alive_s > self.context.timeout_s / 8:
+            self.alive_s = time.monotonic()
+            for worker in self.workers.values():
+                with suppress(WireError):  # its end is in the inbox
+                    worker.connection.send_message({"alive": True})
+
+    def _say(self, worker: int, message: dict[str, Any]) -> None:
+        """Tell a worker something. If it is gone, its connection's end is in the inbox."""
+        found = self.workers[worker]
+        if not found.orders:
+            found.heard_s = time.monotonic()
+        found.orders += 1
+        try:
+            found.connection.send_message(message)
+        except WireError as error:
+            self.inbox.put((Peer(Role.CONTROL, worker, found.incarnation), error))
+
+    # --- Evaluation and the end ----------------------------------------------------------------------------------
+
+    def _begin_evaluation(self) -> None:
+        """Give every worker its part of the validation data, once it is idle; all have the same weights."""
+        self.num_evaluations += 1
+        self.evaluation = _Evaluation(self.num_evaluations, set(self.workers),
+                                      torch.zeros(1 + len(self.job.metrics), 2, dtype=torch.float64))
+        for part, number in enumerate(sorted(self.workers)):
+            self._say(number, {"evaluate": self.evaluation.number, "part": part, "of": len(self.workers),
+                               "version": self.clock.version})
+
+    def _add_sums(self, worker: int, message: dict[str, Any]) -> None:
+        found = self.evaluation
+        if found is None or message["sums"] != found.number or worker not in found.awaited:
+            return
+        found.awaited.discard(worker)
+        found.sums += torch.tensor(message["values"], dtype=torch.float64)
+        if found.awaited:
+            return
+        self.evaluation, self.evaluated_step = None, self.step
+        figures = quotients(self.job, found.sums)
+        self.evaluated = {"validation_loss": figures.pop("loss"), **figures}
+        self._note(validation_loss=self.evaluated["validation_loss"], metrics=figures)
+        self.display.say(f"step {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in self.evaluated.items()))
+
+    def _part(self) -> None:
+        """Send everybody home and hear what they have counted."""
+        for number in list(self.workers):
+            self._say(number, {"over": True, "version": self.clock.version})
+        while not all(number in self.left for number in self.workers):
+            self._hear(self.inbox, timeout_s=_LOOK_S)
+            self._give_up_silent()
+        self.check_history(self.step)
+        for connection in self.followers.values():
+            connection.send_message({"over": True, "version": self.step})
+        if self.writer is not None:
+            self.writer.wait()
+        while len(self.followers_left) < len(self.followers):
+            self._hear(self.inbox, timeout_s=_LOOK_S)
+        if self.step < self.total_steps:
+            sent = self.context.stop_signal
+            why = signal.Signals(sent).name if sent else "a signal to another rank"
+            saved = self.settings.run_dir is not None
+            raise Preempted(f"stopped by {why} after step {self.step}" + ("; a checkpoint is saved" if saved else ""),
+                            hint="the same command with --resume goes on from here" if saved else None)
+
+    def _finish(self) -> dict[str, Any]:
+        if self.step == 0:
+            raise JobError("there was nothing to train on: no step was taken")
+        self.context.beat("save")
+        if self.settings.run_dir is not None:
+            state.export(self.shelf.model, self.settings.run_dir, step=self.step)
+        self.context.beat("end")
+        everyone = [{"peak_memory_bytes": self.memory.bytes()}, *self.left.values(), *self.followers_left.values()]
+        return {
+            "plan": str(self.plan),
+            "world_size": self.context.world_size,
+            "steps": self.step,
+            "samples": self.samples,
+            "samples_per_s": self.speed.samples_per_s,
+            "step_s": self.speed.step_s,
+            "final_loss": self.loss,
+            "validation_loss": self.evaluated.get("validation_loss"),
+            "metrics": {name: value for name, value in self.evaluated.items() if name != "validation_loss"},
+            "wall_s": time.monotonic() - self.started_s,
+            "peak_memory_bytes": max(found["peak_memory_bytes"] for found in everyone),
+            "save_blocked_s": self.blocked_s,
+            "staleness": {str(stale): count for stale, count in sorted(self.staleness.items())},
+            "workers": {str(number): {key: value for key, value in sorted(found.items()) if key != "peak_memory_bytes"}
+                        for number, found in sorted(self.left.items())},
+            **self.losses.summary(),
+        }

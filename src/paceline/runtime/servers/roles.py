@@ -1,0 +1,61 @@
+"""Which ranks of a plan are servers, which are workers, and where they find each other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from paceline.launch.context import RankContext
+from paceline.launch.crew import Crew
+from paceline.plan import Plan, Servers
+
+RESTARTS = 3  # of ranks in a run, if the user doesn't say
+
+
+def servers_of(plan: Plan) -> Servers:
+    assert isinstance(plan.sync, Servers)
+    return plan.sync
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Servers come first, so that rank 0, which speaks for the run, is the server that coordinates it.
+
+    server, worker: this rank's number as such; None if it is none.
+    """
+
+    server: int | None
+    worker: int | None
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> Roles:
+        sync = servers_of(plan)
+        first_worker = 0 if sync.colocate == "yes" else sync.server
+        return cls(rank if rank < sync.server else None, rank - first_worker if rank >= first_worker else None)
+
+
+def crew(plan: Plan) -> Crew:
+    """Under staleness a worker that is no server can be done without, and who is gone may come back."""
+    if servers_of(plan).staleness == 0:
+        return Crew(has_group=False)
+    ranks = range(plan.world_size)
+    return Crew(has_group=False, expendable=frozenset(r for r in ranks if Roles.of(plan, r).server is None),
+                restarts=RESTARTS)
+
+
+@dataclass(slots=True)
+class Meeting:
+    """Where the processes of one training find each other; a launch may train several times, each under a key."""
+
+    context: RankContext
+    key: str
+
+    def announce(self, server: int, address: tuple[str, int]) -> None:
+        assert self.context.store is not None
+        self.context.store.set(f"{self.key}/server/{server}", json.dumps(address))
+
+    def address(self, server: int) -> tuple[str, int]:
+        """Where a server listens. Waits until it does."""
+        assert self.context.store is not None
+        host, port = json.loads(self.context.store.get(f"{self.key}/server/{server}"))
+        return host, port

@@ -1,0 +1,207 @@
+"""One server of a run: applies what the coordinator orders, in its order, and writes its part of checkpoints."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from paceline.errors import TrainingError
+from paceline.job import Job
+from paceline.launch.context import RankContext
+from paceline.plan import Plan
+from paceline.runtime import state
+from paceline.runtime.checkpoint.read import Checkpoint
+from paceline.runtime.checkpoint.write import Writer
+from paceline.runtime.loop import Settings
+from paceline.runtime.memory import PeakMemory
+from paceline.runtime.servers.roles import Meeting, servers_of
+from paceline.runtime.servers.shelf import Shelf
+from paceline.strategies.server.history import History
+from paceline.strategies.server.serve import Door, Exchange, listen_to
+from paceline.strategies.server.shards import Shard, fingerprint
+from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError, connect, listen
+
+Event = tuple[Peer, "dict[str, Any] | Exception"]  # what a peer said, why it says no more, or what went wrong here
+
+
+class Server:
+    """What every server does. It says whatever happens to it through `tell`, which the kinds of servers fill in.
+
+    inbox: what peers said.
+    """
+
+    def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
+                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting, uplink: Uplink) -> None:
+        sync = servers_of(plan)
+        self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
+        self.memory = PeakMemory(context.device)
+        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.layout = fingerprint(shards)
+        self.exchange = Exchange(shards[number], num_parts=sync.workers if sync.staleness == 0 else 1,
+                                 keeps_sending=sync.staleness != 0, version=0, measures=job.clip is not None,
+                                 end=job.total_steps or 0,
+                                 on_held=self._held, on_lost=self._lost, on_failed=self._failed,
+                                 on_ready=self._ready, uplink=uplink, compress=plan.modifiers.compress)
+        self.shelf = Shelf(job, plan, number, shards, model, self.exchange)
+        self.writer = None
+        if settings.run_dir is not None:
+            self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt)
+            state.document(self.shelf, step=0, samples=0)  # what can't be saved is refused now, not after an hour
+        self.step = self._restore()
+        self.exchange.begin_at(self.step)
+        self.history = History(self.step)
+        self.door = Door(listen(context.host), self.welcome, secret=context.secret, layout=self.layout,
+                         check=self.check)
+        meeting.announce(number, self.door.address)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Say something to the coordinator."""
+        raise NotImplementedError
+
+    def check(self, peer: Peer) -> None:
+        """
+        Raises:
+            WireError: a peer that knows the secret has no business at this server.
+        """
+        num_workers = servers_of(self.plan).workers
+        if peer.role != Role.DATA:
+            raise WireError(f"a {peer.role.name} connection is for server 0, and this is server {self.number}")
+        if peer.number >= num_workers:
+            raise WireError(f"a peer says that it is worker {peer.number}, and workers={num_workers} count from 0")
+
+    def welcome(self, connection: Connection, peer: Peer) -> None:
+        """A peer has proved itself."""
+        self.exchange.serve(connection, peer)
+
+    def obey(self, order: dict[str, Any]) -> None:
+        """Do what the coordinator says."""
+        if "make" in order:
+            self._make(order)
+        elif "open" in order:
+            self.exchange.open(order["open"], order["scale"])
+        elif "drop" in order:
+            self.exchange.drop(order["drop"])
+        elif "gone" in order:
+            self.exchange.dismiss(order["gone"], order["incarnation"], keeps=order["keeps"])
+        elif "save" in order:
+            self.save(order["save"], last=order["last"])
+
+    def save(self, samples: int, *, last: bool) -> float:
+        """Begin this server's part of a checkpoint: from a copy, or from the tensors themselves if nothing changes them
+        any more. Returns the seconds it took from the updates."""
+        self.check_history(self.step)
+        if self.writer is None:
+            return 0.0
+        self.context.beat("save")
+        return self.writer.save(self.step, state.pieces(self.shelf),
+                                state.document(self.shelf, step=self.step, samples=samples), snapshot=not last)
+
+    def close(self) -> None:
+        self.door.close()
+        self.exchange.close()
+
+    def check_history(self, end: int) -> None:
+        """
+        Raises:
+            TrainingError: the weights are not those of each step before `end`, once.
+        """
+        if not self.history.is_exactly(end):
+            raise TrainingError(f"server {self.number} applied {self.history}, where the steps before {end} are due",
+                                hint="this is a bug in paceline; please report it")
+
+    def _make(self, order: dict[str, Any]) -> None:
+        self.context.beat("optimizer")
+        self.context.step = self.step + 1
+        self.history.add(order["step"])
+        observer, shelf = self.settings.observer, self.shelf
+        shelf.take_gradient(order["make"], scale=order["scale"], unused=frozenset(order["unused"]))
+        if observer is not None:
+            observer.samples(self.step, [])
+            observer.gradients(self.step, shelf)
+        with self.exchange.making:
+            shelf.update(clip=order["clip"], rate=order["rate"])
+        self.exchange.made(order["make"])
+        if observer is not None:
+            observer.weights(self.step, shelf, order["loss"])
+        self.step += 1
+        if self.writer is not None:
+            self.writer.poll()
+
+    def _restore(self) -> int:
+        """Where the run goes on."""
+        self.checkpoint: Checkpoint | None = None
+        if self.settings.resume and self.settings.run_dir is not None:
+            self.context.beat("restore")
+            self.checkpoint = state.choose_checkpoint(self.context, self.settings.run_dir,
+                                                      accept=lambda found: state.mismatch(self.shelf, found))
+        if self.checkpoint is None:
+            return 0
+        state.restore(self.shelf, self.checkpoint)
+        return int(self.checkpoint.document["step"])
+
+    def _ready(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
+        self.shelf.update_slices(gradients, scale)
+
+    def _held(self, update: int, squares: float) -> None:
+        self.tell({"held": update, "squares": squares})
+
+    def _failed(self, error: Exception) -> None:
+        self.inbox.put((Peer(Role.SERVER, self.number, 0), error))
+
+    def _lost(self, peer: Peer, error: WireError) -> None:
+        self.tell({"lost": peer.number, "incarnation": peer.incarnation, "why": str(error)})
+
+
+class Follower(Server):
+    """A server that another one coordinates."""
+
+    def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
+                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting, uplink: Uplink,
+                 timeout_s: float = 60.0) -> None:
+        self.coordinator: Connection | None = None
+        super().__init__(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting,
+                         uplink=uplink)
+        own = Peer(Role.SERVER, number, 0)
+        self.coordinator = connect(meeting.address(0), own, secret=context.secret, layout=self.layout,
+                                   timeout_s=timeout_s)
+        self.is_over = threading.Event()
+        threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
+        listen_to(self.coordinator, own, tell=lambda peer, message: self.inbox.put((peer, message)),
+                  on_lost=lambda peer, error: self.inbox.put((peer, error)))
+
+    def tell(self, message: dict[str, Any]) -> None:
+        with suppress(WireError):  # its end is in the inbox
+            if self.coordinator is not None:  # before that nobody has been given anything
+                self.coordinator.send_message(message)
+
+    def _tell_alive(self) -> None:
+        """Let the coordinator know that this process lives, whatever its main thread waits for."""
+        while not self.is_over.wait(self.context.timeout_s / 16):
+            self.tell({"alive": True})
+
+    def run(self) -> dict[str, Any] | None:
+        """Obey until the run is over."""
+        assert self.coordinator is not None
+        try:
+            while True:
+                _, order = self.inbox.get()
+                if isinstance(order, Exception):
+                    raise order
+                self.context.beat("reduce")
+                if "over" in order:
+                    break
+                self.obey(order)
+            self.check_history(order["version"])
+            if self.writer is not None:
+                self.writer.wait()
+            self.tell({"left": {"peak_memory_bytes": self.memory.bytes()}})
+            return None
+        finally:
+            self.is_over.set()
+            self.close()
+            self.coordinator.close()  # the process may live on, as a worker

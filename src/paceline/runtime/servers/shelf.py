@@ -1,0 +1,161 @@
+"""A server's share of a run's state: rows of parameters, their optimizer and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.job import Job
+from paceline.plan import Plan
+from paceline.runtime.servers.roles import servers_of
+from paceline.runtime.state import persistent_buffers
+from paceline.runtime.stepper import build_in_files, build_optimizer, build_schedule
+from paceline.strategies.layout import Extent
+from paceline.strategies.meeting import EveryStep
+from paceline.strategies.mesh import Mesh
+from paceline.strategies.server.rows import tables
+from paceline.strategies.server.run import held, is_elementwise, rows
+from paceline.strategies.server.serve import Exchange
+from paceline.strategies.server.shards import Shard, assign
+
+
+def trainable_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def deal_out(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> tuple[Shard, ...]:
+    """What each server holds of a model; the same on every rank.
+
+    Raises:
+        JobError: a layer makes sparse gradients that can't be sent. PlanError: too few parameters for so many servers.
+    """
+    names, parameters = tables(model).keys(), trainable_of(model)
+    return assign(held({name: p for name, p in parameters.items() if name not in names}), servers_of(plan).server,
+                  split_tensors=is_elementwise(optimizer), compress=plan.modifiers.compress,
+                  tables=held({name: p for name, p in parameters.items() if name in names}))
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What a server answers for in checkpoints; see `Ownership`."""
+
+    owned: frozenset[str]
+    owned_buffers: frozenset[str]
+    extents: dict[str, Extent]
+
+
+class Shelf:
+    """The state of one server; see `Holder`. Server 0 also keeps what nobody trains.
+
+    exchange: the memory that `held` lies in is its.
+    """
+
+    replica = -1
+    synchronisers: tuple[()] = ()
+
+    def __init__(self, job: Job, plan: Plan, server: int, shards: tuple[Shard, ...], model: torch.nn.Module,
+                 exchange: Exchange) -> None:
+        self.job, self.model = job, model
+        self.mesh = Mesh(plan.axes.sizes(), 0)
+        self.meetings = EveryStep(1)
+        self.exchange = exchange
+        self.trainable = trainable_of(model)
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        extents = {}
+        for part in (*shards[server].slices, *shards[server].tables):
+            view = exchange.views[part.name]
+            with torch.no_grad():
+                view.copy_(rows(self.trainable[part.name], part))
+            self.parameters[part.name] = torch.nn.Parameter(view)
+            extents[part.name] = Extent(part.shape, part.offsets)
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} if server == 0 else {}
+        self.held = {**self.parameters, **frozen}
+        self.layout = Owned(frozenset(self.held), frozenset(persistent_buffers(model) if server == 0 else ()), extents)
+        self.optimizer, self.groups = build_optimizer(job, self.trainable, self.parameters)
+        self.schedule = build_schedule(job, self.optimizer)
+        self.updated: set[str] = set()  # slices of the update under way that have had theirs
+        _hollow(model, frozen.values())
+
+    def kept(self) -> tuple[()]:
+        """Servers have no state but the optimizer's."""
+        return ()
+
+    @property
+    def takes_slices(self) -> bool:
+        """Whether slices may be updated one by one, each when its gradient is there."""
+        hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
+        return self.job.clip is None and is_elementwise(self.optimizer) and not any(hooks)
+
+    def update_slices(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
+        """One step of the optimizer for these slices alone."""
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = gradient
+        self._scale(scale)
+        self.optimizer.step()
+        self._drop_gradients()
+
+    def take_gradient(self, update: int, *, scale: float, unused: Collection[str]) -> None:
+        """Put an update's summed gradient in place. unused: parameters that no worker used have none."""
+        gradients, updated = self.exchange.gradients(update)
+        for name in gradients.keys() - updated - set(unused):
+            self.parameters[name].grad = gradients[name]
+        self._scale(scale)
+        for name in updated:
+            self.parameters[name].grad = gradients[name]
+        self.updated = updated
+
+    def update(self, *, clip: float, rate: float) -> None:
+        """One step of the optimizer, for what is not updated yet, and of the schedule.
+
+        Args:
+            clip: What gradients are scaled by to stay within the job's norm.
+            rate: What the learning rates are multiplied by in this step alone.
+        """
+        for name in self.updated:
+            self.parameters[name].grad = None
+        self._scale(clip)
+        rates = [group.get("lr") for group in self.optimizer.param_groups]
+        if rate != 1.0:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] * rate
+        if self.optimizer.param_groups:
+            self.optimizer.step()
+        if rate != 1.0:
+            for group, own in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = own
+        if self.schedule is not None:
+            self.schedule.step()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for p in self.parameters.values():
+            p.grad = None
+
+    def _scale(self, factor: float) -> None:
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_([gradient.values() if gradient.is_sparse else gradient for gradient in gradients],
+                                factor)
+
+
+def _hollow(model: torch.nn.Module, kept: Iterable[torch.nn.Parameter]) -> None:
+    """Give back the memory of parameters that lie on servers; names and shapes stay."""
+    spared = set(kept)
+    stand_ins: dict[Any, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None and p not in spared:
+                if p not in stand_ins:
+                    stand_ins[p] = torch.nn.Parameter(torch.empty_like(p, device="meta"),
+                                                      requires_grad=p.requires_grad)
+                module._parameters[name] = stand_ins[p]
+
+
+def build(job: Job, device: torch.device, plan: Plan) -> tuple[torch.nn.Module, tuple[Shard, ...]]:
+    """The job's model, in files where it is large, and how it is dealt out; on a rank that serves."""
+    _, model = build_in_files(job, device)
+    optimizer, _ = build_optimizer(job, trainable_of(model), {})
+    return model, deal_out(model, optimizer, plan)

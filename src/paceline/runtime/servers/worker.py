@@ -1,0 +1,299 @@
+"""A worker: asks for a part of a step, fetches weights, computes gradients, and sends them off while it does."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.errors import JobError
+from paceline.job import Job
+from paceline.launch.context import RankContext
+from paceline.plan import Plan
+from paceline.runtime.evaluate import evaluation_sums
+from paceline.runtime.feed import MicroBatch, Part, training_feed
+from paceline.runtime.loop import Settings
+from paceline.runtime.loss import Tally
+from paceline.runtime.memory import PeakMemory
+from paceline.runtime.order import Order, Window
+from paceline.runtime.servers.roles import Meeting, servers_of
+from paceline.runtime.servers.shelf import deal_out
+from paceline.runtime.stepper import Stepper, check_loss
+from paceline.strategies.layout import Extent
+from paceline.strategies.mesh import Mesh
+from paceline.strategies.server.arrive import Arrivals
+from paceline.strategies.server.rows import Rows, tables
+from paceline.strategies.server.run import Link, Pusher
+from paceline.strategies.server.shards import fingerprint
+from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError, connect
+
+_CONNECT_S = 60.0
+_QUICK = 0.1  # of a step: weights that come in less time are worth being fresher by a step
+
+
+class Worker:
+    """One worker of a run. It holds the whole model and no optimizer state that matters."""
+
+    def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
+                 meeting: Meeting, uplink: Uplink) -> None:
+        context.beat("build")
+        self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
+        self.memory = PeakMemory(context.device)
+        self.stepper = Stepper(job, plan, Mesh(plan.axes.sizes(), 0), context.device,
+                               devices=settings.devices)
+        shards = deal_out(self.stepper.model, self.stepper.optimizer, plan)
+        layout, incarnation = fingerprint(shards), secrets.randbits(31)
+
+        def reach(server: int, role: Role) -> Any:
+            return connect(meeting.address(server), Peer(role, number, incarnation), secret=context.secret,
+                           layout=layout, timeout_s=_CONNECT_S)
+
+        self.control = reach(0, Role.CONTROL)
+        self.links = [Link(reach(server, Role.DATA), shard, worker=number, incarnation=incarnation,
+                           uplink=uplink, compress=plan.modifiers.compress)
+                      for server, shard in enumerate(shards)]
+        found = tables(self.stepper.model)
+        for name in found:  # no rank that works holds them
+            del self.stepper.parameters[name], self.stepper.held[name]
+        self.rows = Rows(found, self.links)
+        self.arrivals = Arrivals(self.stepper.parameters, self.links, lambda: self.inbox.settled())
+        self.pusher = Pusher(self.stepper.parameters, self.links, self.arrivals.settle)
+        self.stepper.synchronisers += [self.rows, self.pusher]
+        assert job.num_samples is not None
+        self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
+        self.windows: Iterator[tuple[Window, list[MicroBatch]]] | None = None
+        self.inbox = _Inbox(self.control, self.arrivals, takes_any=servers_of(plan).staleness != 0,
+                            alive=partial(context.beat, "input"))
+        self.observed_step: int | None = None
+        self.buffers: dict[str, torch.Tensor] | None = {
+            name: buffer.detach().clone() for name, buffer in self.stepper.model.named_buffers()}
+        self.is_over = threading.Event()
+        threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
+        self.waited_for_step_s = 0.0
+
+    def run(self) -> None:
+        """Work until the coordinator says that it is over."""
+        try:
+            self.control.send_message({"idle": True, "deaths": self.context.deaths[self.context.rank]})
+            self.inbox.listen()
+            while True:
+                self.context.beat("input")
+                began_s = time.perf_counter()
+                order = self.inbox.next()
+                self.waited_for_step_s += time.perf_counter() - began_s
+                if "over" in order:
+                    break
+                answer = self._compute(order) if "lease" in order else self._evaluate(order)
+                self.control.send_message({**answer, "stop": self.context.stop_signal is not None})
+            if self.settings.observer is not None:
+                self._fetch(order)
+            self.control.send_message({"left": self._figures()})
+            self.context.beat("end")
+        finally:
+            self.is_over.set()
+        for link in self.links:  # not if a server is gone: to the others this would look like a worker's end
+            link.close()
+        self.control.close()
+
+    def _tell_alive(self) -> None:
+        """Let the coordinator know of this process's signs of life while it computes, however long that takes."""
+        last_s = 0.0
+        while not self.is_over.wait(self.context.timeout_s / 8):
+            if (sign := self.context.sign).time_s > last_s:
+                last_s = sign.time_s
+                with suppress(WireError):
+                    self.control.send_message({"alive": True})
+
+    def _fetch(self, order: dict[str, Any]) -> None:
+        """Begin to put weights of at least the version that the order names in place."""
+        self.inbox.fetch(order)
+        self.rows.version = order["version"]
+        observer = self.settings.observer
+        if observer is not None and self.observed_step is not None:
+            self.arrivals.settle()
+            observer.weights(self.observed_step, self.stepper, self.inbox.loss(self.observed_step))
+            self.observed_step = None
+
+    def _compute(self, order: dict[str, Any]) -> dict[str, Any]:
+        step, observer = order["step"], self.settings.observer
+        self.context.step = step + 1
+        self._fetch(order)
+        window, batches = self._samples(step, order["part"])
+        if observer is not None:
+            observer.samples(step, batches)
+            observer.gradients(step, _Elsewhere(self.number))  # type: ignore[arg-type]
+            self.observed_step = step
+        self.pusher.update = self.rows.update = order["lease"]
+        if self.arrivals.are_here():
+            self.arrivals.settle()
+        with self.arrivals.watched(self.stepper.model):
+            _, used = self.stepper.backward(window, batches, step=step, part=order["part"], beat=self.context.beat,
+                                            tell=partial(self._tell_loss, order))
+        self._check_buffers()
+        return {"finished": order["lease"], "version": self.arrivals.version,
+                "unused": sorted(self.stepper.parameters.keys() - used)}
+
+    def _tell_loss(self, order: dict[str, Any], tallies: list[Tally]) -> None:
+        loss = float(sum(float(tally.total) for tally in tallies))
+        count = float(sum(float(tally.count) for tally in tallies))
+        # Whether anything counts is known of all parts together.
+        check_loss(loss, max(count, 1.0), tallies, order["step"])
+        self.control.send_message({"told": order["lease"], "loss": loss, "count": count,
+                                   "is_mean": all(tally.is_mean for tally in tallies)})
+
+    def _samples(self, step: int, part: int) -> tuple[Window, list[MicroBatch]]:
+        """This worker's samples of a step: its share if all work at it, else all of it."""
+        job, shares = self.job, self.settings.shares
+        whole = len(shares) == 1
+        own = Part((1,), 0, self.plan.num_microbatches) if whole else Part(shares, part, self.plan.num_microbatches)
+        if self.windows is None or whole:
+            end = job.total_steps if not whole else step + 1
+            assert end is not None
+            self.windows = training_feed(job.data, order=self.order, batch=job.batch, seed=job.seed,
+                                         drop_last=job.drop_last, part=own, steps=range(step, end), epochs=job.epochs,
+                                         loader_workers=0 if whole else self.settings.loader_workers)
+        return next(self.windows)
+
+    def _evaluate(self, order: dict[str, Any]) -> dict[str, Any]:
+        self._fetch(order)
+        self.arrivals.settle()
+        part = Part((1,) * order["of"], order["part"], self.plan.num_microbatches)
+        sums = evaluation_sums(self.stepper.model, self.stepper.layout, self.job, self.job.validation, part=part,
+                               mesh=self.stepper.mesh, device=self.context.device, beat=self.context.beat)
+        return {"sums": order["evaluate"], "values": sums.tolist()}
+
+    def _check_buffers(self) -> None:
+        """Refuse a model whose forward changes its buffers; looked at after the first step."""
+        if self.buffers is None:
+            return
+        now = dict(self.stepper.model.named_buffers())
+        changed = [name for name, before in self.buffers.items() if not torch.equal(before, now[name])]
+        self.buffers = None
+        if changed:
+            raise JobError(f"training changes the buffer '{changed[0]}', and servers keep parameters alone",
+                           hint="GroupNorm or LayerNorm in place of BatchNorm, or a data=N plan")
+
+    def _figures(self) -> dict[str, Any]:
+        return {"peak_memory_bytes": self.memory.bytes(), "waited_for_step_s": self.waited_for_step_s,
+                "waited_for_weights_s": self.arrivals.waited_s,
+                "pushed_bytes": sum(link.connection.sent_bytes for link in self.links),
+                "pulled_bytes": sum(link.connection.received_bytes for link in self.links)}
+
+
+class _Inbox:
+    """Orders as they come in. Weights of the next one are asked for as soon as this step's are all there.
+
+    Where later weights may be fresher and come quickly, they are asked for when their step begins.
+
+    takes_any: whether weights of any version from the order's on will do.
+    alive: called when the coordinator gives a sign of life while its next order is waited for.
+    """
+
+    def __init__(self, control: Connection, arrivals: Arrivals, *, takes_any: bool,
+                 alive: Callable[[], None]) -> None:
+        self.control, self.arrivals, self.takes_any, self.alive = control, arrivals, takes_any, alive
+        self.is_waiting = False
+        self.changed = threading.Condition()
+        self.orders: deque[dict[str, Any]] = deque()
+        self.losses: dict[int, float] = {}  # of steps, for whoever looks on
+        self.error: WireError | None = None
+        self.is_settled = True
+        self.fetched_s, self.step_s = time.perf_counter(), 0.0  # when the last step began, and how long one takes
+
+    def listen(self) -> None:
+        """Hear the coordinator on a thread of its own until it is gone."""
+        threading.Thread(target=self._listen, name="paceline-orders", daemon=True).start()
+
+    def next(self) -> dict[str, Any]:
+        """Wait for an order.
+
+        Raises:
+            WireError: there will be none.
+        """
+        with self.changed:
+            self.is_waiting = True
+            self._wait_for(lambda: bool(self.orders))
+            self.is_waiting = False
+            return self.orders.popleft()
+
+    def loss(self, step: int) -> float:
+        """Wait to hear of a step's loss, over all its parts."""
+        with self.changed:
+            self._wait_for(lambda: step in self.losses)
+            return self.losses.pop(step)
+
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+        self.changed.wait_for(lambda: is_there() or self.error is not None)
+        if not is_there():
+            assert self.error is not None
+            raise self.error
+
+    def fetch(self, order: dict[str, Any]) -> None:
+        """An order's weights are this step's from now on."""
+        with self.changed:
+            self._ask(order)
+            self.arrivals.begin()
+            self.is_settled = False
+            if self.arrivals.settled == self.arrivals.begun:  # they were there already
+                self.settled()
+            now_s = time.perf_counter()
+            self.step_s, self.fetched_s = now_s - self.fetched_s, now_s
+
+    def settled(self) -> None:
+        """All weights of this step are there."""
+        with self.changed:
+            self.is_settled = True
+            if self.orders and self._asks_early():
+                self._ask(self.orders[0])
+
+    def _asks_early(self) -> bool:
+        return not self.takes_any or self.is_waiting or self.arrivals.pull_s > _QUICK * self.step_s
+
+    def _ask(self, order: dict[str, Any]) -> None:
+        if order.get("version", -1) > self.arrivals.asked:
+            self.arrivals.ask(order["version"])
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                order = self.control.receive_message()
+                with self.changed:
+                    if "alive" in order:
+                        if self.is_waiting:
+                            self.alive()
+                    elif "made" in order:
+                        self.losses[order["made"]] = order["loss"]
+                    else:
+                        self.orders.append(order)
+                        if self.is_settled and len(self.orders) == 1 and self._asks_early():
+                            self._ask(order)
+                    self.changed.notify_all()
+        except WireError as error:
+            with self.changed:
+                self.error = error
+                self.changed.notify_all()
+
+
+class _Elsewhere:
+    """What a worker has of a step's complete gradient: nothing. Its samples are those of its part."""
+
+    def __init__(self, replica: int) -> None:
+        self.replica = replica
+        self.held: dict[str, torch.nn.Parameter] = {}
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.layout = _Nothing()
+
+
+class _Nothing:
+    owned: frozenset[str] = frozenset()
+    owned_buffers: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self.extents: dict[str, Extent] = {}

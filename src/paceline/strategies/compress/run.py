@@ -1,0 +1,200 @@
+"""Sums over a group of ranks in compressed form, beside the work that makes what is summed.
+
+    form      on the wire                                 left out                       source
+    bf16      each rank's part of a bucket in bfloat16    nothing; rounded twice         -
+    int8      the same in int8 with a scale a block       nothing; rounded twice         Dettmers 2016, in blocks
+    topk      1 % of the elements and their places        the rest, sent in later steps  Lin et al. 2018
+    powersgd  two factors of each matrix                  the rest, sent in later steps  Vogels et al. 2019
+
+bf16 and int8: every rank sums one part of a bucket, in the order of ranks and in float32 (or float64), and sends the
+rounded sum to all. That is a ring's number of bytes, and two roundings however many ranks there are. An all-reduce in
+bfloat16 rounds a partial sum at every rank; an all-gather rounds once and sends n / 2 times as much.
+
+PowerSGD is not torch's hook for DistributedDataParallel: that one starts its collectives from callbacks, whose order
+over buckets is left to the network, and keeps its state by bucket in an object that only pickle can save.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import JobError
+from paceline.strategies.compress import codec
+from paceline.strategies.compress.size import (
+    POWERSGD_RANK,
+    all_reduce_bytes,
+    is_factored,
+    part_elements,
+    powersgd_bytes,
+    rounded_bytes,
+    topk_bytes,
+    topk_elements,
+)
+
+
+class Method(Protocol):
+    """Sums buckets in one form. Entered by all ranks of the group, bucket by bucket in one order.
+
+    residuals: what this rank has not sent yet of each bucket; empty where nothing is left out.
+    factors: what all ranks keep alike, by bucket and matrix.
+    """
+
+    residuals: dict[int, torch.Tensor]
+    factors: dict[tuple[int, int], torch.Tensor]
+
+    def sum(self, number: int, flat: torch.Tensor) -> float:
+        """Put the sum over the group in the bucket's place. Returns the bytes that this rank sent."""
+
+
+class Compressed:
+    """A `Reduction` (strategies/data/reduce.py) in compressed form, by a thread of its own: see the module."""
+
+    def __init__(self, form: str, like: Sequence[torch.Tensor], shapes: Sequence[Sequence[Sequence[int]]],
+                 group: dist.ProcessGroup) -> None:
+        """
+        Args:
+            like: A tensor of each bucket's dtype and device.
+            shapes: Of the tensors in each bucket; a matrix as (rows, columns), as it lies in memory.
+        """
+        self.group, self.sent_bytes = group, 0.0
+        self.memory = [tensor.new_zeros(sum(math.prod(shape) for shape in bucket))
+                       for tensor, bucket in zip(like, shapes, strict=True)]
+        self.method: Method = (TopK(self.memory, group) if form == "topk"
+                               else PowerSGD(self.memory, shapes, group) if form == "powersgd"
+                               else Rounded(form, group))
+        self.thread: ThreadPoolExecutor | None = None
+        self.running: list[Future[float]] = []
+
+    def start(self, number: int) -> None:
+        if self.thread is None:
+            self.thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-compress")
+        self.running.append(self.thread.submit(self._sum, number))
+
+    def finish(self) -> None:
+        for future in self.running:
+            self.sent_bytes += future.result()
+        self.running = []
+
+    def _sum(self, number: int) -> float:
+        flat = self.memory[number]
+        with torch.no_grad():
+            return self.method.sum(number, flat) if flat.is_floating_point() else _all_reduce(flat, self.group)
+
+
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
+    dist.all_reduce(tensor, group=group)
+    return all_reduce_bytes(tensor.nbytes, dist.get_world_size(group))
+
+
+def _summing_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Rounded:
+    """bf16 and int8."""
+
+    def __init__(self, form: str, group: dist.ProcessGroup) -> None:
+        self.form, self.group = form, group
+        self.residuals: dict[int, torch.Tensor] = {}
+        self.factors: dict[tuple[int, int], torch.Tensor] = {}
+
+    def sum(self, number: int, flat: torch.Tensor) -> float:
+        ranks, dtype = dist.get_world_size(self.group), _summing_dtype(flat.dtype)
+        if not len(flat):
+            return 0.0
+        part = part_elements(len(flat), ranks)
+        parts = torch.nn.functional.pad(flat.to(dtype), (0, ranks * part - len(flat))).view(ranks, part)
+        sent = codec.encode(self.form, parts)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        total, *others = codec.decode(self.form, received, dtype)
+        for other in others:
+            total += other
+        dist.all_gather(list(received), codec.encode(self.form, total), group=self.group)
+        flat.copy_(codec.decode(self.form, received, dtype).flatten()[:len(flat)])
+        return rounded_bytes(self.form, len(flat), ranks)
+
+
+class TopK:
+    """Each rank sends its largest elements; what it leaves out is added to its next bucket (error feedback)."""
+
+    def __init__(self, memory: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        if any(len(flat) >= 2**31 for flat in memory):
+            raise JobError("compress=topk numbers the elements of a gradient in 32 bits, and one has 2^31 or more",
+                           hint="compress=int8")
+        self.group = group
+        self.residuals = {number: torch.zeros_like(flat) for number, flat in enumerate(memory)
+                          if flat.is_floating_point()}
+        self.factors: dict[tuple[int, int], torch.Tensor] = {}
+
+    def sum(self, number: int, flat: torch.Tensor) -> float:
+        if not len(flat):
+            return 0.0
+        ranks, left = dist.get_world_size(self.group), self.residuals[number]
+        left += flat
+        count = topk_elements(len(flat))
+        places = left.abs().topk(count, sorted=False).indices.to(torch.int32)
+        sent = torch.cat([left[places].view(torch.uint8), places.view(torch.uint8)])
+        left[places] = 0
+        everyone = [torch.empty_like(sent) for _ in range(ranks)]
+        dist.all_gather(everyone, sent, group=self.group)
+        flat.zero_()
+        for theirs in everyone:
+            values, at = theirs[:count * flat.element_size()], theirs[count * flat.element_size():]
+            flat[at.clone().view(torch.int32)] += values.view(flat.dtype)
+        return topk_bytes(len(flat), flat.element_size(), ranks)
+
+
+class PowerSGD:
+    """Matrices as the product of two factors, found by one step of power iteration from the last ones."""
+
+    def __init__(self, memory: Sequence[torch.Tensor], shapes: Sequence[Sequence[Sequence[int]]],
+                 group: dist.ProcessGroup) -> None:
+        self.group, self.shapes = group, shapes
+        self.residuals = {number: torch.zeros_like(flat) for number, flat in enumerate(memory)
+                          if flat.is_floating_point()}
+        self.factors: dict[tuple[int, int], torch.Tensor] = {}
+        draw = torch.Generator().manual_seed(0)  # any will do, the same on all ranks
+        for number, flat in enumerate(memory):
+            for index, shape in enumerate(shapes[number]):
+                if is_factored(shape) and number in self.residuals:
+                    first = torch.randn(shape[1], POWERSGD_RANK, generator=draw, dtype=torch.float64)
+                    self.factors[number, index] = first.to(flat.device, _summing_dtype(flat.dtype))
+
+    def sum(self, number: int, flat: torch.Tensor) -> float:
+        left, shapes, dtype = self.residuals[number], self.shapes[number], _summing_dtype(flat.dtype)
+        left += flat
+        parts = left.split([math.prod(shape) for shape in shapes])
+        matrices = {index: part.view(*shape).to(dtype)
+                    for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)) if is_factored(shape)}
+        whole = [index for index in range(len(shapes)) if index not in matrices]
+        rest = torch.cat([parts[index] for index in whole]) if whole else left[:0].clone()
+        dist.all_reduce(rest, group=self.group)
+        rows = self._summed({index: matrix @ self.factors[number, index] for index, matrix in matrices.items()})
+        bases = {index: torch.linalg.qr(factor).Q for index, factor in rows.items()}
+        columns = {index: matrix.T @ bases[index] for index, matrix in matrices.items()}
+        for index, matrix in matrices.items():
+            parts[index].copy_((matrix - bases[index] @ columns[index].T).flatten())
+        outs = flat.split([math.prod(shape) for shape in shapes])
+        for index, factor in self._summed(columns).items():
+            outs[index].copy_((bases[index] @ factor.T).flatten())
+            self.factors[number, index].copy_(factor)
+        for index, summed in zip(whole, rest.split([len(parts[index]) for index in whole]), strict=True):
+            outs[index].copy_(summed)
+            parts[index].zero_()
+        return powersgd_bytes(shapes, flat.element_size(), dist.get_world_size(self.group))
+
+    def _summed(self, factors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Every factor's sum over the ranks, in one message."""
+        if not factors:
+            return {}
+        together = torch.cat([factor.flatten() for factor in factors.values()])
+        dist.all_reduce(together, group=self.group)
+        sums = together.split([factor.numel() for factor in factors.values()])
+        return {index: part.view_as(factor) for (index, factor), part in zip(factors.items(), sums, strict=True)}

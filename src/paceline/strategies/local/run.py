@@ -1,0 +1,286 @@
+"""Replicas that take steps of their own and meet in outer steps.
+
+A replica takes `local` steps on its part of each global batch, with its own optimizer. Then the way that the replicas
+went from the shared weights, averaged by what each of them counted, becomes one outer step:
+
+    outer     shared weights                                         source
+    average   go the whole way                                       Stich 2019, local SGD
+    diloco    SGD, Nesterov momentum 0.9, learning rate 0.7          Douillard et al. 2023
+
+With fragments=F the parameters are in F groups whose outer steps are spread over the local ones (Douillard et al.
+2025). A group travels while some local steps go on; when it arrives, a replica takes the middle between its own
+weights, which went on meanwhile, and the shared ones.
+
+`local=1 outer=average` is not done here: it means that replicas meet after every step, and for an optimizer that is
+not linear in the gradient only meeting gradients gives what one device would get. So it is `data=N`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import JobError
+from paceline.strategies.compress.size import all_reduce_bytes
+from paceline.strategies.data.buckets import assign as assign_buckets
+from paceline.strategies.data.run import reduce_buckets, views
+from paceline.strategies.kept import Kept, Saved
+from paceline.strategies.local.schedule import assign, delay_steps, fragment_after
+from paceline.strategies.meeting import STEP_FIGURES, Met
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from paceline.plan import Local, Plan
+    from paceline.strategies.mesh import Mesh
+
+
+IMPORTS: tuple[str, ...] = ()
+MOMENTUM, LEARNING_RATE = 0.9, 0.7  # Douillard et al. 2023, section 3
+OWN_PART = 0.5  # of its own weights, when a fragment arrives
+
+
+def is_active(plan: Plan) -> bool:
+    return plan.outer_steps is not None
+
+
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Rounds:
+    assert plan.outer_steps is not None
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return Rounds(trainable, plan.outer_steps, mesh.group("data"), compress=plan.modifiers.compress)
+
+
+class Fragment:
+    """Parameters that have their outer steps together.
+
+    outer: what all replicas hold alike of them. momentum: of the outer steps, by name. steps, count: local steps since
+    the last outer one, and what they counted here.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, *, order: Local,
+                 compress: str) -> None:
+        self.parameters = dict(parameters)
+        self.outer = {name: p.detach().clone() for name, p in parameters.items()}
+        self.momentum = ({name: torch.zeros_like(tensor) for name, tensor in self.outer.items()}
+                         if order.outer == "diloco" else {})
+        names, held = list(self.outer), list(self.outer.values())
+        buckets = assign_buckets([tensor.nbytes for tensor in held],
+                                 [(tensor.dtype, tensor.device) for tensor in held])
+        self.reduction = reduce_buckets([[held[i] for i in bucket] for bucket in buckets], group, compress=compress)
+        self.ways = {names[i]: view for bucket, flat in zip(buckets, self.reduction.memory, strict=True)
+                     for i, view in zip(bucket, views([held[i] for i in bucket], flat), strict=True)}
+        self.steps, self.count = 0, 0.0
+
+    def send(self, weight: float) -> None:
+        """Begin to add up the replicas' ways from the shared weights."""
+        for name, way in self.ways.items():
+            torch.sub(self.outer[name], self.parameters[name], out=way)
+            way.mul_(weight)
+        for number in range(len(self.reduction.memory)):
+            self.reduction.start(number)
+        self.steps, self.count = 0, 0.0
+
+    def step(self) -> None:
+        """The outer step, with the mean way in `ways`."""
+        for name, way in self.ways.items():
+            if self.momentum:
+                self.momentum[name].mul_(MOMENTUM).add_(way)
+                self.outer[name].sub_(way.add(self.momentum[name], alpha=MOMENTUM), alpha=LEARNING_RATE)
+            else:
+                self.outer[name].sub_(way)
+
+    def take_over(self, own_part: float) -> None:
+        """Go on from the shared weights, or from between them and this replica's own."""
+        for name, p in self.parameters.items():
+            if own_part:
+                p.mul_(own_part).add_(self.outer[name], alpha=1.0 - own_part)
+            else:
+                p.copy_(self.outer[name])
+
+
+@dataclass
+class _Transfer:
+    """A fragment under way.
+
+    arrives: the step after which its outer step is taken. landed: whether its sum is here already.
+    """
+
+    fragment: int
+    arrives: int
+    landed: bool = False
+
+
+class Rounds:
+    """A synchroniser that never touches gradients, and the meetings of its replicas."""
+
+    has_own_steps = True
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], order: Local, group: dist.ProcessGroup, *,
+                 compress: str) -> None:
+        if len(parameters) < order.fragments:
+            raise JobError(f"fragments={order.fragments}, and the model has {len(parameters)} trainable parameters",
+                           hint=f"at most fragments={len(parameters)}")
+        names = list(parameters)
+        self.order, self.group = order, group
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        # Fragments travel while ranks may meet for something else, and a group's collectives are taken in their order.
+        travel = dist.new_group(dist.get_process_group_ranks(group)) if order.fragments > 1 else group
+        self.fragments = [Fragment({names[i]: parameters[names[i]] for i in part}, travel, order=order,
+                                   compress=compress)
+                          for part in assign([p.nbytes for p in parameters.values()], order.fragments)]
+        self.delay = delay_steps(local=order.local, fragments=order.fragments)
+        self.transfer: _Transfer | None = None
+        self.figures: list[torch.Tensor] = []
+        self.no_figures = torch.empty(0, STEP_FIGURES, dtype=torch.float64, device=parameters[names[0]].device)
+        self.met_bytes = 0.0
+
+    def begin(self, *, last: bool) -> None:
+        """Gradients stay here."""
+
+    def unused(self) -> set[str]:
+        return set()
+
+    def finish(self) -> None:
+        """Gradients stay here."""
+
+    @property
+    def sent_bytes(self) -> float:
+        return sum(fragment.reduction.sent_bytes for fragment in self.fragments)
+
+    def agree(self, figures: torch.Tensor) -> torch.Tensor:
+        return figures
+
+    @torch.no_grad()
+    def close(self, step: int, figures: torch.Tensor, beat: Callable[[str], None]) -> Met | None:
+        self.figures.append(figures)
+        for fragment in self.fragments:
+            fragment.steps, fragment.count = fragment.steps + 1, fragment.count + float(figures[1])
+        if self.transfer is not None and self.transfer.arrives <= step:
+            beat("reduce")
+            self._arrive(OWN_PART)
+        leaving = fragment_after(step, local=self.order.local, fragments=self.order.fragments)
+        if leaving is None:
+            return None
+        beat("reduce")
+        met, weights = self._meet([leaving])
+        self._leave(leaving, weights[0], arrives=step + self.delay)
+        if not self.delay:
+            self._arrive(0.0)
+        return met
+
+    @torch.no_grad()
+    def settle(self, step: int) -> Met | None:
+        if self.transfer is not None:
+            self._arrive(OWN_PART)
+        left = [number for number, fragment in enumerate(self.fragments) if fragment.steps]
+        met = None
+        if left:
+            met, weights = self._meet(left)
+            for number, weight in zip(left, weights, strict=True):
+                self._leave(number, weight, arrives=step)
+                self._arrive(0.0)
+        for fragment in self.fragments:
+            fragment.take_over(0.0)
+        return met if met is not None and met.figures else None  # fragments may be left after a meeting
+
+    def quiet(self) -> None:
+        if self.transfer is not None and not self.transfer.landed:
+            self.fragments[self.transfer.fragment].reduction.finish()
+            self.transfer.landed = True
+
+    def shared(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return {**held, **{name: tensor for fragment in self.fragments for name, tensor in fragment.outer.items()}}
+
+    @contextmanager
+    def shared_in_place(self) -> Iterator[None]:
+        if self.order.fragments == 1:
+            yield  # a run is looked at when a round ends, and then they are there
+            return
+        own = [{name: p.detach().clone() for name, p in fragment.parameters.items()} for fragment in self.fragments]
+        with torch.no_grad():
+            for fragment in self.fragments:
+                fragment.take_over(0.0)
+        yield
+        with torch.no_grad():
+            for fragment, weights in zip(self.fragments, own, strict=True):
+                for name, p in fragment.parameters.items():
+                    p.copy_(weights[name])
+
+    def _meet(self, leaving: list[int]) -> tuple[Met, list[float]]:
+        """What all replicas did since the last meeting, and this one's weight in each of the fragments."""
+        counts = torch.tensor([self.fragments[number].count for number in leaving], dtype=torch.float64)
+        own = torch.stack(self.figures) if self.figures else self.no_figures
+        steps, flags = own[:, :STEP_FIGURES], own[:, STEP_FIGURES:].sum(0)
+        figures = torch.cat([steps.flatten(), flags, counts.to(own)])
+        dist.all_reduce(figures, group=self.group)
+        self.met_bytes += all_reduce_bytes(figures.nbytes, self.ranks)
+        everyone, all_flags, totals = figures.split([steps.numel(), len(flags), len(counts)])
+        self.figures = []
+        total = float(everyone.view(steps.shape)[:, 1].sum())
+        met = Met(everyone.view(steps.shape).tolist(), all_flags.tolist(),
+                  float(steps[:, 1].sum()) / total if total else 0.0)
+        return met, [own / every if every else 0.0 for own, every in zip(counts.tolist(), totals.tolist(), strict=True)]
+
+    def _leave(self, number: int, weight: float, *, arrives: int) -> None:
+        self.fragments[number].send(weight)
+        self.transfer = _Transfer(number, arrives)
+
+    def _arrive(self, own_part: float) -> None:
+        """The outer step of the fragment that is under way."""
+        self.quiet()
+        assert self.transfer is not None
+        fragment, self.transfer = self.fragments[self.transfer.fragment], None
+        fragment.step()
+        fragment.take_over(own_part)
+
+    def kept(self) -> Iterator[Kept]:
+        """Collective while a fragment is under way.
+
+        outer/order says which plan the rest can go on under as it is: replicas, local steps, fragments.
+        """
+        self.quiet()
+        under_way = self.transfer.fragment if self.transfer is not None else -1
+        yield Kept("outer/order", torch.tensor([self.ranks, self.order.local, self.order.fragments]))
+        yield Kept("outer/under_way", torch.tensor([under_way, self.transfer.arrives if self.transfer else 0]))
+        yield Kept("outer/steps", torch.tensor([fragment.steps for fragment in self.fragments]))
+        yield Kept(f"replicas/{self.rank}/counts", torch.tensor([fragment.count for fragment in self.fragments],
+                                                                dtype=torch.float64), replica=True)
+        for number, fragment in enumerate(self.fragments):
+            for name, momentum in fragment.momentum.items():
+                yield Kept(f"outer/momentum/{name}", momentum, like=name)
+            if number == under_way:
+                for name, way in fragment.ways.items():
+                    yield Kept(f"outer/way/{name}", way, like=name)
+            if len(self.fragments) > 1:
+                for name, p in fragment.parameters.items():
+                    yield Kept(f"replicas/{self.rank}/parameters/{name}", p.detach(), like=name, replica=True)
+
+    @torch.no_grad()
+    def restore(self, saved: Saved) -> list[str]:
+        """Bit by bit under the same plan. Under another one replicas start from the shared weights."""
+        for fragment in self.fragments:
+            for name, p in fragment.parameters.items():
+                fragment.outer[name].copy_(p)
+            for name, momentum in fragment.momentum.items():
+                if f"outer/momentum/{name}" in saved:
+                    momentum.copy_(saved.read(f"outer/momentum/{name}", name))
+        order = [self.ranks, self.order.local, self.order.fragments]
+        if "outer/order" not in saved:
+            return []
+        if saved.read("outer/order").tolist() != order:
+            return ["replicas start from the weights that they shared last"]
+        steps, counts = saved.read("outer/steps").tolist(), saved.read(f"replicas/{self.rank}/counts").tolist()
+        under_way, arrives = saved.read("outer/under_way").tolist()
+        self.transfer = _Transfer(under_way, arrives, landed=True) if under_way >= 0 else None
+        for number, fragment in enumerate(self.fragments):
+            fragment.steps, fragment.count = steps[number], counts[number]
+            for name in fragment.parameters if len(self.fragments) > 1 else ():
+                fragment.parameters[name].copy_(saved.read(f"replicas/{self.rank}/parameters/{name}", name))
+                if number == under_way:
+                    fragment.ways[name].copy_(saved.read(f"outer/way/{name}", name))
+        return []

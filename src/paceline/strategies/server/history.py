@@ -1,0 +1,35 @@
+"""Which updates are in the weights, so that it can be said that each is there once."""
+
+from __future__ import annotations
+
+
+class History:
+    """The steps whose updates were applied.
+
+    first: all before it were. later: those after it that were; no more than are computed at the same time.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.later: set[int] = set()
+
+    def add(self, step: int) -> None:
+        """An update is about to be applied.
+
+        Raises:
+            ValueError: its step's already was.
+        """
+        if step < self.first or step in self.later:
+            raise ValueError(f"step {step} was applied already")
+        self.later.add(step)
+        while self.first in self.later:
+            self.later.discard(self.first)
+            self.first += 1
+
+    def is_exactly(self, end: int) -> bool:
+        """Whether the steps before `end` were applied, and nothing else."""
+        return self.first == end and not self.later
+
+    def __str__(self) -> str:
+        also = f" and {', '.join(map(str, sorted(self.later)))}" if self.later else ""
+        return f"the steps before {self.first}{also}"

@@ -1,0 +1,209 @@
+"""Which server holds which rows of which parameter, and in what chunks they travel: pure, and the same on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from paceline.errors import PlanError
+
+# One message has a sixteenth of what a server holds within these bounds: large enough that Python's work for it (50 us)
+# is a tenth of its time on a fast link, small enough that the first leaves early in a backward and the last one, which
+# nothing hides, is short.
+_LEAST_BYTES, _MOST_BYTES, _CHUNKS = 512 * 2**10, 2 * 2**20, 16
+# A chunk that ends with a parameter is closed when it has so much: it leaves without waiting for the next parameter.
+_CLOSED_BYTES = 64 * 2**10
+# A tensor with more than this part of a server's fair share is cut over all servers. Whole tensors that are left can't
+# put one further out of balance than this.
+_SMALL = 1 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter as servers see it. dtype: by torch's name of it, without "torch."."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    item_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Rows of a parameter, along dim 0; all of it for a scalar, whose one row is the whole.
+
+    shape: of the whole parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    item_bytes: int
+    start: int
+    stop: int
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start, *self.shape[1:]) if self.shape else ()
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where it lies in the whole parameter, along each dim."""
+        return (self.start, *(0 for _ in self.shape[1:])) if self.shape else ()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.local_shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.item_bytes
+
+    @property
+    def first_element(self) -> int:
+        """Its place in the whole parameter, row after row."""
+        return self.start * math.prod(self.shape[1:]) if self.shape else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements of one slice that travel in a chunk: `slice` by its place among the server's, from where to where."""
+
+    slice: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What travels in one message: a run of the elements that a server holds of one dtype.
+
+    start, stop: in the server's memory of that dtype, where its slices lie one after another.
+    wire_dtype: that it has on the wire. num_bytes: of it there.
+    """
+
+    dtype: str
+    wire_dtype: str
+    start: int
+    stop: int
+    num_bytes: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one server holds.
+
+    slices: last parameter of the model first, as backward makes gradients.
+    chunks: in that order too.
+    tables: parameters of which single rows travel, and which are in no chunk; in the model's order.
+    """
+
+    slices: tuple[Slice, ...]
+    chunks: tuple[Chunk, ...] = field(default=())
+    tables: tuple[Slice, ...] = field(default=())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in (*self.slices, *self.tables))
+
+    def numels(self) -> dict[str, int]:
+        """Elements of each dtype, but for tables."""
+        found: dict[str, int] = {}
+        for part in self.slices:
+            found[part.dtype] = found.get(part.dtype, 0) + part.numel
+        return found
+
+
+def assign(parameters: Sequence[Held], num_servers: int, *, split_tensors: bool, compress: str = "none",
+           chunk_bytes: int | None = None, tables: Sequence[Held] = ()) -> tuple[Shard, ...]:
+    """Balance parameters over servers by bytes.
+
+    Large tensors are cut over all servers, so that every link is busy during all of a backward; the others go whole,
+    the largest first, to the server that has least.
+
+    Args:
+        parameters: In the model's order.
+        split_tensors: Whether a tensor may be cut; an optimizer that looks at whole tensors forbids it.
+        compress: "none", or "bf16" to send real numbers as bfloat16.
+        chunk_bytes: Most that travels at once; by default it goes by what a server holds.
+        tables: Parameters of which single rows travel; each is cut evenly over all servers.
+
+    Raises:
+        PlanError: a server would have nothing to hold.
+    """
+    fair_bytes = sum(held.num_bytes for held in parameters) / num_servers
+    if chunk_bytes is None:
+        chunk_bytes = int(min(max(_LEAST_BYTES, fair_bytes / _CHUNKS), _MOST_BYTES))
+    pieces: list[list[tuple[int, Slice]]] = [[] for _ in range(num_servers)]
+    loads = [0] * num_servers
+    whole: list[int] = []
+
+    def put(server: int, number: int, start: int, stop: int) -> None:
+        held = parameters[number]
+        part = Slice(held.name, held.shape, held.dtype, held.item_bytes, start, stop)
+        pieces[server].append((number, part))
+        loads[server] += part.num_bytes
+
+    for number, held in enumerate(parameters):
+        rows = held.shape[0] if held.shape else 1
+        if split_tensors and rows > 1 and held.num_bytes > _SMALL * fair_bytes and num_servers > 1:
+            emptiest = sorted(range(num_servers), key=lambda server: (loads[server], server))
+            for place, server in enumerate(emptiest):  # those with least get the rows that are left over
+                start, stop = (rows * (num_servers - k) // num_servers for k in (place + 1, place))
+                if start < stop:
+                    put(server, number, start, stop)
+        else:
+            whole.append(number)
+    for number in sorted(whole, key=lambda number: (-parameters[number].num_bytes, number)):
+        held = parameters[number]
+        put(min(range(num_servers), key=lambda server: (loads[server], server)), number, 0,
+            held.shape[0] if held.shape else 1)
+    if not all(loads) and not tables:
+        what = "parameters" if not split_tensors else "rows of parameters"
+        raise PlanError(f"server={num_servers} servers and {len(parameters)} parameters: the model has too few {what} "
+                        "for each to hold some", hint=f"at most {sum(map(bool, loads))} servers")
+    # Last first, as backward makes them.
+    ordered = [tuple(part for _, part in sorted(own, key=lambda item: -item[0])) for own in pieces]
+    return tuple(Shard(own, _chunks(own, compress, chunk_bytes), tuple(
+        Slice(held.name, held.shape, held.dtype, held.item_bytes, held.shape[0] * k // num_servers,
+              held.shape[0] * (k + 1) // num_servers) for held in tables)) for k, own in enumerate(ordered))
+
+
+def _chunks(slices: Sequence[Slice], compress: str, chunk_bytes: int) -> tuple[Chunk, ...]:
+    """Cut each dtype's memory into runs of at most so many bytes; in the order in which they are complete."""
+    found: list[tuple[int, Chunk]] = []
+    for dtype in dict.fromkeys(part.dtype for part in slices):
+        own = [(number, part) for number, part in enumerate(slices) if part.dtype == dtype]
+        is_cut = compress == "bf16" and dtype in ("float32", "float64")
+        wire_dtype, item_bytes = ("bfloat16", 2) if is_cut else (dtype, own[0][1].item_bytes)
+        most = max(1, chunk_bytes // item_bytes)
+        start = used = 0
+        spans: list[Span] = []
+        for number, part in own:
+            at = 0
+            while at < part.numel:
+                taken = min(part.numel - at, most - used)
+                spans.append(Span(number, at, at + taken))
+                at, used = at + taken, used + taken
+                if used == most or (at == part.numel and used * item_bytes >= _CLOSED_BYTES):
+                    chunk = Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans))
+                    found.append((number, chunk))
+                    start, used, spans = start + used, 0, []
+        if used:
+            found.append((own[-1][0], Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans))))
+    return tuple(chunk for _, chunk in sorted(found, key=lambda item: item[0]))
+
+
+def fingerprint(shards: Sequence[Shard]) -> bytes:
+    """32 bytes that two peers share if they cut the same model in the same way."""
+    document = json.dumps([[asdict(part) for parts in (shard.slices, shard.chunks, shard.tables) for part in parts]
+                           for shard in shards], sort_keys=True)
+    return hashlib.sha256(document.encode()).digest()

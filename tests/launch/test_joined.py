@@ -1,0 +1,63 @@
+"""Ranks that meet at a launcher's address: what is said when they can't."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from paceline.errors import ClusterError, PeerLost
+from paceline.launch.environment import Environment
+from paceline.launch.joined import join
+
+
+def _environment(port: int, *, launcher: str = "torchrun", rank: int = 0) -> Environment:
+    return Environment(launcher, rank, 2, rank, 2, "127.0.0.1", port)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port at which something listens that knows nothing of ranks and hangs up on whoever comes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def hang_up() -> None:
+            with suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+    """As torchrun sets them."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(taken))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "Slurm"])
+def test_a_port_in_use(launcher: str, taken: int):
+    """Rank 0 says which, and what to set."""
+    with pytest.raises(ClusterError, match=rf"MASTER_PORT={taken}, where the ranks meet, is in use(.|\n)*hint: MASTER"):
+        join(_environment(taken, launcher=launcher), timeout_s=2)
+
+
+def test_nobody_is_there():
+    """A rank that finds nobody says where it looked."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PeerLost, match=rf"rank 1 can't meet the 2 ranks of this run at 127.0.0.1:{port}"):
+        join(_environment(port, launcher="Slurm", rank=1), timeout_s=1)
+
+
+def test_others_do_not_come(monkeypatch: pytest.MonkeyPatch):
+    """Rank 0 does not wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PeerLost, match="rank 0 can't meet the 2 ranks"):
+        join(_environment(port, launcher="Slurm"), timeout_s=1)

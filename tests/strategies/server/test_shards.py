@@ -1,0 +1,88 @@
+"""Parameters are dealt out to servers: everything once, balanced, in chunks that cover it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import PlanError
+from paceline.strategies.server.shards import Held, assign, fingerprint
+
+shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
+models = st.lists(st.tuples(shapes, st.sampled_from([("float32", 4), ("float64", 8)])), min_size=1, max_size=12)
+
+
+def _held(model: list) -> list[Held]:
+    return [Held(f"p{i}", shape, dtype, size) for i, (shape, (dtype, size)) in enumerate(model)]
+
+
+@given(models, st.integers(1, 5), st.booleans())
+def test_every_row_is_held_once(model: list, num_servers: int, split: bool):
+    """Slices of all servers tile every parameter; chunks tile every server's memory in the order of its slices."""
+    held = _held(model)
+    try:
+        shards = assign(held, num_servers, split_tensors=split, chunk_bytes=100)
+    except PlanError:
+        return
+    for one in held:
+        runs = sorted((part.start, part.stop) for shard in shards for part in shard.slices if part.name == one.name)
+        assert runs[0][0] == 0 and runs[-1][1] == (one.shape[0] if one.shape else 1)
+        assert all(a[1] == b[0] for a, b in pairwise(runs))
+        assert split or len(runs) == 1
+    for shard in shards:
+        for dtype, numel in shard.numels().items():
+            own = [chunk for chunk in shard.chunks if chunk.dtype == dtype]
+            assert [chunk.start for chunk in own] == [0, *(chunk.stop for chunk in own[:-1])]
+            assert own[-1].stop == numel and all(chunk.num_bytes <= 100 for chunk in own)
+            spans = [span for chunk in own for span in chunk.spans]
+            assert sum(span.stop - span.start for span in spans) == numel
+            assert sorted(spans, key=lambda span: (span.slice, span.start)) == spans
+
+
+def test_balance_by_bytes():
+    """A huge tensor is split; what is left whole can't unbalance the servers by much."""
+    model = [Held("embedding", (50_000, 128), "float32", 4), *(
+        Held(f"layer{i}", (512, 512), "float32", 4) for i in range(12)), Held("bias", (7,), "float32", 4)]
+
+    loads = [shard.num_bytes for shard in assign(model, 3, split_tensors=True)]
+
+    assert sum(loads) == sum(held.num_bytes for held in model)
+    assert max(loads) <= 1.01 * min(loads)
+
+
+def test_whole_tensors_go_to_the_emptiest_server():
+    """Largest first."""
+    model = [Held(name, (size,), "float32", 4) for name, size in [("a", 10), ("b", 60), ("c", 30), ("d", 25)]]
+
+    shards = assign(model, 2, split_tensors=False)
+
+    assert [sorted(part.name for part in shard.slices) for shard in shards] == [["b"], ["a", "c", "d"]]
+
+
+def test_last_parameters_come_first():
+    """Chunks leave in the order in which backward makes gradients."""
+    model = [Held(f"p{i}", (4,), "float32", 4) for i in range(3)]
+
+    shard, = assign(model, 1, split_tensors=True, chunk_bytes=16)
+
+    assert [part.name for part in shard.slices] == ["p2", "p1", "p0"]
+    assert [chunk.spans[0].slice for chunk in shard.chunks] == [0, 1, 2]
+
+
+def test_more_servers_than_there_is_to_hold():
+    """Refused, with how many would do."""
+    with pytest.raises(PlanError, match=r"too few rows of parameters(.|\n)*at most 2 servers"):
+        assign([Held("w", (2,), "float32", 4)], 3, split_tensors=True)
+    with pytest.raises(PlanError, match=r"too few parameters(.|\n)*at most 1 server"):
+        assign([Held("w", (100,), "float32", 4)], 2, split_tensors=False)
+
+
+def test_a_fingerprint_tells_layouts_apart():
+    """Peers that cut the same model otherwise don't share it."""
+    model = [Held("w", (100, 3), "float32", 4)]
+    prints = {fingerprint(assign(model, n, split_tensors=True, chunk_bytes=b)) for n in (1, 2) for b in (100, 1000)}
+
+    assert len(prints) == 4 and all(len(found) == 32 for found in prints)
