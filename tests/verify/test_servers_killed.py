@@ -82,7 +82,9 @@ class Run:
         return None
 
     def send(self, number: int, rank: int) -> None:
-        os.kill(self.pid(rank) or 0, number)
+        pid = self.pid(rank)
+        assert pid is not None, f"rank {rank} does not run"
+        os.kill(pid, number)
 
     def summary(self, wait_for: Callable[..., None]) -> dict[str, Any]:
         """Of the run, once it is over: all steps once, in the metrics and in the weights."""
