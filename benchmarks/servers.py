@@ -9,19 +9,17 @@ Asynchronous contenders are compared with Paceline's `staleness=inf`, synchronou
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.contenders.servers.work import BATCH, LOSSES, WARM_UP_UPDATES
-from benchmarks.turns import ROOT, ContenderFailed, Ratio, paceline, ratio, run_command, take_turns, warn_if_busy
+from benchmarks.turns import ROOT, Ratio, Record, document, measure, paceline, ratio, run_command, warn_if_busy
 
 WORKERS = 2
 JOB = ROOT / "benchmarks" / "contenders" / "servers" / "perceptron.py"
@@ -80,73 +78,23 @@ CONTENDERS: dict[str, Ours | Peer] = {
 }
 
 
-@dataclass(slots=True)
-class Record:
-    """All runs of a contender, or why there are none."""
-
-    runs: list[Run] = field(default_factory=list)
-    skipped: str | None = None
-
-    @property
-    def samples_per_s(self) -> float:
-        return statistics.median(run.samples_per_s for run in self.runs)
-
-    @property
-    def final_loss(self) -> float:
-        return statistics.median(run.final_loss for run in self.runs)
-
-
-def measure(*, rounds: int, updates: int, names: Sequence[str] = tuple(CONTENDERS)) -> dict[str, Record]:
-    """Every contender once a round, in the same order; those that are missing or fail are skipped with the reason."""
-    records = {name: Record() for name in names}
-    contenders: dict[str, Callable[[], Run]] = {}
-    for name in names:
-        package = CONTENDERS[name].package
-        if importlib.util.find_spec(package) is None:
-            records[name].skipped = f"{package} is not installed (pip install '.[bench]')"
-        else:
-            contenders[name] = partial(CONTENDERS[name].run, updates)
-    for number, name, result in take_turns(contenders, rounds=rounds):
-        if isinstance(result, ContenderFailed):
-            records[name] = Record(skipped=f"failed in round {number + 1}: {result}")
-            print(f"round {number + 1}: {name} failed: {result}", file=sys.stderr)
-        else:
-            records[name].runs.append(result)
-            print(f"round {number + 1}: {name} {result.samples_per_s:.0f} samples/s", file=sys.stderr)
-    return records
-
-
-def compare(records: dict[str, Record]) -> dict[str, Ratio]:
+def compare(records: Mapping[str, Record[Run]]) -> dict[str, Ratio]:
     """Ours by each peer's speed, pair by pair."""
-    speeds = {name: [run.samples_per_s for run in record.runs] for name, record in records.items()
-              if not record.skipped}
+    speeds = {name: record.all("samples_per_s") for name, record in records.items() if not record.skipped}
     pairs = {name: CONTENDERS[name].beside for name in speeds}
     return {name: ratio(speeds[ours], speeds[name]) for name, ours in pairs.items() if ours in speeds}
 
 
-def table(records: dict[str, Record], ratios: dict[str, Ratio]) -> str:
+def table(records: Mapping[str, Record[Run]], ratios: Mapping[str, Ratio]) -> str:
     """The result for people."""
     rows = [f"{'':<22} {'samples/s':>9} {'loss':>7}   paceline / peer, median of pairs [95 % interval, sign test]"]
     for name, record in records.items():
         if record.skipped:
             rows.append(f"{name:<22} skipped: {record.skipped}")
         else:
-            rows.append(f"{name:<22} {record.samples_per_s:>9.0f} {record.final_loss:>7.3f}   {ratios.get(name, '')}")
+            rows.append(f"{name:<22} {record.median('samples_per_s'):>9.0f} {record.median('final_loss'):>7.3f}   "
+                        f"{ratios.get(name, '')}")
     return "\n".join(rows)
-
-
-def document(records: dict[str, Record], ratios: dict[str, Ratio]) -> dict[str, Any]:
-    """The result for programs."""
-    return {
-        "contenders": {
-            name: {"skipped": record.skipped} if record.skipped else
-            {"samples_per_s": record.samples_per_s, "final_loss": record.final_loss,
-             "runs": list(map(asdict, record.runs))}
-            for name, record in records.items()
-        },
-        "ratios": {name: asdict(value) for name, value in ratios.items()},
-        "interval": "95 %, sign test",
-    }
 
 
 def main() -> None:
@@ -158,7 +106,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
     options = parser.parse_args()
     warn_if_busy()
-    records = measure(rounds=options.rounds, updates=options.updates, names=options.contenders)
+    records = measure({name: (CONTENDERS[name].package, partial(CONTENDERS[name].run, options.updates))
+                       for name in options.contenders},
+                      rounds=options.rounds, say=lambda run: f"{run.samples_per_s:.0f} samples/s")
     ratios = compare(records)
     print(json.dumps(document(records, ratios), indent=2) if options.json else table(records, ratios))
     if any(record.skipped for name, record in records.items() if isinstance(CONTENDERS[name], Ours)):

@@ -6,18 +6,25 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks.turns import ContenderFailed, Ratio, paceline, ratio, run_command, take_turns, torchrun, warn_if_busy
+from benchmarks.turns import (
+    Ratio,
+    Record,
+    document,
+    measure,
+    paceline,
+    ratio,
+    run_command,
+    torchrun,
+    warn_if_busy,
+)
 from benchmarks.workload import EXAMPLE, LOSSES, RANKS, WARM_UP_STEPS, load_job
 
 OURS = "paceline"
@@ -38,22 +45,6 @@ class Run:
     final_loss: float
 
 
-@dataclass(slots=True)
-class Record:
-    """All runs of a contender, or why there are none."""
-
-    runs: list[Run] = field(default_factory=list)
-    skipped: str | None = None
-
-    @property
-    def steps_per_s(self) -> float:
-        return statistics.median(run.steps_per_s for run in self.runs)
-
-    @property
-    def final_loss(self) -> float:
-        return statistics.median(run.final_loss for run in self.runs)
-
-
 def run_ours(steps: int) -> Run:
     """Through the public command. Its samples_per_s leaves out the first 10 steps, evaluation and saving."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
@@ -72,58 +63,30 @@ def run_peer(module: str, steps: int) -> Run:
     return Run(**json.loads(output.strip().splitlines()[-1]))
 
 
-def measure(*, rounds: int, steps: int, peers: Sequence[str] = tuple(PEERS)) -> dict[str, Record]:
-    """Every contender once a round, in the same order; those that are missing or fail are skipped with the reason."""
-    records = {name: Record() for name in (OURS, *peers)}
-    contenders: dict[str, Callable[[], Run]] = {OURS: partial(run_ours, steps)}
-    for name in peers:
-        package, module = PEERS[name]
-        if importlib.util.find_spec(package) is None:
-            records[name].skipped = f"{package} is not installed (pip install '.[bench]')"
-        else:
-            contenders[name] = partial(run_peer, module, steps)
-    for number, name, result in take_turns(contenders, rounds=rounds):
-        if isinstance(result, ContenderFailed):
-            records[name] = Record(skipped=f"failed in round {number + 1}: {result}")
-            print(f"round {number + 1}: {name} failed: {result}", file=sys.stderr)
-        else:
-            records[name].runs.append(result)
-            print(f"round {number + 1}: {name} {result.steps_per_s:.3f} steps/s", file=sys.stderr)
-    return records
+def contenders(steps: int, peers: Sequence[str]) -> dict[str, tuple[str, Callable[[], Run]]]:
+    """Ours first."""
+    return {OURS: (OURS, partial(run_ours, steps)),
+            **{name: (PEERS[name][0], partial(run_peer, PEERS[name][1], steps)) for name in peers}}
 
 
-def compare(records: dict[str, Record]) -> dict[str, Ratio]:
+def compare(records: Mapping[str, Record[Run]]) -> dict[str, Ratio]:
     """Ours by each peer's speed, pair by pair."""
-    ours = records[OURS]
-    if ours.skipped:
+    if records[OURS].skipped:
         return {}
-    speeds = {name: [run.steps_per_s for run in record.runs] for name, record in records.items()}
-    return {name: ratio(speeds[OURS], speeds[name])
+    return {name: ratio(records[OURS].all("steps_per_s"), record.all("steps_per_s"))
             for name, record in records.items() if name != OURS and not record.skipped}
 
 
-def table(records: dict[str, Record], ratios: dict[str, Ratio]) -> str:
+def table(records: Mapping[str, Record[Run]], ratios: Mapping[str, Ratio]) -> str:
     """The result for people."""
     rows = [f"{'':<16} {'steps/s':>8} {'loss':>7}   {OURS} / peer, median of pairs [95 % interval, sign test]"]
     for name, record in records.items():
         if record.skipped:
             rows.append(f"{name:<16} skipped: {record.skipped}")
         else:
-            rows.append(f"{name:<16} {record.steps_per_s:>8.3f} {record.final_loss:>7.3f}   {ratios.get(name, '')}")
+            rows.append(f"{name:<16} {record.median('steps_per_s'):>8.3f} {record.median('final_loss'):>7.3f}   "
+                        f"{ratios.get(name, '')}")
     return "\n".join(rows)
-
-
-def document(records: dict[str, Record], ratios: dict[str, Ratio]) -> dict[str, Any]:
-    """The result for programs."""
-    return {
-        "contenders": {
-            name: {"skipped": record.skipped} if record.skipped else
-            {"steps_per_s": record.steps_per_s, "final_loss": record.final_loss, "runs": list(map(asdict, record.runs))}
-            for name, record in records.items()
-        },
-        "ratios": {name: asdict(value) for name, value in ratios.items()},
-        "interval": "95 %, sign test",
-    }
 
 
 def main() -> None:
@@ -134,7 +97,8 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="beside whom; all by default")
     options = parser.parse_args()
     warn_if_busy()
-    records = measure(rounds=options.rounds, steps=options.steps, peers=options.peers)
+    records = measure(contenders(options.steps, options.peers), rounds=options.rounds,
+                      say=lambda run: f"{run.steps_per_s:.3f} steps/s")
     ratios = compare(records)
     print(json.dumps(document(records, ratios), indent=2) if options.json else table(records, ratios))
     if records[OURS].skipped:

@@ -9,17 +9,14 @@ is all that it moves in both directions; its CPU time is that of all its process
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from benchmarks.contenders.wires.rounds import ELEMENTS
-from benchmarks.turns import ContenderFailed, Ratio, ratio, run_command, take_turns, warn_if_busy
+from benchmarks.turns import Ratio, Record, document, measure, ratio, run_command, warn_if_busy
 
 BESIDE = "sockets"  # what the others are compared with
 
@@ -59,53 +56,21 @@ class Run:
     cpu_s_per_gb: float
 
 
-@dataclass(slots=True)
-class Record:
-    """All runs of a wire, or why there are none."""
-
-    runs: list[Run] = field(default_factory=list)
-    skipped: str | None = None
-
-    @property
-    def mb_per_s(self) -> float:
-        return statistics.median(run.bytes_per_s for run in self.runs) / 1e6
-
-    @property
-    def cpu_s_per_gb(self) -> float:
-        return statistics.median(run.cpu_s_per_gb for run in self.runs)
+def contenders(clients: int, gigabytes: float, wires: Sequence[str]) -> dict[str, tuple[str, Callable[[], Run]]]:
+    """A turn moves so many gigabytes, pushes and pulls together."""
+    rounds = max(1, round(gigabytes * 1e9 / (2 * 4 * ELEMENTS * clients)))
+    return {name: (WIRES[name].package, partial(WIRES[name].run, clients, rounds)) for name in wires}
 
 
-def measure(*, clients: int, rounds: int, gigabytes: float, wires: Sequence[str] = tuple(WIRES)) -> dict[str, Record]:
-    """Every wire once a round, in the same order; those that are missing or fail are skipped with the reason."""
-    records = {name: Record() for name in wires}
-    contenders: dict[str, Callable[[], Run]] = {}
-    pushes = max(1, round(gigabytes * 1e9 / (2 * 4 * ELEMENTS * clients)))
-    for name in wires:
-        if importlib.util.find_spec(WIRES[name].package) is None:
-            records[name].skipped = f"{WIRES[name].package} is not installed (pip install '.[bench]')"
-        else:
-            contenders[name] = partial(WIRES[name].run, clients, pushes)
-    for number, name, result in take_turns(contenders, rounds=rounds):
-        if isinstance(result, ContenderFailed):
-            records[name] = Record(skipped=f"failed in round {number + 1}: {result}")
-            print(f"round {number + 1}: {name} failed: {result}", file=sys.stderr)
-        else:
-            records[name].runs.append(result)
-            print(f"round {number + 1}: {name} {result.bytes_per_s / 1e6:.0f} MB/s, {result.cpu_s_per_gb:.2f} s/GB",
-                  file=sys.stderr)
-    return records
-
-
-def compare(records: dict[str, Record]) -> dict[str, Ratio]:
+def compare(records: Mapping[str, Record[Run]]) -> dict[str, Ratio]:
     """Each wire's speed by that of plain sockets, pair by pair."""
     if BESIDE not in records or records[BESIDE].skipped:
         return {}
-    speeds = {name: [run.bytes_per_s for run in record.runs] for name, record in records.items()}
-    return {name: ratio(speeds[name], speeds[BESIDE])
+    return {name: ratio(record.all("bytes_per_s"), records[BESIDE].all("bytes_per_s"))
             for name, record in records.items() if name != BESIDE and not record.skipped}
 
 
-def table(records: dict[str, Record], ratios: dict[str, Ratio], clients: int) -> str:
+def table(records: Mapping[str, Record[Run]], ratios: Mapping[str, Ratio], clients: int) -> str:
     """The result for people."""
     rows = [f"{f'{clients} clients':<18} {'MB/s':>6} {'CPU s/GB':>9}   "
             "by plain sockets, median of pairs [95 % interval, sign test]"]
@@ -113,23 +78,9 @@ def table(records: dict[str, Record], ratios: dict[str, Ratio], clients: int) ->
         if record.skipped:
             rows.append(f"{name:<18} skipped: {record.skipped}")
         else:
-            rows.append(f"{name:<18} {record.mb_per_s:>6.0f} {record.cpu_s_per_gb:>9.2f}   {ratios.get(name, '')}")
+            rows.append(f"{name:<18} {record.median('bytes_per_s') / 1e6:>6.0f} "
+                        f"{record.median('cpu_s_per_gb'):>9.2f}   {ratios.get(name, '')}")
     return "\n".join(rows)
-
-
-def document(records: dict[str, Record], ratios: dict[str, Ratio], clients: int) -> dict[str, Any]:
-    """The result for programs."""
-    return {
-        "clients": clients,
-        "wires": {
-            name: {"skipped": record.skipped} if record.skipped else
-            {"bytes_per_s": record.mb_per_s * 1e6, "cpu_s_per_gb": record.cpu_s_per_gb,
-             "runs": list(map(asdict, record.runs))}
-            for name, record in records.items()
-        },
-        "ratios": {name: asdict(value) for name, value in ratios.items()},
-        "interval": "95 %, sign test",
-    }
 
 
 def main() -> None:
@@ -143,9 +94,10 @@ def main() -> None:
     warn_if_busy()
     found = []
     for clients in options.clients:
-        records = measure(clients=clients, rounds=options.rounds, gigabytes=options.gigabytes, wires=options.wires)
+        records = measure(contenders(clients, options.gigabytes, options.wires), rounds=options.rounds,
+                          say=lambda run: f"{run.bytes_per_s / 1e6:.0f} MB/s, {run.cpu_s_per_gb:.2f} s/GB")
         ratios = compare(records)
-        found.append(document(records, ratios, clients))
+        found.append({"clients": clients, **document(records, ratios)})
         if not options.json:
             print(table(records, ratios, clients), flush=True)
     if options.json:

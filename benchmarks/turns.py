@@ -5,6 +5,7 @@ A slow minute slows the neighbours in a round alike, so the ratio of a pair is s
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
@@ -13,13 +14,17 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 CONFIDENCE = 0.95
 ROOT = Path(__file__).parents[1]
 Result = TypeVar("Result")
+Run = TypeVar("Run", bound="DataclassInstance")  # the figures of one turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,62 @@ def _again(run: Callable[[], Result]) -> Result:
     except ContenderFailed as error:
         print(f"run once more, it failed: {error}", file=sys.stderr)
         return run()
+
+
+@dataclass(slots=True)
+class Record(Generic[Run]):
+    """All runs of a contender, or why there are none."""
+
+    runs: list[Run] = field(default_factory=list)
+    skipped: str | None = None
+
+    def all(self, figure: str) -> list[float]:
+        """One figure of every run, in the order of rounds."""
+        return [getattr(run, figure) for run in self.runs]
+
+    def median(self, figure: str) -> float:
+        return statistics.median(self.all(figure))
+
+
+def measure(
+    contenders: Mapping[str, tuple[str, Callable[[], Run]]], *, rounds: int, say: Callable[[Run], str]
+) -> dict[str, Record[Run]]:
+    """Each contender once a round; those whose package is missing and those that fail are skipped with the reason.
+
+    Args:
+        contenders: by name, the package that it needs and a turn of it.
+        say: what stderr shows of a turn.
+    """
+    records: dict[str, Record[Run]] = {name: Record() for name in contenders}
+    present: dict[str, Callable[[], Run]] = {}
+    for name, (package, run) in contenders.items():
+        if importlib.util.find_spec(package) is None:
+            records[name].skipped = f"{package} is not installed (pip install '.[bench]')"
+        else:
+            present[name] = run
+    for number, name, result in take_turns(present, rounds=rounds):
+        if isinstance(result, ContenderFailed):
+            records[name] = Record(skipped=f"failed in round {number + 1}: {result}")
+            print(f"round {number + 1}: {name} failed: {result}", file=sys.stderr)
+        else:
+            records[name].runs.append(result)
+            print(f"round {number + 1}: {name} {say(result)}", file=sys.stderr)
+    return records
+
+
+def document(records: Mapping[str, Record[Run]], ratios: Mapping[str, Ratio]) -> dict[str, Any]:
+    """The result for programs: the median of each figure, every run, and the ratios."""
+    return {
+        "contenders": {name: {"skipped": record.skipped} if record.skipped else _figures(record)
+                       for name, record in records.items()},
+        "ratios": {name: asdict(value) for name, value in ratios.items()},
+        "interval": f"{100 * CONFIDENCE:.0f} %, sign test",
+    }
+
+
+def _figures(record: Record[Run]) -> dict[str, Any]:
+    return {**{figure: record.median(figure) for figure in asdict(record.runs[0])},
+            "runs": list(map(asdict, record.runs))}
 
 
 def run_command(command: Sequence[str], *, timeout_s: float = 600.0) -> str:
