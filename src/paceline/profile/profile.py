@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+Side = Literal["rows", "columns", "inner", "count"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,44 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """`count` matrix products of one shape: rows x inner times inner x columns. Sides are those of one sample.
+
+    grows: the side that grows with the samples of a micro-batch.
+    cut: the side that ranks of a tensor axis divide; None if each does all of it.
+    is_attention: whether it is one of attention's two, which fused kernels do together.
+    """
+
+    rows: float
+    columns: float
+    inner: float
+    count: float = 1.0
+    grows: Side = "rows"
+    cut: Side | None = None
+    is_attention: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Of one sample; a multiplication and an addition are two."""
+        return 2.0 * self.rows * self.columns * self.inner * self.count
+
+    def backward(self) -> tuple[Product, Product]:
+        """The products that give the gradients of its left and of its right side.
+
+        >>> Product(8, 6, 4, cut="columns").backward()[1]
+        Product(rows=4, columns=6, inner=8, count=1.0, grows='inner', cut='columns', is_attention=False)
+        """
+        left: dict[Side, Side] = {"rows": "rows", "columns": "inner", "inner": "columns", "count": "count"}
+        right: dict[Side, Side] = {"rows": "inner", "columns": "columns", "inner": "rows", "count": "count"}
+
+        def turned(sides: dict[Side, Side], rows: float, columns: float, inner: float) -> Product:
+            return Product(rows, columns, inner, self.count, sides[self.grows], self.cut and sides[self.cut],
+                           self.is_attention)
+
+        return (turned(left, self.rows, self.inner, self.columns), turned(right, self.inner, self.columns, self.rows))
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What a device does in one direction of a segment, or in the update.
 
@@ -36,12 +77,14 @@ class Work:
     function_bytes: read and written by all other operators (activation functions, norms, softmax, pooling),
         which compute more than they wait.
     operators: launched, however many samples there are; views are not counted.
+    products: what `flops` consists of, where shapes are known.
     """
 
     flops: Affine = Affine()
     moved_bytes: Affine = Affine()
     function_bytes: Affine = Affine()
     operators: float = 0.0
+    products: tuple[Product, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +94,9 @@ class Parameter:
     unit: name of the unit (`strategies.units`) that owns it; "" for the root.
     rows: its size along dim 0, the one that sharding splits.
     state_bytes: what the optimizer keeps for it; 0 if it is frozen.
+    count: how many of it there are, one in each repetition of its unit; other figures are of one.
+    gradient_part: bytes of its gradient a byte of its own; 1 where both have the same type.
+    is_cut: whether ranks of a tensor axis hold parts of it.
     """
 
     name: str
@@ -60,11 +106,45 @@ class Parameter:
     dtype: str = "float32"
     trainable: bool = True
     state_bytes: int = 0
+    count: int = 1
+    gradient_part: float = 1.0
+    is_cut: bool = False
 
     @property
     def gradient_bytes(self) -> int:
-        """A gradient has its parameter's type and shape."""
-        return self.num_bytes if self.trainable else 0
+        """A gradient has its parameter's shape."""
+        return round(self.num_bytes * self.gradient_part) if self.trainable else 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCut:
+    """What ranks of a tensor axis divide of a segment, and what they exchange. Bytes are of one rank without them.
+
+    What is not divided here is divided too where activations between layers are cut along the sequence.
+
+    forward_bytes, backward_bytes: of functions on tensors that each rank has a part of.
+    kept_bytes: of activations kept of such tensors.
+    exchanged_bytes: of the tensor that ranks sum.
+    forward_exchanges, backward_exchanges: how often.
+    """
+
+    forward_bytes: Affine = Affine()
+    backward_bytes: Affine = Affine()
+    kept_bytes: Affine = Affine()
+    exchanged_bytes: Affine = Affine()
+    forward_exchanges: int = 0
+    backward_exchanges: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """The part of a segment that selective recomputation does again: attention between its products.
+
+    forward: its work. kept_bytes: what it keeps. All of it is divided by a tensor axis.
+    """
+
+    forward: Work = Work()
+    kept_bytes: Affine = Affine()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +159,9 @@ class Segment:
     forward_peak_bytes: most alive during its forward, above the level at its start.
     backward_peak_bytes: most alive during its backward, above the level at the end of its forward.
     gradients: names of the parameters whose gradients its backward completes.
+    repeat: how many such segments follow each other; figures are of one.
+    core: what selective recomputation does again; None where nothing is known of it.
+    tensor: what a tensor axis divides; None where nothing is known of it.
     """
 
     unit: str = ""
@@ -89,6 +172,9 @@ class Segment:
     forward_peak_bytes: Affine = Affine()
     backward_peak_bytes: Affine = Affine()
     gradients: tuple[str, ...] = ()
+    repeat: int = 1
+    core: Core | None = None
+    tensor: TensorCut | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +187,9 @@ class Profile:
     update: clipping and the optimizer's step on whole parameters.
     update_peak_bytes: what the update holds for a moment, above its state.
     notes: which figures are rough, and why. Empty if all come from the job's own program.
+    gathered_part: bytes that sharding gathers a byte of parameters; below 1 where it gathers a lower precision.
+    reduced_part: bytes that replicas send each other a byte of gradients.
+    by_dimensions: whether the model can be cut anywhere between its segments and repetitions.
     """
 
     parameters: tuple[Parameter, ...]
@@ -110,6 +199,9 @@ class Profile:
     update: Work = Work()
     update_peak_bytes: int = 0
     notes: tuple[str, ...] = ()
+    gathered_part: float = 1.0
+    reduced_part: float = 1.0
+    by_dimensions: bool = False
     _by_unit: dict[str, tuple[Parameter, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -134,12 +226,12 @@ class Profile:
 
     @property
     def parameter_bytes(self) -> int:
-        return sum(p.num_bytes for p in self.parameters)
+        return sum(p.num_bytes * p.count for p in self.parameters)
 
     @property
     def forward_flops_per_sample(self) -> float:
-        return sum(s.forward.flops.per_sample for s in self.segments)
+        return sum(s.forward.flops.per_sample * s.repeat for s in self.segments)
 
     @property
     def backward_flops_per_sample(self) -> float:
-        return sum(s.backward.flops.per_sample for s in self.segments)
+        return sum(s.backward.flops.per_sample * s.repeat for s in self.segments)
