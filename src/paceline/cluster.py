@@ -24,6 +24,34 @@ class Link:
     latency_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Network:
+    """How devices reach each other: in a node, and across nodes.
+
+    Devices are numbered node by node. Along an axis of a mesh a group has neighbours `stride` apart, and all groups of
+    the axis talk at the same time.
+
+    inside: between devices of a node. across: one device's share of what its node has; None if there is one node.
+    devices_per_node: how many have numbers in a row.
+    """
+
+    inside: Link
+    across: Link | None = None
+    devices_per_node: int = 1
+
+    def in_a_node(self, group: int, stride: int) -> int:
+        """How many of a group are in one node."""
+        if self.across is None:
+            return group
+        return max(1, min(group, self.devices_per_node // stride))
+
+    def between(self, rank: int, other: int) -> Link:
+        """From one device to another."""
+        if self.across is None or rank // self.devices_per_node == other // self.devices_per_node:
+            return self.inside
+        return self.across
+
+
 # Two processes over loopback with gloo: 2.4-3.9 GB/s for 25 MB messages, measured on 2 cores; latency of a
 # small all-reduce is some 100 us. See docs/prediction.md.
 LOOPBACK = Link(bytes_per_s=3e9, latency_s=1e-4)

@@ -21,6 +21,8 @@ from paceline.job import Precision
 if TYPE_CHECKING:
     import torch
 
+    from paceline.simulate.program import Compute
+
 # Sides of the matrix products: large enough for the rate of a layer, small enough to take milliseconds.
 MATRIX_SIDE = {"cpu": 256, "cuda": 4096}
 # Bytes of the tensors that elementwise operators are timed on: a layer's weights with their
@@ -54,6 +56,17 @@ class DeviceRates:
     def matrix_flops_per_s(self, precision: Precision) -> float:
         """The rate of matrix products under a job's precision; float64 has half the lanes of float32."""
         return {"float32": self.flops_per_s, "bf16": self.bf16_flops_per_s, "float64": self.flops_per_s / 2}[precision]
+
+    @property
+    def slowdown(self) -> float:
+        """Collectives of CPU ranks take turns with computing, and are counted there."""
+        return 0.0
+
+    def seconds(self, event: Compute, precision: Precision) -> tuple[float, float]:
+        """Of some operators: each waits for the arithmetic, for memory or for its launch, one after another."""
+        return (event.flops / self.matrix_flops_per_s(precision) + event.moved_bytes / self.memory_bytes_per_s
+                + event.function_bytes / self.function_bytes_per_s + event.operators * self.operator_s
+                + event.fixed_s), 0.0
 
     def with_threads(self, num_threads: int) -> DeviceRates:
         """The rates of so many threads together, from those of one. Launching doesn't get faster."""

@@ -1,26 +1,46 @@
-"""What collectives cost on a ring."""
+"""What collectives cost: on a ring in a node, and on rings and trees across nodes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from paceline.cluster import Link
+from paceline.cluster import Link, Network
 from paceline.simulate.program import Collective, CollectiveName
 
 
-def collective_s(event: Collective, link: Link) -> float:
+def collective_s(event: Collective, network: Network | Link) -> float:
     """Seconds of a collective on a ring of equal links.
 
-    Each of its steps sends 1/n of the tensor to the next rank; contention is left out.
-    Source: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in MPICH.
+    Each of its steps sends 1/n of the tensor to the next rank; contention is left out. Across nodes a group's members
+    in a node each drive their own share of its network, so that the slower of the link in the node and these shares
+    together sets the pace; each hop waits for its own link's latency, and an all-reduce crosses nodes on a tree where
+    that is faster than around the ring.
+    Sources: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in MPICH;
+    NCCL's rings with one channel a network card, and its double trees (Sanders, Speck and Träff 2009).
 
     >>> collective_s(Collective("all_reduce", 4e9, group=4), Link(bytes_per_s=1e9, latency_s=0.5))
     9.0
     """
     if event.group <= 1:
         return 0.0
+    if isinstance(network, Link):
+        network = Network(network)
     steps = RING_STEPS[event.kind](event.group)
-    return event.times * steps * (link.latency_s + event.num_bytes / event.group / link.bytes_per_s)
+    inside, across = network.inside, network.across
+    together = network.in_a_node(event.group, event.stride)
+    if across is None or together == event.group:
+        return event.times * steps * (inside.latency_s + event.num_bytes / event.group / inside.bytes_per_s)
+    bytes_per_s = across.bytes_per_s * together
+    if together > 1:
+        bytes_per_s = min(bytes_per_s, inside.bytes_per_s)
+    nodes = math.ceil(event.group / together)
+    passes = steps // (event.group - 1)
+    hops = passes * (nodes - 1)
+    if event.kind == "all_reduce":
+        hops = min(hops, 2 * math.ceil(math.log2(nodes)))
+    latency_s = hops * across.latency_s + passes * (together - 1) * inside.latency_s
+    return event.times * (latency_s + steps * event.num_bytes / event.group / bytes_per_s)
 
 
 # Steps of the ring, each with 1/n of the tensor. An all-reduce is a reduce-scatter and an all-gather.

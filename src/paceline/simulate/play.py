@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from paceline.cluster import Link
+from paceline.cluster import Link, Network
 from paceline.job import Precision
-from paceline.profile.device import DeviceRates
 from paceline.simulate.collectives import collective_s
 from paceline.simulate.program import (
     COMPUTE,
+    NETWORK,
     SENDING,
     Allocate,
     Collective,
@@ -19,8 +20,23 @@ from paceline.simulate.program import (
     Event,
     Program,
     Receive,
+    Repeat,
     Send,
 )
+
+ROUNDS = 3  # of a repetition that are played before the rest are counted: streams that wait for each other have settled
+HOST = "host"  # launches what the device computes
+
+
+class Rates(Protocol):
+    """How fast a device is."""
+
+    @property
+    def slowdown(self) -> float:
+        """By how much computing is slower beside a collective, as a part."""
+
+    def seconds(self, event: Compute, precision: Precision) -> tuple[float, float]:
+        """Of the device for some operators, and of the host that launches them; 0 where they are one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,80 +56,125 @@ class Timeline:
     highest: dict[str, int]
 
 
-def play(program: Program, rates: DeviceRates, link: Link, *, precision: Precision = "float32") -> Timeline:
+def play(program: Program, rates: Rates, network: Network | Link, *, precision: Precision = "float32") -> Timeline:
     """One rank's step. The streams run at the same time, the events of one stream one after the other."""
-    return play_together([program], [rates], link, precision=precision)[0]
+    return play_together([program], [rates], network, precision=precision)[0]
 
 
-def play_together(programs: Sequence[Program], rates: Sequence[DeviceRates], link: Link, *,
-                  precision: Precision = "float32") -> list[Timeline]:
+def play_together(programs: Sequence[Program], rates: Sequence[Rates], network: Network | Link, *,
+                  precision: Precision = "float32", apart: int = 1) -> list[Timeline]:
     """The step of ranks that wait for each other's messages, in rank order.
+
+    apart: how far apart neighbours among them are numbered on the network.
 
     Raises:
         ValueError: a rank waits for a message that nobody sends.
     """
     arrived: dict[tuple[int, int, str], float] = {}
-    ranks = [_Rank(number, program, own, link, precision) for number, (program, own) in
-             enumerate(zip(programs, rates, strict=True))]
-    while any(rank.go_on(arrived) for rank in ranks):
+    ranks = [Player(own, network, precision=precision, number=number, apart=apart) for number, own in enumerate(rates)]
+    pending = [_Pending(rank, program) for rank, program in zip(ranks, programs, strict=True)]
+    while any(one.go_on(arrived) for one in pending):
         pass
-    if waiting := [rank for rank in ranks if not rank.is_done]:
-        raise ValueError(f"rank {waiting[0].number} waits for {waiting[0].waits_for}, which nobody sends")
+    if waiting := [one for one in pending if one.at < len(one.program)]:
+        raise ValueError(f"rank {waiting[0].player.number} waits for {waiting[0].program[waiting[0].at]}, "
+                         "which nobody sends")
     return [rank.timeline() for rank in ranks]
 
 
-class _Rank:
+class _Pending:
     """A rank on its way through its program."""
 
-    def __init__(self, number: int, program: Program, rates: DeviceRates, link: Link, precision: Precision) -> None:
-        self.number, self.program, self.rates, self.link, self.precision = number, program, rates, link, precision
-        self.at = 0
-        self.clock: dict[str, float] = defaultdict(float)  # when each stream is free
-        self.ended: dict[str, float] = {}
-        self.busy: dict[str, float] = {"compute": 0.0, "optimizer": 0.0}
-        self.memory = _Memory()
-
-    @property
-    def is_done(self) -> bool:
-        return self.at == len(self.program)
-
-    @property
-    def waits_for(self) -> Event:
-        return self.program[self.at]
+    def __init__(self, player: Player, program: Program) -> None:
+        self.player, self.program, self.at = player, program, 0
 
     def go_on(self, arrived: dict[tuple[int, int, str], float]) -> bool:
         """Play until a message is missing; whether any event was played. arrived: when, by (from, to, name)."""
-        before = self.at
-        while not self.is_done:
+        before, player = self.at, self.player
+        while self.at < len(self.program):
             event = self.program[self.at]
             if isinstance(event, Receive):
-                key = (event.source, self.number, event.name)
+                key = (event.source, player.number, event.name)
                 if key not in arrived:
                     break
-                self.clock[COMPUTE] = max(self.clock[COMPUTE], arrived.pop(key))
+                player.receive(arrived.pop(key))
             elif isinstance(event, Send):
-                self.clock[SENDING] = (max(self.clock[SENDING], self.clock[COMPUTE])
-                                       + event.num_bytes / self.link.bytes_per_s)
-                arrived[self.number, event.to, event.name] = self.clock[SENDING] + self.link.latency_s
+                arrived[player.number, event.to, event.name] = player.send(event)
             else:
-                self._play(event)
+                player.play(event)
             self.at += 1
         return self.at > before
 
-    def _play(self, event: Compute | Collective | Allocate) -> None:
+
+class Player:
+    """One rank's clocks, what it was busy with, and its memory."""
+
+    def __init__(self, rates: Rates, network: Network | Link, *, precision: Precision = "float32", number: int = 0,
+                 apart: int = 1) -> None:
+        self.number, self.apart, self.rates, self.precision = number, apart, rates, precision
+        self.network = Network(network) if isinstance(network, Link) else network
+        self.clock: dict[str, float] = {COMPUTE: 0.0, NETWORK: 0.0, SENDING: 0.0, HOST: 0.0}  # when each is free
+        self.ended: dict[str, float] = {}
+        self.busy: dict[str, float] = {"compute": 0.0, "optimizer": 0.0}
+        self.memory = Memory()
+        self._slowdown = rates.slowdown
+
+    def play(self, event: Event) -> None:
+        """Any event but a message."""
         clock = self.clock
-        if isinstance(event, Allocate):
+        if isinstance(event, Compute):
+            device_s, host_s = self.rates.seconds(event, self.precision)
+            start = clock[COMPUTE]
+            for name in event.after:
+                start = max(start, self.ended[name])
+            if self._slowdown and clock[NETWORK] > start:
+                device_s += self._slowdown * min(device_s, clock[NETWORK] - start)
+            clock[HOST] += host_s
+            clock[COMPUTE] = max(start + device_s, clock[HOST])
+            self.busy[event.part] += clock[COMPUTE] - start
+        elif isinstance(event, Allocate):
             self.memory.change(event)
         elif isinstance(event, Collective):
-            clock[event.stream] = max(clock[event.stream], clock[COMPUTE]) + collective_s(event, self.link)
-            self.ended[event.name] = clock[event.stream]
+            ends = max(clock[event.stream], clock[COMPUTE]) + collective_s(event, self.network)
+            clock[event.stream] = self.ended[event.name] = ends
+        elif isinstance(event, Repeat):
+            self._repeat(event)
         else:
-            seconds = compute_s(event, self.rates, self.precision)
-            clock[COMPUTE] = max([clock[COMPUTE], *(self.ended[name] for name in event.after)]) + seconds
-            self.busy[event.part] += seconds
+            raise TypeError(f"{event} is played with other ranks")
+
+    def receive(self, arrived_s: float) -> None:
+        self.clock[COMPUTE] = max(self.clock[COMPUTE], arrived_s)
+
+    def send(self, event: Send) -> float:
+        """When the message is there. A rank's messages leave one after the other; computing goes on."""
+        link = self.network.between(self.number * self.apart, event.to * self.apart)
+        self.clock[SENDING] = max(self.clock[SENDING], self.clock[COMPUTE]) + event.num_bytes / link.bytes_per_s
+        return self.clock[SENDING] + link.latency_s
+
+    def _repeat(self, event: Repeat) -> None:
+        """All but a few rounds are counted: clocks advance as in the last one played, and memory by what is kept."""
+        left = event.count
+        before: tuple[dict[str, float], ...] = ()
+        for _ in range(min(ROUNDS, event.count)):
+            before = self._state()
+            for one in event.events:
+                self.play(one)
+            left -= 1
+        if left > 1:
+            after = self._state()
+            for figures, old, new in zip((self.clock, self.ended, self.busy, self.memory.held), before, after,
+                                         strict=True):
+                for name, figure in new.items():
+                    figures[name] = figure + (left - 1) * (figure - old.get(name, figure))
+            self.memory.settle()
+        if left > 0:
+            for one in event.events:
+                self.play(one)
+
+    def _state(self) -> tuple[dict[str, float], ...]:
+        return dict(self.clock), dict(self.ended), dict(self.busy), dict(self.memory.held)
 
     def timeline(self) -> Timeline:
-        step_s, memory = max(self.clock.values(), default=0.0), self.memory
+        step_s, memory = max(self.clock.values()), self.memory
         return Timeline(
             step_s, breakdown={**self.busy, "communication": max(0.0, step_s - sum(self.busy.values()))},
             peak_memory_bytes=round(memory.peak),
@@ -122,13 +183,7 @@ class _Rank:
         )
 
 
-def compute_s(event: Compute, rates: DeviceRates, precision: Precision) -> float:
-    """Seconds of some operators: each waits for the arithmetic, for memory or for its launch, one after another."""
-    return (event.flops / rates.matrix_flops_per_s(precision) + event.moved_bytes / rates.memory_bytes_per_s
-            + event.function_bytes / rates.function_bytes_per_s + event.operators * rates.operator_s + event.fixed_s)
-
-
-class _Memory:
+class Memory:
     """A running ledger, and what it was at its highest."""
 
     def __init__(self) -> None:
@@ -138,8 +193,17 @@ class _Memory:
         self.highest: dict[str, float] = defaultdict(float)
 
     def change(self, event: Allocate) -> None:
-        self.held[event.ledger] += event.num_bytes
-        self.highest[event.ledger] = max(self.highest[event.ledger], self.held[event.ledger])
+        held = self.held[event.ledger] = self.held[event.ledger] + event.num_bytes
+        if held > self.highest[event.ledger]:
+            self.highest[event.ledger] = held
         self.total += event.num_bytes
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, dict(self.held)
+
+    def settle(self) -> None:
+        """After what is held was set from outside."""
+        self.total = sum(self.held.values())
+        for ledger, held in self.held.items():
+            self.highest[ledger] = max(self.highest[ledger], held)
         if self.total > self.peak:
             self.peak, self.at_peak = self.total, dict(self.held)

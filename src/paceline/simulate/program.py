@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.profile.profile import Product
+
 COMPUTE, NETWORK, SENDING = "compute", "network", "sending"
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Part = Literal["compute", "optimizer"]
@@ -14,8 +16,10 @@ Part = Literal["compute", "optimizer"]
 class Compute:
     """Operators on the device.
 
+    fixed_s: seconds of the host, which an accelerator computes beside.
     part: of the step, for its breakdown.
     after: names of collectives that must have ended.
+    products: what `flops` consists of, where shapes are known: of all samples.
     """
 
     flops: float = 0.0
@@ -25,6 +29,7 @@ class Compute:
     fixed_s: float = 0.0
     part: Part = "compute"
     after: tuple[str, ...] = ()
+    products: tuple[Product, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,7 @@ class Collective:
 
     num_bytes: of the whole tensor: what each rank puts into an all-reduce or a reduce-scatter and gets from an
         all-gather.
-    group: ranks that take part.
+    group: ranks that take part. stride: how far apart neighbours among them are numbered.
     name: by which later events wait for it.
     stream: on COMPUTE, computing stops meanwhile.
     times: how often a step; below 1 for what is done every few steps.
@@ -47,6 +52,7 @@ class Collective:
     name: str = ""
     stream: str = NETWORK
     times: float = 1.0
+    stride: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,16 @@ class Receive:
     name: str
 
 
-Event = Compute | Collective | Allocate | Send | Receive
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """The same events so many times over, without messages among them. They are played until a round takes as long as
+    the one before; the others are counted."""
+
+    events: tuple[Event, ...]
+    count: int
+
+
+Event = Compute | Collective | Allocate | Send | Receive | Repeat
 Program = tuple[Event, ...]
 
 

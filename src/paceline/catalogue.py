@@ -1,0 +1,118 @@
+"""Accelerators, links and training programs by name, from `catalogue.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ClusterError, nearest
+from paceline.models.sizes import Formats, Kernels
+from paceline.software import Software
+
+CATALOGUE = Path(__file__).with_name("catalogue.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkKind:
+    """A link as its maker states it, and what collectives make of it.
+
+    bytes_per_s: one direction of one device. reached: the part that collectives of large messages reach.
+    """
+
+    name: str
+    bytes_per_s: float
+    reached: float
+    latency_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """An accelerator, and the node that it usually comes in.
+
+    bf16_flops_per_s, float32_flops_per_s: dense. product_reached: the part that the best matrix product reaches.
+    link, network: names of links in a node, and of one device's share across nodes.
+    """
+
+    name: str
+    bf16_flops_per_s: float
+    float32_flops_per_s: float
+    product_reached: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    multiprocessors: int
+    link: str
+    network: str
+    devices_per_node: int
+    source: str
+    aliases: tuple[str, ...] = ()
+
+
+def accelerator(name: str) -> Accelerator:
+    """By its name or an alias, in any case.
+
+    Raises:
+        ClusterError: there is none of that name; says the nearest ones.
+    """
+    known = _accelerators()
+    found = known.get(_plain(name))
+    if found is None:
+        raise ClusterError(f"unknown accelerator '{name}', {nearest(name, [a.name for a in _listed()])}",
+                           hint="a TOML file describes any other: see docs/prediction.md")
+    return found
+
+
+def link(name: str) -> LinkKind:
+    """By its name.
+
+    Raises:
+        ClusterError: there is none of that name; says the nearest ones.
+    """
+    known = _read()["link"]
+    if name not in known:
+        raise ClusterError(f"unknown link '{name}', {nearest(name, known)}")
+    return LinkKind(name=name, **known[name])
+
+
+def software(name: str) -> Software:
+    """A training program by its name.
+
+    Raises:
+        ClusterError: there is none of that name; says the nearest ones.
+    """
+    known = _read()["software"]
+    if name not in known:
+        raise ClusterError(f"unknown training program '{name}', {nearest(name, known)}")
+    return software_of(name, known[name])
+
+
+def software_of(name: str, given: dict[str, Any]) -> Software:
+    """A training program from the fields of the catalogue; bytes of numbers end in _bytes."""
+    formats = {f.name: given[f"{f.name}_bytes"] for f in fields(Formats) if f"{f.name}_bytes" in given}
+    kernels = {f.name: given[f.name] for f in fields(Kernels) if f.name in given}
+    own = {key: value for key, value in given.items()
+           if key != "source" and key not in kernels and key.removesuffix("_bytes") not in formats}
+    return Software(name=name, kernels=Kernels(**kernels), formats=Formats(**{"activation": 2, **formats}), **own)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "").replace("-", "").replace("_", "")
+
+
+@cache
+def _read() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(CATALOGUE.read_text())
+
+
+@cache
+def _listed() -> tuple[Accelerator, ...]:
+    return tuple(Accelerator(name=name, **{**given, "aliases": tuple(given.get("aliases", ()))})
+                 for name, given in _read()["accelerator"].items())
+
+
+@cache
+def _accelerators() -> dict[str, Accelerator]:
+    return {_plain(name): found for found in _listed() for name in (found.name, *found.aliases)}

@@ -1,0 +1,87 @@
+"""How long an accelerator computes: matrix products by their shapes, everything else by the bytes it moves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from paceline.job import Precision
+from paceline.profile.profile import Product
+from paceline.simulate.program import Compute
+from paceline.software import Software
+
+# Sides of the tiles that a multiprocessor computes at a time, and the part of the best rate that their reuse of what
+# is loaded allows. Source: NVIDIA, Matrix Multiplication Background User's Guide (tile and wave quantisation);
+# the parts are the ratio of a tile's arithmetic to the bytes it loads, against the largest one's, to the power 1/4.
+TILES: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.84), (64, 64, 0.78))
+# A tile's products start once its first slices are there and end with its result being written: as long as so many
+# of its inner side take. Fitted; see docs/prediction.md.
+INNER_START = 96.0
+MOST_SPLITS = 8  # parts that the inner side is cut into where there are too few tiles
+
+
+@dataclass(frozen=True)
+class AcceleratorRates:
+    """One accelerator under one training program.
+
+    flops_per_s: best rate of matrix products, by precision. memory_bytes_per_s: of its memory.
+    multiprocessors: that tiles are dealt out to. item_bytes: of a product's values.
+    """
+
+    flops_per_s: dict[Precision, float]
+    memory_bytes_per_s: float
+    multiprocessors: int
+    software: Software
+    item_bytes: int = 2
+    _known: dict[tuple[Product, Precision], float] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def slowdown(self) -> float:
+        return self.software.slowdown
+
+    def seconds(self, event: Compute, precision: Precision) -> tuple[float, float]:
+        """Of the device, and of the host that launches its operators beside it."""
+        software, known = self.software, self._known
+        device_s = ((event.moved_bytes + event.function_bytes) / (self.memory_bytes_per_s * software.memory_rate)
+                    + event.operators * software.kernel_s)
+        flops = event.flops
+        for product in event.products:
+            flops -= product.flops
+            seconds = known.get((product, precision))
+            if seconds is None:
+                seconds = known[product, precision] = self._product_s(product, precision)
+            device_s += seconds
+        if flops > 0.5:  # of unknown shapes
+            device_s += flops / (self.flops_per_s[precision] * software.product_rate)
+        return device_s, event.operators * software.operator_s + event.fixed_s
+
+    def _product_s(self, product: Product, precision: Precision) -> float:
+        best, software = self.flops_per_s[precision], self.software
+        if product.is_attention and software.kernels.attention == "fused":
+            return product.flops * (0.5 if software.skips_mask else 1.0) / (best * software.attention_rate)
+        rows, columns, inner = max(1.0, product.rows), max(1.0, product.columns), max(1.0, product.inner)
+        values = (rows * inner + inner * columns + rows * columns) * product.count
+        part = tile_part(rows, columns, inner, product.count, self.multiprocessors)
+        return max(product.flops / (best * software.product_rate * part),
+                   self.item_bytes * values / (self.memory_bytes_per_s * software.memory_rate))
+
+
+def tile_part(rows: float, columns: float, inner: float, count: float, multiprocessors: int) -> float:
+    """The part of the best rate that a product of this shape reaches.
+
+    Results are computed in tiles, which are dealt out to multiprocessors wave by wave: the last wave is rarely full,
+    and tiles at the edge reach over it. Where there are fewer tiles than multiprocessors, the inner side is cut too.
+
+    >>> round(tile_part(256, 128, 1e9, 108, 108), 3), round(tile_part(256, 128, 1e9, 109, 108), 3)
+    (1.0, 0.938)
+    """
+    found = 0.0
+    for high, wide, reuse in TILES:
+        tiles = math.ceil(rows / high) * math.ceil(columns / wide) * count
+        filled = rows * columns * count / (tiles * high * wide)
+        splits = 1 if tiles >= multiprocessors else min(MOST_SPLITS, int(multiprocessors / tiles) or 1,
+                                                        max(1, int(inner / (4 * INNER_START))))
+        waves = math.ceil(tiles * splits / multiprocessors)
+        full = tiles * splits / (waves * multiprocessors)
+        found = max(found, reuse * filled * full * inner / splits / (inner / splits + INNER_START))
+    return found

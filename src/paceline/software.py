@@ -1,0 +1,62 @@
+"""What a training program makes of its hardware: which kernels it runs, what it hides, how fast its host launches.
+
+Hardware alone does not say how long a step takes. The same layer on the same devices takes twice as long under one
+program as under another, because one launches 40 small operators from Python and the other 12. `catalogue.toml` has the
+programs that published measurements come from, each figure with its source or its fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.models.sizes import EAGER, FLOAT32, Formats, Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """One training program on accelerators.
+
+    product_rate: part of an accelerator's best matrix-product rate that large products inside a model reach.
+    attention_rate: part of the same that fused attention reaches.
+    skips_mask: whether fused attention leaves out what the causal mask hides.
+    memory_rate: part of the memory bandwidth that elementwise kernels reach.
+    operator_s: host seconds to launch an operator, with Python's and autograd's work around it.
+    kernel_s: device seconds that a kernel takes at least.
+    microbatch_s, step_s: host seconds of a micro-batch and of a step that no operator accounts for.
+    slowdown: by how much computing is slower beside a collective, as a part.
+    sequence_parallel: whether ranks of a tensor axis cut activations between layers along the sequence.
+    hidden_exchange: part of the tensor axis' exchanges that computing hides.
+    overlaps: whether gradients travel while backward goes on.
+    prefetches: whether sharded parameters are gathered while the unit before is computed.
+    waits_for_sends: whether a stage waits until what it sends has arrived.
+    update_passes: how often the optimizer moves its bytes, scaling and clipping included.
+    context_bytes: of a device before the first tensor: the driver's, the kernels' and the collectives' buffers.
+    reserved: bytes that the allocator takes from the device a byte of tensors.
+    spread: how far measured steps lie around predicted ones: 80 % within this part of the logarithm.
+    kernels, formats: of the models it trains.
+    """
+
+    name: str = "paceline"
+    product_rate: float = 0.9
+    attention_rate: float = 0.6
+    skips_mask: bool = True
+    memory_rate: float = 0.8
+    operator_s: float = 10e-6
+    kernel_s: float = 3e-6
+    microbatch_s: float = 0.0
+    step_s: float = 0.0
+    slowdown: float = 0.1
+    sequence_parallel: bool = False
+    hidden_exchange: float = 0.0
+    overlaps: bool = True
+    prefetches: bool = True
+    waits_for_sends: bool = False
+    update_passes: float = 1.0
+    context_bytes: float = 2e9
+    reserved: float = 1.05
+    spread: float = 0.2
+    kernels: Kernels = EAGER
+    formats: Formats = FLOAT32
+
+
+PACELINE = Software()
