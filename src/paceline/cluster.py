@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import dataclass, replace
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, overload
 
+from paceline.catalogue import Accelerator, LinkKind
+from paceline.catalogue import accelerator as known_accelerator
+from paceline.catalogue import link as known_link
 from paceline.errors import ClusterError, nearest
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -67,6 +72,7 @@ class Device:
     is_limit: Whether the user said so, and a rank that needs more is stopped; else it is what the device has.
     flops_per_s: Matrix products in float32 with one rank's share of the cores, all ranks busy; None if not known.
     memory_bytes_per_s: Streaming bandwidth of one rank; None if not known.
+    accelerator: What it is, of a device that is described and need not be here.
     """
 
     kind: DeviceKind
@@ -76,17 +82,122 @@ class Device:
     flops_per_s: float | None = None
     memory_bytes_per_s: float | None = None
     is_limit: bool = False
+    accelerator: Accelerator | None = None
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
-    """The devices of a run, one a rank, in rank order, and the slowest link between them."""
+class Nodes:
+    """Some nodes that are alike. devices: of one of them."""
 
+    count: int
     devices: tuple[Device, ...]
+    network: Network
+
+    @property
+    def num_devices(self) -> int:
+        return self.count * len(self.devices)
+
+
+class Described(Sequence[Device]):
+    """The devices of described nodes in rank order, made when they are asked for: 100,000 take no more room than one."""
+
+    def __init__(self, nodes: tuple[Nodes, ...]) -> None:
+        self.nodes = nodes
+
+    def __len__(self) -> int:
+        return sum(kind.num_devices for kind in self.nodes)
+
+    @overload
+    def __getitem__(self, index: int) -> Device: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Device, ...]: ...
+    def __getitem__(self, index: int | slice) -> Device | tuple[Device, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        rest = index + len(self) if index < 0 else index
+        for kind in self.nodes:
+            if 0 <= rest < kind.num_devices:
+                return replace(kind.devices[rest % len(kind.devices)], index=index)
+            rest -= kind.num_devices
+        raise IndexError(index)
+
+    def __iter__(self) -> Iterator[Device]:
+        return (self[i] for i in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Described) and self.nodes == other.nodes
+
+    def __hash__(self) -> int:
+        return hash(self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The devices of a run, one a rank, in rank order, and the slowest link between them.
+
+    nodes: of a cluster that is described; none of this machine.
+    """
+
+    devices: Sequence[Device]
     link: Link = LOOPBACK
+    nodes: tuple[Nodes, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """A cluster from a word: "local", "2xcpu", "8xH100", "16x8xH100" (nodes x devices), or a TOML file.
+
+        Raises:
+            ClusterError: it can't be read, names an accelerator that is not in the catalogue, or the file has a field
+                that is missing, unknown or makes no sense; the message names all that a file has.
+        """
+        if text == "local":
+            return cls.local()
+        if text.endswith(".toml"):
+            return cls.of(_nodes_of_file(Path(text)))
+        match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w .-]*)", text.strip())
+        if match is None:
+            raise ClusterError(f"can't read the cluster '{text}'",
+                               hint="local, 2xcpu, 8xH100, 16x8xH100 (nodes x devices), or a TOML file")
+        count, each = int(match[1] or 1), int(match[2])
+        if count < 1 or each < 1:
+            raise ClusterError(f"the cluster '{text}' has no devices", hint="numbers are at least 1")
+        if match[3].lower() == "cpu":
+            if count > 1:
+                raise ClusterError(f"the cluster '{text}' has CPUs of several nodes, whose links nobody knows",
+                                   hint="2xcpu is two ranks of this machine")
+            return cls.local(num_ranks=each) if not _gpus() else cls.local(f"cpu:0-{each - 1}")
+        found = known_accelerator(match[3])
+        if match[1] is None and each > found.devices_per_node:
+            full, rest = divmod(each, found.devices_per_node)
+            if rest:
+                raise ClusterError(f"the cluster '{text}' doesn't fill nodes of {found.devices_per_node} devices",
+                                   hint=f"{full + 1}x{found.devices_per_node}x{found.name}, or nodes x devices")
+            count, each = full, found.devices_per_node
+        return cls.of((usual_nodes(found, count, each),))
+
+    @classmethod
+    def of(cls, nodes: tuple[Nodes, ...]) -> Cluster:
+        """A cluster of described nodes."""
+        slowest = min((kind.network.across or kind.network.inside for kind in nodes), key=lambda link: link.bytes_per_s)
+        return cls(Described(nodes), slowest, nodes)
+
+    def span(self, first: int, count: int) -> list[tuple[Device, Network]]:
+        """The kinds of devices that so many ranks from the first on run on, with their networks."""
+        found: list[tuple[Device, Network]] = []
+        begin = 0
+        for kind in self.nodes:
+            end = begin + kind.num_devices
+            low, high = max(first, begin), min(first + count, end)
+            if low < high:
+                each = len(kind.devices)
+                seen = (kind.devices if high - low >= each else
+                        [kind.devices[i % each] for i in range(low - begin, high - begin)])
+                found += [(device, kind.network) for device in dict.fromkeys(seen)]
+            begin = end
+        return found
 
     @classmethod
     def local(cls, devices: str | None = None, *, num_ranks: int | None = None, memory: str | None = None) -> Cluster:
@@ -121,6 +232,123 @@ class Cluster:
             devices=found if memory is None else _limited(found, memory),
             link=NVLINK if all(kind == "cuda" for kind, _ in named) else LOOPBACK,
         )
+
+
+def link_of(kind: LinkKind) -> Link:
+    """A link of the catalogue, as fast as collectives find it."""
+    return Link(kind.bytes_per_s * kind.reached, kind.latency_s)
+
+
+def described(accelerator: Accelerator, *, memory_bytes: int | None = None) -> Device:
+    """A device that need not be here."""
+    return Device("cuda", 0, memory_bytes or accelerator.memory_bytes, name=accelerator.name,
+                  flops_per_s=accelerator.bf16_flops_per_s * accelerator.product_reached,
+                  memory_bytes_per_s=accelerator.memory_bytes_per_s, accelerator=accelerator)
+
+
+def usual_nodes(accelerator: Accelerator, count: int, each: int) -> Nodes:
+    """Nodes as an accelerator usually comes in."""
+    return Nodes(count, (described(accelerator),) * each,
+                 Network(link_of(known_link(accelerator.link)), link_of(known_link(accelerator.network)), each))
+
+
+_NODE_FIELDS = ("count", "devices", "memory", "link", "network", "link_bytes_per_s", "link_latency_s",
+                "network_bytes_per_s", "network_latency_s")
+
+
+def _nodes_of_file(path: Path) -> tuple[Nodes, ...]:
+    """See docs/prediction.md for the format."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ClusterError(f"can't read the cluster {path}: {error}",
+                           hint='[[nodes]] with count = 2 and devices = ["8xH100"]') from error
+    problems = [f"unknown field '{name}', {nearest(name, ['nodes', 'accelerator'])}" for name in document
+                if name not in ("nodes", "accelerator")]
+    own: dict[str, Accelerator] = {}
+    for name, given in _tables(document.get("accelerator", {}), "accelerator", problems):
+        problems += [f"accelerator.{name}: {problem}" for problem in _accelerator_problems(given)]
+        if not problems:
+            own[name.lower()] = Accelerator(name=name, **{"source": str(path), **given})
+    listed = document.get("nodes", [])
+    if not isinstance(listed, list) or not listed or not all(isinstance(one, dict) for one in listed):
+        problems.append("it has no [[nodes]]")
+        listed = []
+    found = []
+    for number, given in enumerate(listed):
+        if wrong := _node_problems(given):
+            problems += [f"nodes {number}: {problem}" for problem in wrong]
+            continue
+        try:
+            found.append(_nodes(given, own))
+        except ClusterError as error:
+            problems.append(f"nodes {number}: {str(error).splitlines()[0]}")
+    if problems:
+        raise ClusterError(f"the cluster {path} can't be used: {'; '.join(problems)}",
+                           hint=f"fields of [[nodes]]: {', '.join(_NODE_FIELDS)}")
+    return tuple(found)
+
+
+def _tables(given: Any, what: str, problems: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    if isinstance(given, dict) and all(isinstance(one, dict) for one in given.values()):
+        return list(given.items())
+    problems.append(f"{what} is not a table of tables")
+    return []
+
+
+def _accelerator_problems(given: dict[str, Any]) -> list[str]:
+    kinds = {f.name: f.type for f in fields(Accelerator) if f.name not in ("name", "aliases")}
+    found = [f"unknown field '{name}', {nearest(name, kinds)}" for name in given if name not in kinds]
+    found += [f"'{name}' is missing" for name in kinds if name not in given and name != "source"]
+    return found + [f"{name} = {given[name]!r} must be a {'word' if kind == 'str' else 'number above 0'}"
+                    for name, kind in kinds.items() if name in given
+                    and not (isinstance(given[name], str) if kind == "str" else _is_above_0(given[name]))]
+
+
+def _is_above_0(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _node_problems(given: dict[str, Any]) -> list[str]:
+    found = [f"unknown field '{name}', {nearest(name, _NODE_FIELDS)}" for name in given if name not in _NODE_FIELDS]
+    if "devices" not in given:
+        found.append("'devices' is missing, such as [\"8xH100\"]")
+    elif not isinstance(given["devices"], list) or not all(isinstance(one, str) for one in given["devices"]):
+        found.append(f"devices = {given['devices']!r} must be a list of words such as \"8xH100\"")
+    count = given.get("count", 1)
+    if not _is_above_0(count) or not isinstance(count, int):
+        found.append(f"count = {count!r} must be a whole number of at least 1")
+    for name in ("memory", "link", "network"):
+        if name in given and not isinstance(given[name], str):
+            found.append(f"{name} = {given[name]!r} must be a word")
+    for name in ("link_bytes_per_s", "link_latency_s", "network_bytes_per_s", "network_latency_s"):
+        if name in given and not _is_above_0(given[name]):
+            found.append(f"{name} = {given[name]!r} must be a number above 0")
+    return found
+
+
+def _nodes(given: dict[str, Any], own: dict[str, Accelerator]) -> Nodes:
+    memory_bytes = _size_bytes(given["memory"]) if "memory" in given else None
+    devices: list[Device] = []
+    for word in given["devices"]:
+        match = re.fullmatch(r"(?:(\d+)x)?([A-Za-z][\w .-]*)", word.strip())
+        if match is None or match[1] == "0":
+            raise ClusterError(f"can't read the devices '{word}', such as 8xH100")
+        found = own.get(match[2].lower()) or known_accelerator(match[2])
+        devices += [described(found, memory_bytes=memory_bytes)] * int(match[1] or 1)
+    if not devices:
+        raise ClusterError("devices is empty")
+    first = devices[0].accelerator
+    assert first is not None
+    return Nodes(given.get("count", 1), tuple(devices), Network(
+        _link(given, "link", given.get("link", first.link)), _link(given, "network", given.get("network", first.network)),
+        len(devices)))
+
+
+def _link(given: dict[str, Any], which: str, name: str) -> Link:
+    """A link of the catalogue, with the figures that a file states itself; those are what messages reach."""
+    stated = {key: given[f"{which}_{key}"] for key in ("bytes_per_s", "latency_s") if f"{which}_{key}" in given}
+    return replace(link_of(known_link(name)), **stated)
 
 
 def usable_cores() -> int:

@@ -21,7 +21,9 @@ ZeroStage = Literal[1, 2, 3]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 OuterName = Literal["average", "diloco"]
 CompressName = Literal["none", "bf16", "int8", "topk", "powersgd"]
+RecomputeName = Literal["none", "selective", "full"]
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+RECOMPUTES: tuple[RecomputeName, ...] = ("none", "selective", "full")
 OUTERS: tuple[OuterName, ...] = ("average", "diloco")
 COMPRESSIONS: tuple[CompressName, ...] = ("none", "bf16", "int8", "topk", "powersgd")
 
@@ -134,14 +136,15 @@ class Modifiers:
     """What any plan can carry.
 
     accumulate: micro-batches an update, or "auto": as few as fit each device's memory.
-    recompute: "full" keeps only each block's input for backward and computes the rest again.
+    recompute: "full" keeps only each block's input for backward and computes the rest again; "selective" computes again
+        what lies between attention's products.
     shares: how the global batch is cut over the replicas: "equal", by the devices' "speed" or "memory",
         or one positive whole number a replica.
     compress: the form in which replicas send each other gradients, or the differences of outer steps.
     """
 
     accumulate: int | Literal["auto"] = 1
-    recompute: Literal["none", "full"] = "none"
+    recompute: RecomputeName = "none"
     shares: Literal["equal", "speed", "memory"] | tuple[int, ...] = "equal"
     compress: CompressName = "none"
 
@@ -384,7 +387,7 @@ _KEYS: dict[str, _Key] = {
     "microbatches": _Key("schedule", "auto", "M|auto", _whole_or_auto),
     "virtual": _Key("schedule", 1, "V", _whole),
     "accumulate": _Key("modifiers", 1, "K|auto", _whole_or_auto),
-    "recompute": _Key("modifiers", "none", "none|full", _word),
+    "recompute": _Key("modifiers", "none", "none|selective|full", _word),
     "shares": _Key("modifiers", "equal", "equal|speed|memory|A:B:...", _shares),
     "compress": _Key("modifiers", "none", "none|bf16|int8|topk|powersgd", _word),
 }
@@ -486,8 +489,8 @@ def _problems(plan: Plan) -> list[str]:
                      "add data=N")
     if mods.accumulate != "auto" and not _is_count(mods.accumulate):
         found.append(f"accumulate={mods.accumulate} must be a whole number of at least 1, or auto")
-    if mods.recompute not in ("none", "full"):
-        found.append(f"recompute={mods.recompute}: {nearest(str(mods.recompute), ['none', 'full'])}")
+    if mods.recompute not in RECOMPUTES:
+        found.append(f"recompute={mods.recompute}: {nearest(str(mods.recompute), RECOMPUTES)}")
     if isinstance(mods.shares, tuple):
         if not all(map(_is_count, mods.shares)):
             found.append(f"shares={_text(mods.shares)} must be whole numbers of at least 1")

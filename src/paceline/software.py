@@ -23,6 +23,8 @@ class Software:
     operator_s: host seconds to launch an operator, with Python's and autograd's work around it.
     kernel_s: device seconds that a kernel takes at least.
     microbatch_s, step_s: host seconds of a micro-batch and of a step that no operator accounts for.
+    hook_s: host seconds around a gathering or a reduction of a sharded unit.
+    roll_call: whether ranks that share parameters compare which unit comes next.
     slowdown: by how much computing is slower beside a collective, as a part.
     sequence_parallel: whether ranks of a tensor axis cut activations between layers along the sequence.
     hidden_exchange: part of the tensor axis' exchanges that computing hides.
@@ -45,6 +47,8 @@ class Software:
     kernel_s: float = 3e-6
     microbatch_s: float = 0.0
     step_s: float = 0.0
+    hook_s: float = 200e-6
+    roll_call: bool = False
     slowdown: float = 0.1
     sequence_parallel: bool = False
     hidden_exchange: float = 0.0
@@ -59,4 +63,4 @@ class Software:
     formats: Formats = FLOAT32
 
 
-PACELINE = Software()
+PACELINE = Software(roll_call=True)

@@ -31,7 +31,7 @@ def test_every_conflict_is_met_by_a_plan():
     plans = [Plan.parse(text) for text in ("pipeline=2 shard=2 schedule=zero-bubble",
                                            "pipeline=2 schedule=zero-bubble recompute=full", "data=2 shard=2 local=4",
                                            "data=2 local=4 compress=topk", "data=2 tensor=2 compress=powersgd",
-                                           "server=1 workers=2 compress=topk")]
+                                           "server=1 workers=2 compress=topk", "single recompute=selective")]
     assert all(any(conflict.is_met(plan) for plan in plans) for conflict in CONFLICTS)
 
 

@@ -12,7 +12,7 @@ from paceline.profile.profile import Affine, Core, Parameter, Product, Profile, 
 TOKEN_BYTES = 8  # a token's number
 STATISTIC_BYTES = 4  # norms and attention keep statistics in float32
 LOSS_BYTES = 4  # the loss is computed in float32
-LAYER, EMBEDDING, HEAD = "layers", "embedding", "head"
+LAYER, EMBEDDING, HEAD = "layers", "embedding", "head"  # the latter two belong to the root
 # Operators launched in a layer, counted in the traced profile of `decoder.py`: (forward, backward).
 _OPERATORS = {("gpt", "eager"): (10, 19), ("llama", "eager"): (32, 56), ("gpt", "fused"): (9, 17),
               ("llama", "fused"): (12, 22)}
@@ -45,7 +45,7 @@ def decoder_profile(size: DecoderSize, formats: Formats = FLOAT32, kernels: Kern
 
 
 def _table(name: str, unit: str, values: int, formats: Formats, *, is_cut: bool = False, count: int = 1) -> Parameter:
-    return Parameter(f"{unit}.{name}", unit, values * formats.weight, rows=values, state_bytes=values * formats.state,
+    return Parameter(f"{unit}.{name}", LAYER if unit == LAYER else "", values * formats.weight, rows=values, state_bytes=values * formats.state,
                      count=count, gradient_part=formats.gradient / formats.weight, is_cut=is_cut,
                      dtype={2: "bfloat16", 4: "float32"}.get(formats.weight, "float32"))
 
@@ -113,7 +113,7 @@ def _embedding(size: DecoderSize, formats: Formats, names: list[str]) -> Segment
     s, h, item = size.sequence, size.hidden, formats.activation
     moved = item * s * h * (3 if size.form == "gpt" else 1)
     return Segment(
-        EMBEDDING, Work(function_bytes=Affine(0, moved + item * s * h), operators=2),
+        "", Work(function_bytes=Affine(0, moved + item * s * h), operators=2),
         Work(function_bytes=Affine(formats.gradient * size.vocab * h, 2 * item * s * h), operators=3),
         kept_bytes=Affine(0, item * s * h), output_bytes=Affine(0, item * s * h),
         forward_peak_bytes=Affine(0, 2 * item * s * h), gradients=tuple(names),
@@ -130,13 +130,14 @@ def _head(size: DecoderSize, formats: Formats, names: list[str]) -> Segment:
     peak = s * vocab * (item + LOSS_BYTES)
     norm = s * (item * h * (2 if size.form == "llama" else 1) + STATISTIC_BYTES * 2)
     return Segment(
-        HEAD,
+        "",
         Work(Affine(0, product.flops), function_bytes=Affine(0, s * (vocab * forward + 2 * item * h)), operators=6,
              products=(product,)),
         Work(Affine(0, 2 * product.flops), function_bytes=Affine(0, s * (vocab * backward + 3 * item * h)),
              operators=9, products=product.backward()),
         kept_bytes=Affine(0, norm + kept), output_bytes=Affine(0, 0),
         forward_peak_bytes=Affine(0, norm + kept + peak), backward_peak_bytes=Affine(0, peak), gradients=tuple(names),
+        borrows=(f"{EMBEDDING}.tokens",) if size.tied else (),
         tensor=TensorCut(Affine(0, s * vocab * forward), Affine(0, s * vocab * backward), Affine(0, kept),
                          Affine(0, item * s * h), backward_exchanges=1),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -10,11 +11,13 @@ from paceline.cluster import Cluster, Device, usable_cores
 from paceline.errors import PacelineError, PlanError
 from paceline.job import Precision
 from paceline.plan import Plan, Servers
+from paceline.planner.described import play_described
 from paceline.planner.program import stage_program, step_program
 from paceline.profile.device import DeviceRates, measure_device
 from paceline.profile.profile import Profile
 from paceline.runtime.order import split
 from paceline.simulate.play import Timeline, play, play_together
+from paceline.software import PACELINE, Software
 from paceline.strategies.costs import CPU_RUNTIME_BYTES
 from paceline.strategies.mesh import weakest
 from paceline.strategies.stages.cost import RankCost
@@ -39,6 +42,7 @@ class Estimate:
     breakdown: the slowest rank's seconds: compute, communication (what no computing hides), optimizer.
     notes: which figures are rough, and why.
     needs: of every kind of rank, what its device must hold.
+    low_s, high_s: between them the step takes 80 times in 100; both step_s where nobody knows.
     """
 
     step_s: float
@@ -47,6 +51,8 @@ class Estimate:
     breakdown: Mapping[str, float]
     notes: tuple[str, ...] = ()
     needs: tuple[Need, ...] = ()
+    low_s: float = math.nan
+    high_s: float = math.nan
 
     @property
     def fits(self) -> bool:
@@ -82,7 +88,8 @@ class NotPriced(PacelineError):
 
 
 def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision = "float32",
-             rates: DeviceRates | None = None, split: Split | None = None, snapshot: bool = True) -> Estimate:
+             rates: DeviceRates | None = None, split: Split | None = None, snapshot: bool = True,
+             software: Software = PACELINE) -> Estimate:
     """Play the plan's step on the cluster.
 
     Args:
@@ -90,6 +97,7 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
         rates: Of a device that doesn't state its own; by default measured on this machine (0.3 s, then cached).
         split: The model in pieces, for plans that split it.
         snapshot: Whether checkpoints are written while training goes on, from a copy of the state.
+        software: The program that trains, on a cluster that is described.
 
     Raises:
         PlanError: the plan's ranks don't fit the devices, accumulate=auto finds nothing that fits, or a plan splits
@@ -98,6 +106,8 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     """
     if isinstance(plan.sync, Servers):
         raise NotPriced(f"plan '{plan}' has servers, and such plans are not priced yet")
+    if cluster.nodes and (profile.by_dimensions or not splits_model(plan)):
+        return _estimate_described(profile, plan, cluster, batch=batch, precision=precision, software=software)
     if splits_model(plan):
         return _estimate_split(profile, plan, cluster, batch=batch, precision=precision, rates=rates, split=split,
                                snapshot=snapshot)
@@ -110,6 +120,21 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     needs = tuple(Need(f"{rank.samples} samples" if len(played) > 1 else "each rank", rank.device, timeline.ledger)
                   for rank, timeline in played.items())
     return Estimate(slowest.step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes, needs)
+
+
+def _estimate_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
+                        software: Software) -> Estimate:
+    """On devices that need not be here. A rank needs what its tensors take of the device, and what the device needs to
+    run anything."""
+    step_s, played = play_described(profile, plan, cluster, batch=batch, precision=precision, software=software)
+    slowest = max(played, key=lambda one: one.timeline.step_s).timeline
+    fullest = max(played, key=lambda one: one.timeline.peak_memory_bytes).timeline
+    needs = tuple(Need(one.name, one.device, {
+        **one.timeline.ledger, "reserve": round((software.reserved - 1) * one.timeline.peak_memory_bytes),
+        "context": round(software.context_bytes)}) for one in played)
+    spread = math.exp(software.spread)
+    return Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes, needs,
+                    low_s=step_s / spread, high_s=step_s * spread)
 
 
 def splits_model(plan: Plan) -> bool:

@@ -3,60 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from paceline.cluster import DeviceKind
 from paceline.plan import Plan
 from paceline.profile.profile import Profile
-from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Program, free
-from paceline.strategies.costs import Held, Hooks, Moment, MomentName, Room, Step, compute
+from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Program, Repeat, free
+from paceline.software import PACELINE, Software
+from paceline.strategies.costs import (
+    Held,
+    Hooks,
+    Moment,
+    MomentName,
+    Room,
+    Step,
+    backward_moments,
+    compute,
+    forward_moments,
+)
 from paceline.strategies.data.cost import ROOM as DATA
 from paceline.strategies.local.cost import ROOM as LOCAL
 from paceline.strategies.recompute.cost import ROOM as RECOMPUTE
 from paceline.strategies.shard.cost import ROOM as SHARD
 from paceline.strategies.stages.cost import RankCost, course
+from paceline.strategies.tensor.cost import ROOM as TENSOR
 
 # Python around a micro-batch that no operator accounts for: hooks, seeds, the loss's bookkeeping. Measured on a
 # model of one small layer, one core; see docs/prediction.md.
 MICROBATCH_S = 0.6e-3
 # Innermost first, as on the running side (`strategies/compose.py`).
-ROOMS: tuple[Room, ...] = (RECOMPUTE, SHARD, DATA, LOCAL)
+ROOMS: tuple[Room, ...] = (RECOMPUTE, TENSOR, SHARD, DATA, LOCAL)
+Item = Event | tuple[MomentName, Moment]
 
 
 def step_program(profile: Profile, plan: Plan, device_kind: DeviceKind, microbatch_samples: Sequence[float], *,
-                 snapshot: bool = True) -> Program:
+                 snapshot: bool = True, software: Software = PACELINE) -> Program:
     """What the first rank does in a step with these micro-batches of its own. It holds the most of every cut.
 
     snapshot: whether checkpoints are written while training goes on.
     """
-    return _filled(moments, profile, plan, device_kind, microbatch_samples, snapshot=snapshot)
+    filling = fill(profile, plan, device_kind, microbatch_samples, snapshot=snapshot, software=software)
+    return filling.events(moments(filling.step))
 
 
-def stage_program(rank: RankCost, plan: Plan, device_kind: DeviceKind, *, snapshot: bool = True) -> Program:
+def stage_program(rank: RankCost, plan: Plan, device_kind: DeviceKind, *, snapshot: bool = True,
+                  software: Software = PACELINE) -> Program:
     """What a rank of a split model does in a step."""
-    return _filled(lambda step: course(rank), rank.profile, plan, device_kind, (1.0,) * plan.num_microbatches,
-                   snapshot=snapshot)
+    filling = fill(rank.profile, plan, device_kind, (rank.samples,) * plan.num_microbatches, snapshot=snapshot,
+                   software=software)
+    return filling.events(course(rank))
 
 
-def _filled(course: Callable[[Step], Iterable[Event | tuple[MomentName, Moment]]], profile: Profile, plan: Plan,
-            device_kind: DeviceKind, microbatch_samples: Sequence[float], *, snapshot: bool) -> Program:
-    """A course of moments with what the rooms of the plan do at each."""
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """What happens at the moments of a step: the rooms of its plan, innermost first."""
+
+    step: Step
+    hooks: tuple[Hooks, ...]
+    snapshot: bool
+
+    def events(self, course: Iterable[Item]) -> Program:
+        """A course of moments with what the rooms do at each. Moments between the first and the last of segments that
+        are alike become a repetition."""
+        found: list[Event] = []
+        items = list(course)
+        at = 0
+        while at < len(items):
+            item = items[at]
+            at += 1
+            if not isinstance(item, tuple):
+                found.append(item)
+                continue
+            name, moment = item
+            if moment.is_first or moment.is_last:
+                found += self.at(name, moment)
+                continue
+            together = [(name, moment)]
+            while at < len(items) and isinstance(items[at], tuple) and items[at][1] == moment:  # type: ignore[index]
+                together.append(items[at])  # type: ignore[arg-type]
+                at += 1
+            body = [event for each in together for event in self.at(*each)]
+            found.append(Repeat(tuple(body), self.step.segment(moment).repeat - 2))
+        return tuple(found)
+
+    def at(self, name: MomentName, moment: Moment) -> list[Event]:
+        if name == "save" and not self.snapshot:
+            return []
+        in_order = reversed(self.hooks) if name.startswith("before_") else self.hooks
+        return [event for events in in_order if name in events for event in events[name](moment)]
+
+
+def fill(profile: Profile, plan: Plan, device_kind: DeviceKind, microbatch_samples: Sequence[float], *,
+         snapshot: bool, software: Software = PACELINE) -> Filling:
+    """The rooms that a plan enters, with what one rank holds and computes in them."""
     rooms = [room for room in ROOMS if room.is_active(plan)]
+    for room in rooms:
+        profile = room.narrow(profile, plan, software)
     held = Held({p.name: p.num_bytes for p in profile.parameters},
                 {p.name: p.gradient_bytes for p in profile.parameters},
                 {p.name: p.state_bytes for p in profile.parameters})
     for room in rooms:
         held = room.hold(held, plan, profile)
-    step = Step(profile, plan, device_kind, tuple(microbatch_samples), held)
-    hooks = [_one_device(step), *(room.enter(step) for room in rooms)]
-    program: list[Event] = []
-    for item in course(step):
-        if not isinstance(item, tuple):
-            program.append(item)
-        elif snapshot or item[0] != "save":
-            name, moment = item
-            in_order = reversed(hooks) if name.startswith("before_") else hooks
-            program += [event for events in in_order if name in events for event in events[name](moment)]
-    return tuple(program)
+    step = Step(profile, plan, device_kind, tuple(microbatch_samples), held, software)
+    return Filling(step, (_one_device(step), *(room.enter(step) for room in rooms)), snapshot)
 
 
 def moments(step: Step) -> Iterator[tuple[MomentName, Moment]]:
@@ -66,14 +115,10 @@ def moments(step: Step) -> Iterator[tuple[MomentName, Moment]]:
     for microbatch in range(len(step.microbatch_samples)):
         yield "begin", Moment(microbatch)
         for segment in segments:
-            yield "before_forward", Moment(microbatch, segment)
-            yield "forward", Moment(microbatch, segment)
-            yield "after_forward", Moment(microbatch, segment)
+            yield from forward_moments(microbatch, segment, step.profile.segments[segment].repeat)
         yield "turn", Moment(microbatch)
         for segment in reversed(segments):
-            yield "before_backward", Moment(microbatch, segment)
-            yield "backward", Moment(microbatch, segment)
-            yield "after_backward", Moment(microbatch, segment)
+            yield from backward_moments(microbatch, segment, step.profile.segments[segment].repeat)
         yield "done", Moment(microbatch)
     yield "finish", Moment()
     yield "meet", Moment()
@@ -85,16 +130,16 @@ def _one_device(step: Step) -> Hooks:
     """The work that every plan has in common, with what this rank holds."""
     profile, held = step.profile, step.held
     gradient_bytes = {p.name: p.gradient_bytes for p in profile.parameters}
-    held_bytes = sum(held.parameters.values()) + sum(held.state.values())
+    held_bytes = step.total(held.parameters) + step.total(held.state)
 
     def start(at: Moment) -> Iterable[Event]:
-        yield Allocate("parameters", sum(held.parameters.values()) + profile.buffer_bytes)
-        yield Allocate("optimizer", sum(held.state.values()))
-        yield Allocate("gradients", sum(held.gradients.values()) if held.gradients_kept else 0)
+        yield Allocate("parameters", step.total(held.parameters) + profile.buffer_bytes)
+        yield Allocate("optimizer", step.total(held.state))
+        yield Allocate("gradients", step.total(held.gradients) if held.gradients_kept else 0)
 
     def begin(at: Moment) -> Iterable[Event]:
         yield Allocate("activations", profile.batch_bytes.at(step.samples(at)))
-        yield Compute(fixed_s=MICROBATCH_S)
+        yield Compute(fixed_s=MICROBATCH_S + step.software.microbatch_s)
 
     def forward(at: Moment) -> Iterable[Event]:
         segment, samples = step.segment(at), step.samples(at)
@@ -129,12 +174,13 @@ def _one_device(step: Step) -> Hooks:
             yield Collective("all_reduce", 8 * figures, step.plan.world_size, name="meet", stream=COMPUTE)
 
     def update(at: Moment) -> Iterable[Event]:
-        whole = sum(gradient_bytes.values())
-        part = sum(held.gradients.values()) / whole if whole else 0.0
+        whole = step.total(gradient_bytes)
+        part = step.total(held.gradients) / whole if whole else 0.0
+        passes = step.software.update_passes
         yield Allocate("optimizer", profile.update_peak_bytes * part)
         work = compute(profile.update, samples=0, part="optimizer")
-        yield Compute(moved_bytes=work.moved_bytes * part, function_bytes=work.function_bytes * part,
-                      operators=work.operators, part="optimizer")
+        yield Compute(moved_bytes=work.moved_bytes * part * passes, function_bytes=work.function_bytes * part,
+                      operators=work.operators, fixed_s=step.software.step_s, part="optimizer")
         yield free("optimizer", profile.update_peak_bytes * part)
 
     def save(at: Moment) -> Iterable[Event]:

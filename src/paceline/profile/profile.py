@@ -159,6 +159,7 @@ class Segment:
     forward_peak_bytes: most alive during its forward, above the level at its start.
     backward_peak_bytes: most alive during its backward, above the level at the end of its forward.
     gradients: names of the parameters whose gradients its backward completes.
+    borrows: names of parameters that it uses and another segment completes.
     repeat: how many such segments follow each other; figures are of one.
     core: what selective recomputation does again; None where nothing is known of it.
     tensor: what a tensor axis divides; None where nothing is known of it.
@@ -172,6 +173,7 @@ class Segment:
     forward_peak_bytes: Affine = Affine()
     backward_peak_bytes: Affine = Affine()
     gradients: tuple[str, ...] = ()
+    borrows: tuple[str, ...] = ()
     repeat: int = 1
     core: Core | None = None
     tensor: TensorCut | None = None

@@ -12,6 +12,7 @@ from paceline.job import Precision
 from paceline.simulate.collectives import collective_s
 from paceline.simulate.program import (
     COMPUTE,
+    HOST,
     NETWORK,
     SENDING,
     Allocate,
@@ -25,7 +26,6 @@ from paceline.simulate.program import (
 )
 
 ROUNDS = 3  # of a repetition that are played before the rest are counted: streams that wait for each other have settled
-HOST = "host"  # launches what the device computes
 
 
 class Rates(Protocol):
@@ -125,7 +125,7 @@ class Player:
             device_s, host_s = self.rates.seconds(event, self.precision)
             start = clock[COMPUTE]
             for name in event.after:
-                start = max(start, self.ended[name])
+                start = max(start, self.ended.get(name, 0.0))
             if self._slowdown and clock[NETWORK] > start:
                 device_s += self._slowdown * min(device_s, clock[NETWORK] - start)
             clock[HOST] += host_s

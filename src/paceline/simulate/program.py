@@ -7,7 +7,8 @@ from typing import Literal
 
 from paceline.profile.profile import Product
 
-COMPUTE, NETWORK, SENDING = "compute", "network", "sending"
+# HOST launches what the device computes.
+COMPUTE, NETWORK, SENDING, HOST = "compute", "network", "sending", "host"
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Part = Literal["compute", "optimizer"]
 
@@ -18,7 +19,7 @@ class Compute:
 
     fixed_s: seconds of the host, which an accelerator computes beside.
     part: of the step, for its breakdown.
-    after: names of collectives that must have ended.
+    after: names of collectives that must have ended; one that is in no step has.
     products: what `flops` consists of, where shapes are known: of all samples.
     """
 

@@ -17,18 +17,23 @@ A step is the same for every plan; its moments are, in order:
 `enter` is called once a step and answers with what the room does at which moment. Rooms stand inside one another
 as on the running side: at a `before_...` moment the outermost comes first, at all others the innermost. The
 innermost of all is the work of one device (`planner/program.py`).
+
+Segments that follow each other alike (`Segment.repeat`) are the first, some between that are played as one, and the
+last; a moment says which it belongs to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from paceline.cluster import DeviceKind
 from paceline.plan import Plan
-from paceline.profile.profile import Profile, Segment, Work
+from paceline.profile.profile import Product, Profile, Segment, Work
 from paceline.simulate.program import Compute, Event, Part
+from paceline.software import PACELINE, Software
 
 # What a rank's resident size grows by besides tensors, once it runs: library pages that it touches for the first
 # time, kernels that are compiled for its shapes, threads, the network's buffers. Measured; see docs/prediction.md.
@@ -40,10 +45,15 @@ MomentName = Literal["start", "begin", "before_forward", "forward", "after_forwa
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Which micro-batch and which segment (a number in the profile) a moment belongs to; 0 where there is none."""
+    """Which micro-batch and which segment (a number in the profile) a moment belongs to; 0 where there is none.
+
+    is_first, is_last: of the segment's repetitions, in the order of the forward pass.
+    """
 
     microbatch: int = 0
     segment: int = 0
+    is_first: bool = True
+    is_last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,7 @@ class Step:
     """What a room needs to know about one rank's step.
 
     microbatch_samples: this rank's, of each micro-batch.
+    software: the program that trains.
     """
 
     profile: Profile
@@ -73,10 +84,15 @@ class Step:
     device_kind: DeviceKind
     microbatch_samples: tuple[float, ...]
     held: Held
+    software: Software = PACELINE
 
     def is_last(self, at: Moment) -> bool:
         """Whether this is the window's last micro-batch."""
         return at.microbatch == len(self.microbatch_samples) - 1
+
+    def total(self, bytes_by_name: Mapping[str, int]) -> int:
+        """Of all parameters, with all there are of each."""
+        return sum(bytes_by_name[p.name] * p.count for p in self.profile.parameters)
 
     def segment(self, at: Moment) -> Segment:
         return self.profile.segments[at.segment]
@@ -85,10 +101,37 @@ class Step:
         return self.microbatch_samples[at.microbatch]
 
 
+def forward_moments(microbatch: int, segment: int, repeat: int) -> Iterator[tuple[MomentName, Moment]]:
+    """Of a segment and those like it: the first, one for all between, the last."""
+    for is_first, is_last in _ENDS[min(repeat, 3)]:
+        at = Moment(microbatch, segment, is_first, is_last)
+        yield "before_forward", at
+        yield "forward", at
+        yield "after_forward", at
+
+
+def backward_moments(microbatch: int, segment: int, repeat: int) -> Iterator[tuple[MomentName, Moment]]:
+    """The same, the last one first."""
+    for is_first, is_last in reversed(_ENDS[min(repeat, 3)]):
+        at = Moment(microbatch, segment, is_first, is_last)
+        yield "before_backward", at
+        yield "backward", at
+        yield "after_backward", at
+
+
+_ENDS = {1: [(True, True)], 2: [(True, False), (False, True)], 3: [(True, False), (False, False), (False, True)]}
+
+
 def compute(work: Work, samples: float, *, part: Part = "compute") -> Compute:
     """A segment's work on so many samples, as an event."""
     return Compute(flops=work.flops.at(samples), moved_bytes=work.moved_bytes.at(samples),
-                   function_bytes=work.function_bytes.at(samples), operators=work.operators, part=part)
+                   function_bytes=work.function_bytes.at(samples), operators=work.operators, part=part,
+                   products=_of_samples(work.products, samples) if work.products else ())
+
+
+@lru_cache(maxsize=4096)
+def _of_samples(products: tuple[Product, ...], samples: float) -> tuple[Product, ...]:
+    return tuple(replace(p, **{p.grows: getattr(p, p.grows) * samples}) for p in products)
 
 
 Hook = Callable[[Moment], Iterable[Event]]
@@ -100,6 +143,11 @@ def unchanged(held: Held, plan: Plan, profile: Profile) -> Held:
     return held
 
 
+def whole(profile: Profile, plan: Plan, software: Software) -> Profile:
+    """A room in which each rank runs every operator whole."""
+    return profile
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """The cost side of a strategy.
@@ -107,8 +155,10 @@ class Room:
     is_active: whether a plan enters the room.
     enter: the room's events by moment.
     hold: what a rank holds of what it held without the room.
+    narrow: what a rank computes of what it computed without the room; done before anything is held or played.
     """
 
     is_active: Callable[[Plan], bool]
     enter: Callable[[Step], Hooks]
     hold: Callable[[Held, Plan, Profile], Held] = unchanged
+    narrow: Callable[[Profile, Plan, Software], Profile] = whole

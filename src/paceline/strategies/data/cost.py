@@ -12,7 +12,7 @@ from paceline.profile.profile import Parameter, Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event
 from paceline.strategies.compress.size import PASSES, sent_bytes
 from paceline.strategies.costs import Held, Hooks, Moment, Room, Step
-from paceline.strategies.data.buckets import assign
+from paceline.strategies.data.buckets import LARGEST_BUCKET_BYTES, assign
 
 _AT_THE_END = -1  # after the backward of every segment
 
@@ -22,7 +22,9 @@ def enter(step: Step) -> Hooks:
     compressed goes over the network everywhere."""
     replicas, form = step.plan.axes.data, step.plan.modifiers.compress
     leaving = departures(step)
-    total = sum(bucket.num_bytes for buckets in leaving.values() for bucket in buckets)
+    total = sum(step.held.gradients[p.name] * p.count for p in step.profile.parameters if p.trainable)
+    stride = step.plan.axes.shard * step.plan.axes.tensor
+    stream = NETWORK if step.software.overlaps else COMPUTE
     copied = step.held.gradients_by_unit
     shared = step.device_kind == "cpu" and form == "none"
 
@@ -38,7 +40,7 @@ def enter(step: Step) -> Hooks:
             if copied:
                 yield Compute(moved_bytes=2 * bucket.num_bytes, operators=1)
             if not shared:
-                yield from reduce(form, bucket, replicas, name="buckets")
+                yield from reduce(form, bucket, replicas, name="buckets", stride=stride, stream=stream)
 
     def after_backward(at: Moment) -> Iterable[Event]:
         return send(at.segment) if step.is_last(at) else ()
@@ -60,26 +62,30 @@ def enter(step: Step) -> Hooks:
 class Bucket:
     """What is reduced at once.
 
-    shapes: of its tensors, whole; matrices as (rows, columns).
+    shapes: of its tensors, whole; matrices as (rows, columns). times: how many like it leave together; a part of one
+        where more gradients are waited for.
     """
 
     num_bytes: float
     shapes: tuple[tuple[int, ...], ...]
     item_bytes: int
+    times: float = 1.0
 
 
 def reduce(form: str, bucket: Bucket, ranks: int, *, name: str, stream: str = NETWORK,
-           times: float = 1.0) -> Iterable[Event]:
+           times: float = 1.0, stride: int = 1) -> Iterable[Event]:
     """A bucket's reduction over the network, so many times a step. A compressed one takes as long as an all-reduce that
     sends as many bytes; its own steps are a few more or fewer."""
+    times *= bucket.times
     if form == "none":
-        yield Collective("all_reduce", bucket.num_bytes, ranks, name=name, stream=stream, times=times)
+        yield Collective("all_reduce", bucket.num_bytes, ranks, name=name, stream=stream, times=times, stride=stride)
         return
     whole_bytes = bucket.item_bytes * sum(map(math.prod, bucket.shapes))
     part = bucket.num_bytes / whole_bytes if whole_bytes else 0.0  # a shard's
     sent = sent_bytes(form, bucket.shapes, bucket.item_bytes, ranks) * part
     yield Compute(moved_bytes=times * PASSES[form] * bucket.num_bytes, operators=times * PASSES[form])
-    yield Collective("all_reduce", sent * ranks / (2 * (ranks - 1)), ranks, name=name, stream=stream, times=times)
+    yield Collective("all_reduce", sent * ranks / (2 * (ranks - 1)), ranks, name=name, stream=stream, times=times,
+                     stride=stride)
 
 
 def shape_of(parameter: Parameter) -> tuple[int, ...]:
@@ -96,8 +102,11 @@ def item_bytes(parameter: Parameter) -> int:
 def departures(step: Step) -> dict[int, list[Bucket]]:
     """The buckets that leave after each segment's backward.
 
-    Buckets leave in their own order: one that is complete waits for those before it.
+    Buckets leave in their own order: one that is complete waits for those before it. Of a profile by dimensions each
+    repetition sends its part of a bucket.
     """
+    if step.profile.by_dimensions:
+        return _by_dimensions(step)
     trainable = [p for p in step.profile.parameters if p.trainable]
     sizes = [step.held.gradients[p.name] for p in trainable]
     ready = _ready_after(step)
@@ -107,6 +116,19 @@ def departures(step: Step) -> dict[int, list[Bucket]]:
         latest = min([latest, *(ready.get(trainable[i].name, _AT_THE_END) for i in bucket)])
         found[latest].append(Bucket(sum(sizes[i] for i in bucket), tuple(shape_of(trainable[i]) for i in bucket),
                                     item_bytes(trainable[bucket[0]])))
+    return found
+
+
+def _by_dimensions(step: Step) -> dict[int, list[Bucket]]:
+    parts = step.profile.reduced_part
+    trainable = {p.name: p for p in step.profile.parameters if p.trainable}
+    largest = min(LARGEST_BUCKET_BYTES, parts * sum(step.held.gradients[p.name] * p.count for p in trainable.values()))
+    found: dict[int, list[Bucket]] = defaultdict(list)
+    for number, segment in enumerate(step.profile.segments):
+        for name in segment.gradients:
+            num_bytes = step.held.gradients[name] * parts
+            found[number].append(Bucket(largest, (shape_of(trainable[name]),), item_bytes(trainable[name]),
+                                        times=num_bytes / largest))
     return found
 
 

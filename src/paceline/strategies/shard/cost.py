@@ -5,7 +5,7 @@ The three stages differ in when FSDP2 gathers and reduces; `run.py` has the tabl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from paceline.plan import Plan
@@ -22,6 +22,7 @@ HOOK_S = 800e-6
 CPU_RUNTIME_BYTES = 12 * 2**20
 ROLL_BYTES = 16  # two whole numbers, see `roll.py`
 ROOT = ""
+REDUCED = "reduced"  # on accelerators nobody waits for a unit's gradients before the end
 
 
 def hold(held: Held, plan: Plan, profile: Profile) -> Held:
@@ -40,24 +41,34 @@ def _part(parameter: Parameter, ranks: int) -> float:
 
 
 def enter(step: Step) -> Hooks:
-    zero, ranks = step.plan.zero, step.plan.axes.shard
+    zero, ranks, software = step.plan.zero, step.plan.axes.shard, step.software
+    on_cpu = step.device_kind == "cpu"
     # On the CPU a collective of FSDP2 ends before it goes on.
-    stream = COMPUTE if step.device_kind == "cpu" else NETWORK
+    stream = COMPUTE if on_cpu or not software.overlaps else NETWORK
+    is_ahead = not on_cpu and software.prefetches
+    hook_s = HOOK_S if on_cpu else software.hook_s
     units = [segment.unit for segment in step.profile.segments]
     first_segment = {unit: units.index(unit) for unit in units if unit}
+    stride = step.plan.axes.tensor
 
-    def gather(unit: str) -> Iterable[Event]:
-        whole, local = _bytes(step, unit)
-        if not whole:
-            return
+    def issue(unit: str) -> Iterable[Event]:
+        whole, local = _gathered_bytes(step, unit)
         yield Allocate("communication", whole + local)
-        yield Collective("all_gather", whole, ranks, name=f"gather {unit}", stream=stream)
+        yield Collective("all_gather", whole, ranks, name=f"gather {unit}", stream=stream, stride=stride)
+
+    def take(unit: str) -> Iterable[Event]:
+        whole, local = _gathered_bytes(step, unit)
         yield Allocate("parameters", whole)
-        yield Compute(moved_bytes=2 * (whole + local), fixed_s=HOOK_S, after=(f"gather {unit}",))
+        yield Compute(moved_bytes=2 * (whole + local), fixed_s=hook_s, after=(f"gather {unit}",))
         yield free("communication", whole + local)
 
+    def gather(unit: str) -> Iterable[Event]:
+        if _gathered_bytes(step, unit)[0]:
+            yield from issue(unit)
+            yield from take(unit)
+
     def release(unit: str) -> Event:
-        return free("parameters", _bytes(step, unit)[0])
+        return free("parameters", _gathered_bytes(step, unit)[0])
 
     def reduce(unit: str, at: Moment) -> Iterable[Event]:
         """The unit's gradients go into a buffer, and each rank gets the sum of its part."""
@@ -65,35 +76,58 @@ def enter(step: Step) -> Hooks:
         whole, local = sum(p.gradient_bytes for p in trainable), sum(step.held.gradients[p.name] for p in trainable)
         if not whole or not (zero > 1 or step.is_last(at)):
             return
-        yield Allocate("communication", whole + local)
-        yield Compute(moved_bytes=2 * whole, fixed_s=HOOK_S)
-        yield Collective("reduce_scatter", whole, ranks, name=f"reduce {unit}", stream=stream)
-        yield Compute(moved_bytes=3 * local, after=(f"reduce {unit}",))
-        yield free("communication", whole + local)
+        sent = whole * step.profile.reduced_part
+        yield Allocate("communication", sent + local)
+        yield Compute(moved_bytes=2 * sent, fixed_s=hook_s)
+        name = f"reduce {unit}" if on_cpu else REDUCED
+        yield Collective("reduce_scatter", sent, ranks, name=name, stream=stream, stride=stride)
+        yield Compute(moved_bytes=3 * local, after=(name,) if on_cpu else ())
+        yield free("communication", sent + local)
         if at.microbatch == 0 or zero == 1:  # the first reduction of the window
             yield free("gradients", whole - local)
 
     def start(at: Moment) -> Iterable[Event]:
-        if step.device_kind == "cpu":
+        if on_cpu:
             yield Allocate("runtime", CPU_RUNTIME_BYTES)
 
-    def roll_call() -> Event:
+    def roll_call() -> Iterable[Event]:
         """The ranks compare which unit comes next."""
-        return Collective("all_reduce", ROLL_BYTES, ranks, name="roll", stream=COMPUTE)
+        if software.roll_call:
+            yield Collective("all_reduce", ROLL_BYTES, ranks, name="roll", stream=COMPUTE, stride=stride)
 
     def gathered_here(at: Moment, *, backward: bool) -> bool:
         return zero == 3 or (at.microbatch == 0 and not backward)
+
+    def is_gathered(segment: int) -> bool:
+        """Whether a segment's forward is one that a gathering is for."""
+        return bool(units[segment]) and (zero == 3 or first_segment[units[segment]] == segment)
+
+    def ahead(segments: Sequence[int], at: Moment, *, is_first: bool, is_last: bool) -> Iterable[Event]:
+        """Take the unit that was asked for, and ask for the next one. segments: in the order of the pass."""
+        unit, place = units[at.segment], segments.index(at.segment)
+        if place == 0 and is_first:
+            yield from issue(unit)
+        yield from take(unit)
+        if not is_last:
+            yield from issue(unit)
+        elif place + 1 < len(segments):
+            yield from issue(units[segments[place + 1]])
+
+    forwards = [number for number in range(len(units)) if is_gathered(number)]
+    backwards = [number for number in reversed(range(len(units))) if units[number]]
 
     def begin(at: Moment) -> Iterable[Event]:
         return gather(ROOT) if gathered_here(at, backward=False) else ()
 
     def before_forward(at: Moment) -> Iterable[Event]:
         unit = step.segment(at).unit
-        is_first = first_segment.get(unit) == at.segment
         if unit:
-            yield roll_call()
-        if unit and gathered_here(at, backward=False) and (is_first or zero == 3):
-            yield from gather(unit)
+            yield from roll_call()
+        if unit and gathered_here(at, backward=False) and is_gathered(at.segment):
+            if is_ahead:
+                yield from ahead(forwards, at, is_first=at.is_first, is_last=at.is_last)
+            else:
+                yield from gather(unit)
 
     def after_forward(at: Moment) -> Iterable[Event]:
         unit = step.segment(at).unit
@@ -101,14 +135,18 @@ def enter(step: Step) -> Hooks:
             yield release(unit)
 
     def turn(at: Moment) -> Iterable[Event]:
-        yield roll_call()
+        yield from roll_call()
         if zero == 3:
             yield release(ROOT)
             yield from gather(ROOT)
 
     def before_backward(at: Moment) -> Iterable[Event]:
         unit = step.segment(at).unit
-        return gather(unit) if unit and gathered_here(at, backward=True) else ()
+        if not unit or not gathered_here(at, backward=True):
+            return ()
+        if is_ahead:
+            return ahead(backwards, at, is_first=at.is_last, is_last=at.is_first)
+        return gather(unit)
 
     def after_backward(at: Moment) -> Iterable[Event]:
         unit = step.segment(at).unit
@@ -126,18 +164,22 @@ def enter(step: Step) -> Hooks:
         if zero == 3 or step.is_last(at):
             yield release(ROOT)
 
+    def finish(at: Moment) -> Iterable[Event]:
+        if not on_cpu:
+            yield Compute(after=(REDUCED,))
+
     def update(at: Moment) -> Iterable[Event]:
         yield Compute(fixed_s=step.profile.update.operators * DTENSOR_OPERATOR_S, part="optimizer")
 
     return {"start": start, "begin": begin, "before_forward": before_forward, "after_forward": after_forward,
             "turn": turn, "before_backward": before_backward, "after_backward": after_backward, "done": done,
-            "update": update}
+            "finish": finish, "update": update}
 
 
-def _bytes(step: Step, unit: str) -> tuple[int, int]:
-    """Of a unit's parameters: whole, and what this rank holds."""
-    owned = step.profile.owned_by(unit)
-    return sum(p.num_bytes for p in owned), sum(step.held.parameters[p.name] for p in owned)
+def _gathered_bytes(step: Step, unit: str) -> tuple[float, float]:
+    """Of a unit's parameters on their way: whole, and what this rank sends."""
+    owned, part = step.profile.owned_by(unit), step.profile.gathered_part
+    return part * sum(p.num_bytes for p in owned), part * sum(step.held.parameters[p.name] for p in owned)
 
 
 ROOM = Room(is_active=lambda plan: plan.axes.shard > 1, enter=enter, hold=hold)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from paceline.profile.profile import Profile
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Event, Receive, Send, free
-from paceline.strategies.costs import Moment, MomentName, compute
+from paceline.strategies.costs import Moment, MomentName, backward_moments, compute, forward_moments
 from paceline.strategies.pipeline.schedule import Action
 
+ENDING: tuple[MomentName, ...] = ("finish", "meet", "update", "save")
 POSTED_AHEAD = 2  # actions whose messages a rank makes room for: the one at hand and the next
 
 
@@ -45,7 +46,8 @@ class RankCost:
 
     profile: of what it holds and runs; its figures are for micro-batches as large as they come.
     stages: by number. order: of actions. batch_bytes: inputs and targets of all micro-batches.
-    tied_bytes: gradients of parameters that other ranks use too.
+    tied_bytes: gradients of parameters that other ranks use too. tied_stride: how far apart those are
+        numbered. samples: of a micro-batch, in the profile's unit.
     """
 
     profile: Profile
@@ -53,6 +55,13 @@ class RankCost:
     order: Sequence[Action]
     batch_bytes: float = 0.0
     tied_bytes: float = 0.0
+    tied_stride: int = 1
+    samples: float = 1.0
+
+
+def tie(rank: RankCost) -> Event:
+    """The sum of gradients that two ranks have of the same parameters."""
+    return Collective("all_reduce", rank.tied_bytes, 2, name="ties", stream=COMPUTE, stride=rank.tied_stride)
 
 
 def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, Moment]]:
@@ -70,17 +79,17 @@ def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, Moment]]:
         leaving = {"F": stage.gives, "B": stage.returns, "I": stage.returns}.get(action.kind, ())
         yield from (Receive(message.peer, f"{message.name}.{microbatch}") for message in arriving)
         if action.kind == "F":
-            yield from _forward(stage, microbatch)
+            yield from forward_course(rank, stage, microbatch)
         elif action.kind == "I":  # the other half of the work is done with the weights
             yield from (compute(rank.profile.segments[k].backward, 1.0) for k in reversed(stage.segments))
         else:
-            yield from _backward(stage, microbatch)
+            yield from backward_course(rank, stage, microbatch)
         yield from (Send(message.peer, f"{message.name}.{microbatch}", message.num_bytes) for message in leaving)
         if action.kind in ("B", "W"):
             yield free("communication", sum(m.num_bytes for m in (*stage.takes, *stage.regains)))
     if rank.tied_bytes:
-        yield Collective("all_reduce", rank.tied_bytes, 2, name="ties", stream=COMPUTE)
-    for name in ("finish", "meet", "update", "save"):
+        yield tie(rank)
+    for name in ENDING:
         yield name, Moment()
 
 
@@ -90,18 +99,16 @@ def _room_bytes(stage: StageCost, action: Action) -> float:
     return sum(message.num_bytes for message in arriving)
 
 
-def _forward(stage: StageCost, microbatch: int) -> Iterator[tuple[MomentName, Moment]]:
+def forward_course(rank: RankCost, stage: StageCost, microbatch: int) -> Iterator[tuple[MomentName, Moment]]:
+    """A stage's forward of a micro-batch."""
     yield "begin", Moment(microbatch, stage.segments.start)
     for segment in stage.segments:
-        yield "before_forward", Moment(microbatch, segment)
-        yield "forward", Moment(microbatch, segment)
-        yield "after_forward", Moment(microbatch, segment)
+        yield from forward_moments(microbatch, segment, rank.profile.segments[segment].repeat)
 
 
-def _backward(stage: StageCost, microbatch: int) -> Iterator[tuple[MomentName, Moment]]:
+def backward_course(rank: RankCost, stage: StageCost, microbatch: int) -> Iterator[tuple[MomentName, Moment]]:
+    """A stage's backward of a micro-batch."""
     yield "turn", Moment(microbatch, stage.segments.start)
     for segment in reversed(stage.segments):
-        yield "before_backward", Moment(microbatch, segment)
-        yield "backward", Moment(microbatch, segment)
-        yield "after_backward", Moment(microbatch, segment)
+        yield from backward_moments(microbatch, segment, rank.profile.segments[segment].repeat)
     yield "done", Moment(microbatch, stage.segments.start)

@@ -1,0 +1,266 @@
+"""The cost of a plan on devices that are described and need not be here: the same rooms, played in milliseconds.
+
+Replicas are alike, so one is played. A model that is not split is played as it would be here. Of a pipeline, what a rank
+does for one micro-batch of one stage is played once for every kind of stage (a block), and the schedule is played with
+the blocks' seconds (`strategies/pipeline/timing.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from paceline.catalogue import Accelerator
+from paceline.cluster import Cluster, Device, Network
+from paceline.errors import PlanError
+from paceline.job import Precision
+from paceline.plan import Plan
+from paceline.planner.program import Filling, Item, fill, step_program
+from paceline.profile.profile import Profile
+from paceline.simulate.accelerator import AcceleratorRates
+from paceline.simulate.play import Player, Timeline, play
+from paceline.simulate.program import COMPUTE, HOST, NETWORK, Allocate, Event
+from paceline.software import Software
+from paceline.strategies.costs import Moment, compute
+from paceline.strategies.pipeline.cost import ranks
+from paceline.strategies.pipeline.schedule import Action
+from paceline.strategies.pipeline.timing import FIRST, LAST, MIDDLE, Key, Taken, rank_ends, which
+from paceline.strategies.stages.cost import ENDING, RankCost, StageCost, backward_course, forward_course, tie
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One kind of rank: what its step took, and the device that it is for."""
+
+    name: str
+    device: Device
+    timeline: Timeline
+
+
+@lru_cache(maxsize=256)
+def rates_of(accelerator: Accelerator, software: Software) -> AcceleratorRates:
+    """An accelerator's rates under a training program; products that were priced once stay priced."""
+    reached = accelerator.product_reached
+    return AcceleratorRates(
+        {"float32": accelerator.float32_flops_per_s * reached, "bf16": accelerator.bf16_flops_per_s * reached,
+         "float64": accelerator.float32_flops_per_s * reached / 2},
+        accelerator.memory_bytes_per_s, accelerator.multiprocessors, software, software.formats.activation)
+
+
+def play_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
+                   software: Software) -> tuple[float, list[Played]]:
+    """Seconds of a step, and the kinds of ranks.
+
+    Raises:
+        PlanError: there are fewer devices than ranks, fewer samples than replicas, or fewer layers than stages.
+    """
+    if plan.world_size > len(cluster.devices):
+        raise PlanError(f"plan '{plan}' needs {plan.world_size} devices and the cluster has {len(cluster.devices)}",
+                        hint=f"a plan of at most {len(cluster.devices)} ranks")
+    if batch < plan.replicas:
+        raise PlanError(f"plan '{plan}' has {plan.replicas} replicas and a global batch has {batch} samples: some "
+                        "would never have any", hint=f"at most {batch} replicas")
+    samples = max(1.0, batch / (plan.replicas * plan.num_microbatches))
+    if plan.axes.pipeline > 1:
+        return _pipeline(profile, plan, cluster, samples=samples, precision=precision, software=software)
+    found = []
+    for device, network in cluster.span(0, plan.world_size):
+        timeline = _step(profile, plan, samples, precision, software, device, network)
+        found.append(Played(device.name, device, timeline))
+    return max(one.timeline.step_s for one in found), found
+
+
+def _accelerator(device: Device) -> Accelerator:
+    if device.accelerator is None:
+        raise PlanError(f"nothing is known of device '{device.name or device}' but its name")
+    return device.accelerator
+
+
+def _step(profile: Profile, plan: Plan, samples: float, precision: Precision, software: Software, device: Device,
+          network: Network) -> Timeline:
+    """A rank's step. Micro-batches between the first two and the last are alike and are played once."""
+    def played(count: int) -> Timeline:
+        program = step_program(profile, plan, device.kind, (samples,) * count, snapshot=False, software=software)
+        return play(program, rates_of(_accelerator(device), software), network, precision=precision)
+
+    count = plan.num_microbatches
+    if count <= 3:
+        return played(count)
+    without, once = played(2), played(3)
+    times = count - 2
+    return replace(once, step_s=without.step_s + times * (once.step_s - without.step_s), breakdown={
+        part: seconds + times * (once.breakdown[part] - seconds) for part, seconds in without.breakdown.items()})
+
+
+@dataclass(slots=True)
+class _Block:
+    """What a rank does for one action.
+
+    own_s: until its computing is done. tail_s: what its network then still has to do. busy_s: of it, computing.
+    kept: bytes held more after it, by what they are for. peak_bytes: the most above what was held before.
+    """
+
+    own_s: float
+    tail_s: float
+    busy_s: float
+    kept: dict[str, float] = field(default_factory=dict)
+    peak_bytes: float = 0.0
+    at_peak: dict[str, float] = field(default_factory=dict)
+
+
+class _Place:
+    """A kind of rank of a pipeline: its blocks, played when they are first asked for."""
+
+    def __init__(self, rank: RankCost, filling: Filling, rates: AcceleratorRates, network: Network,
+                 precision: Precision, num_microbatches: int) -> None:
+        self.rank, self.filling, self.rates, self.network = rank, filling, rates, network
+        self.precision, self.last = precision, num_microbatches - 1
+        self.blocks: dict[tuple[object, ...], _Block] = {}
+
+    def of(self, stage: StageCost, kind: str, microbatch: str) -> _Block:
+        """Stages of the rank that are alike but for their turn share blocks."""
+        segments = self.filling.step.profile.segments
+        alike = tuple((segments[k].repeat, segments[k].unit == "", len(segments[k].gradients)) for k in stage.segments)
+        microbatch = MIDDLE if kind == "F" and microbatch == LAST else microbatch
+        key = (alike, kind, microbatch)
+        if key not in self.blocks:
+            at = {FIRST: 0, MIDDLE: min(1, self.last), LAST: self.last}[microbatch]
+            self.blocks[key] = self.play(self._events(stage, kind, at))
+        return self.blocks[key]
+
+    def _events(self, stage: StageCost, kind: str, microbatch: int) -> Sequence[Event]:
+        taken = sum(m.num_bytes for m in stage.takes)
+        if kind == "F":
+            return (Allocate("communication", taken), *self.filling.events(forward_course(self.rank, stage, microbatch)))
+        given_back = Allocate("communication", -taken)
+        if kind == "I":
+            step = self.filling.step
+            return [compute(step.profile.segments[k].backward, step.samples(Moment(microbatch)))
+                    for k in reversed(stage.segments) for _ in range(step.profile.segments[k].repeat)]
+        back = sum(m.num_bytes for m in stage.regains)
+        return (Allocate("communication", back), *self.filling.events(backward_course(self.rank, stage, microbatch)),
+                Allocate("communication", -back), given_back)
+
+    def ending(self) -> _Block:
+        """What comes after the last action."""
+        course: list[Item] = [(name, Moment()) for name in ENDING]
+        return self.play(self.filling.events([tie(self.rank), *course] if self.rank.tied_bytes else course))
+
+    def play(self, events: Sequence[Event]) -> _Block:
+        player = Player(self.rates, self.network, precision=self.precision)
+        for event in events:
+            player.play(event)
+        own_s = max(player.clock[COMPUTE], player.clock[HOST])
+        memory = player.memory
+        return _Block(own_s, max(0.0, player.clock[NETWORK] - own_s), sum(player.busy.values()), dict(memory.held),
+                      memory.peak, memory.at_peak)
+
+
+def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float, precision: Precision,
+              software: Software) -> tuple[float, list[Played]]:
+    if not profile.by_dimensions:
+        raise PlanError(f"plan '{plan}' splits the model, and what its pieces cost is not known")
+    costs = ranks(profile, plan, software, samples=samples)
+    count, apart = plan.num_microbatches, plan.world_size // plan.axes.pipeline
+    known: dict[tuple[int, Device, Network], _Place] = {}
+    places: list[_Place] = []
+    devices: list[Device] = []
+    for number, rank in enumerate(costs):
+        device, network = min(cluster.span(number * apart, apart), key=lambda kind: kind[0].flops_per_s or 0.0)
+        key = (id(rank.profile), device, network)
+        if key not in known:
+            filling = fill(rank.profile, plan, device.kind, (samples,) * count, snapshot=False, software=software)
+            known[key] = _Place(rank, filling, rates_of(_accelerator(device), software), network, precision, count)
+        places.append(known[key])
+        devices.append(device)
+
+    taken = _taken(costs, places, plan, software)
+    ends = rank_ends(plan.schedule.schedule, taken, num_ranks=plan.axes.pipeline, num_microbatches=count,
+                     virtual=plan.schedule.virtual)
+    endings = {id(place): place.ending() for place in places}
+    tails = [max(place.of(stage, "W" if plan.schedule.schedule == "zero-bubble" else "B", LAST).tail_s
+                 for stage in cost.stages.values()) for cost, place in zip(costs, places, strict=True)]
+    through_s = max(end + tail for end, tail in zip(ends, tails, strict=True))
+    update_s = max(ending.own_s for ending in endings.values())
+    found: dict[int, Played] = {}
+    for number, (cost, place) in enumerate(zip(costs, places, strict=True)):
+        if id(place) in found:  # a later rank of the same kind holds fewer micro-batches
+            continue
+        busy_s = _busy_s(cost, place, plan)
+        optimizer_s = endings[id(place)].busy_s
+        timeline = _remembered(cost, place)
+        step_s = through_s + update_s
+        exposed_s = _own_s(cost, place, plan) - busy_s + tails[number] + endings[id(place)].own_s - optimizer_s
+        found[id(place)] = Played(f"stage {number}", devices[number], replace(timeline, step_s=step_s, breakdown={
+            "compute": busy_s, "optimizer": optimizer_s, "communication": max(0.0, exposed_s),
+            "bubble": max(0.0, step_s - busy_s - optimizer_s - exposed_s)}))
+    return through_s + update_s, list(found.values())
+
+
+def _taken(costs: Sequence[RankCost], places: Sequence[_Place], plan: Plan, software: Software) -> Mapping[Key, Taken]:
+    apart = plan.world_size // plan.axes.pipeline
+    kinds = ("F", "I", "W") if plan.schedule.schedule == "zero-bubble" else ("F", "B")
+    found: dict[Key, Taken] = {}
+    for number, (cost, place) in enumerate(zip(costs, places, strict=True)):
+        for stage, figures in cost.stages.items():
+            for kind in kinds:
+                leaving = {"F": figures.gives, "B": figures.returns, "I": figures.returns}.get(kind, ())
+                sent_s = 0.0
+                for message in leaving:
+                    link = place.network.between(number * apart, message.peer * apart)
+                    sent_s += message.num_bytes / link.bytes_per_s + link.latency_s
+                for microbatch in (FIRST, MIDDLE, LAST):
+                    found[stage, kind, microbatch] = Taken(  # type: ignore[index]
+                        place.of(figures, kind, microbatch).own_s, sent_s, software.waits_for_sends)
+    return found
+
+
+def _own_s(cost: RankCost, place: _Place, plan: Plan) -> float:
+    return sum(place.of(cost.stages[stage], kind, which(microbatch, plan.num_microbatches)).own_s * times
+               for (stage, kind, microbatch), times in _counted(cost.order).items())
+
+
+def _busy_s(cost: RankCost, place: _Place, plan: Plan) -> float:
+    return sum(place.of(cost.stages[stage], kind, which(microbatch, plan.num_microbatches)).busy_s * times
+               for (stage, kind, microbatch), times in _counted(cost.order).items())
+
+
+def _counted(order: Sequence[Action]) -> dict[tuple[int, str, int], int]:
+    """How often a rank does what, by stage, kind and the first micro-batch that is alike (0, 1 or the last)."""
+    last = max(action.microbatch for action in order)
+    found: dict[tuple[int, str, int], int] = defaultdict(int)
+    for action in order:
+        at = action.microbatch if action.microbatch in (0, last) else 1
+        found[action.stage, action.kind, at] += 1
+    return found
+
+
+def _remembered(cost: RankCost, place: _Place) -> Timeline:
+    """A rank's memory, action by action."""
+    start = place.play(place.filling.events([("start", Moment())]))
+    held_bytes = peak_bytes = sum(start.kept.values()) + cost.batch_bytes
+    last, at_peak, done = place.last, -1, []
+    for position, action in enumerate(cost.order):
+        block = place.of(cost.stages[action.stage], action.kind, which(action.microbatch, last + 1))
+        if held_bytes + block.peak_bytes > peak_bytes:
+            peak_bytes, at_peak = held_bytes + block.peak_bytes, position
+        held_bytes += sum(block.kept.values())
+        done.append(block)
+    ledger: dict[str, float] = defaultdict(float, start.kept)
+    ledger["activations"] += cost.batch_bytes
+    for block in done[:max(0, at_peak)]:
+        for name, num_bytes in block.kept.items():
+            ledger[name] += num_bytes
+    if at_peak >= 0:
+        for name, num_bytes in done[at_peak].at_peak.items():
+            ledger[name] += num_bytes
+    ending = place.ending()
+    if held_bytes + ending.peak_bytes > peak_bytes:
+        peak_bytes, ledger = held_bytes + ending.peak_bytes, defaultdict(float, start.kept)
+        for block in (*done, ending):
+            for name, num_bytes in (ending.at_peak if block is ending else block.kept).items():
+                ledger[name] += num_bytes
+    rounded = {name: round(held) for name, held in ledger.items()}
+    return Timeline(0.0, {}, round(peak_bytes), rounded, rounded)

@@ -1,0 +1,168 @@
+"""How a profile by dimensions is cut into stages, and dealt out to ranks as the running side would.
+
+A captured model is cut by `stages/price.py`; here the model is nothing but segments that repeat, so that the cut takes
+no time, and stages that are alike share one profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from paceline.errors import PlanError
+from paceline.plan import Plan, ScheduleName
+from paceline.profile.profile import Affine, Product, Profile, Segment, Work
+from paceline.software import Software
+from paceline.strategies.pipeline.schedule import Action, schedule, stages_of
+from paceline.strategies.stages.cost import Message, RankCost, StageCost
+
+
+def deal(num_layers: int, num_stages: int) -> list[int]:
+    """Layers of each stage: evenly, with what is left over in the middle, for the ends also hold what comes before and
+    after the layers. The ends may be without layers.
+
+    Raises:
+        PlanError: fewer layers than stages between the ends.
+
+    >>> deal(10, 4), deal(126, 128)[:2], deal(126, 128)[-1]
+    ([2, 3, 3, 2], [0, 1], 0)
+    """
+    if num_layers < max(1, num_stages - 2):
+        raise PlanError(f"a model of {num_layers} layers can't be cut into {num_stages} stages",
+                        hint=f"at most {num_layers} stages: fewer pipeline ranks, or fewer stages a rank (virtual)")
+    each, left = divmod(num_layers, num_stages)
+    middle = [*range(1, num_stages - 1), 0, num_stages - 1]
+    more = set(middle[:left])
+    return [each + (stage in more) for stage in range(num_stages)]
+
+
+def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float) -> list[RankCost]:
+    """What each rank of the pipeline holds and does. Ranks that are alike but for their neighbours share a profile.
+
+    Raises:
+        PlanError: the model has too few layers.
+    """
+    num_ranks, virtual = plan.axes.pipeline, plan.schedule.virtual
+    runs = _cut(profile, num_ranks * virtual)
+    orders = orders_of(plan.schedule.schedule, num_ranks, plan.num_microbatches, virtual)
+    sent = _boundary_bytes(profile).at(samples)
+    if software.sequence_parallel:
+        sent /= plan.axes.tensor
+    made: dict[tuple[tuple[tuple[int, int], ...], ...], tuple[Profile, list[range]]] = {}
+    homes = _homes(profile, runs, num_ranks)
+    found = []
+    for place in range(num_ranks):
+        stages = stages_of(place, num_ranks=num_ranks, virtual=virtual)
+        key = tuple(runs[stage] for stage in stages)
+        if key not in made:
+            made[key] = _part(profile, key, halves=2 if plan.schedule.schedule == "zero-bubble" else 1)
+        own, spans = made[key]
+        tied = [p for p in own.parameters if len(homes.get(p.name, ())) > 1]
+        found.append(RankCost(
+            own, {stage: _stage(stage, span, num_ranks, num_ranks * virtual, sent)
+                  for stage, span in zip(stages, spans, strict=True)},
+            orders[place], batch_bytes=profile.batch_bytes.at(samples * plan.num_microbatches),
+            tied_bytes=sum(p.gradient_bytes for p in tied) / plan.axes.tensor,
+            tied_stride=(num_ranks - 1) * (plan.world_size // num_ranks), samples=samples))
+    return found
+
+
+@lru_cache(maxsize=256)
+def orders_of(name: ScheduleName, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[Sequence[Action], ...]:
+    """The schedule's orders, which many plans share."""
+    return tuple(schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, virtual=virtual))
+
+
+Run = tuple[tuple[int, int], ...]  # (segment, how many of its repetitions)
+
+
+def _cut(profile: Profile, num_stages: int) -> list[Run]:
+    """The segments of each stage. Those of the root stay with the layers next to them."""
+    counts = [s.repeat if s.unit else 0 for s in profile.segments]
+    dealt = deal(sum(counts), num_stages)
+    found: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
+    stage, room = 0, dealt[0]
+    for number, segment in enumerate(profile.segments):
+        left = segment.repeat
+        if not segment.unit:
+            after = any(counts[number + 1:])
+            found[stage if after else num_stages - 1].append((number, left))
+            continue
+        while left:
+            while room == 0:
+                stage += 1
+                room = dealt[stage]
+            taken = min(left, room)
+            found[stage].append((number, taken))
+            left, room = left - taken, room - taken
+    return [tuple(run) for run in found]
+
+
+def _homes(profile: Profile, runs: Sequence[Run], num_ranks: int) -> dict[str, set[int]]:
+    """The ranks that use each parameter of the root."""
+    found: dict[str, set[int]] = {}
+    for stage, run in enumerate(runs):
+        for number, _ in run:
+            segment = profile.segments[number]
+            if not segment.unit:
+                for name in (*segment.gradients, *segment.borrows):
+                    found.setdefault(name, set()).add(stage % num_ranks)
+    return found
+
+
+def _part(profile: Profile, key: tuple[Run, ...], *, halves: int) -> tuple[Profile, list[range]]:
+    """The profile of a rank with these runs of segments, and where in it each run is."""
+    known = {p.name: p for p in profile.parameters}
+    parameters, segments, spans = {}, [], []
+    for turn, run in enumerate(key):
+        begin = len(segments)
+        for number, count in run:
+            segment = profile.segments[number]
+            mark = f"#{turn}.{number}" if segment.unit else ""
+            names = (*segment.gradients, *(name for name in segment.borrows if name not in parameters))
+            for name in names:
+                p = known[name]
+                parameters[name + mark] = replace(p, name=name + mark, unit=p.unit and p.unit + mark,
+                                                  count=count if segment.unit else p.count)
+            segments.append(replace(
+                segment, unit=segment.unit and segment.unit + mark, repeat=count,
+                gradients=tuple(name + mark for name in names), backward=_scaled(segment.backward, 1 / halves)))
+        spans.append(range(begin, len(segments)))
+    held = sum(p.gradient_bytes * p.count for p in parameters.values())
+    whole = sum(p.gradient_bytes * p.count for p in profile.parameters)
+    update = _scaled(profile.update, held / whole if whole else 0.0)
+    return replace(profile, parameters=tuple(parameters.values()), segments=tuple(segments), batch_bytes=Affine(),
+                   update=replace(update, operators=profile.update.operators)), spans
+
+
+def _scaled(work: Work, part: float) -> Work:
+    if part == 1:
+        return work
+
+    def scaled(figure: Affine) -> Affine:
+        return Affine(figure.fixed * part, figure.per_sample * part)
+
+    def fewer(product: Product) -> Product:
+        return replace(product, count=product.count * part)
+
+    return Work(scaled(work.flops), scaled(work.moved_bytes), scaled(work.function_bytes), work.operators * part,
+                tuple(map(fewer, work.products)))
+
+
+def _boundary_bytes(profile: Profile) -> Affine:
+    """Of what a stage hands to the next: a layer's output."""
+    layers: list[Segment] = [s for s in profile.segments if s.unit]
+    return max((s.output_bytes for s in layers), key=lambda figure: figure.per_sample)
+
+
+def _stage(stage: int, span: range, num_ranks: int, num_stages: int, num_bytes: float) -> StageCost:
+    before, after = (stage - 1) % num_ranks, (stage + 1) % num_ranks
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    return StageCost(
+        span,
+        takes=() if is_first else (Message(f"x{stage}", before, num_bytes),),
+        gives=() if is_last else (Message(f"x{stage + 1}", after, num_bytes),),
+        regains=() if is_last else (Message(f"g{stage + 1}", after, num_bytes),),
+        returns=() if is_first else (Message(f"g{stage}", before, num_bytes),))
+

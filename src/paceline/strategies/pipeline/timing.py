@@ -1,0 +1,105 @@
+"""How long a schedule takes whose actions take as long as they are said to: rounds that are alike are counted.
+
+Once a pipeline is full, as many micro-batches as it has ranks take as long as the ones before. Two plays that differ by
+one such round say how long it takes, and how long any number of micro-batches would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from paceline.plan import ScheduleName
+from paceline.strategies.pipeline.cost import orders_of
+from paceline.strategies.pipeline.schedule import Action, ActionKind
+
+ROUNDS = 3  # that are played before one is taken to be as long as the one before
+FIRST, MIDDLE, LAST = "first", "middle", "last"  # micro-batches of a step
+Key = tuple[int, ActionKind, str]  # stage, what is done, for which of the micro-batches
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Seconds of an action: of the rank, and until what it makes is with the rank that needs it.
+
+    waits: whether the rank goes on only then.
+    """
+
+    own_s: float
+    sent_s: float = 0.0
+    waits: bool = False
+
+
+def rank_ends(name: ScheduleName, taken: Mapping[Key, Taken], *, num_ranks: int, num_microbatches: int,
+              virtual: int = 1) -> list[float]:
+    """When each rank is through with its actions, in seconds."""
+    most = (ROUNDS + 1) * num_ranks
+    if num_microbatches <= most + num_ranks:
+        return _played(_course(name, num_ranks, num_microbatches, virtual), taken)
+    fewer = ROUNDS * num_ranks + num_microbatches % num_ranks
+    shorter = _played(_course(name, num_ranks, fewer, virtual), taken)
+    longer = _played(_course(name, num_ranks, fewer + num_ranks, virtual), taken)
+    rounds = (num_microbatches - fewer) // num_ranks
+    return [one + rounds * (other - one) for one, other in zip(shorter, longer, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """All actions in an order in which each comes after what it needs.
+
+    steps: (rank, number of its key, position of what it waits for on another rank or -1).
+    """
+
+    keys: tuple[Key, ...]
+    steps: tuple[tuple[int, int, int], ...]
+    num_ranks: int
+
+
+@lru_cache(maxsize=512)
+def _course(name: ScheduleName, num_ranks: int, num_microbatches: int, virtual: int) -> _Course:
+    orders, num_stages = orders_of(name, num_ranks, num_microbatches, virtual), num_ranks * virtual
+    at, position, keys = [0] * num_ranks, {}, {}
+    steps: list[tuple[int, int, int]] = []
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders):
+            while at[rank] < len(order):
+                action = order[at[rank]]
+                needed = _elsewhere(action, num_stages)
+                if needed is not None and needed not in position:
+                    break
+                key = (action.stage, action.kind, which(action.microbatch, num_microbatches))
+                position[action] = len(steps)
+                steps.append((rank, keys.setdefault(key, len(keys)), -1 if needed is None else position[needed]))
+                at[rank] += 1
+                moved = True
+    return _Course(tuple(keys), tuple(steps), num_ranks)
+
+
+def which(microbatch: int, num_microbatches: int) -> str:
+    """Whether a micro-batch is the step's last, its first, or between."""
+    return LAST if microbatch == num_microbatches - 1 else FIRST if microbatch == 0 else MIDDLE
+
+
+def _elsewhere(action: Action, num_stages: int) -> Action | None:
+    """What an action waits for on another rank."""
+    stage = {"F": action.stage - 1, "B": action.stage + 1, "I": action.stage + 1}.get(action.kind, -1)
+    return Action(action.kind, stage, action.microbatch) if 0 <= stage < num_stages else None
+
+
+def _played(course: _Course, taken: Mapping[Key, Taken]) -> list[float]:
+    figures: Sequence[Taken] = [taken[key] for key in course.keys]
+    own = [figure.own_s for figure in figures]
+    sent = [figure.sent_s for figure in figures]
+    waited = [figure.sent_s if figure.waits else 0.0 for figure in figures]
+    free, there = [0.0] * course.num_ranks, [0.0] * len(course.steps)
+    for position, (rank, key, needed) in enumerate(course.steps):
+        start = free[rank]
+        if needed >= 0 and there[needed] > start:
+            start = there[needed]
+        end = start + own[key]
+        free[rank] = end + waited[key]
+        there[position] = end + sent[key]
+    return free

@@ -1,0 +1,109 @@
+"""What a tensor axis changes: each rank has a part of every layer's products, and layers exchange activations.
+
+Two exchanges a layer in forward and two in backward, each an all-reduce of the layer's output, or a gathering and a
+reduce-scatter of the same bytes where activations between layers are cut along the sequence. Computing waits for them.
+Sources: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022 (sequence parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from paceline.plan import Plan
+from paceline.profile.profile import Affine, Core, Parameter, Product, Profile, Segment, TensorCut, Work
+from paceline.simulate.program import COMPUTE, Collective, Event
+from paceline.software import Software
+from paceline.strategies.costs import Hooks, Moment, Room, Step
+
+
+def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
+    """One rank's part. What is not known of a segment is done whole by every rank."""
+    ranks = plan.axes.tensor
+    return replace(profile, parameters=tuple(_parameter(p, ranks) for p in profile.parameters),
+                   segments=tuple(_segment(s, ranks, software.sequence_parallel) for s in profile.segments),
+                   update=_update(profile, ranks))
+
+
+def _parameter(parameter: Parameter, ranks: int) -> Parameter:
+    if not parameter.is_cut:
+        return parameter
+    return replace(parameter, num_bytes=-(-parameter.num_bytes // ranks), rows=max(1, parameter.rows // ranks),
+                   state_bytes=-(-parameter.state_bytes // ranks))
+
+
+def _update(profile: Profile, ranks: int) -> Work:
+    whole = sum(p.num_bytes * p.count for p in profile.parameters)
+    cut = sum(p.num_bytes * p.count for p in profile.parameters if p.is_cut)
+    part = (whole - cut + cut / ranks) / whole if whole else 1.0
+    return replace(profile.update, moved_bytes=_less(profile.update.moved_bytes, part),
+                   function_bytes=_less(profile.update.function_bytes, part))
+
+
+def _segment(segment: Segment, ranks: int, along_the_sequence: bool) -> Segment:
+    cut = segment.tensor
+    if cut is None:
+        return segment
+    rest = 1 / ranks if along_the_sequence else 1.0
+
+    def divided(whole: Affine, part: Affine) -> Affine:
+        return Affine((whole.fixed - part.fixed) * rest + part.fixed / ranks,
+                      (whole.per_sample - part.per_sample) * rest + part.per_sample / ranks)
+
+    def work(of: Work, part: Affine) -> Work:
+        products = tuple(_product(p, ranks) for p in of.products)
+        return replace(of, flops=Affine(of.flops.fixed, sum(p.flops for p in products)), products=products,
+                       function_bytes=divided(of.function_bytes, part))
+
+    kept = divided(segment.kept_bytes, cut.kept_bytes)
+    core = segment.core and Core(work(segment.core.forward, segment.core.forward.function_bytes),
+                                 _less(segment.core.kept_bytes, 1 / ranks))
+    peak = _ratio(kept, segment.kept_bytes)
+    return replace(
+        segment, forward=work(segment.forward, cut.forward_bytes), backward=work(segment.backward, cut.backward_bytes),
+        kept_bytes=kept, output_bytes=_less(segment.output_bytes, rest), core=core,
+        forward_peak_bytes=_less(segment.forward_peak_bytes, peak),
+        backward_peak_bytes=_less(segment.backward_peak_bytes, 1 / ranks),
+    )
+
+
+def _product(product: Product, ranks: int) -> Product:
+    if product.cut is None:
+        return product
+    sides: dict[str, Any] = {product.cut: getattr(product, product.cut) / ranks}
+    return replace(product, **sides)
+
+
+def _less(figure: Affine, part: float) -> Affine:
+    return Affine(figure.fixed * part, figure.per_sample * part)
+
+
+def _ratio(part: Affine, whole: Affine) -> float:
+    return part.per_sample / whole.per_sample if whole.per_sample else 1.0
+
+
+def enter(step: Step) -> Hooks:
+    ranks, shown = step.plan.axes.tensor, 1 - step.software.hidden_exchange
+
+    def exchange(cut: TensorCut | None, samples: float, times: int) -> Iterable[Event]:
+        if cut is not None and times:
+            yield Collective("all_reduce", cut.exchanged_bytes.at(samples), ranks, name="exchange", stream=COMPUTE,
+                             times=times * shown)
+
+    def after_forward(at: Moment) -> Iterable[Event]:
+        cut = step.segment(at).tensor
+        return exchange(cut, step.samples(at), cut.forward_exchanges if cut else 0)
+
+    def after_backward(at: Moment) -> Iterable[Event]:
+        """What is recomputed is exchanged again."""
+        segment = step.segment(at)
+        if (cut := segment.tensor) is None:
+            return ()
+        again = cut.forward_exchanges if step.plan.modifiers.recompute == "full" and segment.unit else 0
+        return exchange(cut, step.samples(at), cut.backward_exchanges + again)
+
+    return {"after_forward": after_forward, "after_backward": after_backward}
+
+
+ROOM = Room(is_active=lambda plan: plan.axes.tensor > 1, enter=enter, narrow=narrow)
