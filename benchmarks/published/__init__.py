@@ -1,0 +1,1 @@
+"""Predicts published measurements of training: `python -m benchmarks.published FILE.csv`."""

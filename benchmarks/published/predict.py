@@ -1,0 +1,31 @@
+"""What the planner says of a case: the same `estimate` as for any job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.published.rows import Case
+from paceline.planner.estimate import Estimate, estimate
+from paceline.software import Software
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one case. error: of the step's time as a part; None where none was measured."""
+
+    case: Case
+    found: Estimate
+
+    @property
+    def ratio(self) -> float | None:
+        return self.found.step_s / self.case.step_s if self.case.step_s else None
+
+
+def predict(case: Case, program: Software | None = None) -> Prediction:
+    """Of several plans the fastest that fits, or the one that is nearest to fitting."""
+    tried = [estimate(case.profile, plan, case.cluster, batch=case.batch, precision=case.precision,
+                      software=program or case.software) for plan in case.plans]
+    fitting = [one for one in tried if one.fits]
+    if fitting:
+        return Prediction(case, min(fitting, key=lambda one: one.step_s))
+    return Prediction(case, min(tried, key=lambda one: max(need.missing_bytes for need in one.needs)))

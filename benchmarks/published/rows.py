@@ -1,0 +1,278 @@
+"""Rows of a file of published measurements, as jobs, plans and clusters, with the conventions of each source.
+
+What a row leaves out is taken from its source's convention (`sources.py`) or from the model's public configuration; a
+row with something that a plan can't express is skipped, and says why.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from paceline.catalogue import accelerator, software
+from paceline.cluster import Cluster, Link, Network, Nodes, described, link_of
+from paceline.catalogue import link as known_link
+from paceline.errors import PacelineError
+from paceline.job import Precision
+from paceline.models import DecoderSize, Formats, Kernels, decoder_profile
+from paceline.plan import Plan
+from paceline.profile.profile import Profile
+from paceline.software import Software
+
+from benchmarks.published.sources import SOURCES, Source
+
+GIB = 2**30
+Row = dict[str, str]
+
+
+class Skipped(Exception):
+    """A row that is not predicted, and why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row that can be predicted.
+
+    plans: what the row says; more than one where it leaves choices out, which are then the planner's.
+    step_s: measured; None for a row about memory alone. memory_bytes: measured on the fullest rank, None if not given.
+    is_device_memory: whether that is what the device has given away, not what tensors take.
+    fits: False for a row that ran out of memory. flops: of the model a step, all devices, without recomputation.
+    """
+
+    row_id: str
+    source: str
+    profile: Profile
+    plans: tuple[Plan, ...]
+    cluster: Cluster
+    batch: int
+    precision: Precision
+    software: Software
+    step_s: float | None
+    memory_bytes: float | None
+    is_device_memory: bool
+    fits: bool
+    flops: float
+    group: tuple[str, ...]
+
+
+def read(path: Path) -> Iterator[Case | tuple[str, str, str]]:
+    """Cases, or (source, row, reason) of a row that is skipped."""
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            source = row["row_id"].partition("-")[0]
+            try:
+                yield case(row, source)
+            except Skipped as reason:
+                yield source, row["row_id"], str(reason)
+            except PacelineError as error:
+                yield source, row["row_id"], f"refused: {str(error).splitlines()[0]}"
+
+
+def case(row: Row, source_name: str) -> Case:
+    """Raises Skipped."""
+    source = SOURCES.get(source_name)
+    if source is None:
+        raise Skipped("nothing is known of this source's conventions")
+    _check(row, source)
+    precision = _precision(row)
+    size = _size(row, source)
+    program = _program(row, source)
+    profile = _profile(size, program.formats, program.kernels)
+    num_devices = _whole(row, "n_devices") or 1
+    cluster = _cluster(row, source, num_devices)
+    batch = _whole(row, "global_batch")
+    if batch is None:
+        raise Skipped("it states no global batch")
+    plans = tuple(_plans(row, source, size, num_devices, batch))
+    if not plans:
+        raise Skipped("no plan has its numbers")
+    flops = batch * size.sequence * (6 * size.num_parameters + 12 * size.layers * size.hidden * size.sequence)
+    step_s, fits = _measured(row, source, size, num_devices, batch, flops)
+    memory = float(row["memory_gib"]) if row.get("memory_gib") else None
+    return Case(row["row_id"], source_name, profile, plans, cluster, batch, precision, program, step_s,
+                memory and memory * source.memory_unit, source.is_device_memory, fits, flops,
+                (source_name, row["model"], row["n_devices"], row["global_batch"], row["hardware"], row["seq"]))
+
+
+def _whole(row: Row, name: str) -> int | None:
+    return round(float(row[name])) if re.fullmatch(r"[\d.]+(e\d+)?", row.get(name) or "") else None
+
+
+def _check(row: Row, source: Source) -> None:
+    text = f"{row['model']} {row['notes']}".lower()
+    if (_whole(row, "cp") or 1) > 1:
+        raise Skipped("context parallelism: a plan has no such axis")
+    if "lora" in text:
+        raise Skipped("LoRA: adapters alone are trained")
+    if re.search(r"\bep \d|moe|deepseek|mixtral|a3b|a22b|gpt.oss|nemotron.?3|kimi", text):
+        raise Skipped("experts: a plan has no such axis")
+    if row["metric"] not in METRICS:
+        raise Skipped(f"{row['metric']}: not a step's time or memory")
+    if source.skip:
+        raise Skipped(source.skip)
+
+
+def _precision(row: Row) -> Precision:
+    text = row["precision"].lower()
+    if "fp8" in text or "fp4" in text:
+        raise Skipped("fp8 or fp4: a job has no such precision")
+    return "float32" if "32" in text and "16" not in text else "bf16"
+
+
+METRICS = ("iteration_time", "tokens_per_s_per_gpu", "samples_per_s", "images_per_s", "achieved_tflops_per_gpu",
+           "model_tflops_per_gpu", "tflops_per_gpu", "mfu", "feasible", "activation_memory_per_gpu", "tokens_per_s")
+
+
+def _measured(row: Row, source: Source, size: DecoderSize, num_devices: int, batch: int,
+              flops: float) -> tuple[float | None, bool]:
+    """Seconds of a step, from whichever metric a row has, and whether it ran."""
+    metric, unit = row["metric"], row["unit"]
+    if metric == "feasible":
+        return None, "oom" not in row["value"].lower()
+    if metric == "activation_memory_per_gpu":
+        return None, True
+    value = float(row["value"])
+    tokens = batch * size.sequence
+    if metric == "iteration_time":
+        return value / {"s": 1.0, "ms": 1e3}[unit], True
+    if metric == "tokens_per_s_per_gpu":
+        return tokens / (value * num_devices), True
+    if metric == "tokens_per_s":
+        return tokens / value, True
+    if metric in ("samples_per_s", "images_per_s"):
+        return batch / value, True
+    counted = source.counted_flops(size, flops, tokens)
+    if metric == "mfu":
+        peak = accelerator(source.device(row["hardware"])).bf16_flops_per_s
+        return flops / (value / 100 * peak * num_devices), True
+    if metric == "model_tflops_per_gpu":
+        counted = flops
+    return counted / (value * 1e12 * num_devices), True
+
+
+@lru_cache(maxsize=4096)
+def _profile(size: DecoderSize, formats: Formats, kernels: Kernels) -> Profile:
+    return decoder_profile(size, formats, kernels)
+
+
+def _size(row: Row, source: Source) -> DecoderSize:
+    known = source.model(row["model"])
+    given = {name: _whole(row, name) or known.get(name) for name in ("layers", "hidden", "heads", "kv_heads", "ffn",
+                                                                     "vocab", "seq")}
+    form = known.get("form") or ("llama" if re.search(r"llama|mistral|qwen", row["model"].lower()) else "gpt")
+    hidden = given["hidden"]
+    if not hidden:
+        raise Skipped("its dimensions are neither stated nor public here")
+    vocab = given["vocab"] or source.vocab
+    params = float(row["params"]) if row.get("params") else None
+    if not given["layers"]:
+        if not params:
+            raise Skipped("it states neither layers nor parameters")
+        given["layers"] = round((params - vocab * hidden) / (12 * hidden**2))
+    heads = given["heads"] or max(1, hidden // 128)
+    while hidden % heads:
+        heads -= 1
+    sequence = given["seq"] or source.sequence
+    if not sequence:
+        raise Skipped("it states no sequence length")
+    tied = known.get("tied", form == "gpt")
+    return DecoderSize(int(given["layers"]), int(hidden), int(heads), int(given["ffn"] or 4 * hidden), int(vocab),
+                       int(sequence), int(given["kv_heads"] or heads), form, bool(tied))
+
+
+def _program(row: Row, source: Source) -> Software:
+    found = software(source.program(row))
+    text = row["recompute"]
+    if "sequence-parallel" in text:
+        return replace(found, sequence_parallel=True)
+    if "TP only" in text or text == "full" and source.plain_when_full:
+        return replace(found, sequence_parallel=False)
+    return found
+
+
+def _recompute(row: Row, source: Source) -> str:
+    text = row["recompute"].lower()
+    if "selective" in text:
+        return "selective"
+    if "full" in text or "rematerialisation" in text:
+        return "full"
+    return "none" if text else source.recompute
+
+
+def _plans(row: Row, source: Source, size: DecoderSize, num_devices: int, batch: int) -> Iterator[Plan]:
+    tensors, pipelines = [_whole(row, "tp")], [_whole(row, "pp")]
+    if tensors[0] is None or pipelines[0] is None:
+        split = re.search(r"model-parallel size (\d+)", row["notes"])
+        if not split and num_devices > 8 and not row["dp"] and not row["fsdp"]:
+            raise Skipped("it states no axes")
+        if not split:
+            tensors, pipelines = [tensors[0] or 1], [pipelines[0] or 1]
+        else:
+            parts = int(split[1])
+            tensors, pipelines = [min(parts, 8)], [max(1, parts // 8)]
+    tensor, pipeline = int(tensors[0] or 1), int(pipelines[0] or 1)
+    replicas = num_devices // (tensor * pipeline)
+    if replicas * tensor * pipeline != num_devices:
+        raise Skipped("its axes don't multiply to its devices")
+    stated = _whole(row, "micro_batch")
+    if batch % replicas and source.is_strict:
+        raise Skipped("its batch doesn't divide over its replicas")
+    virtuals = [_whole(row, "vpp")] if row.get("vpp") else source.virtuals if pipeline > 1 else [1]
+    recomputes = [_recompute(row, source)] if row["recompute"] or not source.recomputes else source.recomputes
+    zero = _whole(row, "zero_stage")
+    shard = _whole(row, "fsdp") or (replicas if (source.zero if zero is None else zero) else 1)
+    zero = zero or source.zero or 3
+    shard = min(shard, replicas)
+    if replicas % shard:
+        raise Skipped("its shards don't divide its replicas")
+    for micro in [stated] if stated else [m for m in (1, 2, 4, 8) if batch // replicas % m == 0]:
+        count = max(1, round(batch / (replicas * (micro or 1))))
+        for virtual in virtuals:
+            for recompute in recomputes:
+                values: dict[str, object] = {"recompute": recompute, "tensor": tensor, "data": replicas // shard}
+                if shard > 1:
+                    values |= {"shard": shard, "zero": zero}
+                if pipeline > 1:
+                    values |= {"pipeline": pipeline, "microbatches": count}
+                    if (virtual or 1) > 1:
+                        if size.layers < pipeline * (virtual or 1) - 2:
+                            continue
+                        values |= {"schedule": "interleaved", "virtual": virtual}
+                    elif "ZB" in row["notes"] or "zero-bubble" in row["notes"].lower():
+                        values |= {"schedule": "zero-bubble"}
+                else:
+                    values |= {"accumulate": count}
+                yield Plan.of(**values)
+
+
+def _cluster(row: Row, source: Source, num_devices: int) -> Cluster:
+    each = _whole(row, "devices_per_node")
+    kinds = source.nodes(row["hardware"])
+    found = []
+    for count, name in kinds:
+        known = accelerator(name)
+        in_a_node = min(each or known.devices_per_node, num_devices)
+        inside = _stated(row["intra_bw"], name, in_a_node) or link_of(known_link(source.link or known.link))
+        across = (_stated(row["inter_bw"], name, in_a_node)
+                  or link_of(known_link(source.network(row["hardware"]) or known.network)))
+        nodes = count or -(-num_devices // in_a_node)
+        found.append(Nodes(nodes, (described(known),) * in_a_node, Network(inside, across, in_a_node)))
+    return Cluster.of(tuple(found))
+
+
+def _stated(text: str, name: str, devices_per_node: int) -> Link | None:
+    """A link's share for each device, from words such as "1600 Gbps/node RoCE" or "170 Gb/s (V100) / 50 (T4)"."""
+    if "Gb" not in text and "Omni-Path" not in text:
+        return None
+    if "Omni-Path" in text:
+        return link_of(known_link("omnipath-50"))
+    own = re.search(rf"([\d.]+)(?: Gb/s)? \({name[:4].rstrip('-')}", text)
+    number = float((own or re.search(r"[\d.]+", text))[1 if own else 0])  # type: ignore[index]
+    bytes_per_s = number * 1e9 / 8
+    if "/GPU" not in text and "intra" not in text:
+        bytes_per_s /= devices_per_node if number < 5000 else 1
+    return Link(bytes_per_s * 0.85, 1e-5 if "RoCE" in text or "Gbps" in text else 3e-5)
