@@ -18,11 +18,13 @@ from paceline.cluster import Cluster, Link, Network, Nodes, described, link_of
 from paceline.catalogue import link as known_link
 from paceline.errors import PacelineError
 from paceline.job import Precision
+from paceline.models.convolution import convnet_profile
 from paceline.models import DecoderSize, Formats, Kernels, decoder_profile
 from paceline.plan import Plan
 from paceline.profile.profile import Profile
 from paceline.software import Software
 
+from benchmarks.published.nets import NETS
 from benchmarks.published.sources import SOURCES, Source
 
 GIB = 2**30
@@ -79,18 +81,25 @@ def case(row: Row, source_name: str) -> Case:
         raise Skipped("nothing is known of this source's conventions")
     _check(row, source)
     precision = _precision(row)
-    size = _size(row, source)
     program = _program(row, source)
-    profile = _profile(size, program.formats, program.kernels)
     num_devices = _whole(row, "n_devices") or 1
     cluster = _cluster(row, source, num_devices)
     batch = _whole(row, "global_batch")
     if batch is None:
         raise Skipped("it states no global batch")
-    plans = tuple(_plans(row, source, size, num_devices, batch))
+    net = NETS.get(re.sub(r"[ -]", "", row["model"].lower()))
+    size: DecoderSize | None = None
+    if net is not None:
+        profile = convnet_profile(net, program.formats)
+        plans: tuple[Plan, ...] = (_image_plan(row, num_devices, cluster),)
+        flops = 3.0 * batch * profile.forward_flops_per_sample
+    else:
+        size = _size(row, source)
+        profile = _profile(size, program.formats, program.kernels)
+        plans = tuple(_plans(row, source, size, num_devices, batch))
+        flops = batch * size.sequence * (6.0 * size.num_parameters + 12 * size.layers * size.hidden * size.sequence)
     if not plans:
         raise Skipped("no plan has its numbers")
-    flops = batch * size.sequence * (6 * size.num_parameters + 12 * size.layers * size.hidden * size.sequence)
     step_s, fits = _measured(row, source, size, num_devices, batch, flops)
     memory = float(row["memory_gib"]) if row.get("memory_gib") else None
     return Case(row["row_id"], source_name, profile, plans, cluster, batch, precision, program, step_s,
@@ -127,7 +136,7 @@ METRICS = ("iteration_time", "tokens_per_s_per_gpu", "samples_per_s", "images_pe
            "model_tflops_per_gpu", "tflops_per_gpu", "mfu", "feasible", "activation_memory_per_gpu", "tokens_per_s")
 
 
-def _measured(row: Row, source: Source, size: DecoderSize, num_devices: int, batch: int,
+def _measured(row: Row, source: Source, size: DecoderSize | None, num_devices: int, batch: int,
               flops: float) -> tuple[float | None, bool]:
     """Seconds of a step, from whichever metric a row has, and whether it ran."""
     metric, unit = row["metric"], row["unit"]
@@ -136,7 +145,7 @@ def _measured(row: Row, source: Source, size: DecoderSize, num_devices: int, bat
     if metric == "activation_memory_per_gpu":
         return None, True
     value = float(row["value"])
-    tokens = batch * size.sequence
+    tokens = batch * (size.sequence if size else 1)
     if metric == "iteration_time":
         return value / {"s": 1.0, "ms": 1e3}[unit], True
     if metric == "tokens_per_s_per_gpu":
@@ -145,6 +154,7 @@ def _measured(row: Row, source: Source, size: DecoderSize, num_devices: int, bat
         return tokens / value, True
     if metric in ("samples_per_s", "images_per_s"):
         return batch / value, True
+    assert size is not None
     counted = source.counted_flops(size, flops, tokens)
     if metric == "mfu":
         peak = accelerator(source.device(row["hardware"])).bf16_flops_per_s
@@ -249,9 +259,23 @@ def _plans(row: Row, source: Source, size: DecoderSize, num_devices: int, batch:
                 yield Plan.of(**values)
 
 
+def _image_plan(row: Row, num_devices: int, cluster: Cluster) -> Plan:
+    """TensorFlow's replicas, or its parameter servers: in a node its host is one; across nodes each node has one,
+    unless the notes say how many there are."""
+    kind = row["notes"].partition("variable_update=")[2]
+    if num_devices == 1 or not kind or kind.startswith("replicated"):
+        return Plan.of(data=num_devices)
+    servers = -(-num_devices // len(cluster.nodes[0].devices))
+    if servers == 8 and (stated := re.search(rf"{re.escape(row['model'])}(?:\(bs{row['micro_batch']}\))? (\d+) PS", kind)):
+        servers = int(stated[1])
+    return Plan.of(server=servers, workers=num_devices, colocate="yes" if servers > 1 else "no")
+
+
 def _cluster(row: Row, source: Source, num_devices: int) -> Cluster:
     each = _whole(row, "devices_per_node")
     kinds = source.nodes(row["hardware"])
+    if not kinds:
+        raise Skipped(f"nothing is known of its hardware, '{row['hardware']}'")
     found = []
     for count, name in kinds:
         known = accelerator(name)
@@ -260,7 +284,8 @@ def _cluster(row: Row, source: Source, num_devices: int) -> Cluster:
         across = (_stated(row["inter_bw"], name, in_a_node)
                   or link_of(known_link(source.network(row["hardware"]) or known.network)))
         nodes = count or -(-num_devices // in_a_node)
-        found.append(Nodes(nodes, (described(known),) * in_a_node, Network(inside, across, in_a_node)))
+        found.append(Nodes(nodes, (described(known),) * in_a_node,
+                           Network(inside, across, in_a_node, max(1, in_a_node // source.devices_per_port))))
     return Cluster.of(tuple(found))
 
 

@@ -37,12 +37,13 @@ class Network:
     the axis talk at the same time.
 
     inside: between devices of a node. across: one device's share of what its node has; None if there is one node.
-    devices_per_node: how many have numbers in a row.
+    devices_per_node: how many have numbers in a row. ports: how many in a node reach its host at full speed at a time.
     """
 
     inside: Link
     across: Link | None = None
     devices_per_node: int = 1
+    ports: int = 1
 
     def in_a_node(self, group: int, stride: int) -> int:
         """How many of a group are in one node."""

@@ -17,10 +17,13 @@ class Software:
     """One training program on accelerators.
 
     product_rate: part of an accelerator's best matrix-product rate that large products inside a model reach.
+    convolution_rate, small_convolution_rate: part of the same that convolutions reach; those of 3x3 have algorithms
+        with fewer multiplications, and may be above 1.
     attention_rate: part of the same that fused attention reaches.
     skips_mask: whether fused attention leaves out what the causal mask hides.
     memory_rate: part of the memory bandwidth that elementwise kernels reach.
     operator_s: host seconds to launch an operator, with Python's and autograd's work around it.
+    collective_s: host seconds to launch a collective.
     kernel_s: device seconds that a kernel takes at least.
     microbatch_s, step_s: host seconds of a micro-batch and of a step that no operator accounts for.
     hook_s: host seconds around a gathering or a reduction of a sharded unit.
@@ -30,6 +33,7 @@ class Software:
     hidden_exchange: part of the tensor axis' exchanges that computing hides.
     overlaps: whether gradients travel while backward goes on.
     prefetches: whether sharded parameters are gathered while the unit before is computed.
+    cuts_messages: whether each rank of a tensor axis sends the next stage its part alone.
     waits_for_sends: whether a stage waits until what it sends has arrived.
     update_passes: how often the optimizer moves its bytes, scaling and clipping included.
     context_bytes: of a device before the first tensor: the driver's, the kernels' and the collectives' buffers.
@@ -40,10 +44,13 @@ class Software:
 
     name: str = "paceline"
     product_rate: float = 0.9
+    convolution_rate: float = 0.8
+    small_convolution_rate: float = 1.2
     attention_rate: float = 0.6
     skips_mask: bool = True
     memory_rate: float = 0.8
     operator_s: float = 10e-6
+    collective_s: float = 0.0
     kernel_s: float = 3e-6
     microbatch_s: float = 0.0
     step_s: float = 0.0
@@ -54,6 +61,7 @@ class Software:
     hidden_exchange: float = 0.0
     overlaps: bool = True
     prefetches: bool = True
+    cuts_messages: bool = True
     waits_for_sends: bool = False
     update_passes: float = 1.0
     context_bytes: float = 2e9
@@ -61,6 +69,11 @@ class Software:
     spread: float = 0.2
     kernels: Kernels = EAGER
     formats: Formats = FLOAT32
+
+    @property
+    def convolution_rates(self) -> dict[str, float]:
+        """By the kind of a product."""
+        return {"convolution": self.convolution_rate, "small convolution": self.small_convolution_rate}
 
 
 PACELINE = Software(roll_call=True)

@@ -55,8 +55,8 @@ def _layer(size: DecoderSize, formats: Formats, kernels: Kernels) -> Segment:
     is_llama, is_eager, is_plain = size.form == "llama", kernels.elementwise == "eager", kernels.attention == "plain"
     linear = [Product(s, h + 2 * kv, h, cut="columns"), Product(s, h, h, cut="inner")]
     linear += [Product(s, ffn, h, cut="columns")] * (2 if is_llama else 1) + [Product(s, h, ffn, cut="inner")]
-    core = [Product(s, s, size.head_dim, size.heads, "count", "count", is_attention=True),
-            Product(s, size.head_dim, s, size.heads, "count", "count", is_attention=True)]
+    core = [Product(s, s, size.head_dim, size.heads, "count", "count", kind="attention"),
+            Product(s, size.head_dim, s, size.heads, "count", "count", kind="attention")]
     turned = [product for one in (*linear, *core) for product in one.backward()]
     if not is_plain:
         turned.append(core[0])  # a fused kernel computes the scores again

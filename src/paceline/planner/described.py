@@ -16,7 +16,7 @@ from paceline.catalogue import Accelerator
 from paceline.cluster import Cluster, Device, Network
 from paceline.errors import PlanError
 from paceline.job import Precision
-from paceline.plan import Plan
+from paceline.plan import Plan, Servers
 from paceline.planner.program import Filling, Item, fill, step_program
 from paceline.profile.profile import Profile
 from paceline.simulate.accelerator import AcceleratorRates
@@ -25,8 +25,7 @@ from paceline.simulate.program import COMPUTE, HOST, NETWORK, Allocate, Event
 from paceline.software import Software
 from paceline.strategies.costs import Moment, compute
 from paceline.strategies.pipeline.cost import ranks
-from paceline.strategies.pipeline.schedule import Action
-from paceline.strategies.pipeline.timing import FIRST, LAST, MIDDLE, Key, Taken, rank_ends, which
+from paceline.strategies.pipeline.timing import FIRST, LAST, MIDDLE, Key, Taken, rank_ends, shortened, which
 from paceline.strategies.stages.cost import ENDING, RankCost, StageCost, backward_course, forward_course, tie
 
 
@@ -56,8 +55,9 @@ def play_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int
     Raises:
         PlanError: there are fewer devices than ranks, fewer samples than replicas, or fewer layers than stages.
     """
-    if plan.world_size > len(cluster.devices):
-        raise PlanError(f"plan '{plan}' needs {plan.world_size} devices and the cluster has {len(cluster.devices)}",
+    needed = plan.sync.workers if isinstance(plan.sync, Servers) else plan.world_size  # servers run on hosts
+    if needed > len(cluster.devices):
+        raise PlanError(f"plan '{plan}' needs {needed} devices and the cluster has {len(cluster.devices)}",
                         hint=f"a plan of at most {len(cluster.devices)} ranks")
     if batch < plan.replicas:
         raise PlanError(f"plan '{plan}' has {plan.replicas} replicas and a global batch has {batch} samples: some "
@@ -66,10 +66,13 @@ def play_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int
     if plan.axes.pipeline > 1:
         return _pipeline(profile, plan, cluster, samples=samples, precision=precision, software=software)
     found = []
-    for device, network in cluster.span(0, plan.world_size):
+    for device, network in cluster.span(0, needed):
         timeline = _step(profile, plan, samples, precision, software, device, network)
         found.append(Played(device.name, device, timeline))
-    return max(one.timeline.step_s for one in found), found
+    step_s = max(one.timeline.step_s for one in found)
+    if isinstance(plan.sync, Servers) and plan.sync.staleness != 0:
+        step_s /= plan.sync.workers  # each worker takes whole steps of its own
+    return step_s, found
 
 
 def _accelerator(device: Device) -> Accelerator:
@@ -106,6 +109,7 @@ class _Block:
     tail_s: float
     busy_s: float
     kept: dict[str, float] = field(default_factory=dict)
+    kept_bytes: float = 0.0
     peak_bytes: float = 0.0
     at_peak: dict[str, float] = field(default_factory=dict)
 
@@ -155,14 +159,15 @@ class _Place:
         own_s = max(player.clock[COMPUTE], player.clock[HOST])
         memory = player.memory
         return _Block(own_s, max(0.0, player.clock[NETWORK] - own_s), sum(player.busy.values()), dict(memory.held),
-                      memory.peak, memory.at_peak)
+                      memory.total, memory.peak, memory.at_peak)
 
 
 def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float, precision: Precision,
               software: Software) -> tuple[float, list[Played]]:
     if not profile.by_dimensions:
         raise PlanError(f"plan '{plan}' splits the model, and what its pieces cost is not known")
-    costs = ranks(profile, plan, software, samples=samples)
+    costs = ranks(profile, plan, software, samples=samples,
+                  most_microbatches=shortened(plan.axes.pipeline, plan.num_microbatches))
     count, apart = plan.num_microbatches, plan.world_size // plan.axes.pipeline
     known: dict[tuple[int, Device, Network], _Place] = {}
     places: list[_Place] = []
@@ -176,11 +181,12 @@ def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float,
         places.append(known[key])
         devices.append(device)
 
-    taken = _taken(costs, places, plan, software)
+    kinds = ("F", "I", "W") if plan.schedule.schedule == "zero-bubble" else ("F", "B")
+    taken = _taken(costs, places, kinds, apart, software)
     ends = rank_ends(plan.schedule.schedule, taken, num_ranks=plan.axes.pipeline, num_microbatches=count,
                      virtual=plan.schedule.virtual)
     endings = {id(place): place.ending() for place in places}
-    tails = [max(place.of(stage, "W" if plan.schedule.schedule == "zero-bubble" else "B", LAST).tail_s
+    tails = [max(place.of(stage, kinds[-1], LAST).tail_s
                  for stage in cost.stages.values()) for cost, place in zip(costs, places, strict=True)]
     through_s = max(end + tail for end, tail in zip(ends, tails, strict=True))
     update_s = max(ending.own_s for ending in endings.values())
@@ -188,20 +194,19 @@ def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float,
     for number, (cost, place) in enumerate(zip(costs, places, strict=True)):
         if id(place) in found:  # a later rank of the same kind holds fewer micro-batches
             continue
-        busy_s = _busy_s(cost, place, plan)
+        own_s, busy_s = _seconds(cost, place, kinds, count)
         optimizer_s = endings[id(place)].busy_s
         timeline = _remembered(cost, place)
         step_s = through_s + update_s
-        exposed_s = _own_s(cost, place, plan) - busy_s + tails[number] + endings[id(place)].own_s - optimizer_s
+        exposed_s = own_s - busy_s + tails[number] + endings[id(place)].own_s - optimizer_s
         found[id(place)] = Played(f"stage {number}", devices[number], replace(timeline, step_s=step_s, breakdown={
             "compute": busy_s, "optimizer": optimizer_s, "communication": max(0.0, exposed_s),
             "bubble": max(0.0, step_s - busy_s - optimizer_s - exposed_s)}))
     return through_s + update_s, list(found.values())
 
 
-def _taken(costs: Sequence[RankCost], places: Sequence[_Place], plan: Plan, software: Software) -> Mapping[Key, Taken]:
-    apart = plan.world_size // plan.axes.pipeline
-    kinds = ("F", "I", "W") if plan.schedule.schedule == "zero-bubble" else ("F", "B")
+def _taken(costs: Sequence[RankCost], places: Sequence[_Place], kinds: Sequence[str], apart: int,
+           software: Software) -> Mapping[Key, Taken]:
     found: dict[Key, Taken] = {}
     for number, (cost, place) in enumerate(zip(costs, places, strict=True)):
         for stage, figures in cost.stages.items():
@@ -217,36 +222,26 @@ def _taken(costs: Sequence[RankCost], places: Sequence[_Place], plan: Plan, soft
     return found
 
 
-def _own_s(cost: RankCost, place: _Place, plan: Plan) -> float:
-    return sum(place.of(cost.stages[stage], kind, which(microbatch, plan.num_microbatches)).own_s * times
-               for (stage, kind, microbatch), times in _counted(cost.order).items())
-
-
-def _busy_s(cost: RankCost, place: _Place, plan: Plan) -> float:
-    return sum(place.of(cost.stages[stage], kind, which(microbatch, plan.num_microbatches)).busy_s * times
-               for (stage, kind, microbatch), times in _counted(cost.order).items())
-
-
-def _counted(order: Sequence[Action]) -> dict[tuple[int, str, int], int]:
-    """How often a rank does what, by stage, kind and the first micro-batch that is alike (0, 1 or the last)."""
-    last = max(action.microbatch for action in order)
-    found: dict[tuple[int, str, int], int] = defaultdict(int)
-    for action in order:
-        at = action.microbatch if action.microbatch in (0, last) else 1
-        found[action.stage, action.kind, at] += 1
-    return found
+def _seconds(cost: RankCost, place: _Place, kinds: Sequence[str], num_microbatches: int) -> tuple[float, float]:
+    """Of all actions of a rank: until their computing is done, and of it computing."""
+    often = {FIRST: 1, MIDDLE: num_microbatches - 2, LAST: 1} if num_microbatches > 1 else {LAST: 1}
+    found = [(times, place.of(stage, kind, microbatch)) for stage in cost.stages.values() for kind in kinds
+             for microbatch, times in often.items()]
+    return sum(times * block.own_s for times, block in found), sum(times * block.busy_s for times, block in found)
 
 
 def _remembered(cost: RankCost, place: _Place) -> Timeline:
     """A rank's memory, action by action."""
     start = place.play(place.filling.events([("start", Moment())]))
     held_bytes = peak_bytes = sum(start.kept.values()) + cost.batch_bytes
-    last, at_peak, done = place.last, -1, []
+    last, at_peak, done = max(action.microbatch for action in cost.order), -1, []
+    known: dict[tuple[int, str, str], _Block] = {}
     for position, action in enumerate(cost.order):
-        block = place.of(cost.stages[action.stage], action.kind, which(action.microbatch, last + 1))
+        key = (action.stage, action.kind, which(action.microbatch, last + 1))
+        block = known.get(key) or known.setdefault(key, place.of(cost.stages[action.stage], action.kind, key[2]))
         if held_bytes + block.peak_bytes > peak_bytes:
             peak_bytes, at_peak = held_bytes + block.peak_bytes, position
-        held_bytes += sum(block.kept.values())
+        held_bytes += block.kept_bytes
         done.append(block)
     ledger: dict[str, float] = defaultdict(float, start.kept)
     ledger["activations"] += cost.batch_bytes

@@ -102,10 +102,10 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     Raises:
         PlanError: the plan's ranks don't fit the devices, accumulate=auto finds nothing that fits, or a plan splits
             the model and its pieces are not known.
-        NotPriced: it has servers.
+        NotPriced: it has servers, and the devices are this machine's.
     """
-    if isinstance(plan.sync, Servers):
-        raise NotPriced(f"plan '{plan}' has servers, and such plans are not priced yet")
+    if isinstance(plan.sync, Servers) and not cluster.nodes:
+        raise NotPriced(f"plan '{plan}' has servers, and such plans are priced on described clusters alone")
     if cluster.nodes and (profile.by_dimensions or not splits_model(plan)):
         return _estimate_described(profile, plan, cluster, batch=batch, precision=precision, software=software)
     if splits_model(plan):

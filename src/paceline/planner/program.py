@@ -24,6 +24,7 @@ from paceline.strategies.costs import (
 from paceline.strategies.data.cost import ROOM as DATA
 from paceline.strategies.local.cost import ROOM as LOCAL
 from paceline.strategies.recompute.cost import ROOM as RECOMPUTE
+from paceline.strategies.server.cost import ROOM as SERVER
 from paceline.strategies.shard.cost import ROOM as SHARD
 from paceline.strategies.stages.cost import RankCost, course
 from paceline.strategies.tensor.cost import ROOM as TENSOR
@@ -32,7 +33,7 @@ from paceline.strategies.tensor.cost import ROOM as TENSOR
 # model of one small layer, one core; see docs/prediction.md.
 MICROBATCH_S = 0.6e-3
 # Innermost first, as on the running side (`strategies/compose.py`).
-ROOMS: tuple[Room, ...] = (RECOMPUTE, TENSOR, SHARD, DATA, LOCAL)
+ROOMS: tuple[Room, ...] = (RECOMPUTE, TENSOR, SHARD, DATA, LOCAL, SERVER)
 Item = Event | tuple[MomentName, Moment]
 
 

@@ -62,6 +62,11 @@ class DeviceRates:
         """Collectives of CPU ranks take turns with computing, and are counted there."""
         return 0.0
 
+    @property
+    def collective_s(self) -> float:
+        """Of a CPU rank it is in the link's latency."""
+        return 0.0
+
     def seconds(self, event: Compute, precision: Precision) -> tuple[float, float]:
         """Of some operators: each waits for the arithmetic, for memory or for its launch, one after another."""
         return (event.flops / self.matrix_flops_per_s(precision) + event.moved_bytes / self.memory_bytes_per_s

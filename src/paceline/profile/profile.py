@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Side = Literal["rows", "columns", "inner", "count"]
+ProductKind = Literal["linear", "attention", "convolution", "small convolution"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Product:
 
     grows: the side that grows with the samples of a micro-batch.
     cut: the side that ranks of a tensor axis divide; None if each does all of it.
-    is_attention: whether it is one of attention's two, which fused kernels do together.
+    kind: attention's two are done together by fused kernels; a "small convolution" is of 3x3 without stride, for which
+        there are algorithms with fewer multiplications.
     """
 
     rows: float
@@ -45,7 +47,7 @@ class Product:
     count: float = 1.0
     grows: Side = "rows"
     cut: Side | None = None
-    is_attention: bool = False
+    kind: ProductKind = "linear"
 
     @property
     def flops(self) -> float:
@@ -56,14 +58,14 @@ class Product:
         """The products that give the gradients of its left and of its right side.
 
         >>> Product(8, 6, 4, cut="columns").backward()[1]
-        Product(rows=4, columns=6, inner=8, count=1.0, grows='inner', cut='columns', is_attention=False)
+        Product(rows=4, columns=6, inner=8, count=1.0, grows='inner', cut='columns', kind='linear')
         """
         left: dict[Side, Side] = {"rows": "rows", "columns": "inner", "inner": "columns", "count": "count"}
         right: dict[Side, Side] = {"rows": "inner", "columns": "columns", "inner": "rows", "count": "count"}
 
         def turned(sides: dict[Side, Side], rows: float, columns: float, inner: float) -> Product:
             return Product(rows, columns, inner, self.count, sides[self.grows], self.cut and sides[self.cut],
-                           self.is_attention)
+                           self.kind)
 
         return (turned(left, self.rows, self.inner, self.columns), turned(right, self.inner, self.columns, self.rows))
 

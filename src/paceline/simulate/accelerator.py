@@ -12,11 +12,12 @@ from paceline.software import Software
 
 # Sides of the tiles that a multiprocessor computes at a time, and the part of the best rate that their reuse of what
 # is loaded allows. Source: NVIDIA, Matrix Multiplication Background User's Guide (tile and wave quantisation);
-# the parts are the ratio of a tile's arithmetic to the bytes it loads, against the largest one's, to the power 1/4.
-TILES: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.84), (64, 64, 0.78))
+# a smaller tile does less arithmetic for each byte it loads, which is the part of the largest one's rate it reaches.
+TILES: tuple[tuple[int, int], ...] = ((256, 128), (128, 128), (128, 64), (64, 64))
+LARGEST_REUSE = 256 * 128 / (256 + 128)
 # A tile's products start once its first slices are there and end with its result being written: as long as so many
 # of its inner side take. Fitted; see docs/prediction.md.
-INNER_START = 96.0
+INNER_START = 40.0
 MOST_SPLITS = 8  # parts that the inner side is cut into where there are too few tiles
 
 
@@ -39,6 +40,10 @@ class AcceleratorRates:
     def slowdown(self) -> float:
         return self.software.slowdown
 
+    @property
+    def collective_s(self) -> float:
+        return self.software.collective_s
+
     def seconds(self, event: Compute, precision: Precision) -> tuple[float, float]:
         """Of the device, and of the host that launches its operators beside it."""
         software, known = self.software, self._known
@@ -57,11 +62,12 @@ class AcceleratorRates:
 
     def _product_s(self, product: Product, precision: Precision) -> float:
         best, software = self.flops_per_s[precision], self.software
-        if product.is_attention and software.kernels.attention == "fused":
+        if product.kind == "attention" and software.kernels.attention == "fused":
             return product.flops * (0.5 if software.skips_mask else 1.0) / (best * software.attention_rate)
         rows, columns, inner = max(1.0, product.rows), max(1.0, product.columns), max(1.0, product.inner)
         values = (rows * inner + inner * columns + rows * columns) * product.count
         part = tile_part(rows, columns, inner, product.count, self.multiprocessors)
+        part *= software.convolution_rates.get(product.kind, 1.0)
         return max(product.flops / (best * software.product_rate * part),
                    self.item_bytes * values / (self.memory_bytes_per_s * software.memory_rate))
 
@@ -76,7 +82,8 @@ def tile_part(rows: float, columns: float, inner: float, count: float, multiproc
     (1.0, 0.938)
     """
     found = 0.0
-    for high, wide, reuse in TILES:
+    for high, wide in TILES:
+        reuse = high * wide / (high + wide) / LARGEST_REUSE
         tiles = math.ceil(rows / high) * math.ceil(columns / wide) * count
         filled = rows * columns * count / (tiles * high * wide)
         splits = 1 if tiles >= multiprocessors else min(MOST_SPLITS, int(multiprocessors / tiles) or 1,

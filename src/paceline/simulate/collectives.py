@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from paceline.cluster import Link, Network
-from paceline.simulate.program import Collective, CollectiveName
+from paceline.simulate.program import Collective
 
 
 def collective_s(event: Collective, network: Network | Link) -> float:
@@ -22,10 +22,12 @@ def collective_s(event: Collective, network: Network | Link) -> float:
     >>> collective_s(Collective("all_reduce", 4e9, group=4), Link(bytes_per_s=1e9, latency_s=0.5))
     9.0
     """
-    if event.group <= 1:
-        return 0.0
     if isinstance(network, Link):
         network = Network(network)
+    if event.servers:
+        return _with_servers_s(event, network)
+    if event.group <= 1:
+        return 0.0
     steps = RING_STEPS[event.kind](event.group)
     inside, across = network.inside, network.across
     together = network.in_a_node(event.group, event.stride)
@@ -43,8 +45,30 @@ def collective_s(event: Collective, network: Network | Link) -> float:
     return event.times * (latency_s + steps * event.num_bytes / event.group / bytes_per_s)
 
 
+def _with_servers_s(event: Collective, network: Network) -> float:
+    """All workers send all servers their part, or take it from them, at the same time.
+
+    A worker's link carries the whole tensor, a server's the parts of all workers (incast), and the slower of the two
+    sets the pace. In one process a part needs no link. Nodes talk as one: what their devices send is added up before
+    it leaves them. Source: Jiang et al. 2020 (BytePS), section 2; the queue at a server is work that waits in turn.
+    """
+    together = min(event.group, network.devices_per_node) if network.across is not None else 1
+    nodes = math.ceil(event.group / together)
+    if network.across is None or nodes == 1:
+        link, workers, servers = network.inside, event.group, event.servers * network.ports
+    else:
+        link = Link(network.across.bytes_per_s * network.devices_per_node, network.across.latency_s)
+        workers, servers = nodes, min(event.servers, nodes)
+    away = 1.0
+    if event.is_colocated and (network.across is None or nodes > 1):
+        away = (workers - 1) / workers
+    by_server_s = workers * away / servers
+    by_worker_s = 1 - 1 / servers if event.is_colocated else 1.0
+    return event.times * (link.latency_s + event.num_bytes * max(by_server_s, by_worker_s) / link.bytes_per_s)
+
+
 # Steps of the ring, each with 1/n of the tensor. An all-reduce is a reduce-scatter and an all-gather.
-RING_STEPS: dict[CollectiveName, Callable[[int], int]] = {
+RING_STEPS: dict[str, Callable[[int], int]] = {
     "all_reduce": lambda n: 2 * (n - 1),
     "all_gather": lambda n: n - 1,
     "reduce_scatter": lambda n: n - 1,

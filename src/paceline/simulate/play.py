@@ -35,6 +35,10 @@ class Rates(Protocol):
     def slowdown(self) -> float:
         """By how much computing is slower beside a collective, as a part."""
 
+    @property
+    def collective_s(self) -> float:
+        """Of the host to launch a collective."""
+
     def seconds(self, event: Compute, precision: Precision) -> tuple[float, float]:
         """Of the device for some operators, and of the host that launches them; 0 where they are one."""
 
@@ -134,7 +138,8 @@ class Player:
         elif isinstance(event, Allocate):
             self.memory.change(event)
         elif isinstance(event, Collective):
-            ends = max(clock[event.stream], clock[COMPUTE]) + collective_s(event, self.network)
+            clock[HOST] += event.times * self.rates.collective_s
+            ends = max(clock[event.stream], clock[COMPUTE], clock[HOST]) + collective_s(event, self.network)
             clock[event.stream] = self.ended[event.name] = ends
         elif isinstance(event, Repeat):
             self._repeat(event)

@@ -9,7 +9,7 @@ from paceline.profile.profile import Product
 
 # HOST launches what the device computes.
 COMPUTE, NETWORK, SENDING, HOST = "compute", "network", "sending", "host"
-CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter"]
+CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "push", "pull"]
 Part = Literal["compute", "optimizer"]
 
 
@@ -45,6 +45,8 @@ class Collective:
     name: by which later events wait for it.
     stream: on COMPUTE, computing stops meanwhile.
     times: how often a step; below 1 for what is done every few steps.
+    servers: that workers push to or pull from; `group` are the workers. is_colocated: whether they are in workers'
+        processes.
     """
 
     kind: CollectiveName
@@ -54,6 +56,8 @@ class Collective:
     stream: str = NETWORK
     times: float = 1.0
     stride: int = 1
+    servers: int = 0
+    is_colocated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,17 +37,21 @@ def deal(num_layers: int, num_stages: int) -> list[int]:
     return [each + (stage in more) for stage in range(num_stages)]
 
 
-def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float) -> list[RankCost]:
+def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float,
+          most_microbatches: int | None = None) -> list[RankCost]:
     """What each rank of the pipeline holds and does. Ranks that are alike but for their neighbours share a profile.
+
+    most_microbatches: that orders are made for; a schedule's further rounds are like those before.
 
     Raises:
         PlanError: the model has too few layers.
     """
     num_ranks, virtual = plan.axes.pipeline, plan.schedule.virtual
     runs = _cut(profile, num_ranks * virtual)
-    orders = orders_of(plan.schedule.schedule, num_ranks, plan.num_microbatches, virtual)
+    count = min(plan.num_microbatches, most_microbatches or plan.num_microbatches)
+    orders = orders_of(plan.schedule.schedule, num_ranks, count, virtual)
     sent = _boundary_bytes(profile).at(samples)
-    if software.sequence_parallel:
+    if software.cuts_messages or software.sequence_parallel:
         sent /= plan.axes.tensor
     made: dict[tuple[tuple[tuple[int, int], ...], ...], tuple[Profile, list[range]]] = {}
     homes = _homes(profile, runs, num_ranks)

@@ -66,7 +66,7 @@ def schedule(name: ScheduleName, *, num_ranks: int, num_microbatches: int, virtu
     for more in count():
         orders = [_forward_backward(name, rank, num_ranks, num_microbatches, virtual, more)
                   for rank in range(num_ranks)]
-        if not blocked(orders, num_stages=num_ranks * virtual):
+        if virtual == 1 or not blocked(orders, num_stages=num_ranks * virtual):
             return orders
     raise AssertionError
 

@@ -12,9 +12,9 @@ from functools import lru_cache
 
 from paceline.plan import ScheduleName
 from paceline.strategies.pipeline.cost import orders_of
-from paceline.strategies.pipeline.schedule import Action, ActionKind
+from paceline.strategies.pipeline.schedule import ActionKind
 
-ROUNDS = 3  # that are played before one is taken to be as long as the one before
+ROUNDS = 2  # that are played before one is taken to be as long as the one before
 FIRST, MIDDLE, LAST = "first", "middle", "last"  # micro-batches of a step
 Key = tuple[int, ActionKind, str]  # stage, what is done, for which of the micro-batches
 
@@ -34,14 +34,19 @@ class Taken:
 def rank_ends(name: ScheduleName, taken: Mapping[Key, Taken], *, num_ranks: int, num_microbatches: int,
               virtual: int = 1) -> list[float]:
     """When each rank is through with its actions, in seconds."""
-    most = (ROUNDS + 1) * num_ranks
-    if num_microbatches <= most + num_ranks:
+    fewer = shortened(num_ranks, num_microbatches)
+    if fewer == num_microbatches:
         return _played(_course(name, num_ranks, num_microbatches, virtual), taken)
-    fewer = ROUNDS * num_ranks + num_microbatches % num_ranks
     shorter = _played(_course(name, num_ranks, fewer, virtual), taken)
     longer = _played(_course(name, num_ranks, fewer + num_ranks, virtual), taken)
     rounds = (num_microbatches - fewer) // num_ranks
     return [one + rounds * (other - one) for one, other in zip(shorter, longer, strict=True)]
+
+
+def shortened(num_ranks: int, num_microbatches: int) -> int:
+    """The micro-batches of a shorter step with the same beginning and end, and fewer of the rounds that are alike."""
+    fewer = ROUNDS * num_ranks + num_microbatches % num_ranks
+    return fewer if fewer + num_ranks < num_microbatches else num_microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,9 @@ class _Course:
 @lru_cache(maxsize=512)
 def _course(name: ScheduleName, num_ranks: int, num_microbatches: int, virtual: int) -> _Course:
     orders, num_stages = orders_of(name, num_ranks, num_microbatches, virtual), num_ranks * virtual
-    at, position, keys = [0] * num_ranks, {}, {}
+    at = [0] * num_ranks
+    position: dict[tuple[ActionKind, int, int], int] = {}
+    keys: dict[Key, int] = {}
     steps: list[tuple[int, int, int]] = []
     moved = True
     while moved:
@@ -67,12 +74,16 @@ def _course(name: ScheduleName, num_ranks: int, num_microbatches: int, virtual: 
         for rank, order in enumerate(orders):
             while at[rank] < len(order):
                 action = order[at[rank]]
-                needed = _elsewhere(action, num_stages)
-                if needed is not None and needed not in position:
-                    break
-                key = (action.stage, action.kind, which(action.microbatch, num_microbatches))
-                position[action] = len(steps)
-                steps.append((rank, keys.setdefault(key, len(keys)), -1 if needed is None else position[needed]))
+                kind, stage, microbatch = action.kind, action.stage, action.microbatch
+                source = stage - 1 if kind == "F" else num_stages if kind == "W" else stage + 1
+                needed = -1
+                if 0 <= source < num_stages:
+                    needed = position.get((kind, source, microbatch), -1)
+                    if needed < 0:
+                        break
+                key = (stage, kind, which(microbatch, num_microbatches))
+                position[kind, stage, microbatch] = len(steps)
+                steps.append((rank, keys.setdefault(key, len(keys)), needed))
                 at[rank] += 1
                 moved = True
     return _Course(tuple(keys), tuple(steps), num_ranks)
@@ -81,12 +92,6 @@ def _course(name: ScheduleName, num_ranks: int, num_microbatches: int, virtual: 
 def which(microbatch: int, num_microbatches: int) -> str:
     """Whether a micro-batch is the step's last, its first, or between."""
     return LAST if microbatch == num_microbatches - 1 else FIRST if microbatch == 0 else MIDDLE
-
-
-def _elsewhere(action: Action, num_stages: int) -> Action | None:
-    """What an action waits for on another rank."""
-    stage = {"F": action.stage - 1, "B": action.stage + 1, "I": action.stage + 1}.get(action.kind, -1)
-    return Action(action.kind, stage, action.microbatch) if 0 <= stage < num_stages else None
 
 
 def _played(course: _Course, taken: Mapping[Key, Taken]) -> list[float]:
