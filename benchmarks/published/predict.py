@@ -4,28 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.published.rows import Case
 from paceline.planner.estimate import Estimate, estimate
 from paceline.software import Software
+
+from benchmarks.published.rows import Case
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one case. error: of the step's time as a part; None where none was measured."""
+    """Of one case."""
 
     case: Case
     found: Estimate
 
     @property
     def ratio(self) -> float | None:
+        """Predicted over measured seconds; None where none were measured."""
         return self.found.step_s / self.case.step_s if self.case.step_s else None
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of what the row's source means by memory, on the fullest rank."""
+        if self.case.is_device_memory:
+            return max(need.total_bytes for need in self.found.needs)
+        return self.found.peak_memory_bytes
 
 
 def predict(case: Case, program: Software | None = None) -> Prediction:
     """Of several plans the fastest that fits, or the one that is nearest to fitting."""
     tried = [estimate(case.profile, plan, case.cluster, batch=case.batch, precision=case.precision,
                       software=program or case.software) for plan in case.plans]
-    fitting = [one for one in tried if one.fits]
-    if fitting:
+    if fitting := [one for one in tried if one.fits]:
         return Prediction(case, min(fitting, key=lambda one: one.step_s))
     return Prediction(case, min(tried, key=lambda one: max(need.missing_bytes for need in one.needs)))

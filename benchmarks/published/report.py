@@ -1,36 +1,196 @@
-"""Accuracy by source."""
+"""Accuracy by source: time, order, memory and intervals, beside a predictor that knows one number of each source."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from benchmarks.published.predict import predict
+from paceline.catalogue import fitted_on, software, software_names
+from paceline.software import Software
+
+from benchmarks.published.predict import Prediction, predict
 from benchmarks.published.rows import Case, read
+
+# What a program's figures were fitted in; what it does (its kernels, its formats, what it overlaps) is known of it.
+FITTED = ("product_rate", "attention_rate", "convolution_rate", "small_convolution_rate", "memory_rate", "operator_s",
+          "collective_s", "kernel_s", "microbatch_s", "step_s", "hook_s", "slowdown", "update_passes")
+FEW = 20  # rows below which a source's median says little
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of steps' times, each as a part of the measured one."""
+
+    parts: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.parts)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.parts)
+
+    @property
+    def ninetieth(self) -> float:
+        return sorted(self.parts)[min(len(self.parts) - 1, math.ceil(0.9 * len(self.parts)) - 1)]
+
+
+def errors(done: Sequence[Prediction]) -> Errors | None:
+    found = tuple(abs(p.ratio - 1) for p in done if p.ratio is not None)
+    return Errors(found) if found else None
+
+
+def constant(done: Sequence[Prediction]) -> Errors | None:
+    """One number for all of a source: FLOP/s that a device reaches, the median of its rows."""
+    timed = [(p.case.flops / len(p.case.cluster.devices), p.case.step_s) for p in done if p.case.step_s]
+    if not timed:
+        return None
+    rate = statistics.median(flops / step_s for flops, step_s in timed)
+    return Errors(tuple(abs(flops / rate / step_s - 1) for flops, step_s in timed))
+
+
+def rank_correlation(ours: Sequence[float], measured: Sequence[float]) -> float:
+    """Spearman's, with equal ranks for ties.
+
+    >>> rank_correlation([1, 2, 3], [10, 30, 20])
+    0.5
+    """
+    a, b = _ranks(ours), _ranks(measured)
+    mean_a, mean_b = statistics.fmean(a), statistics.fmean(b)
+    above = sum((x - mean_a) * (y - mean_b) for x, y in zip(a, b, strict=True))
+    below = math.sqrt(sum((x - mean_a) ** 2 for x in a) * sum((y - mean_b) ** 2 for y in b))
+    return above / below if below else math.nan
+
+
+def _ranks(figures: Sequence[float]) -> list[float]:
+    return [sum(other < one for other in figures) + (sum(other == one for other in figures) - 1) / 2
+            for one in figures]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A group of rows with equal model, devices and batch. regret: measured time of the row that is predicted to be the
+    fastest over that of the fastest."""
+
+    rows: int
+    correlation: float
+    regret: float
+
+
+def choices(done: Iterable[Prediction]) -> list[Choice]:
+    groups: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
+    for p in done:
+        if p.case.step_s is not None:
+            groups[p.case.group].append(p)
+    found = []
+    for members in groups.values():
+        measured = [p.case.step_s or 0.0 for p in members]
+        if len(members) < 3 or len(set(measured)) < 2:
+            continue
+        ours = [p.found.step_s for p in members]
+        first = min(range(len(members)), key=ours.__getitem__)
+        found.append(Choice(len(members), rank_correlation(ours, measured), measured[first] / min(measured)))
+    return found
+
+
+def left_out(case: Case) -> Software:
+    """The case's program as it would be known without its source: what was fitted on it is the other programs' median."""
+    own = case.software
+    if case.source not in fitted_on(own.name):
+        return own
+    others = [software(name) for name in software_names()
+              if name != own.name and fitted_on(name) and case.source not in fitted_on(name)]
+    return replace(own, **{name: statistics.median(getattr(one, name) for one in others) for name in FITTED})
+
+
+def memory_errors(done: Iterable[Prediction]) -> list[float]:
+    return [p.memory_bytes / p.case.memory_bytes - 1 for p in done if p.case.memory_bytes]
+
+
+def out_of_memory(done: Iterable[Prediction]) -> Counter[str]:
+    """Rows by what was said and what happened."""
+    return Counter(f"{'fits' if p.found.fits else 'does not fit'}, {'fitted' if p.case.fits else 'ran out'}"
+                   for p in done)
+
+
+def covered(done: Iterable[Prediction]) -> list[bool]:
+    return [p.found.low_s <= p.case.step_s <= p.found.high_s for p in done if p.case.step_s]
 
 
 def main(path: Path) -> int:
-    skipped, cases = defaultdict(list), defaultdict(list)
+    skipped: dict[str, Counter[str]] = defaultdict(Counter)
+    cases: dict[str, list[Case]] = defaultdict(list)
     for found in read(path):
         if isinstance(found, Case):
             cases[found.source].append(found)
         else:
-            skipped[found[0]].append(found[2])
-    for source, listed in cases.items():
-        done = [predict(case) for case in listed]
-        r = [p.ratio for p in done if p.ratio]
-        if r:
-            err = [abs(x - 1) for x in r]
-            c = statistics.median([math.log(p.case.step_s / p.case.flops * len(p.case.cluster.devices)) for p in done if p.ratio])
-            const = [abs(math.exp(c) * p.case.flops / len(p.case.cluster.devices) / p.case.step_s - 1) for p in done if p.ratio]
-            print(f"{source:14} {len(r):4d} MAPE {statistics.mean(err):.3f} median {statistics.median(err):.3f} p90 {sorted(err)[int(.9*len(err))]:.3f} bias {statistics.median(r):.3f} const {statistics.median(const):.3f}")
-        m = [(p.found.peak_memory_bytes, p.case.memory_bytes, sum(p.found.needs[0].ledger.values())) for p in done if p.case.memory_bytes]
-        if m:
-            print('     memory', len(m), 'tensors/measured', round(statistics.median(a / b for a, b, _ in m), 3))
-    for source, reasons in skipped.items():
-        counted = defaultdict(int)
-        for reason in reasons: counted[reason] += 1
-        print(source, dict(counted))
+            skipped[found[0]][found[2]] += 1
+    done = {source: [predict(case) for case in listed] for source, listed in cases.items()}
+    without = {source: [predict(case, left_out(case)) for case in listed] for source, listed in cases.items()}
+    print("Error of a step's time as a part of the measured one. constant: one FLOP/s fitted to the source.")
+    print("left out: with the medians of other programs' fitted figures. order: Spearman; regret: mean, worst.\n")
+    print(f"{'source':<14}{'rows':>5}{'mean':>7}{'median':>8}{'p90':>7}{'const.':>8}{'left out':>10}"
+          f"{'groups':>8}{'order':>7}{'regret':>14}{'in 80 %':>9}")
+    for source, listed in sorted(done.items(), key=lambda item: -len(item[1])):
+        print(_line(source, listed, without[source]))
+    everything = [p for listed in done.values() for p in listed]
+    others = [p for source, listed in done.items() if source != "vtrain" for p in listed]
+    apart = [p for listed in without.values() for p in listed]
+    print(_line("all", everything, apart))
+    if others and len(others) < len(everything):
+        print(_line("all but vtrain", others, [p for s, listed in without.items() if s != "vtrain" for p in listed]))
+    _summary(done, without, everything)
+    _memory(done)
+    print("\nRows skipped, and why:")
+    for source, reasons in sorted(skipped.items()):
+        for reason, count in reasons.most_common():
+            print(f"  {source:<14}{count:>5}  {reason}")
     return 0
+
+
+def _line(source: str, done: Sequence[Prediction], without: Sequence[Prediction]) -> str:
+    ours, plain, apart = errors(done), constant(done), errors(without)
+    if ours is None or plain is None or apart is None:
+        return f"{source:<14}{len(done):>5}  no times"
+    groups = choices(done)
+    line = (f"{source:<14}{len(ours.parts):>5}{ours.mean:>7.1%}{ours.median:>8.1%}{ours.ninetieth:>7.1%}"
+            f"{plain.median:>8.1%}{apart.median:>10.1%}")
+    if groups:
+        regrets = [group.regret for group in groups]
+        order = statistics.median(group.correlation for group in groups if not math.isnan(group.correlation))
+        line += f"{len(groups):>8}{order:>7.2f}{statistics.fmean(regrets):>7.3f}{max(regrets):>7.3f}"
+    else:
+        line += f"{'':>29}"
+    return f"{line}{statistics.fmean(covered(done)):>9.0%}"
+
+
+def _summary(done: dict[str, list[Prediction]], without: dict[str, list[Prediction]],
+             everything: Sequence[Prediction]) -> None:
+    medians = [found.median for listed in done.values() if (found := errors(listed))]
+    apart = [found.median for listed in without.values() if (found := errors(listed))]
+    large = {source: (ours.median, plain.median) for source, listed in done.items()
+             if (ours := errors(listed)) and (plain := constant(listed)) and len(ours.parts) >= FEW}
+    beaten = [source for source, (ours, plain) in large.items() if ours < plain]
+    widths = [math.log(p.found.high_s / p.found.low_s) / 2 for p in everything if p.case.step_s]
+    print(f"\nMean of the sources' medians: {statistics.fmean(medians):.1%}; left out: {statistics.fmean(apart):.1%}. "
+          f"Below the constant on {len(beaten)} of {len(large)} sources with {FEW} rows or more.")
+    print(f"80 % intervals hold {statistics.fmean(covered(everything)):.1%} of the measured times; their median width is "
+          f"{1 - math.exp(-statistics.median(widths)):.0%} below and {math.exp(statistics.median(widths)) - 1:.0%} above.")
+
+
+def _memory(done: dict[str, list[Prediction]]) -> None:
+    print("\nMemory, as a part of the measured: rows, median of the error, median of its size")
+    for source, listed in done.items():
+        if found := memory_errors(listed):
+            print(f"  {source:<14}{len(found):>5}{statistics.median(found):>+8.1%}"
+                  f"{statistics.median(map(abs, found)):>8.1%}")
+    counted: Counter[str] = sum((out_of_memory(listed) for listed in done.values()), Counter())
+    print("Predicted, measured: " + "; ".join(f"{what}: {count}" for what, count in sorted(counted.items())))
+
+
+assert set(FITTED) <= {field.name for field in fields(Software)}

@@ -28,6 +28,7 @@ from benchmarks.published.nets import NETS
 from benchmarks.published.sources import SOURCES, Source
 
 GIB = 2**30
+VOCAB_MULTIPLE = 128  # that all of these programs round the vocabulary up to
 Row = dict[str, str]
 
 
@@ -104,7 +105,7 @@ def case(row: Row, source_name: str) -> Case:
     memory = float(row["memory_gib"]) if row.get("memory_gib") else None
     return Case(row["row_id"], source_name, profile, plans, cluster, batch, precision, program, step_s,
                 memory and memory * source.memory_unit, source.is_device_memory, fits, flops,
-                (source_name, row["model"], row["n_devices"], row["global_batch"], row["hardware"], row["seq"]))
+                tuple(row[name] for name in ("model", "layers", "hidden", "heads", "seq", "hardware", "n_devices", "global_batch")))
 
 
 def _whole(row: Row, name: str) -> int | None:
@@ -121,8 +122,6 @@ def _check(row: Row, source: Source) -> None:
         raise Skipped("experts: a plan has no such axis")
     if row["metric"] not in METRICS:
         raise Skipped(f"{row['metric']}: not a step's time or memory")
-    if source.skip:
-        raise Skipped(source.skip)
 
 
 def _precision(row: Row) -> Precision:
@@ -183,13 +182,14 @@ def _size(row: Row, source: Source) -> DecoderSize:
         if not params:
             raise Skipped("it states neither layers nor parameters")
         given["layers"] = round((params - vocab * hidden) / (12 * hidden**2))
-    heads = given["heads"] or max(1, hidden // 128)
+    heads = given["heads"] or source.heads.get(hidden) or max(1, hidden // 128)
     while hidden % heads:
         heads -= 1
     sequence = given["seq"] or source.sequence
     if not sequence:
         raise Skipped("it states no sequence length")
     tied = known.get("tied", form == "gpt")
+    vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return DecoderSize(int(given["layers"]), int(hidden), int(heads), int(given["ffn"] or 4 * hidden), int(vocab),
                        int(sequence), int(given["kv_heads"] or heads), form, bool(tied))
 
@@ -280,7 +280,7 @@ def _cluster(row: Row, source: Source, num_devices: int) -> Cluster:
     for count, name in kinds:
         known = accelerator(name)
         in_a_node = min(each or known.devices_per_node, num_devices)
-        inside = _stated(row["intra_bw"], name, in_a_node) or link_of(known_link(source.link or known.link))
+        inside = _stated(row["intra_bw"], name, 1) or link_of(known_link(source.link or known.link))
         across = (_stated(row["inter_bw"], name, in_a_node)
                   or link_of(known_link(source.network(row["hardware"]) or known.network)))
         nodes = count or -(-num_devices // in_a_node)
@@ -298,6 +298,6 @@ def _stated(text: str, name: str, devices_per_node: int) -> Link | None:
     own = re.search(rf"([\d.]+)(?: Gb/s)? \({name[:4].rstrip('-')}", text)
     number = float((own or re.search(r"[\d.]+", text))[1 if own else 0])  # type: ignore[index]
     bytes_per_s = number * 1e9 / 8
-    if "/GPU" not in text and "intra" not in text:
-        bytes_per_s /= devices_per_node if number < 5000 else 1
+    if "/GPU" not in text:
+        bytes_per_s /= devices_per_node
     return Link(bytes_per_s * 0.85, 1e-5 if "RoCE" in text or "Gbps" in text else 3e-5)

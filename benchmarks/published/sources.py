@@ -36,6 +36,7 @@ class Source:
     recompute: where a row says nothing. recomputes, virtuals: what is open then, and chosen as a planner would.
     zero: stage of sharding where a row says nothing; 0 for none.
     memory_unit: bytes of one in `memory_gib`. is_device_memory: see `rows.Case`.
+    heads: by width, where a row says nothing: those of the source's other rows.
     devices_per_port: that share one way to their host.
     plain_when_full: whether rows with full recomputation have no sequence parallelism.
     """
@@ -47,6 +48,7 @@ class Source:
     virtuals: tuple[int, ...] = (1,)
     zero: int = 0
     vocab: int = 50257
+    heads: Mapping[int, int] = field(default_factory=dict)
     sequence: int | None = None
     memory_unit: float = 2**30
     is_device_memory: bool = True
@@ -56,7 +58,6 @@ class Source:
     devices_per_port: int = 2
     networks: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    skip: str = ""
 
     def program(self, row: Mapping[str, str]) -> str:
         text = f"{row['zero_stage']}|{row['precision']}|{row['notes']}|{row['hardware']}"
@@ -114,7 +115,8 @@ _CORE = Source({"": "megatron-core"}, recomputes=("selective", "full"), virtuals
 SOURCES: dict[str, Source] = {
     "vtrain": Source({"": "megatron-deepspeed"}),
     "mpt": Source({"PURE": "llm-foundry-pure", "": "llm-foundry"}, zero=3, models={"MPT": {"tied": True}}),
-    "bloom": Source({"": "bloom"}, counted_flops=eight_per_parameter, recompute="full", memory_unit=1e9, vocab=250880),
+    "bloom": Source({"": "bloom"}, counted_flops=eight_per_parameter, recompute="full", memory_unit=1e9, vocab=250880,
+                    heads={14400: 96, 13824: 96, 14336: 64, 13312: 64, 12288: 64}),
     "bs1b3": Source({"": "bloom"}, recompute="full", memory_unit=1e9),
     "megSC21t1": _MEGATRON_2021, "megJan21": _MEGATRON_2021, "mtnlg": _MEGATRON_2021, "meg2020": _MEGATRON_2021,
     "megSC21t2": Source({r"^3": "deepspeed-zero3", "": "megatron-lm"}, counted_flops=with_recomputation,

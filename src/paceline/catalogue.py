@@ -33,7 +33,8 @@ class LinkKind:
 class Accelerator:
     """An accelerator, and the node that it usually comes in.
 
-    bf16_flops_per_s, float32_flops_per_s: dense. product_reached: the part that the best matrix product reaches.
+    bf16_flops_per_s, float32_flops_per_s: dense. product_reached: the part that the best matrix product reaches;
+        attention_reached: that fused attention reaches.
     link, network: names of links in a node, and of one device's share across nodes.
     """
 
@@ -41,6 +42,7 @@ class Accelerator:
     bf16_flops_per_s: float
     float32_flops_per_s: float
     product_reached: float
+    attention_reached: float
     memory_bytes: int
     memory_bytes_per_s: float
     multiprocessors: int
@@ -89,12 +91,22 @@ def software(name: str) -> Software:
     return software_of(name, known[name])
 
 
+def software_names() -> tuple[str, ...]:
+    """Of all training programs."""
+    return tuple(_read()["software"])
+
+
+def fitted_on(name: str) -> tuple[str, ...]:
+    """The sources of published measurements that a training program's figures were fitted on."""
+    return tuple(_read()["software"].get(name, {}).get("fitted_on", ()))
+
+
 def software_of(name: str, given: dict[str, Any]) -> Software:
     """A training program from the fields of the catalogue; bytes of numbers end in _bytes."""
     formats = {f.name: given[f"{f.name}_bytes"] for f in fields(Formats) if f"{f.name}_bytes" in given}
     kernels = {f.name: given[f.name] for f in fields(Kernels) if f.name in given}
     own = {key: value for key, value in given.items()
-           if key != "source" and key not in kernels and key.removesuffix("_bytes") not in formats}
+           if key not in ("source", "fitted_on") and key not in kernels and key.removesuffix("_bytes") not in formats}
     return Software(name=name, kernels=Kernels(**kernels), formats=Formats(**{"activation": 2, **formats}), **own)
 
 

@@ -19,7 +19,7 @@ class Software:
     product_rate: part of an accelerator's best matrix-product rate that large products inside a model reach.
     convolution_rate, small_convolution_rate: part of the same that convolutions reach; those of 3x3 have algorithms
         with fewer multiplications, and may be above 1.
-    attention_rate: part of the same that fused attention reaches.
+    attention_rate: part of an accelerator's best rate of fused attention; above 1 for later kernels.
     skips_mask: whether fused attention leaves out what the causal mask hides.
     memory_rate: part of the memory bandwidth that elementwise kernels reach.
     operator_s: host seconds to launch an operator, with Python's and autograd's work around it.
@@ -46,7 +46,7 @@ class Software:
     product_rate: float = 0.9
     convolution_rate: float = 0.8
     small_convolution_rate: float = 1.2
-    attention_rate: float = 0.6
+    attention_rate: float = 1.0
     skips_mask: bool = True
     memory_rate: float = 0.8
     operator_s: float = 10e-6
@@ -76,4 +76,4 @@ class Software:
         return {"convolution": self.convolution_rate, "small convolution": self.small_convolution_rate}
 
 
-PACELINE = Software(roll_call=True)
+PACELINE = Software(roll_call=True, microbatch_s=0.6e-3)

@@ -23,10 +23,10 @@ from paceline.simulate.accelerator import AcceleratorRates
 from paceline.simulate.play import Player, Timeline, play
 from paceline.simulate.program import COMPUTE, HOST, NETWORK, Allocate, Event
 from paceline.software import Software
-from paceline.strategies.costs import Moment, compute
+from paceline.strategies.costs import Moment
 from paceline.strategies.pipeline.cost import ranks
 from paceline.strategies.pipeline.timing import FIRST, LAST, MIDDLE, Key, Taken, rank_ends, shortened, which
-from paceline.strategies.stages.cost import ENDING, RankCost, StageCost, backward_course, forward_course, tie
+from paceline.strategies.stages.cost import ENDING, RankCost, StageCost, backward_course, forward_course, input_gradients, tie
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,11 @@ class Played:
 @lru_cache(maxsize=256)
 def rates_of(accelerator: Accelerator, software: Software) -> AcceleratorRates:
     """An accelerator's rates under a training program; products that were priced once stay priced."""
-    reached = accelerator.product_reached
+    peaks: dict[Precision, float] = {"float32": accelerator.float32_flops_per_s, "bf16": accelerator.bf16_flops_per_s,
+                                     "float64": accelerator.float32_flops_per_s / 2}
     return AcceleratorRates(
-        {"float32": accelerator.float32_flops_per_s * reached, "bf16": accelerator.bf16_flops_per_s * reached,
-         "float64": accelerator.float32_flops_per_s * reached / 2},
+        {precision: peak * accelerator.product_reached for precision, peak in peaks.items()},
+        {precision: peak * accelerator.attention_reached for precision, peak in peaks.items()},
         accelerator.memory_bytes_per_s, accelerator.multiprocessors, software, software.formats.activation)
 
 
@@ -140,9 +141,7 @@ class _Place:
             return (Allocate("communication", taken), *self.filling.events(forward_course(self.rank, stage, microbatch)))
         given_back = Allocate("communication", -taken)
         if kind == "I":
-            step = self.filling.step
-            return [compute(step.profile.segments[k].backward, step.samples(Moment(microbatch)))
-                    for k in reversed(stage.segments) for _ in range(step.profile.segments[k].repeat)]
+            return list(input_gradients(self.filling.step.profile, stage, self.rank.samples))
         back = sum(m.num_bytes for m in stage.regains)
         return (Allocate("communication", back), *self.filling.events(backward_course(self.rank, stage, microbatch)),
                 Allocate("communication", -back), given_back)

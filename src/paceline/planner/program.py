@@ -140,7 +140,7 @@ def _one_device(step: Step) -> Hooks:
 
     def begin(at: Moment) -> Iterable[Event]:
         yield Allocate("activations", profile.batch_bytes.at(step.samples(at)))
-        yield Compute(fixed_s=MICROBATCH_S + step.software.microbatch_s)
+        yield Compute(fixed_s=MICROBATCH_S if step.device_kind == "cpu" else step.software.microbatch_s)
 
     def forward(at: Moment) -> Iterable[Event]:
         segment, samples = step.segment(at), step.samples(at)

@@ -18,6 +18,9 @@ LARGEST_REUSE = 256 * 128 / (256 + 128)
 # A tile's products start once its first slices are there and end with its result being written: as long as so many
 # of its inner side take. Fitted; see docs/prediction.md.
 INNER_START = 40.0
+# Tensor cores take sides of whole 16 bytes (NVIDIA, as above); other kernels reach this part. Fitted on BLOOM's heads
+# of 108 and 150 values, which make a step 1.3 to 1.45 times as long.
+ALIGNED_BYTES, UNALIGNED_PART = 16, 0.07
 MOST_SPLITS = 8  # parts that the inner side is cut into where there are too few tiles
 
 
@@ -26,10 +29,12 @@ class AcceleratorRates:
     """One accelerator under one training program.
 
     flops_per_s: best rate of matrix products, by precision. memory_bytes_per_s: of its memory.
+    attention_flops_per_s: best rate of fused attention, by precision.
     multiprocessors: that tiles are dealt out to. item_bytes: of a product's values.
     """
 
     flops_per_s: dict[Precision, float]
+    attention_flops_per_s: dict[Precision, float]
     memory_bytes_per_s: float
     multiprocessors: int
     software: Software
@@ -63,13 +68,21 @@ class AcceleratorRates:
     def _product_s(self, product: Product, precision: Precision) -> float:
         best, software = self.flops_per_s[precision], self.software
         if product.kind == "attention" and software.kernels.attention == "fused":
-            return product.flops * (0.5 if software.skips_mask else 1.0) / (best * software.attention_rate)
+            return product.flops * (0.5 if software.skips_mask else 1.0) / (
+                self.attention_flops_per_s[precision] * software.attention_rate)
         rows, columns, inner = max(1.0, product.rows), max(1.0, product.columns), max(1.0, product.inner)
         values = (rows * inner + inner * columns + rows * columns) * product.count
         part = tile_part(rows, columns, inner, product.count, self.multiprocessors)
         part *= software.convolution_rates.get(product.kind, 1.0)
+        if product.kind in ("linear", "attention") and self.item_bytes == 2 and not (
+                _is_aligned(columns * self.item_bytes) and _is_aligned(inner * self.item_bytes)):
+            part *= UNALIGNED_PART
         return max(product.flops / (best * software.product_rate * part),
                    self.item_bytes * values / (self.memory_bytes_per_s * software.memory_rate))
+
+
+def _is_aligned(num_bytes: float) -> bool:
+    return num_bytes % 1 != 0 or num_bytes % ALIGNED_BYTES == 0  # a part that ranks can't divide evenly is padded
 
 
 def tile_part(rows: float, columns: float, inner: float, count: float, multiprocessors: int) -> float:

@@ -50,6 +50,9 @@ def enter(step: Step) -> Hooks:
     units = [segment.unit for segment in step.profile.segments]
     first_segment = {unit: units.index(unit) for unit in units if unit}
     stride = step.plan.axes.tensor
+    # Without gathering ahead, and along a pipeline, whose stages would wait one after another, parameters that are only
+    # updated in parts are gathered where they were updated, and kept whole.
+    kept_whole = zero < 3 and not on_cpu and (not software.prefetches or step.plan.axes.pipeline > 1)
 
     def issue(unit: str) -> Iterable[Event]:
         whole, local = _gathered_bytes(step, unit)
@@ -68,7 +71,7 @@ def enter(step: Step) -> Hooks:
             yield from take(unit)
 
     def release(unit: str) -> Event:
-        return free("parameters", _gathered_bytes(step, unit)[0])
+        return free("parameters", 0 if kept_whole else _gathered_bytes(step, unit)[0])
 
     def reduce(unit: str, at: Moment) -> Iterable[Event]:
         """The unit's gradients go into a buffer, and each rank gets the sum of its part."""
@@ -89,6 +92,8 @@ def enter(step: Step) -> Hooks:
     def start(at: Moment) -> Iterable[Event]:
         if on_cpu:
             yield Allocate("runtime", CPU_RUNTIME_BYTES)
+        if kept_whole:
+            yield Allocate("parameters", _kept_bytes(step) - step.total(step.held.parameters))
 
     def roll_call() -> Iterable[Event]:
         """The ranks compare which unit comes next."""
@@ -96,7 +101,7 @@ def enter(step: Step) -> Hooks:
             yield Collective("all_reduce", ROLL_BYTES, ranks, name="roll", stream=COMPUTE, stride=stride)
 
     def gathered_here(at: Moment, *, backward: bool) -> bool:
-        return zero == 3 or (at.microbatch == 0 and not backward)
+        return not kept_whole and (zero == 3 or (at.microbatch == 0 and not backward))
 
     def is_gathered(segment: int) -> bool:
         """Whether a segment's forward is one that a gathering is for."""
@@ -170,10 +175,17 @@ def enter(step: Step) -> Hooks:
 
     def update(at: Moment) -> Iterable[Event]:
         yield Compute(fixed_s=step.profile.update.operators * DTENSOR_OPERATOR_S, part="optimizer")
+        if kept_whole:
+            yield Collective("all_gather", _kept_bytes(step), ranks, name="gather", stream=COMPUTE, stride=stride)
 
     return {"start": start, "begin": begin, "before_forward": before_forward, "after_forward": after_forward,
             "turn": turn, "before_backward": before_backward, "after_backward": after_backward, "done": done,
             "finish": finish, "update": update}
+
+
+def _kept_bytes(step: Step) -> float:
+    """Of all parameters, whole, as they are gathered."""
+    return step.profile.gathered_part * step.profile.parameter_bytes
 
 
 def _gathered_bytes(step: Step, unit: str) -> tuple[float, float]:

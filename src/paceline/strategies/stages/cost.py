@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.profile.profile import Profile
-from paceline.simulate.program import COMPUTE, Allocate, Collective, Event, Receive, Send, free
+from paceline.simulate.program import COMPUTE, Allocate, Collective, Event, Receive, Repeat, Send, free
 from paceline.strategies.costs import Moment, MomentName, backward_moments, compute, forward_moments
 from paceline.strategies.pipeline.schedule import Action
 
@@ -80,8 +80,8 @@ def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, Moment]]:
         yield from (Receive(message.peer, f"{message.name}.{microbatch}") for message in arriving)
         if action.kind == "F":
             yield from forward_course(rank, stage, microbatch)
-        elif action.kind == "I":  # the other half of the work is done with the weights
-            yield from (compute(rank.profile.segments[k].backward, 1.0) for k in reversed(stage.segments))
+        elif action.kind == "I":
+            yield from input_gradients(rank.profile, stage, rank.samples)
         else:
             yield from backward_course(rank, stage, microbatch)
         yield from (Send(message.peer, f"{message.name}.{microbatch}", message.num_bytes) for message in leaving)
@@ -104,6 +104,12 @@ def forward_course(rank: RankCost, stage: StageCost, microbatch: int) -> Iterato
     yield "begin", Moment(microbatch, stage.segments.start)
     for segment in stage.segments:
         yield from forward_moments(microbatch, segment, rank.profile.segments[segment].repeat)
+
+
+def input_gradients(profile: Profile, stage: StageCost, samples: float) -> Iterator[Event]:
+    """The half of a stage's backward that other stages wait for; the other half is done with the weights' gradients."""
+    for segment in (profile.segments[k] for k in reversed(stage.segments)):
+        yield Repeat((compute(segment.backward, samples),), segment.repeat)
 
 
 def backward_course(rank: RankCost, stage: StageCost, microbatch: int) -> Iterator[tuple[MomentName, Moment]]:

@@ -1,0 +1,104 @@
+"""Profiles by dimensions agree with what the modules themselves do on fake tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+import paceline as pl
+from paceline.errors import JobError
+from paceline.models import Decoder, DecoderSize, decoder_profile
+from paceline.models.convnet import ConvNet
+from paceline.models.convolution import ConvNetSize, convnet_profile
+from paceline.models.decoder import next_token_loss
+from paceline.models.sizes import Formats, Kernels
+from paceline.profile import Profile, profile_job
+
+GPT = DecoderSize(3, 64, 4, 256, 96, sequence=128)
+LLAMA = DecoderSize(3, 64, 4, 160, 96, sequence=128, kv_heads=2, form="llama")
+
+
+def traced_decoder(size: DecoderSize) -> Profile:
+    tokens = torch.zeros(16, size.sequence, dtype=torch.long)
+    return profile_job(pl.Job(
+        model=lambda: Decoder(size), data=TensorDataset(tokens, tokens), loss=next_token_loss,
+        optimizer=lambda named: torch.optim.AdamW(named), batch=8, steps=1))
+
+
+def traced_net(size: ConvNetSize) -> Profile:
+    images = torch.zeros(16, 3, size.side, size.side)
+    return profile_job(pl.Job(
+        model=lambda: ConvNet(size), data=TensorDataset(images, torch.zeros(16, dtype=torch.long)),
+        loss=F.cross_entropy, optimizer=lambda named: torch.optim.SGD(named), batch=8, steps=1))
+
+
+def kept_bytes(profile: Profile) -> float:
+    return sum(s.kept_bytes.per_sample * s.repeat for s in profile.segments)
+
+
+def moved_bytes(profile: Profile) -> float:
+    return sum((work.moved_bytes.per_sample + work.function_bytes.per_sample) * s.repeat
+               for s in profile.segments for work in (s.forward, s.backward))
+
+
+@pytest.mark.parametrize("size", [GPT, LLAMA, DecoderSize(2, 64, 4, 256, 96, sequence=64, tied=True)],
+                         ids=["gpt", "llama", "tied"])
+def test_a_decoder_by_dimensions_is_the_module(size: DecoderSize):
+    """FLOPs and parameters are the traced ones, kept activations within 1 %, bytes moved within 6 %."""
+    traced, ours = traced_decoder(size), decoder_profile(size)
+
+    assert ours.forward_flops_per_sample == traced.forward_flops_per_sample
+    assert ours.backward_flops_per_sample == traced.backward_flops_per_sample
+    assert ours.parameter_bytes == traced.parameter_bytes == 4 * size.num_parameters
+    assert kept_bytes(ours) == pytest.approx(kept_bytes(traced), rel=0.01)
+    assert moved_bytes(ours) == pytest.approx(moved_bytes(traced), rel=0.06)
+
+
+@pytest.mark.parametrize("size", [ConvNetSize((1, 2), 8, 10, 64), ConvNetSize((2, 2), 8, 10, 64, "bottleneck")],
+                         ids=["basic", "bottleneck"])
+def test_a_residual_net_by_dimensions_is_the_module(size: ConvNetSize):
+    """FLOPs and parameters are the traced ones; kept activations are within 12 %."""
+    traced, ours = traced_net(size), convnet_profile(size)
+
+    assert ours.forward_flops_per_sample == traced.forward_flops_per_sample
+    assert ours.backward_flops_per_sample == traced.backward_flops_per_sample
+    assert ours.parameter_bytes == traced.parameter_bytes
+    assert kept_bytes(ours) == pytest.approx(kept_bytes(traced), rel=0.12)
+
+
+def test_known_models_have_their_parameters():
+    """Llama 3.1's largest, and ResNet-50."""
+    assert DecoderSize(126, 16384, 128, 53248, 128256, sequence=8192, kv_heads=8, form="llama"
+                       ).num_parameters == 405_853_388_800
+    assert convnet_profile(ConvNetSize((3, 4, 6, 3), form="bottleneck")).parameter_bytes == 4 * 25_557_032
+
+
+def test_a_layer_counts_once_however_many_there_are():
+    """126 layers take as many values as one, and their sums are of all."""
+    one, many = (decoder_profile(DecoderSize(layers, 64, 4, 256, 96, sequence=128)) for layers in (1, 126))
+
+    assert len(many.segments) == len(one.segments)
+    assert many.segments[1].repeat == 126
+    products = sum(p.flops for p in one.segments[1].forward.products)
+    assert many.forward_flops_per_sample - one.forward_flops_per_sample == 125 * products
+
+
+def test_megatrons_activations():
+    """16-bit, dropout: s b h (34 + 5 a s / h) bytes a layer, as Korthikanti et al. 2022 count them, within 1 %."""
+    size = DecoderSize(1, 1024, 16, 4096, 96, sequence=2048)
+    layer = decoder_profile(size, Formats(activation=2), Kernels(attention="plain", dropout=True)).segments[1]
+
+    assert layer.kept_bytes.at(1) == pytest.approx(2048 * 1024 * (34 + 5 * 16 * 2048 / 1024), rel=0.01)
+    assert layer.core is not None
+    assert layer.core.kept_bytes.at(1) == 5 * 16 * 2048**2
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"layers": 0}, "layers=0"), ({"heads": 3}, "don't divide"), ({"kv_heads": 3}, "don't divide")])
+def test_sizes_that_make_no_sense_are_refused(wrong: dict[str, int], message: str):
+    """Each is named."""
+    given = {"layers": 1, "hidden": 64, "heads": 4, "ffn": 256, "vocab": 96, "sequence": 8}
+    with pytest.raises(JobError, match=message):
+        DecoderSize(**{**given, **wrong})

@@ -1,0 +1,108 @@
+"""Cutting a profile by dimensions into stages, and playing them fast, gives what playing every event gives."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from paceline.cluster import Cluster, Network
+from paceline.errors import PlanError
+from paceline.models import DecoderSize, decoder_profile
+from paceline.models.sizes import Formats, Kernels
+from paceline.plan import Plan
+from paceline.planner.described import play_described, rates_of
+from paceline.planner.program import stage_program
+from paceline.simulate.play import play_together
+from paceline.software import Software
+from paceline.strategies.pipeline.cost import deal, ranks
+from paceline.strategies.pipeline.timing import Taken, _course, _played, rank_ends, shortened
+
+SOFTWARE = Software(kernels=Kernels(), formats=Formats(2, 2, 2, 12, 2, 2), slowdown=0.0, operator_s=0.0)
+SIZE = DecoderSize(12, 256, 4, 1024, 1000, sequence=128)
+PROFILE = decoder_profile(SIZE, SOFTWARE.formats, SOFTWARE.kernels)
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]
+
+
+@pytest.mark.parametrize(("layers", "stages", "dealt"), [
+    (8, 4, [2, 2, 2, 2]), (9, 4, [2, 3, 2, 2]), (11, 4, [3, 3, 3, 2]), (6, 8, [0, 1, 1, 1, 1, 1, 1, 0])])
+def test_layers_are_dealt_evenly(layers, stages, dealt):
+    """The middle takes what is left over."""
+    assert deal(layers, stages) == dealt
+
+
+def test_too_many_stages_are_refused():
+    """With the most that there can be."""
+    with pytest.raises(PlanError, match=r"5 layers can't be cut into 8 stages(?s:.*)at most 5"):
+        deal(5, 8)
+
+
+@pytest.mark.parametrize(("name", "virtual"), SCHEDULES)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_counted_rounds_are_played_rounds(name, virtual, num_ranks):
+    """However long stages and messages take, a step of many micro-batches ends when playing all of it says. Interleaved
+    orders of broken rounds differ a little with their number."""
+    draw = random.Random(num_ranks * virtual)
+    for count in (8 * num_ranks, 9 * num_ranks + num_ranks // 2):
+        kinds = ("F", "I", "W") if name == "zero-bubble" else ("F", "B")
+        taken = {(stage, kind, which): Taken(1 + draw.random() / 5, draw.random() / 10, waits=draw.random() < 0.5)
+                 for stage in range(num_ranks * virtual) for kind in kinds for which in ("first", "middle", "last")}
+        for stage in range(num_ranks * virtual):  # but for the ends, micro-batches are alike
+            for kind in kinds:
+                taken[stage, kind, "first"] = taken[stage, kind, "middle"]
+        assert shortened(num_ranks, count) < count
+        counted = rank_ends(name, taken, num_ranks=num_ranks, num_microbatches=count, virtual=virtual)
+        played = _played(_course(name, num_ranks, count, virtual), taken)
+
+        assert counted == pytest.approx(played, rel=0.02 if virtual > 1 and count % num_ranks else 0.003)
+
+
+PLANS = ["pipeline=2 microbatches=4", "pipeline=4 microbatches=12 recompute=full",
+         "pipeline=4 microbatches=8 schedule=gpipe", "pipeline=2 microbatches=8 schedule=interleaved virtual=3",
+         "pipeline=2 tensor=2 microbatches=4", "pipeline=4 microbatches=6 schedule=zero-bubble"]
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_blocks_are_what_playing_every_event_gives(text):
+    """The step of ranks whose messages are all played, within 1 %; memory within 3 %."""
+    plan = Plan.parse(text)
+    cluster = Cluster.parse("8xA100")
+    device, network = cluster.span(0, 1)[0]
+    assert device.accelerator is not None
+    rates = rates_of(device.accelerator, SOFTWARE)
+    step_s, played = play_described(PROFILE, plan, cluster, batch=4 * plan.num_microbatches, precision="bf16",
+                                    software=SOFTWARE)
+    costs = ranks(PROFILE, plan, SOFTWARE, samples=4.0)
+    programs = [stage_program(cost, plan, "cuda", snapshot=False, software=SOFTWARE) for cost in costs]
+    exact = play_together(programs, [rates] * len(costs), network, precision="bf16",
+                          apart=plan.world_size // plan.axes.pipeline)
+
+    assert step_s == pytest.approx(max(t.step_s for t in exact), rel=0.01)
+    assert max(one.timeline.peak_memory_bytes for one in played) == pytest.approx(
+        max(t.peak_memory_bytes for t in exact), rel=0.03)
+
+
+def test_stages_hold_the_model_once():
+    """All parameters of all ranks are the model's, with a second table where the head is tied to it."""
+    for tied, more in ((False, 0), (True, SIZE.vocab * SIZE.hidden)):
+        profile = decoder_profile(replace(SIZE, tied=tied), SOFTWARE.formats)
+        costs = ranks(profile, Plan.parse("pipeline=4 microbatches=4"), SOFTWARE, samples=1.0)
+
+        assert sum(cost.profile.parameter_bytes for cost in costs) == profile.parameter_bytes + 2 * more
+        assert [bool(cost.tied_bytes) for cost in costs] == [tied, False, False, tied]
+
+
+def test_ranks_that_are_alike_share_a_profile():
+    """Of 12 stages three kinds are left."""
+    costs = ranks(PROFILE, Plan.parse("pipeline=12 microbatches=12"), SOFTWARE, samples=1.0)
+
+    assert len({id(cost.profile) for cost in costs}) == 3
+
+
+def test_one_network_is_enough():
+    """A node's devices need nobody else."""
+    network = Cluster.parse("8xA100").span(0, 8)[0][1]
+
+    assert isinstance(network, Network)
+    assert network.in_a_node(8, 1) == 8
