@@ -81,7 +81,7 @@ def case(row: Row, source_name: str) -> Case:
     if source is None:
         raise Skipped("nothing is known of this source's conventions")
     _check(row, source)
-    precision = _precision(row)
+    precision = _precision(row, source)
     program = _program(row, source)
     num_devices = _whole(row, "n_devices") or 1
     cluster = _cluster(row, source, num_devices)
@@ -124,8 +124,10 @@ def _check(row: Row, source: Source) -> None:
         raise Skipped(f"{row['metric']}: not a step's time or memory")
 
 
-def _precision(row: Row) -> Precision:
-    text = row["precision"].lower()
+def _precision(row: Row, source: Source) -> Precision:
+    text = row["precision"].lower() or source.precision
+    if not text:
+        raise Skipped("it states no precision, and its source's are of several")
     if "fp8" in text or "fp4" in text:
         raise Skipped("fp8 or fp4: a job has no such precision")
     return "float32" if "32" in text and "16" not in text else "bf16"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.models import DecoderSize
@@ -33,7 +33,7 @@ class Source:
     """The conventions of one source.
 
     programs: pattern of a row's "zero_stage|precision|notes" to a training program; the first that matches.
-    recompute: where a row says nothing. recomputes, virtuals: what is open then, and chosen as a planner would.
+    precision, recompute: where a row says nothing. recomputes, virtuals: what is open then, and chosen as a planner would.
     zero: stage of sharding where a row says nothing; 0 for none.
     memory_unit: bytes of one in `memory_gib`. is_device_memory: see `rows.Case`.
     heads: by width, where a row says nothing: those of the source's other rows.
@@ -43,6 +43,7 @@ class Source:
 
     programs: Mapping[str, str]
     counted_flops: FlopsOf = model_flops
+    precision: str = "bf16"  # "" where a row must say
     recompute: str = "none"
     recomputes: tuple[str, ...] = ()
     virtuals: tuple[int, ...] = (1,)
@@ -106,27 +107,30 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     r"GPT2-large": {"layers": 36, "hidden": 1280, "heads": 20, "vocab": 50257},
 }
 
+# Its TFLOP/s follow from its times with sequences of 1024 and recomputation: 280 TFLOP a step of the 2B model.
+_MEGATRON_2020 = Source({"": "megatron-lm"}, recompute="full", vocab=51200, sequence=1024)
 _MEGATRON_2021 = Source({"": "megatron-lm"}, counted_flops=with_recomputation, recompute="full", vocab=51200,
                         sequence=2048)
 _MEGATRON_2022 = Source({"": "megatron-lm-2022"}, recompute="selective", vocab=51200, plain_when_full=True,
                         is_device_memory=False)
 _CORE = Source({"": "megatron-core"}, recomputes=("selective", "full"), virtuals=(1, 2, 3, 4, 6), zero=1,
                is_device_memory=False)
+_BRIDGE = replace(_CORE, precision="")
 SOURCES: dict[str, Source] = {
     "vtrain": Source({"": "megatron-deepspeed"}),
     "mpt": Source({"PURE": "llm-foundry-pure", "": "llm-foundry"}, zero=3, models={"MPT": {"tied": True}}),
     "bloom": Source({"": "bloom"}, counted_flops=eight_per_parameter, recompute="full", memory_unit=1e9, vocab=250880,
                     heads={14400: 96, 13824: 96, 14336: 64, 13312: 64, 12288: 64}),
     "bs1b3": Source({"": "bloom"}, recompute="full", memory_unit=1e9),
-    "megSC21t1": _MEGATRON_2021, "megJan21": _MEGATRON_2021, "mtnlg": _MEGATRON_2021, "meg2020": _MEGATRON_2021,
+    "megSC21t1": _MEGATRON_2021, "megJan21": _MEGATRON_2021, "mtnlg": _MEGATRON_2021, "meg2020": _MEGATRON_2020,
     "megSC21t2": Source({r"^3": "deepspeed-zero3", "": "megatron-lm"}, counted_flops=with_recomputation,
                         recompute="full", vocab=51200),
     "dsazure": Source({"": "deepspeed-zero3"}, counted_flops=with_recomputation, recompute="full", zero=3),
     "megSeqPar": _MEGATRON_2022, "megMFU22": _MEGATRON_2022, "megSeqParMem": _MEGATRON_2022,
-    "megH100": _CORE, "megH100strong": _CORE, "mbridge": _CORE, "nemo2407": _CORE, "nemo2412": _CORE,
-    "nemo2504": _CORE, "megascale": _CORE, "nemoCP": _CORE,
+    "megH100": _CORE, "megH100strong": _CORE, "mbridge": _BRIDGE, "nemo2407": _BRIDGE, "nemo2412": _BRIDGE,
+    "nemo2504": _BRIDGE, "megascale": _CORE, "nemoCP": _BRIDGE,
     "llama3": Source({"": "megatron-core"}, recomputes=("selective", "full"), virtuals=(1, 2, 4, 8), zero=2),
-    "amp": Source({"": "amp"}, models={"TransGAN": {"hidden": 0}}),
+    "amp": Source({"": "amp"}, recompute="full", models={"TransGAN": {"hidden": 0}}),
     "alpa": Source({"": "megatron-lm"}, recompute="full", memory_unit=1e9, is_device_memory=False),
     "zerobubble": Source({"": "megatron-lm-2022"}, memory_unit=1e9, is_device_memory=False, vocab=51200, zero=1),
     "titan": Source({"": "torchtitan"}, zero=3, recompute="selective", is_device_memory=False),

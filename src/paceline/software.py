@@ -7,9 +7,13 @@ programs that published measurements come from, each figure with its source or i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from paceline.models.sizes import EAGER, FLOAT32, Formats, Kernels
+
+if TYPE_CHECKING:
+    from paceline.cluster import Network
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +21,7 @@ class Software:
     """One training program on accelerators.
 
     product_rate: part of an accelerator's best matrix-product rate that large products inside a model reach.
-    convolution_rate, small_convolution_rate: part of the same that convolutions reach; those of 3x3 have algorithms
+    convolution_rate, small_convolution_rate: part of the same that convolutions reach; those of 3x3 and 5x5 have algorithms
         with fewer multiplications, and may be above 1.
     attention_rate: part of an accelerator's best rate of fused attention; above 1 for later kernels.
     skips_mask: whether fused attention leaves out what the causal mask hides.
@@ -31,6 +35,7 @@ class Software:
     slowdown: by how much computing is slower beside a collective, as a part.
     sequence_parallel: whether ranks of a tensor axis cut activations between layers along the sequence.
     hidden_exchange: part of the tensor axis' exchanges that computing hides.
+    link_rate, network_rate: part of what links in a node, and across nodes, carry that its collectives reach.
     overlaps: whether gradients travel while backward goes on.
     prefetches: whether sharded parameters are gathered while the unit before is computed.
     cuts_messages: whether each rank of a tensor axis sends the next stage its part alone.
@@ -59,6 +64,8 @@ class Software:
     slowdown: float = 0.1
     sequence_parallel: bool = False
     hidden_exchange: float = 0.0
+    link_rate: float = 1.0
+    network_rate: float = 1.0
     overlaps: bool = True
     prefetches: bool = True
     cuts_messages: bool = True
@@ -69,6 +76,14 @@ class Software:
     spread: float = 0.2
     kernels: Kernels = EAGER
     formats: Formats = FLOAT32
+
+    def on(self, network: Network) -> Network:
+        """A network as this program's collectives find it."""
+        if self.link_rate == self.network_rate == 1:
+            return network
+        across = network.across and replace(network.across, bytes_per_s=network.across.bytes_per_s * self.network_rate)
+        return replace(network, across=across, inside=replace(
+            network.inside, bytes_per_s=network.inside.bytes_per_s * self.link_rate))
 
     @property
     def convolution_rates(self) -> dict[str, float]:

@@ -33,7 +33,7 @@ class Conv:
     @property
     def product(self) -> Product:
         """The same arithmetic as a product of matrices."""
-        is_small = self.kernel == (3, 3) and self.stride == 1
+        is_small = self.kernel in ((3, 3), (5, 5)) and self.stride == 1
         return Product(self.side**2, self.outputs, self.inputs * self.kernel[0] * self.kernel[1],
                        kind="small convolution" if is_small else "convolution")
 

@@ -68,7 +68,7 @@ def play_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int
         return _pipeline(profile, plan, cluster, samples=samples, precision=precision, software=software)
     found = []
     for device, network in cluster.span(0, needed):
-        timeline = _step(profile, plan, samples, precision, software, device, network)
+        timeline = _step(profile, plan, samples, precision, software, device, software.on(network))
         found.append(Played(device.name, device, timeline))
     step_s = max(one.timeline.step_s for one in found)
     if isinstance(plan.sync, Servers) and plan.sync.staleness != 0:
@@ -125,10 +125,10 @@ class _Place:
         self.blocks: dict[tuple[object, ...], _Block] = {}
 
     def of(self, stage: StageCost, kind: str, microbatch: str) -> _Block:
-        """Stages of the rank that are alike but for their turn share blocks."""
+        """Stages of the rank that are alike but for their turn share blocks, and so do all forwards."""
         segments = self.filling.step.profile.segments
         alike = tuple((segments[k].repeat, segments[k].unit == "", len(segments[k].gradients)) for k in stage.segments)
-        microbatch = MIDDLE if kind == "F" and microbatch == LAST else microbatch
+        microbatch = MIDDLE if kind == "F" else microbatch
         key = (alike, kind, microbatch)
         if key not in self.blocks:
             at = {FIRST: 0, MIDDLE: min(1, self.last), LAST: self.last}[microbatch]
@@ -173,6 +173,7 @@ def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float,
     devices: list[Device] = []
     for number, rank in enumerate(costs):
         device, network = min(cluster.span(number * apart, apart), key=lambda kind: kind[0].flops_per_s or 0.0)
+        network = software.on(network)
         key = (id(rank.profile), device, network)
         if key not in known:
             filling = fill(rank.profile, plan, device.kind, (samples,) * count, snapshot=False, software=software)

@@ -37,7 +37,7 @@ class Product:
 
     grows: the side that grows with the samples of a micro-batch.
     cut: the side that ranks of a tensor axis divide; None if each does all of it.
-    kind: attention's two are done together by fused kernels; a "small convolution" is of 3x3 without stride, for which
+    kind: attention's two are done together by fused kernels; a "small convolution" is of 3x3 or 5x5 without stride, for which
         there are algorithms with fewer multiplications.
     """
 

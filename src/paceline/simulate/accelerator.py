@@ -21,6 +21,7 @@ INNER_START = 40.0
 # Tensor cores take sides of whole 16 bytes (NVIDIA, as above); other kernels reach this part. Fitted on BLOOM's heads
 # of 108 and 150 values, which make a step 1.3 to 1.45 times as long.
 ALIGNED_BYTES, UNALIGNED_PART = 16, 0.07
+MOST_KNOWN = 10_000  # products whose seconds are kept
 MOST_SPLITS = 8  # parts that the inner side is cut into where there are too few tiles
 
 
@@ -39,7 +40,8 @@ class AcceleratorRates:
     multiprocessors: int
     software: Software
     item_bytes: int = 2
-    _known: dict[tuple[Product, Precision], float] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[tuple[int, Precision], tuple[tuple[Product, ...], float, float]] = field(
+        default_factory=dict, compare=False, repr=False)
 
     @property
     def slowdown(self) -> float:
@@ -51,19 +53,28 @@ class AcceleratorRates:
 
     def seconds(self, event: Compute, precision: Precision) -> tuple[float, float]:
         """Of the device, and of the host that launches its operators beside it."""
-        software, known = self.software, self._known
+        software = self.software
         device_s = ((event.moved_bytes + event.function_bytes) / (self.memory_bytes_per_s * software.memory_rate)
                     + event.operators * software.kernel_s)
         flops = event.flops
-        for product in event.products:
-            flops -= product.flops
-            seconds = known.get((product, precision))
-            if seconds is None:
-                seconds = known[product, precision] = self._product_s(product, precision)
-            device_s += seconds
+        if event.products:
+            products_s, known_flops = self._products_s(event.products, precision)
+            device_s += products_s
+            flops -= known_flops
         if flops > 0.5:  # of unknown shapes
             device_s += flops / (self.flops_per_s[precision] * software.product_rate)
         return device_s, event.operators * software.operator_s + event.fixed_s
+
+    def _products_s(self, products: tuple[Product, ...], precision: Precision) -> tuple[float, float]:
+        """Seconds and FLOPs, kept for the same products: a search asks for them thousands of times."""
+        key = (id(products), precision)
+        found = self._known.get(key)
+        if found is None or found[0] is not products:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            found = (products, sum(self._product_s(p, precision) for p in products), sum(p.flops for p in products))
+            self._known[key] = found
+        return found[1], found[2]
 
     def _product_s(self, product: Product, precision: Precision) -> float:
         best, software = self.flops_per_s[precision], self.software

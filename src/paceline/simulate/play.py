@@ -25,7 +25,7 @@ from paceline.simulate.program import (
     Send,
 )
 
-ROUNDS = 3  # of a repetition that are played before the rest are counted: streams that wait for each other have settled
+ROUNDS = 2  # of a repetition that are played before the rest are counted: streams that wait for each other have settled
 
 
 class Rates(Protocol):

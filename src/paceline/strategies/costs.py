@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 from paceline.cluster import DeviceKind
@@ -38,6 +37,8 @@ from paceline.software import PACELINE, Software
 # What a rank's resident size grows by besides tensors, once it runs: library pages that it touches for the first
 # time, kernels that are compiled for its shapes, threads, the network's buffers. Measured; see docs/prediction.md.
 CPU_RUNTIME_BYTES = 40 * 2**20
+
+MOST_GROWN = 10_000  # products that are kept with a micro-batch's samples
 
 MomentName = Literal["start", "begin", "before_forward", "forward", "after_forward", "turn", "before_backward",
                      "backward", "after_backward", "done", "finish", "meet", "update", "save"]
@@ -129,9 +130,19 @@ def compute(work: Work, samples: float, *, part: Part = "compute") -> Compute:
                    products=_of_samples(work.products, samples) if work.products else ())
 
 
-@lru_cache(maxsize=4096)
+_grown: dict[tuple[int, float], tuple[tuple[Product, ...], tuple[Product, ...]]] = {}
+
+
 def _of_samples(products: tuple[Product, ...], samples: float) -> tuple[Product, ...]:
-    return tuple(replace(p, **{p.grows: getattr(p, p.grows) * samples}) for p in products)
+    """The same for the same products: they are asked for in every micro-batch of every plan."""
+    key = (id(products), samples)
+    found = _grown.get(key)
+    if found is None or found[0] is not products:
+        if len(_grown) >= MOST_GROWN:
+            _grown.clear()
+        sides = [{p.grows: getattr(p, p.grows) * samples} for p in products]
+        found = _grown[key] = (products, tuple(replace(p, **side) for p, side in zip(products, sides, strict=True)))
+    return found[1]
 
 
 Hook = Callable[[Moment], Iterable[Event]]

@@ -24,7 +24,7 @@ def enter(step: Step) -> Hooks:
     leaving = departures(step)
     total = sum(step.held.gradients[p.name] * p.count for p in step.profile.parameters if p.trainable)
     stride = step.plan.axes.shard * step.plan.axes.tensor
-    stream = NETWORK if step.software.overlaps else COMPUTE
+    at_once = step.software.overlaps or step.device_kind == "cpu"
     copied = step.held.gradients_by_unit
     shared = step.device_kind == "cpu" and form == "none"
 
@@ -35,20 +35,24 @@ def enter(step: Step) -> Hooks:
         left_out = total if form in ("topk", "powersgd") else 0
         yield Allocate("communication", touched + (total if copied else 0) + left_out)
 
-    def send(segment: int) -> Iterable[Event]:
+    def send(segment: int, repeat: int = 1) -> Iterable[Event]:
         for bucket in leaving[segment]:
             if copied:
-                yield Compute(moved_bytes=2 * bucket.num_bytes, operators=1)
+                yield Compute(moved_bytes=2 * bucket.num_bytes * repeat, operators=1)
             if not shared:
-                yield from reduce(form, bucket, replicas, name="buckets", stride=stride, stream=stream)
+                yield from reduce(form, bucket, replicas, name="buckets", stride=stride, times=repeat,
+                                  stream=NETWORK if at_once else COMPUTE)
 
     def after_backward(at: Moment) -> Iterable[Event]:
-        return send(at.segment) if step.is_last(at) else ()
+        return send(at.segment) if step.is_last(at) and at_once else ()
 
     def done(at: Moment) -> Iterable[Event]:
-        return send(_AT_THE_END) if step.is_last(at) else ()
+        return send(_AT_THE_END) if step.is_last(at) and at_once else ()
 
     def finish(at: Moment) -> Iterable[Event]:
+        if not at_once:
+            for segment in leaving:
+                yield from send(segment, step.profile.segments[segment].repeat if segment >= 0 else 1)
         if shared and total:
             yield Collective("all_reduce", 4, replicas, stream=COMPUTE)  # all are here
             yield Compute(moved_bytes=2 * total)  # every rank's part is read, the sum written to every rank

@@ -54,6 +54,8 @@ def enter(step: Step) -> Hooks:
     # updated in parts are gathered where they were updated, and kept whole.
     kept_whole = zero < 3 and not on_cpu and (not software.prefetches or step.plan.axes.pipeline > 1)
 
+    at_the_end = zero == 1 and not on_cpu and not software.overlaps
+
     def issue(unit: str) -> Iterable[Event]:
         whole, local = _gathered_bytes(step, unit)
         yield Allocate("communication", whole + local)
@@ -75,6 +77,8 @@ def enter(step: Step) -> Hooks:
 
     def reduce(unit: str, at: Moment) -> Iterable[Event]:
         """The unit's gradients go into a buffer, and each rank gets the sum of its part."""
+        if at_the_end:
+            return
         trainable = [p for p in step.profile.owned_by(unit) if p.trainable]
         whole, local = sum(p.gradient_bytes for p in trainable), sum(step.held.gradients[p.name] for p in trainable)
         if not whole or not (zero > 1 or step.is_last(at)):
@@ -170,6 +174,11 @@ def enter(step: Step) -> Hooks:
             yield release(ROOT)
 
     def finish(at: Moment) -> Iterable[Event]:
+        if at_the_end:
+            whole = step.profile.reduced_part * sum(p.gradient_bytes * p.count for p in step.profile.parameters)
+            yield Collective("reduce_scatter", whole, ranks, name=REDUCED, stream=COMPUTE, stride=stride)
+            yield free("gradients", sum((p.gradient_bytes - step.held.gradients[p.name]) * p.count
+                                        for p in step.profile.parameters))
         if not on_cpu:
             yield Compute(after=(REDUCED,))
 

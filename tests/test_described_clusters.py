@@ -1,0 +1,117 @@
+"""Clusters that are described: words and files, and what is wrong with them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.catalogue import accelerator, software, software_names
+from paceline.cluster import Cluster
+from paceline.errors import ClusterError
+
+NODES = '[[nodes]]\ncount = 2\ndevices = ["4xV100"]\n'
+MINE = """[accelerator.mine]
+bf16_flops_per_s = 1e14
+float32_flops_per_s = 1e13
+product_reached = 0.8
+attention_reached = 0.4
+memory_bytes = 1e10
+memory_bytes_per_s = 1e12
+multiprocessors = 64
+link = "pcie4"
+network = "ethernet-10"
+devices_per_node = 2
+[[nodes]]
+devices = ["2xmine"]
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "cluster.toml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(("text", "devices", "in_a_node"), [
+    ("8xH100", 8, 8), ("16x8xH100", 128, 8), ("64xA100", 64, 8), ("2x4xrtx 4090", 8, 4), ("1xT4", 1, 1)])
+def test_words(text: str, devices: int, in_a_node: int):
+    """Nodes x devices, or devices alone in as many usual nodes as they fill."""
+    found = Cluster.parse(text)
+
+    assert len(found.devices) == devices
+    assert found.nodes[0].network.devices_per_node == in_a_node
+
+
+def test_cpu_ranks_are_this_machines():
+    """They are not described."""
+    assert Cluster.parse("2xcpu") == Cluster.local("cpu:0-1")
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("8xH10", "unknown accelerator 'H10', did you mean 'H100'"), ("8", "can't read the cluster '8'"),
+    ("0xH100", "has no devices"), ("12xH100", "doesn't fill nodes of 8(?s:.*)2x8xH100"),
+    ("2x2xcpu", "CPUs of several nodes"), ("nowhere.toml", "can't read the cluster nowhere.toml"),
+])
+def test_words_that_make_no_sense(text: str, message: str):
+    """The message says what is allowed."""
+    with pytest.raises(ClusterError, match=message):
+        Cluster.parse(text)
+
+
+def test_uneven_nodes(tmp_path: Path):
+    """Ranks are numbered node by node, and a span of them has the kinds it touches."""
+    text = NODES + 'network_bytes_per_s = 1e9\n[[nodes]]\ndevices = ["2xT4", "2xA10"]\nmemory = "10GiB"\n'
+    found = Cluster.parse(written(tmp_path, text))
+
+    assert [found.devices[rank].name for rank in (0, 7, 8, 9, 10, 11)] == ["V100", "V100", "T4", "T4", "A10", "A10"]
+    assert [device.name for device, _ in found.span(6, 4)] == ["V100", "T4"]
+    assert found.span(0, 1)[0][1].across is not None
+    assert found.link.bytes_per_s == 1e9
+    assert found.devices[-1].memory_bytes == 10 * 2**30
+
+
+def test_an_accelerator_of_ones_own(tmp_path: Path):
+    """Its figures are the file's."""
+    found = Cluster.parse(written(tmp_path, MINE)).devices[1]
+
+    assert (found.name, found.memory_bytes, found.flops_per_s) == ("mine", 1e10, 0.8e14)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("", r"it has no \[\[nodes\]\]"), ("[[nodes]]\ncount = 1\n", "'devices' is missing"),
+    (NODES + "colour = 1\n", "unknown field 'colour'"), (NODES.replace("2", "-2", 1), "count = -2 must be"),
+    (NODES + "network_bytes_per_s = -1.0\n", "network_bytes_per_s = -1.0 must be a number above 0"),
+    (NODES.replace("V100", "V10"), "unknown accelerator 'V10', did you mean 'V100'"),
+    (NODES + 'link = "nvlink9"\n', "unknown link 'nvlink9'"), (NODES + 'memory = "much"\n', "can't read the size"),
+    (NODES + "[other]\n", "unknown field 'other'"), ("nodes = 3", r"it has no \[\[nodes\]\]"), ("[[", "can't read"),
+    (MINE.replace("multiprocessors = 64\n", ""), "'multiprocessors' is missing"),
+    (MINE.replace("= 64", "= 0"), "multiprocessors = 0 must be a number above 0"),
+])
+def test_files_that_make_no_sense(tmp_path: Path, text: str, message: str):
+    """Every field that is missing, unknown or out of range is named."""
+    with pytest.raises(ClusterError, match=message):
+        Cluster.parse(written(tmp_path, text))
+
+
+def test_a_hundred_thousand_devices_take_no_room():
+    """They are made when they are asked for."""
+    found = Cluster.parse("12500x8xB200")
+
+    assert len(found.devices) == 100_000
+    assert found.devices[99_999].index == 99_999
+    assert len(found.span(5_000, 90_000)) == 1
+    assert sys.getsizeof(found.devices) < 1_000
+
+
+def test_every_entry_of_the_catalogue_can_be_read():
+    """Accelerators name links that are there, and training programs have only known fields."""
+    for name in ("K80", "P100", "V100", "V100-16", "T4", "A10", "L4", "A100-40", "A100-80", "H100", "H100-PCIe", "H100-NVL",
+                 "H200", "B200", "B300", "GB200", "GB300", "RTX3090", "RTX4090", "MI250X", "MI300X", "TPUv4"):
+        assert accelerator(name).source
+        assert Cluster.parse(f"2x{accelerator(name).devices_per_node}x{name}").link.bytes_per_s > 0
+    for name in software_names():
+        assert software(name).name == name
+    with pytest.raises(ClusterError, match="unknown training program 'megatron'"):
+        software("megatron")
