@@ -107,8 +107,9 @@ def test_a_hundred_thousand_devices_take_no_room():
 
 def test_every_entry_of_the_catalogue_can_be_read():
     """Accelerators name links that are there, and training programs have only known fields."""
-    for name in ("K80", "P100", "V100", "V100-16", "T4", "A10", "L4", "A100-40", "A100-80", "H100", "H100-PCIe", "H100-NVL",
-                 "H200", "B200", "B300", "GB200", "GB300", "RTX3090", "RTX4090", "MI250X", "MI300X", "TPUv4"):
+    for name in ("K80", "P100", "V100", "V100-16", "T4", "A10", "L4", "A100-40", "A100-80", "H100", "H100-PCIe",
+                 "H100-NVL", "H200", "B200", "B300", "GB200", "GB300", "RTX3090", "RTX4090", "MI250X", "MI300X",
+                 "TPUv4"):
         assert accelerator(name).source
         assert Cluster.parse(f"2x{accelerator(name).devices_per_node}x{name}").link.bytes_per_s > 0
     for name in software_names():

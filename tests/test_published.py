@@ -8,12 +8,13 @@ import pytest
 
 pytest.importorskip("benchmarks.published", reason="benchmarks are not installed")
 
-from benchmarks.published.report import Errors, main, rank_correlation  # noqa: E402
-from benchmarks.published.rows import Case, Skipped, case, read  # noqa: E402
+from benchmarks.published.report import Errors, main, rank_correlation
+from benchmarks.published.rows import Case, Skipped, case, read
 
-COLUMNS = ("source row_id model params layers hidden heads kv_heads ffn vocab seq global_batch micro_batch hardware "
-           "n_devices devices_per_node intra_bw inter_bw dp fsdp tp pp vpp cp zero_stage precision recompute metric value "
-           "unit memory_gib notes").split()
+COLUMNS = ["source", "row_id", "model", "params", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq",
+           "global_batch", "micro_batch", "hardware", "n_devices", "devices_per_node", "intra_bw", "inter_bw",
+           "dp", "fsdp", "tp", "pp", "vpp", "cp", "zero_stage", "precision", "recompute", "metric", "value",
+           "unit", "memory_gib", "notes"]
 GPT = {"model": "GPT 3.6B", "params": "3600000000", "layers": "30", "hidden": "3072", "heads": "32", "vocab": "51200",
        "seq": "2048", "global_batch": "512", "micro_batch": "16", "hardware": "A100-80GB SXM", "n_devices": "64",
        "devices_per_node": "8", "dp": "32", "tp": "2", "pp": "1", "precision": "fp16", "recompute": "full"}
@@ -29,8 +30,8 @@ def read_row(source: str, **given: str) -> Case:
 
 @pytest.mark.parametrize(("source", "given", "seconds"), [
     ("vtrain", {"metric": "iteration_time", "value": "250", "unit": "ms"}, 0.25),
-    ("mpt", {"metric": "tokens_per_s_per_gpu", "value": "2048", "unit": "tok/s/GPU", "fsdp": "32", "tp": "1", "dp": "64"},
-     512 * 2048 / 2048 / 64),
+    ("mpt", {"metric": "tokens_per_s_per_gpu", "value": "2048", "unit": "tok/s/GPU", "fsdp": "32", "tp": "1",
+             "dp": "64"}, 512 * 2048 / 2048 / 64),
     ("megSC21t1", {"metric": "achieved_tflops_per_gpu", "value": "138", "unit": "TFLOP/s/GPU"},
      96 * 512 * 2048 * 30 * 3072**2 * (1 + 2048 / 6 / 3072 + 51200 / 16 / 30 / 3072) / 138e12 / 64),
 ])
@@ -67,9 +68,11 @@ def test_what_a_plan_can_not_express_is_skipped_with_its_reason(given: dict[str,
 def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Figures by source, what was skipped, and no line above 100 columns."""
     path = tmp_path / "rows.csv"
-    rows = [row("vtrain", row_id=f"vtrain-{n}", metric="iteration_time", value=str(3 + n), unit="s", micro_batch=str(2**n))
-            for n in range(5)] + [row("other", metric="iteration_time", value="1", unit="s")]
-    path.write_text("\n".join(",".join(one[name] for name in COLUMNS) for one in [dict(zip(COLUMNS, COLUMNS)), *rows]))
+    time = {"metric": "iteration_time", "unit": "s"}
+    rows = [row("vtrain", row_id=f"vtrain-{n}", value=str(3 + n), micro_batch=str(2**n), **time) for n in range(5)]
+    rows.append(row("other", value="1", **time))
+    header = dict(zip(COLUMNS, COLUMNS, strict=True))
+    path.write_text("\n".join(",".join(one[name] for name in COLUMNS) for one in [header, *rows]))
 
     assert len([found for found in read(path) if isinstance(found, Case)]) == 5
     assert main(path) == 0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.published.rows import Case
 from paceline.planner.estimate import Estimate, estimate
 from paceline.software import Software
-
-from benchmarks.published.rows import Case
 
 
 @dataclass(frozen=True)

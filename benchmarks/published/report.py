@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from paceline.catalogue import fitted_on, software, software_names
-from paceline.software import Software
-
 from benchmarks.published.predict import Prediction, predict
 from benchmarks.published.rows import Case, read
+from paceline.catalogue import fitted_on, software, software_names
+from paceline.software import Software
 
 # What a program's figures were fitted in; what it does (its kernels, its formats, what it overlaps) is known of it.
 FITTED = ("product_rate", "attention_rate", "convolution_rate", "small_convolution_rate", "memory_rate", "operator_s",
@@ -99,7 +98,7 @@ def choices(done: Iterable[Prediction]) -> list[Choice]:
 
 
 def left_out(case: Case) -> Software:
-    """The case's program as it would be known without its source: what was fitted on it is the other programs' median."""
+    """The case's program as it is known without its source: what was fitted on it is the other programs' median."""
     own = case.software
     if case.source not in fitted_on(own.name):
         return own
@@ -179,8 +178,9 @@ def _summary(done: dict[str, list[Prediction]], without: dict[str, list[Predicti
     widths = [math.log(p.found.high_s / p.found.low_s) / 2 for p in everything if p.case.step_s]
     print(f"\nMean of the sources' medians: {statistics.fmean(medians):.1%}; left out: {statistics.fmean(apart):.1%}. "
           f"Below the constant on {len(beaten)} of {len(large)} sources with {FEW} rows or more.")
-    print(f"80 % intervals hold {statistics.fmean(covered(everything)):.1%} of the measured times; their median width is "
-          f"{1 - math.exp(-statistics.median(widths)):.0%} below and {math.exp(statistics.median(widths)) - 1:.0%} above.")
+    wide = statistics.median(widths)
+    print(f"80 % intervals hold {statistics.fmean(covered(everything)):.1%} of the measured times; in the median they "
+          f"reach\n{1 - math.exp(-wide):.0%} below and {math.exp(wide) - 1:.0%} above the prediction.")
 
 
 def _memory(done: dict[str, list[Prediction]]) -> None:

@@ -13,22 +13,23 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from benchmarks.published.nets import NETS
+from benchmarks.published.sources import SOURCES, Source
 from paceline.catalogue import accelerator, software
-from paceline.cluster import Cluster, Link, Network, Nodes, described, link_of
 from paceline.catalogue import link as known_link
+from paceline.cluster import Cluster, Link, Network, Nodes, described, link_of
 from paceline.errors import PacelineError
 from paceline.job import Precision
-from paceline.models.convolution import convnet_profile
 from paceline.models import DecoderSize, Formats, Kernels, decoder_profile
+from paceline.models.convolution import convnet_profile
 from paceline.plan import Plan
 from paceline.profile.profile import Profile
 from paceline.software import Software
 
-from benchmarks.published.nets import NETS
-from benchmarks.published.sources import SOURCES, Source
-
 GIB = 2**30
 VOCAB_MULTIPLE = 128  # that all of these programs round the vocabulary up to
+# Plans compete in groups of rows that are equal in these.
+GROUP = ("model", "layers", "hidden", "heads", "seq", "hardware", "n_devices", "global_batch")
 Row = dict[str, str]
 
 
@@ -105,7 +106,7 @@ def case(row: Row, source_name: str) -> Case:
     memory = float(row["memory_gib"]) if row.get("memory_gib") else None
     return Case(row["row_id"], source_name, profile, plans, cluster, batch, precision, program, step_s,
                 memory and memory * source.memory_unit, source.is_device_memory, fits, flops,
-                tuple(row[name] for name in ("model", "layers", "hidden", "heads", "seq", "hardware", "n_devices", "global_batch")))
+                tuple(row[name] for name in GROUP))
 
 
 def _whole(row: Row, name: str) -> int | None:
@@ -201,7 +202,7 @@ def _program(row: Row, source: Source) -> Software:
     text = row["recompute"]
     if "sequence-parallel" in text:
         return replace(found, sequence_parallel=True)
-    if "TP only" in text or text == "full" and source.plain_when_full:
+    if "TP only" in text or (text == "full" and source.plain_when_full):
         return replace(found, sequence_parallel=False)
     return found
 
@@ -268,7 +269,8 @@ def _image_plan(row: Row, num_devices: int, cluster: Cluster) -> Plan:
     if num_devices == 1 or not kind or kind.startswith("replicated"):
         return Plan.of(data=num_devices)
     servers = -(-num_devices // len(cluster.nodes[0].devices))
-    if servers == 8 and (stated := re.search(rf"{re.escape(row['model'])}(?:\(bs{row['micro_batch']}\))? (\d+) PS", kind)):
+    named = rf"{re.escape(row['model'])}(?:\(bs{row['micro_batch']}\))? (\d+) PS"
+    if servers == 8 and (stated := re.search(named, kind)):
         servers = int(stated[1])
     return Plan.of(server=servers, workers=num_devices, colocate="yes" if servers > 1 else "no")
 

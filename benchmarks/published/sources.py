@@ -33,7 +33,7 @@ class Source:
     """The conventions of one source.
 
     programs: pattern of a row's "zero_stage|precision|notes" to a training program; the first that matches.
-    precision, recompute: where a row says nothing. recomputes, virtuals: what is open then, and chosen as a planner would.
+    precision, recompute: where a row says nothing. recomputes, virtuals: what is open then, chosen as a planner would.
     zero: stage of sharding where a row says nothing; 0 for none.
     memory_unit: bytes of one in `memory_gib`. is_device_memory: see `rows.Case`.
     heads: by width, where a row says nothing: those of the source's other rows.
@@ -65,7 +65,8 @@ class Source:
         return next(name for pattern, name in self.programs.items() if re.search(pattern, text))
 
     def model(self, name: str) -> Mapping[str, Any]:
-        return next((sizes for pattern, sizes in {**self.models, **MODELS}.items() if re.search(pattern, name, re.I)), {})
+        known = {**self.models, **MODELS}
+        return next((sizes for pattern, sizes in known.items() if re.search(pattern, name, re.I)), {})
 
     def network(self, hardware: str) -> str:
         return next((name for pattern, name in self.networks.items() if re.search(pattern, hardware)), "")

@@ -103,7 +103,7 @@ class Nodes:
 
 
 class Described(Sequence[Device]):
-    """The devices of described nodes in rank order, made when they are asked for: 100,000 take no more room than one."""
+    """The devices of described nodes in rank order, made when asked for: 100,000 take as little room as one."""
 
     def __init__(self, nodes: tuple[Nodes, ...]) -> None:
         self.nodes = nodes
@@ -342,8 +342,8 @@ def _nodes(given: dict[str, Any], own: dict[str, Accelerator]) -> Nodes:
     first = devices[0].accelerator
     assert first is not None
     return Nodes(given.get("count", 1), tuple(devices), Network(
-        _link(given, "link", given.get("link", first.link)), _link(given, "network", given.get("network", first.network)),
-        len(devices)))
+        _link(given, "link", given.get("link", first.link)),
+        _link(given, "network", given.get("network", first.network)), len(devices)))
 
 
 def _link(given: dict[str, Any], which: str, name: str) -> Link:

@@ -21,8 +21,8 @@ class Software:
     """One training program on accelerators.
 
     product_rate: part of an accelerator's best matrix-product rate that large products inside a model reach.
-    convolution_rate, small_convolution_rate: part of the same that convolutions reach; those of 3x3 and 5x5 have algorithms
-        with fewer multiplications, and may be above 1.
+    convolution_rate, small_convolution_rate: part of the same that convolutions reach; those of 3x3 and 5x5 have
+        algorithms with fewer multiplications, and may be above 1.
     attention_rate: part of an accelerator's best rate of fused attention; above 1 for later kernels.
     skips_mask: whether fused attention leaves out what the causal mask hides.
     memory_rate: part of the memory bandwidth that elementwise kernels reach.

@@ -63,7 +63,7 @@ def test_an_all_reduce_across_many_nodes_goes_along_a_tree():
 @pytest.mark.parametrize(("servers", "colocated", "seconds"), [
     (1, False, 8 * 10 / 10), (2, False, 8 * 10 / 2 / 10), (8, False, 10 / 10), (8, True, 7 / 8 * 10 / 10)])
 def test_servers_are_as_fast_as_the_link_that_carries_most(servers, colocated, seconds):
-    """8 workers push 10 bytes: one server takes all of it, eight take a worker's time; in one process a part is free."""
+    """8 workers push 10 bytes: one server takes all of it, eight a worker's time; in one process a part is free."""
     event = Collective("push", 10, 8, servers=servers, is_colocated=colocated)
 
     assert collective_s(event, Link(10, 0.0)) == pytest.approx(seconds)

@@ -247,7 +247,7 @@ def test_hybrid_reduces_local_shards_over_the_replicas():
 
 
 def test_rooms_stand_in_the_running_sides_order():
-    """The cost side and the running side enter the same rooms in the same order; tensor's and servers' running sides are others."""
+    """The cost side and the running side enter the same rooms in the same order; tensor and server run elsewhere."""
     from paceline.strategies import compose
 
     names = [name for room in ROOMS if (name := room.enter.__module__.split(".")[-2]) not in ("tensor", "server")]
@@ -260,7 +260,8 @@ def test_rooms_hook_into_moments_that_exist():
     from paceline.strategies.costs import Held, Step
 
     held = Held(*({p.name: p.num_bytes for p in PROFILE.parameters} for _ in range(3)))
-    plans = [Plan.parse(text) for text in ("data=2 shard=2 recompute=full", "data=2 local=4", "tensor=2", "server=1 workers=2")]
+    plans = [Plan.parse(text) for text in ("data=2 shard=2 recompute=full", "data=2 local=4", "tensor=2",
+                                           "server=1 workers=2")]
 
     for room in ROOMS:
         plan = next(plan for plan in plans if room.is_active(plan))

@@ -41,8 +41,8 @@ def test_too_many_stages_are_refused():
 @pytest.mark.parametrize(("name", "virtual"), SCHEDULES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_counted_rounds_are_played_rounds(name, virtual, num_ranks):
-    """A step of many micro-batches ends when playing all of it says: with one stage a rank however long stages take, with
-    more where all but the first and the last are alike."""
+    """A step of many micro-batches ends when playing all of it says: with one stage a rank however long stages take,
+    with more where all but the first and the last are alike."""
     draw = random.Random(num_ranks * virtual)
     last = num_ranks * virtual - 1
     kinds = ("F", "I", "W") if name == "zero-bubble" else ("F", "B")

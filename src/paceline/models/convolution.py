@@ -76,7 +76,8 @@ def stretches(size: ConvNetSize) -> list[Stretch]:
     for stage, depth in enumerate(size.depths):
         width, stride = size.width * 2**stage, 1 if stage == 0 else 2
         side //= stride
-        past = None if channels == width * times and stride == 1 else Conv(channels, width * times, (1, 1), side, stride)
+        is_plain = channels == width * times and stride == 1
+        past = None if is_plain else Conv(channels, width * times, (1, 1), side, stride)
         found.append(Stretch(_convs(size, channels, width, side, stride), past, adds=True))
         channels = width * times
         if depth > 1:

@@ -1,7 +1,7 @@
-"""What a decoder transformer costs on one device, from its dimensions alone: nothing is built, one layer stands for all.
+"""What a decoder transformer costs on one device, from its dimensions alone: nothing is built.
 
-Figures are of the module in `decoder.py`; a test compares them with its traced profile. Widths count values of a
-token: `hidden` h, keys and values kv, the inner width of the MLP ffn.
+One layer stands for all. Figures are of the module in `decoder.py`; a test compares them with its traced profile.
+Widths count values of a token: `hidden` h, keys and values kv, the inner width of the MLP ffn.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def decoder_profile(size: DecoderSize, formats: Formats = FLOAT32, kernels: Kern
 
 
 def _table(name: str, unit: str, values: int, formats: Formats, *, is_cut: bool = False, count: int = 1) -> Parameter:
-    return Parameter(f"{unit}.{name}", LAYER if unit == LAYER else "", values * formats.weight, rows=values, state_bytes=values * formats.state,
-                     count=count, gradient_part=formats.gradient / formats.weight, is_cut=is_cut,
+    return Parameter(f"{unit}.{name}", LAYER if unit == LAYER else "", values * formats.weight, rows=values,
+                     state_bytes=values * formats.state, count=count,
+                     gradient_part=formats.gradient / formats.weight, is_cut=is_cut,
                      dtype={2: "bfloat16", 4: "float32"}.get(formats.weight, "float32"))
 
 

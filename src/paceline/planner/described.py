@@ -1,8 +1,8 @@
 """The cost of a plan on devices that are described and need not be here: the same rooms, played in milliseconds.
 
-Replicas are alike, so one is played. A model that is not split is played as it would be here. Of a pipeline, what a rank
-does for one micro-batch of one stage is played once for every kind of stage (a block), and the schedule is played with
-the blocks' seconds (`strategies/pipeline/timing.py`).
+Replicas are alike, so one is played. A model that is not split is played as it would be here. Of a pipeline, what a
+rank does for one micro-batch of one stage is played once for every kind of stage (a block), and the schedule is played
+with the blocks' seconds (`strategies/pipeline/timing.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from paceline.software import Software
 from paceline.strategies.costs import Moment
 from paceline.strategies.pipeline.cost import ranks
 from paceline.strategies.pipeline.timing import FIRST, LAST, MIDDLE, Key, Taken, rank_ends, shortened, which
-from paceline.strategies.stages.cost import ENDING, RankCost, StageCost, backward_course, forward_course, input_gradients, tie
+from paceline.strategies.stages.cost import (
+    ENDING,
+    RankCost,
+    StageCost,
+    backward_course,
+    forward_course,
+    input_gradients,
+    tie,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +146,8 @@ class _Place:
     def _events(self, stage: StageCost, kind: str, microbatch: int) -> Sequence[Event]:
         taken = sum(m.num_bytes for m in stage.takes)
         if kind == "F":
-            return (Allocate("communication", taken), *self.filling.events(forward_course(self.rank, stage, microbatch)))
+            ahead = self.filling.events(forward_course(self.rank, stage, microbatch))
+            return (Allocate("communication", taken), *ahead)
         given_back = Allocate("communication", -taken)
         if kind == "I":
             return list(input_gradients(self.filling.step.profile, stage, self.rank.samples))

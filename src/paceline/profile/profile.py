@@ -37,8 +37,8 @@ class Product:
 
     grows: the side that grows with the samples of a micro-batch.
     cut: the side that ranks of a tensor axis divide; None if each does all of it.
-    kind: attention's two are done together by fused kernels; a "small convolution" is of 3x3 or 5x5 without stride, for which
-        there are algorithms with fewer multiplications.
+    kind: attention's two are done together by fused kernels; a "small convolution" is of 3x3 or 5x5 without stride, for
+        which there are algorithms with fewer multiplications.
     """
 
     rows: float

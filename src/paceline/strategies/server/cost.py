@@ -15,8 +15,8 @@ from paceline.profile.profile import Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, CollectiveName, Compute, Event
 from paceline.strategies.costs import Held, Hooks, Moment, Room, Step
 
-# Reading a gradient from the wire, adding it, and writing the weights to the wire: what a server's memory moves for each
-# byte that a worker sends, beside the optimizer's own passes.
+# Reading a gradient from the wire, adding it, and writing the weights to the wire: what a server's memory moves for
+# each byte that a worker sends, beside the optimizer's own passes.
 SERVER_PASSES = 3
 PUSHED, PULLED = "pushed", "pulled"
 
