@@ -75,13 +75,24 @@ def play_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int
     if plan.axes.pipeline > 1:
         return _pipeline(profile, plan, cluster, samples=samples, precision=precision, software=software)
     found = []
-    for device, network in cluster.span(0, needed):
-        timeline = _step(profile, plan, samples, precision, software, device, software.on(network))
+    kinds = cluster.span(0, needed)
+    network = software.on(_slowest(kinds))
+    for device in dict.fromkeys(device for device, _ in kinds):
+        timeline = _step(profile, plan, samples, precision, software, device, network)
         found.append(Played(device.name, device, timeline))
     step_s = max(one.timeline.step_s for one in found)
     if isinstance(plan.sync, Servers) and plan.sync.staleness != 0:
         step_s /= plan.sync.workers  # each worker takes whole steps of its own
     return step_s, found
+
+
+def _slowest(kinds: Sequence[tuple[Device, Network]]) -> Network:
+    """A network as slow as the slowest of these everywhere: who takes part in a collective waits for all."""
+    networks = [network for _, network in kinds]
+    across = [network.across for network in networks if network.across is not None]
+    return replace(networks[0], inside=min((n.inside for n in networks), key=lambda link: link.bytes_per_s),
+                   across=min(across, key=lambda link: link.bytes_per_s) if across else None,
+                   devices_per_node=min(n.devices_per_node for n in networks))
 
 
 def _accelerator(device: Device) -> Accelerator:
@@ -181,8 +192,9 @@ def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float,
     places: list[_Place] = []
     devices: list[Device] = []
     for number, rank in enumerate(costs):
-        device, network = min(cluster.span(number * apart, apart), key=lambda kind: kind[0].flops_per_s or 0.0)
-        network = software.on(network)
+        span = cluster.span(number * apart, apart)
+        device = min((device for device, _ in span), key=lambda device: device.flops_per_s or 0.0)
+        network = software.on(_slowest(span))
         key = (id(rank.profile), device, network)
         if key not in known:
             filling = fill(rank.profile, plan, device.kind, (samples,) * count, snapshot=False, software=software)

@@ -21,6 +21,9 @@ INNER_START = 40.0
 # Tensor cores take sides of whole 16 bytes (NVIDIA, as above); other kernels reach this part. Fitted on BLOOM's heads
 # of 108 and 150 values, which make a step 1.3 to 1.45 times as long.
 ALIGNED_BYTES, UNALIGNED_PART = 16, 0.07
+# Megatron-LM's fused softmax takes samples x heads in fours (its fused_softmax.py, is_kernel_available); else it runs
+# operator by operator, so many more around each of attention's products.
+SOFTMAX_MULTIPLE, UNFUSED_OPERATORS = 4, 3
 MOST_KNOWN = 10_000  # products whose seconds are kept
 MOST_SPLITS = 8  # parts that the inner side is cut into where there are too few tiles
 
@@ -40,7 +43,7 @@ class AcceleratorRates:
     multiprocessors: int
     software: Software
     item_bytes: int = 2
-    _known: dict[tuple[int, Precision], tuple[tuple[Product, ...], float, float]] = field(
+    _known: dict[tuple[int, Precision], tuple[tuple[Product, ...], float, float, int]] = field(
         default_factory=dict, compare=False, repr=False)
 
     @property
@@ -57,24 +60,32 @@ class AcceleratorRates:
         device_s = ((event.moved_bytes + event.function_bytes) / (self.memory_bytes_per_s * software.memory_rate)
                     + event.operators * software.kernel_s)
         flops = event.flops
+        operators = event.operators
         if event.products:
-            products_s, known_flops = self._products_s(event.products, precision)
+            products_s, known_flops, unfused = self._products_s(event.products, precision)
             device_s += products_s
             flops -= known_flops
+            operators += unfused * UNFUSED_OPERATORS
         if flops > 0.5:  # of unknown shapes
             device_s += flops / (self.flops_per_s[precision] * software.product_rate)
-        return device_s, event.operators * software.operator_s + event.fixed_s
+        return device_s, operators * software.operator_s + event.fixed_s
 
-    def _products_s(self, products: tuple[Product, ...], precision: Precision) -> tuple[float, float]:
-        """Seconds and FLOPs, kept for the same products: a search asks for them thousands of times."""
+    def _products_s(self, products: tuple[Product, ...], precision: Precision) -> tuple[float, float, int]:
+        """Seconds, FLOPs, and how many need more operators around them. They are kept for the same products: a search
+        asks for them thousands of times."""
         key = (id(products), precision)
         found = self._known.get(key)
         if found is None or found[0] is not products:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            found = (products, sum(self._product_s(p, precision) for p in products), sum(p.flops for p in products))
+            found = (products, sum(self._product_s(p, precision) for p in products), sum(p.flops for p in products),
+                     sum(self._is_unfused(p) for p in products))
             self._known[key] = found
-        return found[1], found[2]
+        return found[1:]
+
+    def _is_unfused(self, product: Product) -> bool:
+        return (product.kind == "attention" and self.software.kernels.attention == "plain"
+                and product.count % SOFTMAX_MULTIPLE != 0)
 
     def _product_s(self, product: Product, precision: Precision) -> float:
         best, software = self.flops_per_s[precision], self.software

@@ -139,7 +139,8 @@ class Player:
             self.memory.change(event)
         elif isinstance(event, Collective):
             clock[HOST] += event.times * self.rates.collective_s
-            ends = max(clock[event.stream], clock[COMPUTE], clock[HOST]) + collective_s(event, self.network)
+            begins = max(clock.get(event.stream, 0.0), clock[COMPUTE], clock[HOST])
+            ends = begins + collective_s(event, self.network)
             clock[event.stream] = self.ended[event.name] = ends
         elif isinstance(event, Repeat):
             self._repeat(event)

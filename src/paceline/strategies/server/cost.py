@@ -1,8 +1,9 @@
 """What parameter servers add to a worker's step: gradients on their way to them, and weights on their way back.
 
-Without staleness a step's weights are there once every worker's gradients were, so what a step shows is both ways in
-turn, hidden by the backward that makes the gradients and by the forward that waits for weights layer by layer. With
-staleness a worker computes while its weights and gradients are under way, and a step takes the longer of the two.
+Gradients leave while backward goes on. A server updates what has come from all workers and sends it back on the other
+direction of the same links, so that weights travel beside later gradients; what a step shows is the slower direction
+as far as computing does not hide it, and then the last chunk's way back, which the next forward begins with. With
+staleness a worker computes while its weights and gradients are under way, and a step takes the longest of the three.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from paceline.strategies.costs import Held, Hooks, Moment, Room, Step
 # Reading a gradient from the wire, adding it, and writing the weights to the wire: what a server's memory moves for
 # each byte that a worker sends, beside the optimizer's own passes.
 SERVER_PASSES = 3
-PUSHED, PULLED = "pushed", "pulled"
+CHUNKS = 16  # what a server holds travels in so many at the least; see `shards.py`
+PUSHED, PULLED, WEIGHTS = "pushed", "pulled", "weights"
 
 
 def enter(step: Step) -> Hooks:
@@ -28,37 +30,30 @@ def enter(step: Step) -> Hooks:
     is_stale = sync.staleness != 0
     sizes = {p.name: p.gradient_bytes * wire for p in step.profile.parameters if p.trainable}
     whole = sum(sizes[p.name] * p.count for p in step.profile.parameters if p.trainable)
-    # Workers overlap a step's messages with the next step's computing; what is left over is waited for once.
-    stream = NETWORK if step.software.overlaps or is_stale else COMPUTE
+    beside = step.software.overlaps or is_stale
 
-    def travel(kind: CollectiveName, num_bytes: float, name: str) -> Event:
-        return Collective(kind, num_bytes, sync.workers, name=name, stream=stream, servers=sync.server,
-                          is_colocated=sync.colocate == "yes")
-
-    def of(at: Moment) -> float:
-        return sum(sizes.get(name, 0.0) for name in step.segment(at).gradients)
+    def travel(kind: CollectiveName, num_bytes: float, name: str, stream: str) -> Event:
+        return Collective(kind, num_bytes, sync.workers, name=name, stream=stream if beside else COMPUTE,
+                          servers=sync.server, is_colocated=sync.colocate == "yes")
 
     def start(at: Moment) -> Iterable[Event]:
-        """A second copy of the weights, into which the next ones come; the server's part where it is in the process."""
+        """A second copy of the weights, into which the next ones come."""
         yield Allocate("communication", whole)
 
-    def before_forward(at: Moment) -> Iterable[Event]:
-        """Weights come first layers first, one layer ahead of the one that waits for them."""
-        if at.microbatch == 0 and (num_bytes := of(at)):
-            yield travel("pull", num_bytes, PULLED)
-            if not is_stale:
-                yield Compute(after=(PULLED,))
-
     def after_backward(at: Moment) -> Iterable[Event]:
-        if step.is_last(at) and (num_bytes := of(at)):
-            yield travel("push", num_bytes, PUSHED)
+        num_bytes = sum(sizes.get(name, 0.0) for name in step.segment(at).gradients)
+        if step.is_last(at) and num_bytes:
+            yield travel("push", num_bytes, PUSHED, NETWORK)
+            yield travel("pull", num_bytes, PULLED, WEIGHTS)
 
     def finish(at: Moment) -> Iterable[Event]:
         """The server adds what all workers sent; its own passes over the weights are the update's."""
-        yield Compute(after=(PUSHED, PULLED))
+        if not is_stale:
+            yield Compute(after=(PUSHED, PULLED))
+            yield travel("pull", whole / CHUNKS, PULLED, COMPUTE)
         yield Compute(moved_bytes=SERVER_PASSES * sync.workers * whole / sync.server, part="optimizer")
 
-    return {"start": start, "before_forward": before_forward, "after_backward": after_backward, "finish": finish}
+    return {"start": start, "after_backward": after_backward, "finish": finish}
 
 
 def hold(held: Held, plan: Plan, profile: Profile) -> Held:

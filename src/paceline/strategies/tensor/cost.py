@@ -53,7 +53,8 @@ def _segment(segment: Segment, ranks: int, along_the_sequence: bool) -> Segment:
 
     def work(of: Work, part: Affine) -> Work:
         products = tuple(_product(p, ranks) for p in of.products)
-        return replace(of, flops=Affine(of.flops.fixed, sum(p.flops for p in products)), products=products,
+        less = sum(p.flops for p in of.products) - sum(p.flops for p in products)
+        return replace(of, flops=Affine(of.flops.fixed, of.flops.per_sample - less), products=products,
                        function_bytes=divided(of.function_bytes, part))
 
     kept = divided(segment.kept_bytes, cut.kept_bytes)
