@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,9 @@ def test_every_entry_of_the_catalogue_can_be_read():
         assert accelerator(name).source
         assert Cluster.parse(f"2x{accelerator(name).devices_per_node}x{name}").link.bytes_per_s > 0
     for name in software_names():
-        assert software(name).name == name
+        found = software(name)
+        assert found.name == name
+        assert all(isinstance(getattr(found, f.name), float | int) for f in fields(found)
+                   if f.name not in ("name", "kernels", "formats"))
     with pytest.raises(ClusterError, match="unknown training program 'megatron'"):
         software("megatron")

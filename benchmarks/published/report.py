@@ -16,7 +16,8 @@ from paceline.software import Software
 
 # What a program's figures were fitted in; what it does (its kernels, its formats, what it overlaps) is known of it.
 FITTED = ("product_rate", "attention_rate", "convolution_rate", "small_convolution_rate", "memory_rate", "operator_s",
-          "collective_s", "kernel_s", "microbatch_s", "step_s", "hook_s", "slowdown", "update_passes")
+          "collective_s", "kernel_s", "microbatch_s", "step_s", "hook_s", "slowdown", "update_passes",
+          "link_rate", "network_rate")
 FEW = 20  # rows below which a source's median says little
 
 
