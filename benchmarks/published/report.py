@@ -74,10 +74,11 @@ def _ranks(figures: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A group of rows with equal model, devices and batch. regret: measured time of the row that is predicted to be the
-    fastest over that of the fastest."""
+    """A group of at least three different plans for equal model, devices and batch. A plan that was measured more than
+    once counts by its median. regret: measured time of the plan that is predicted to be the fastest over the fastest's.
+    """
 
-    rows: int
+    plans: int
     correlation: float
     regret: float
 
@@ -89,12 +90,15 @@ def choices(done: Iterable[Prediction]) -> list[Choice]:
             groups[p.case.group].append(p)
     found = []
     for members in groups.values():
-        measured = [p.case.step_s or 0.0 for p in members]
-        if len(members) < 3 or len(set(measured)) < 2:
+        by_plan: dict[str, list[Prediction]] = defaultdict(list)
+        for p in members:
+            by_plan[str(p.case.plans)].append(p)
+        measured = [statistics.median(p.case.step_s or 0.0 for p in alike) for alike in by_plan.values()]
+        if len(by_plan) < 3 or len(set(measured)) < 2:
             continue
-        ours = [p.found.step_s for p in members]
-        first = min(range(len(members)), key=ours.__getitem__)
-        found.append(Choice(len(members), rank_correlation(ours, measured), measured[first] / min(measured)))
+        ours = [statistics.median(p.found.step_s for p in alike) for alike in by_plan.values()]
+        first = min(range(len(ours)), key=ours.__getitem__)
+        found.append(Choice(len(by_plan), rank_correlation(ours, measured), measured[first] / min(measured)))
     return found
 
 

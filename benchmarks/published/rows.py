@@ -202,7 +202,7 @@ def _program(row: Row, source: Source) -> Software:
     text = row["recompute"]
     if "sequence-parallel" in text:
         return replace(found, sequence_parallel=True)
-    if "TP only" in text or (text == "full" and source.plain_when_full):
+    if text and source.names_sequence:
         return replace(found, sequence_parallel=False)
     return found
 

@@ -38,7 +38,7 @@ class Source:
     memory_unit: bytes of one in `memory_gib`. is_device_memory: see `rows.Case`.
     heads: by width, where a row says nothing: those of the source's other rows.
     devices_per_port: that share one way to their host.
-    plain_when_full: whether rows with full recomputation have no sequence parallelism.
+    names_sequence: whether rows with sequence parallelism say so.
     """
 
     programs: Mapping[str, str]
@@ -53,7 +53,7 @@ class Source:
     sequence: int | None = None
     memory_unit: float = 2**30
     is_device_memory: bool = True
-    plain_when_full: bool = False
+    names_sequence: bool = False
     is_strict: bool = False
     link: str = ""
     devices_per_port: int = 2
@@ -112,7 +112,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 _MEGATRON_2020 = Source({"": "megatron-lm"}, recompute="full", vocab=51200, sequence=1024)
 _MEGATRON_2021 = Source({"": "megatron-lm"}, counted_flops=with_recomputation, recompute="full", vocab=51200,
                         sequence=2048)
-_MEGATRON_2022 = Source({"": "megatron-lm-2022"}, recompute="selective", vocab=51200, plain_when_full=True,
+_MEGATRON_2022 = Source({"": "megatron-lm-2022"}, recompute="selective", vocab=51200, names_sequence=True,
                         is_device_memory=False)
 _CORE = Source({"": "megatron-core"}, recomputes=("selective", "full"), virtuals=(1, 2, 3, 4, 6), zero=1,
                is_device_memory=False)
@@ -122,7 +122,7 @@ SOURCES: dict[str, Source] = {
     "mpt": Source({"PURE": "llm-foundry-pure", "": "llm-foundry"}, zero=3, models={"MPT": {"tied": True}}),
     "bloom": Source({"": "bloom"}, counted_flops=eight_per_parameter, recompute="full", memory_unit=1e9, vocab=250880,
                     heads={14400: 96, 13824: 96, 14336: 64, 13312: 64, 12288: 64}),
-    "bs1b3": Source({"": "bloom"}, recompute="full", memory_unit=1e9),
+    "bs1b3": Source({"": "bloom"}, recompute="full", memory_unit=1e9, zero=1),
     "megSC21t1": _MEGATRON_2021, "megJan21": _MEGATRON_2021, "mtnlg": _MEGATRON_2021, "meg2020": _MEGATRON_2020,
     "megSC21t2": Source({r"^3": "deepspeed-zero3", "": "megatron-lm"}, counted_flops=with_recomputation,
                         recompute="full", vocab=51200),

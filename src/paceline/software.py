@@ -71,8 +71,8 @@ class Software:
     cuts_messages: bool = True
     waits_for_sends: bool = False
     update_passes: float = 1.0
-    context_bytes: float = 2e9
-    reserved: float = 1.05
+    context_bytes: float = 1.0e9
+    reserved: float = 1.0
     spread: float = 0.2
     kernels: Kernels = EAGER
     formats: Formats = FLOAT32

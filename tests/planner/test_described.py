@@ -43,7 +43,7 @@ def guess(text: str, devices: Cluster, batch: int, program: Software = PLAIN) ->
 
 
 def test_one_device():
-    """8 layers, 2 samples: 8 x 2 x 0.3 s; when backward comes to the first layer, all gradients and its activations are held."""
+    """8 layers, 2 samples: 8 x 2 x 0.3 s; at the end of backward all gradients and a layer's activations are held."""
     found = guess("single", cluster(1), 2)
 
     assert found.step_s == pytest.approx(4.8)
@@ -77,8 +77,8 @@ def test_tensor_ranks_divide_the_work_and_exchange():
 
 
 def test_shards_gather_ahead():
-    """Each layer's 75 MB hide behind the 0.1 s before them, but for the first's; in backward the network carries as much
-    again, beside 0.2 s. Without gathering ahead all of it shows, and what is reduced is in the way of what is gathered."""
+    """Each layer's 75 MB hide behind the 0.1 s before them, but for the first's; in backward the network carries twice
+    as much, beside 0.2 s. Without gathering ahead all of it shows, and what is reduced is in the way."""
     found = guess("shard=4", cluster(1, inside=1e9), 4)
     alone = guess("shard=4", cluster(1, inside=1e9), 4, replace(PLAIN, prefetches=False))
 
