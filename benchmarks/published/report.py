@@ -181,11 +181,11 @@ def _summary(done: dict[str, list[Prediction]], without: dict[str, list[Predicti
              if (ours := errors(listed)) and (plain := constant(listed)) and len(ours.parts) >= FEW}
     beaten = [source for source, (ours, plain) in large.items() if ours < plain]
     widths = [math.log(p.found.high_s / p.found.low_s) / 2 for p in everything if p.case.step_s]
-    print(f"\nMean of the sources' medians: {statistics.fmean(medians):.1%}; left out: {statistics.fmean(apart):.1%}. "
+    print(f"\nMean of the sources' medians: {statistics.fmean(medians):.1%}; left out: {statistics.fmean(apart):.1%}.\n"
           f"Below the constant on {len(beaten)} of {len(large)} sources with {FEW} rows or more.")
     wide = statistics.median(widths)
-    print(f"80 % intervals hold {statistics.fmean(covered(everything)):.1%} of the measured times; in the median they "
-          f"reach\n{1 - math.exp(-wide):.0%} below and {math.exp(wide) - 1:.0%} above the prediction.")
+    print(f"80 % intervals hold {statistics.fmean(covered(everything)):.1%} of the measured times;\nin the median they "
+          f"reach {1 - math.exp(-wide):.0%} below and {math.exp(wide) - 1:.0%} above the prediction.")
 
 
 def _memory(done: dict[str, list[Prediction]]) -> None:
@@ -195,7 +195,9 @@ def _memory(done: dict[str, list[Prediction]]) -> None:
             print(f"  {source:<14}{len(found):>5}{statistics.median(found):>+8.1%}"
                   f"{statistics.median(map(abs, found)):>8.1%}")
     counted: Counter[str] = sum((out_of_memory(listed) for listed in done.values()), Counter())
-    print("Predicted, measured: " + "; ".join(f"{what}: {count}" for what, count in sorted(counted.items())))
+    print("Predicted, measured: rows")
+    for what, count in sorted(counted.items()):
+        print(f"  {what:<26}{count:>5}")
 
 
 assert set(FITTED) <= {field.name for field in fields(Software)}
