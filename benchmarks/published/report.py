@@ -17,7 +17,7 @@ from paceline.software import Software
 # What a program's figures were fitted in; what it does (its kernels, its formats, what it overlaps) is known of it.
 FITTED = ("product_rate", "attention_rate", "convolution_rate", "small_convolution_rate", "memory_rate", "operator_s",
           "collective_s", "kernel_s", "microbatch_s", "step_s", "hook_s", "slowdown", "update_passes",
-          "link_rate", "network_rate")
+          "link_rate", "network_rate", "device_bytes_per_s", "node_bytes_per_s")
 FEW = 20  # rows below which a source's median says little
 
 

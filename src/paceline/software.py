@@ -36,6 +36,8 @@ class Software:
     sequence_parallel: whether ranks of a tensor axis cut activations between layers along the sequence.
     hidden_exchange: part of the tensor axis' exchanges that computing hides.
     link_rate, network_rate: part of what links in a node, and across nodes, carry that its collectives reach.
+    device_bytes_per_s, node_bytes_per_s: the most that its collectives send from a device within a node, and from a
+        node, where that is less: copies through the host's memory, sockets.
     overlaps: whether gradients travel while backward goes on.
     prefetches: whether sharded parameters are gathered while the unit before is computed.
     cuts_messages: whether each rank of a tensor axis sends the next stage its part alone.
@@ -66,6 +68,8 @@ class Software:
     hidden_exchange: float = 0.0
     link_rate: float = 1.0
     network_rate: float = 1.0
+    device_bytes_per_s: float = float("inf")
+    node_bytes_per_s: float = float("inf")
     overlaps: bool = True
     prefetches: bool = True
     cuts_messages: bool = True
@@ -79,11 +83,12 @@ class Software:
 
     def on(self, network: Network) -> Network:
         """A network as this program's collectives find it."""
-        if self.link_rate == self.network_rate == 1:
-            return network
-        across = network.across and replace(network.across, bytes_per_s=network.across.bytes_per_s * self.network_rate)
-        return replace(network, across=across, inside=replace(
-            network.inside, bytes_per_s=network.inside.bytes_per_s * self.link_rate))
+        inside = replace(network.inside, bytes_per_s=min(network.inside.bytes_per_s * self.link_rate,
+                                                         self.device_bytes_per_s))
+        if network.across is None:
+            return replace(network, inside=inside)
+        return replace(network, inside=inside, across=replace(network.across, bytes_per_s=min(
+            network.across.bytes_per_s * self.network_rate, self.node_bytes_per_s / network.devices_per_node)))
 
     @property
     def convolution_rates(self) -> dict[str, float]:
