@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.published.rows import Case
+from paceline.errors import PlanError
 from paceline.planner.estimate import Estimate, estimate
 from paceline.software import Software
 
@@ -30,9 +31,20 @@ class Prediction:
 
 
 def predict(case: Case, program: Software | None = None) -> Prediction:
-    """Of several plans the fastest that fits, or the one that is nearest to fitting."""
-    tried = [estimate(case.profile, plan, case.cluster, batch=case.batch, precision=case.precision,
-                      software=program or case.software) for plan in case.plans]
+    """Of several plans the fastest that fits, or the one that is nearest to fitting.
+
+    Raises:
+        PlanError: none of them can be.
+    """
+    tried, problems = [], []
+    for plan in case.plans:
+        try:
+            tried.append(estimate(case.profile, plan, case.cluster, batch=case.batch, precision=case.precision,
+                                  software=program or case.software))
+        except PlanError as error:
+            problems.append(error)
+    if not tried:
+        raise problems[0]
     if fitting := [one for one in tried if one.fits]:
         return Prediction(case, min(fitting, key=lambda one: one.step_s))
     return Prediction(case, min(tried, key=lambda one: max(need.missing_bytes for need in one.needs)))

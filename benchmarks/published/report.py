@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks.published.predict import Prediction, predict
 from benchmarks.published.rows import Case, read
 from paceline.catalogue import fitted_on, software, software_names
+from paceline.errors import PlanError
 from paceline.software import Software
 
 # What a program's figures were fitted in; what it does (its kernels, its formats, what it overlaps) is known of it.
@@ -128,14 +129,17 @@ def covered(done: Iterable[Prediction]) -> list[bool]:
 
 def main(path: Path) -> int:
     skipped: dict[str, Counter[str]] = defaultdict(Counter)
-    cases: dict[str, list[Case]] = defaultdict(list)
+    done: dict[str, list[Prediction]] = defaultdict(list)
+    without: dict[str, list[Prediction]] = defaultdict(list)
     for found in read(path):
-        if isinstance(found, Case):
-            cases[found.source].append(found)
-        else:
+        if not isinstance(found, Case):
             skipped[found[0]][found[2]] += 1
-    done = {source: [predict(case) for case in listed] for source, listed in cases.items()}
-    without = {source: [predict(case, left_out(case)) for case in listed] for source, listed in cases.items()}
+            continue
+        try:
+            done[found.source].append(predict(found))
+            without[found.source].append(predict(found, left_out(found)))
+        except PlanError as error:
+            skipped[found.source][f"refused: {str(error).splitlines()[0]}"[:80]] += 1
     print("Error of a step's time as a part of the measured one. constant: one FLOP/s fitted to the source.")
     print("left out: with the medians of other programs' fitted figures. order: Spearman; regret: mean, worst.\n")
     print(f"{'source':<14}{'rows':>5}{'mean':>7}{'median':>8}{'p90':>7}{'const.':>8}{'left out':>10}"

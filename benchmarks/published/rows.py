@@ -84,7 +84,9 @@ def case(row: Row, source_name: str) -> Case:
     _check(row, source)
     precision = _precision(row, source)
     program = _program(row, source)
-    num_devices = _whole(row, "n_devices") or 1
+    num_devices = _whole(row, "n_devices")
+    if not num_devices:
+        raise Skipped("it states no number of devices")
     cluster = _cluster(row, source, num_devices)
     batch = _whole(row, "global_batch")
     if batch is None:
@@ -134,7 +136,7 @@ def _precision(row: Row, source: Source) -> Precision:
     return "float32" if "32" in text and "16" not in text else "bf16"
 
 
-METRICS = ("iteration_time", "tokens_per_s_per_gpu", "samples_per_s", "images_per_s", "achieved_tflops_per_gpu",
+METRICS = ("iteration_time", "tokens_per_s_per_gpu", "samples_per_s_per_gpu", "samples_per_s", "images_per_s", "achieved_tflops_per_gpu",
            "model_tflops_per_gpu", "tflops_per_gpu", "mfu", "feasible", "activation_memory_per_gpu", "tokens_per_s")
 
 
@@ -146,17 +148,25 @@ def _measured(row: Row, source: Source, size: DecoderSize | None, num_devices: i
         return None, "oom" not in row["value"].lower()
     if metric == "activation_memory_per_gpu":
         return None, True
-    value = float(row["value"])
+    try:
+        value = float(row["value"])
+    except ValueError:
+        raise Skipped(f"its value is '{row['value']}', not a number") from None
     tokens = batch * (size.sequence if size else 1)
     if metric == "iteration_time":
-        return value / {"s": 1.0, "ms": 1e3}[unit], True
+        if unit not in ("s", "ms"):
+            raise Skipped(f"a time in '{unit}'")
+        return value / (1e3 if unit == "ms" else 1.0), True
     if metric == "tokens_per_s_per_gpu":
         return tokens / (value * num_devices), True
     if metric == "tokens_per_s":
         return tokens / value, True
+    if metric == "samples_per_s_per_gpu":
+        return batch / (value * num_devices), True
     if metric in ("samples_per_s", "images_per_s"):
         return batch / value, True
-    assert size is not None
+    if size is None:
+        raise Skipped(f"{metric} of a convolutional net")
     counted = source.counted_flops(size, flops, tokens)
     if metric == "mfu":
         peak = accelerator(source.device(row["hardware"])).bf16_flops_per_s
@@ -299,6 +309,8 @@ def _stated(text: str, name: str, devices_per_node: int) -> Link | None:
         return None
     if "Omni-Path" in text:
         return link_of(known_link("omnipath-50"))
+    if not re.search(r"\d", text):
+        return None
     own = re.search(rf"([\d.]+)(?: Gb/s)? \({name[:4].rstrip('-')}", text)
     number = float((own or re.search(r"[\d.]+", text))[1 if own else 0])  # type: ignore[index]
     bytes_per_s = number * 1e9 / 8

@@ -117,6 +117,7 @@ _MEGATRON_2022 = Source({"": "megatron-lm-2022"}, recompute="selective", vocab=5
 _CORE = Source({"": "megatron-core"}, recomputes=("selective", "full"), virtuals=(1, 2, 3, 4, 6), zero=1,
                is_device_memory=False)
 _BRIDGE = replace(_CORE, precision="")
+_COMPILED = {"[Cc]ompile": "torchtitan", "": "torchtitan-eager"}
 SOURCES: dict[str, Source] = {
     "vtrain": Source({"": "megatron-deepspeed"}),
     "mpt": Source({"PURE": "llm-foundry-pure", "": "llm-foundry"}, zero=3, models={"MPT": {"tied": True}}),
@@ -135,11 +136,11 @@ SOURCES: dict[str, Source] = {
     "amp": Source({"": "amp"}, recompute="full", models={"TransGAN": {"hidden": 0}}),
     "alpa": Source({"": "megatron-lm"}, recompute="full", memory_unit=1e9, is_device_memory=False),
     "zerobubble": Source({"": "megatron-lm-2022"}, memory_unit=1e9, is_device_memory=False, vocab=51200, zero=1),
-    "titan": Source({"": "torchtitan"}, zero=3, recompute="selective", is_device_memory=False),
-    "titanA100": Source({"": "torchtitan"}, zero=3, recompute="selective", is_device_memory=False),
-    "titan405": Source({"": "torchtitan"}, zero=3, recompute="full", is_device_memory=False),
+    "titan": Source(_COMPILED, zero=3, recompute="selective", is_device_memory=False),
+    "titanA100": Source(_COMPILED, zero=3, recompute="selective", is_device_memory=False),
+    "titan405": Source(_COMPILED, zero=3, recompute="full", is_device_memory=False),
     "automodel": Source({"": "torchtitan"}, zero=3, is_device_memory=False),
-    "fms": Source({"": "torchtitan"}, zero=3, recompute="selective"),
+    "fms": Source(_COMPILED, zero=3, recompute="selective"),
     "fsdp": Source({"": "llm-foundry"}, zero=3, recompute="full"),
     "nanotron": Source({"": "torchtitan"}, zero=1),
     "dstune": Source({"": "llm-foundry"}, sequence=1024),
