@@ -136,8 +136,9 @@ def _precision(row: Row, source: Source) -> Precision:
     return "float32" if "32" in text and "16" not in text else "bf16"
 
 
-METRICS = ("iteration_time", "tokens_per_s_per_gpu", "samples_per_s_per_gpu", "samples_per_s", "images_per_s", "achieved_tflops_per_gpu",
-           "model_tflops_per_gpu", "tflops_per_gpu", "mfu", "feasible", "activation_memory_per_gpu", "tokens_per_s")
+METRICS = ("iteration_time", "tokens_per_s_per_gpu", "tokens_per_s", "samples_per_s_per_gpu", "samples_per_s",
+           "images_per_s", "achieved_tflops_per_gpu", "model_tflops_per_gpu", "tflops_per_gpu", "mfu", "feasible",
+           "activation_memory_per_gpu")
 
 
 def _measured(row: Row, source: Source, size: DecoderSize | None, num_devices: int, batch: int,
