@@ -26,9 +26,9 @@ class Block(nn.Module):
 
 
 def _conv(conv: Conv) -> nn.Sequential:
+    high, wide = conv.kernel
     return nn.Sequential(
-        nn.Conv2d(conv.inputs, conv.outputs, conv.kernel, conv.stride, padding=tuple(k // 2 for k in conv.kernel),
-                  bias=False),
+        nn.Conv2d(conv.inputs, conv.outputs, conv.kernel, conv.stride, padding=(high // 2, wide // 2), bias=False),
         nn.BatchNorm2d(conv.outputs))
 
 

@@ -70,7 +70,8 @@ def _layer(size: DecoderSize, formats: Formats, kernels: Kernels) -> Segment:
     }
     rotary = ((10, 20) if is_eager else (2, 2)) if is_llama else (0, 0)
     qkv_backward = 2 * (h + 2 * kv) if not is_llama else 0  # gradients of the parts are joined; their bias is summed
-    cut = [between["cut"][0] + rotary[0] * (h + kv), between["cut"][1] + rotary[1] * (h + kv) + qkv_backward]
+    cut: list[float] = [between["cut"][0] + rotary[0] * (h + kv),
+                        between["cut"][1] + rotary[1] * (h + kv) + qkv_backward]
     core_work, core_kept = Work(), 0.0
     if is_plain:  # scaled, masked, softmax; dropout with masks of a byte
         dropped = 2 + 1 / item if kernels.dropout else 0

@@ -325,7 +325,7 @@ def devices_of(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
     if rest and hosts:
         raise PlanError(f"plan '{plan}' needs {plan.world_size} devices and there are {len(cluster.devices)} a host",
                         hint=f"a plan of {len(cluster.devices)} ranks, or of a multiple of it on several hosts")
-    return (cluster.devices * (hosts + 1))[:plan.world_size]
+    return (tuple(cluster.devices) * (hosts + 1))[:plan.world_size]
 
 
 def _plans_that_fit(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,

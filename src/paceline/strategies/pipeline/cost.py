@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from paceline.errors import PlanError
 from paceline.plan import Plan, ScheduleName
-from paceline.profile.profile import Affine, Product, Profile, Segment, Work
+from paceline.profile.profile import Affine, Parameter, Product, Profile, Segment, Work
 from paceline.software import Software
 from paceline.strategies.pipeline.schedule import Action, schedule, stages_of
 from paceline.strategies.stages.cost import Message, RankCost, StageCost
@@ -118,7 +118,9 @@ def _homes(profile: Profile, runs: Sequence[Run], num_ranks: int) -> dict[str, s
 def _part(profile: Profile, key: tuple[Run, ...], *, halves: int) -> tuple[Profile, list[range]]:
     """The profile of a rank with these runs of segments, and where in it each run is."""
     known = {p.name: p for p in profile.parameters}
-    parameters, segments, spans = {}, [], []
+    parameters: dict[str, Parameter] = {}
+    segments: list[Segment] = []
+    spans: list[range] = []
     for turn, run in enumerate(key):
         begin = len(segments)
         for number, count in run:
