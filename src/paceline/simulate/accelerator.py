@@ -114,7 +114,7 @@ def tile_part(rows: float, columns: float, inner: float, count: float, multiproc
     and tiles at the edge reach over it. Where there are fewer tiles than multiprocessors, the inner side is cut too.
 
     >>> round(tile_part(256, 128, 1e9, 108, 108), 3), round(tile_part(256, 128, 1e9, 109, 108), 3)
-    (1.0, 0.938)
+    (1.0, 0.505)
     """
     found = 0.0
     for high, wide in TILES:
