@@ -77,7 +77,12 @@ def read(path: Path) -> Iterator[Case | tuple[str, str, str]]:
 
 
 def case(row: Row, source_name: str) -> Case:
-    """Raises Skipped."""
+    """A row as something to predict.
+
+    Raises:
+        Skipped: it can't be.
+        PacelineError: its numbers make no plan.
+    """
     source = SOURCES.get(source_name)
     if source is None:
         raise Skipped("nothing is known of this source's conventions")
@@ -228,23 +233,19 @@ def _recompute(row: Row, source: Source) -> str:
 
 
 def _plans(row: Row, source: Source, size: DecoderSize, num_devices: int, batch: int) -> Iterator[Plan]:
-    tensors, pipelines = [_whole(row, "tp")], [_whole(row, "pp")]
-    if tensors[0] is None or pipelines[0] is None:
-        split = re.search(r"model-parallel size (\d+)", row["notes"])
-        if not split and num_devices > 8 and not row["dp"] and not row["fsdp"]:
+    """Every plan that a row may mean."""
+    tensor, pipeline = _whole(row, "tp"), _whole(row, "pp")
+    if tensor is None or pipeline is None:
+        together = re.search(r"model-parallel size (\d+)", row["notes"])
+        if together:  # tensor ranks fill a node first (Narayanan et al. 2021, section 5.4)
+            tensor, pipeline = min(int(together[1]), 8), max(1, int(together[1]) // 8)
+        elif num_devices > 8 and not row["dp"] and not row["fsdp"]:
             raise Skipped("it states no axes")
-        if not split:
-            tensors, pipelines = [tensors[0] or 1], [pipelines[0] or 1]
-        else:
-            parts = int(split[1])
-            tensors, pipelines = [min(parts, 8)], [max(1, parts // 8)]
-    tensor, pipeline = int(tensors[0] or 1), int(pipelines[0] or 1)
+    tensor, pipeline = tensor or 1, pipeline or 1
     replicas = num_devices // (tensor * pipeline)
     if replicas * tensor * pipeline != num_devices:
         raise Skipped("its axes don't multiply to its devices")
     stated = _whole(row, "micro_batch")
-    if batch % replicas and source.is_strict:
-        raise Skipped("its batch doesn't divide over its replicas")
     virtuals = [_whole(row, "vpp")] if row.get("vpp") else source.virtuals if pipeline > 1 else [1]
     recomputes = [_recompute(row, source)] if row["recompute"] or not source.recomputes else source.recomputes
     zero = _whole(row, "zero_stage")
@@ -295,9 +296,8 @@ def _cluster(row: Row, source: Source, num_devices: int) -> Cluster:
     for count, name in kinds:
         known = accelerator(name)
         in_a_node = min(each or known.devices_per_node, num_devices)
-        inside = _stated(row["intra_bw"], name, 1) or link_of(known_link(source.link or known.link))
-        across = (_stated(row["inter_bw"], name, in_a_node)
-                  or link_of(known_link(source.network(row["hardware"]) or known.network)))
+        inside = _stated(row["intra_bw"], name, 1) or link_of(known_link(known.link))
+        across = _stated(row["inter_bw"], name, in_a_node) or link_of(known_link(known.network))
         nodes = count or -(-num_devices // in_a_node)
         found.append(Nodes(nodes, (described(known),) * in_a_node,
                            Network(inside, across, in_a_node, max(1, in_a_node // source.devices_per_port))))

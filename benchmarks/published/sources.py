@@ -33,7 +33,8 @@ class Source:
     """The conventions of one source.
 
     programs: pattern of a row's "zero_stage|precision|notes" to a training program; the first that matches.
-    precision, recompute: where a row says nothing. recomputes, virtuals: what is open then, chosen as a planner would.
+    precision, recompute: where a row says nothing; a precision of "" makes such rows skipped.
+    recomputes, virtuals: what is open then, and chosen as a planner would.
     zero: stage of sharding where a row says nothing; 0 for none.
     memory_unit: bytes of one in `memory_gib`. is_device_memory: see `rows.Case`.
     heads: by width, where a row says nothing: those of the source's other rows.
@@ -43,7 +44,7 @@ class Source:
 
     programs: Mapping[str, str]
     counted_flops: FlopsOf = model_flops
-    precision: str = "bf16"  # "" where a row must say
+    precision: str = "bf16"
     recompute: str = "none"
     recomputes: tuple[str, ...] = ()
     virtuals: tuple[int, ...] = (1,)
@@ -54,10 +55,7 @@ class Source:
     memory_unit: float = 2**30
     is_device_memory: bool = True
     names_sequence: bool = False
-    is_strict: bool = False
-    link: str = ""
     devices_per_port: int = 2
-    networks: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def program(self, row: Mapping[str, str]) -> str:
@@ -67,9 +65,6 @@ class Source:
     def model(self, name: str) -> Mapping[str, Any]:
         known = {**self.models, **MODELS}
         return next((sizes for pattern, sizes in known.items() if re.search(pattern, name, re.I)), {})
-
-    def network(self, hardware: str) -> str:
-        return next((name for pattern, name in self.networks.items() if re.search(pattern, hardware)), "")
 
     def device(self, hardware: str) -> str:
         return self.nodes(hardware)[0][1]

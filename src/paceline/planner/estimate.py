@@ -42,7 +42,7 @@ class Estimate:
     breakdown: the slowest rank's seconds: compute, communication (what no computing hides), optimizer.
     notes: which figures are rough, and why.
     needs: of every kind of rank, what its device must hold.
-    low_s, high_s: between them the step takes 80 times in 100; both step_s where nobody knows.
+    low_s, high_s: between them the step is 80 times in 100; nan where nobody knows.
     """
 
     step_s: float
