@@ -142,13 +142,14 @@ class _Place:
         self.rank, self.filling, self.rates, self.network = rank, filling, rates, network
         self.precision, self.last = precision, num_microbatches - 1
         self.blocks: dict[tuple[object, ...], _Block] = {}
+        segments = filling.step.profile.segments
+        self.kind_of = {stage.segments: tuple((segments[k].repeat, segments[k].unit == "", len(segments[k].gradients))
+                                              for k in stage.segments) for stage in rank.stages.values()}
 
     def of(self, stage: StageCost, kind: str, microbatch: str) -> _Block:
         """Stages of the rank that are alike but for their turn share blocks, and so do all forwards."""
-        segments = self.filling.step.profile.segments
-        alike = tuple((segments[k].repeat, segments[k].unit == "", len(segments[k].gradients)) for k in stage.segments)
         microbatch = MIDDLE if kind == "F" else microbatch
-        key = (alike, kind, microbatch)
+        key = (self.kind_of[stage.segments], kind, microbatch)
         if key not in self.blocks:
             at = {FIRST: 0, MIDDLE: min(1, self.last), LAST: self.last}[microbatch]
             self.blocks[key] = self.play(self._events(stage, kind, at))
@@ -206,7 +207,7 @@ def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float,
     taken = _taken(costs, places, kinds, apart, software)
     ends = rank_ends(plan.schedule.schedule, taken, num_ranks=plan.axes.pipeline, num_microbatches=count,
                      virtual=plan.schedule.virtual)
-    endings = {id(place): place.ending() for place in places}
+    endings = {id(place): place.ending() for place in known.values()}
     tails = [max(place.of(stage, kinds[-1], LAST).tail_s
                  for stage in cost.stages.values()) for cost, place in zip(costs, places, strict=True)]
     through_s = max(end + tail for end, tail in zip(ends, tails, strict=True))
@@ -217,7 +218,7 @@ def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float,
             continue
         own_s, busy_s = _seconds(cost, place, kinds, count)
         optimizer_s = endings[id(place)].busy_s
-        timeline = _remembered(cost, place)
+        timeline = _remembered(cost, place, endings[id(place)])
         step_s = through_s + update_s
         exposed_s = own_s - busy_s + tails[number] + endings[id(place)].own_s - optimizer_s
         found[id(place)] = Played(f"stage {number}", devices[number], replace(timeline, step_s=step_s, breakdown={
@@ -251,7 +252,7 @@ def _seconds(cost: RankCost, place: _Place, kinds: Sequence[str], num_microbatch
     return sum(times * block.own_s for times, block in found), sum(times * block.busy_s for times, block in found)
 
 
-def _remembered(cost: RankCost, place: _Place) -> Timeline:
+def _remembered(cost: RankCost, place: _Place, ending: _Block) -> Timeline:
     """A rank's memory, action by action."""
     start = place.play(place.filling.events([("start", Moment())]))
     held_bytes = peak_bytes = sum(start.kept.values()) + cost.batch_bytes
@@ -272,7 +273,6 @@ def _remembered(cost: RankCost, place: _Place) -> Timeline:
     if at_peak >= 0:
         for name, num_bytes in done[at_peak].at_peak.items():
             ledger[name] += num_bytes
-    ending = place.ending()
     if held_bytes + ending.peak_bytes > peak_bytes:
         peak_bytes, ledger = held_bytes + ending.peak_bytes, defaultdict(float, start.kept)
         for block in (*done, ending):
