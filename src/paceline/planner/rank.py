@@ -1,0 +1,241 @@
+"""Which plan of a space is fastest and fits, why each other kind loses, and what would change the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.errors import PlanError
+from paceline.plan import Local, Plan, Servers
+from paceline.planner.estimate import Estimate
+from paceline.planner.space import Limits, Shape, microbatch_counts, relaxed, served, splits, variants
+
+TIE = 0.02  # plans whose steps differ by less, as a part, tie: two measurements of one plan do
+MOST_REFINED = 12  # splits whose schedules and micro-batches are all tried
+Price = Callable[[Plan], Estimate]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that was priced."""
+
+    plan: Plan
+    estimate: Estimate
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.plan)
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much the fullest rank is over its device's memory; not above 0 if the plan fits."""
+        return max(need.missing_bytes for need in self.estimate.needs)
+
+
+@dataclass(slots=True)
+class Found:
+    """What a search came to.
+
+    ranked: plans that fit, the fastest first; exact and relaxed ones. too_large: the nearest ones that don't.
+    refused: why plans could not be priced, by their kind. num_tried: plans that were priced.
+    """
+
+    ranked: list[Candidate] = field(default_factory=list)
+    too_large: list[Candidate] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    num_tried: int = 0
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The fastest exact plan; of those that tie, the one that does the least beside computing."""
+        exact = [one for one in self.ranked if one.plan.relaxed is None]
+        if not exact:
+            return None
+        tied = [one for one in exact if one.estimate.step_s <= (1 + TIE) * exact[0].estimate.step_s]
+        return min(tied, key=lambda one: (len(one.plan.values()), one.estimate.step_s))
+
+    @property
+    def tied(self) -> list[Candidate]:
+        """Exact plans that are as fast as the chosen one for all that is known."""
+        chosen = self.chosen
+        return [] if chosen is None else [
+            one for one in self.ranked if one != chosen and one.plan.relaxed is None
+            and abs(one.estimate.step_s / chosen.estimate.step_s - 1) <= TIE]
+
+
+def search(price: Price, limits: Limits, shape: Shape) -> Found:
+    """Price what may be the fastest of every way to split, then every schedule of the best ones.
+
+    A way to split is first taken with the least recomputation and the fewest micro-batches that fit. More of either
+    never makes a step without a pipeline faster.
+    """
+    found = Found()
+    asked = _Asked(price, found)
+    first = _first(asked, (*splits(limits, shape), *served(limits, shape), *relaxed(limits, shape)), limits)
+    for one in first[:MOST_REFINED]:
+        _refine(asked, one.plan, limits)
+    found.ranked = sorted(asked.fitting.values(), key=_time)
+    found.too_large = sorted(asked.too_large.values(), key=lambda one: one.missing_bytes)
+    return found
+
+
+def _first(asked: _Asked, plans: Iterable[Plan], limits: Limits) -> list[Candidate]:
+    """What may be the fastest of each way to split, the fastest first."""
+    found = (_least_that_fits(asked, plan, limits) for plan in plans)
+    return sorted((one for one in found if one is not None), key=_time)
+
+
+def _time(candidate: Candidate) -> tuple[float, str]:
+    return candidate.estimate.step_s, str(candidate.plan)
+
+
+class _Asked:
+    """Prices that are known. too_large: of each kind the plan that is over by the least."""
+
+    def __init__(self, price: Price, found: Found) -> None:
+        self.price, self.found = price, found
+        self.fitting: dict[Plan, Candidate] = {}
+        self.too_large: dict[str, Candidate] = {}
+        self._over: set[Plan] = set()
+
+    def __call__(self, plan: Plan) -> Candidate | None:
+        """The plan with its price; None if it doesn't fit, or can't be priced."""
+        if plan in self.fitting or plan in self._over:
+            return self.fitting.get(plan)
+        try:
+            one = Candidate(plan, self.price(plan))
+        except PlanError as error:
+            self.found.refused.setdefault(kind_of(plan), str(error).partition("\n")[0])
+            self._over.add(plan)
+            return None
+        self.found.num_tried += 1
+        if one.estimate.fits:
+            self.fitting[plan] = one
+            return one
+        self._over.add(plan)
+        best = self.too_large.get(one.kind)
+        if best is None or one.missing_bytes < best.missing_bytes:
+            self.too_large[one.kind] = one
+        return None
+
+
+def _least_that_fits(asked: _Asked, plan: Plan, limits: Limits) -> Candidate | None:
+    """The least recomputation, then the fewest micro-batches; of a pipeline four to a rank where there are as many."""
+    counts = microbatch_counts(plan, limits)
+    if plan.axes.pipeline > 1:
+        counts = [count for count in counts if count >= min(counts[-1], 4 * plan.axes.pipeline)]
+    for recompute in limits.recomputes:
+        for count in counts:
+            if (one := asked(plan.with_(recompute=recompute).with_microbatches(count))) is not None:
+                return one
+    return None
+
+
+def _refine(asked: _Asked, plan: Plan, limits: Limits) -> None:
+    """Every number of micro-batches, every schedule, every recomputation."""
+    for recompute in limits.recomputes:
+        for count in microbatch_counts(plan, limits):
+            other = plan.with_(recompute=recompute).with_microbatches(count)
+            if asked(other) is None and recompute == limits.recomputes[-1] and plan.axes.pipeline == 1:
+                continue
+            for variant in variants(other, limits):
+                asked(variant)
+            if plan.axes.pipeline == 1 and other in asked.fitting:
+                break  # more of them take longer
+
+
+def kind_of(plan: Plan) -> str:
+    """What a plan does at all, without how much of it.
+
+    >>> kind_of(Plan.parse("pipeline=4 data=2 microbatches=8")), kind_of(Plan.parse("data=2 compress=int8"))
+    ('pipeline data', 'data compress=int8')
+    """
+    words = [axis for axis, size in plan.axes.sizes().items() if size > 1]
+    if isinstance(plan.sync, Servers):
+        words.append("servers" + ("" if plan.sync.staleness == 0 else f" staleness={plan.sync.staleness}"))
+    if isinstance(plan.sync, Local):
+        words.append(f"local={plan.sync.local}")
+    if plan.modifiers.compress != "none":
+        words.append(f"compress={plan.modifiers.compress}")
+    return " ".join(words) or "single"
+
+
+def bound(estimate: Estimate) -> tuple[str, float]:
+    """What takes most of a step beside computing, and its part of the step; computing itself where that is less than a
+    tenth."""
+    rest = {name: seconds for name, seconds in estimate.breakdown.items() if name != "compute"}
+    name = max(rest, key=lambda key: rest[key], default="compute")
+    part = rest.get(name, 0.0) / estimate.step_s if estimate.step_s else 0.0
+    return (name, part) if part >= 0.1 else ("compute", estimate.breakdown.get("compute", 0.0) / estimate.step_s)
+
+
+def reason(one: Candidate, chosen: Candidate) -> str:
+    """Why a plan is not the chosen one, in a few words.
+
+    What it spends more seconds on than the chosen plan is named, by its part of the plan's own step.
+    """
+    ours, theirs = chosen.estimate, one.estimate
+    if not theirs.fits:
+        return f"{one.missing_bytes / 2**30:.1f} GiB too much for a {worst_device(one)}"
+    slower = theirs.step_s / ours.step_s - 1
+    more = {name: seconds - ours.breakdown.get(name, 0.0) for name, seconds in theirs.breakdown.items()}
+    if one.plan == chosen.plan:
+        name, part = bound(ours)
+        return f"{_WORDS.get(name, name)} {_is_or_are(name)} {100 * part:.0f} % of the step"
+    if abs(slower) <= TIE:
+        return "as fast, for all that is known"
+    name = max(more, key=lambda key: more[key])
+    part = theirs.breakdown[name] / theirs.step_s
+    if slower < 0:
+        return f"{-100 * slower:.0f} % faster, and relaxed" if one.plan.relaxed else f"{-100 * slower:.0f} % faster"
+    return f"{_WORDS.get(name, name)} {_is_or_are(name)} {100 * part:.0f} % of the step"
+
+
+_WORDS = {"compute": "computing", "communication": "messages that nothing hides", "bubble": "idle pipeline ranks",
+          "optimizer": "the optimizer", "input": "reading data"}
+
+
+def _is_or_are(name: str) -> str:
+    return "are" if name in ("communication", "bubble") else "is"
+
+
+def worst_device(one: Candidate) -> str:
+    need = max(one.estimate.needs, key=lambda need: need.missing_bytes)
+    return f"{need.device.name or need.device.kind} of {need.device.memory_bytes / 2**30:.0f} GiB"
+
+
+def best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The first of each kind, in their order."""
+    found: dict[str, Candidate] = {}
+    for one in candidates:
+        found.setdefault(one.kind, one)
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of hardware. name: as a user would say it. price: under it."""
+
+    name: str
+    price: Price
+
+
+def flips(found: Found, changes: Sequence[Change], limits: Limits, shape: Shape) -> list[tuple[str, Candidate]]:
+    """Changes of hardware under which another kind of exact plan is faster by more than a tie, and its best plan.
+
+    Every way to split is looked at again, without all of its schedules; the best plans of each kind as they were found.
+    """
+    chosen = found.chosen
+    if chosen is None:
+        return []
+    known = [one.plan for one in best_of_each_kind(found.ranked) if one.plan.relaxed is None]
+    flipped: list[tuple[str, Candidate]] = []
+    for change in changes:
+        asked = _Asked(change.price, Found())
+        again = _first(asked, (*splits(limits, shape), *served(limits, shape)), limits)
+        best = min([*again, *(one for one in map(asked, known) if one is not None)], key=_time, default=None)
+        own = asked(chosen.plan)
+        if best is not None and best.kind != chosen.kind and (
+                own is None or best.estimate.step_s < (1 - TIE) * own.estimate.step_s):
+            flipped.append((change.name, best))
+    return flipped

@@ -1,0 +1,133 @@
+"""The plans that a job and a number of devices allow, as families: all of a family split the work alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.errors import PlanError
+from paceline.plan import SCHEDULES, Axes, Plan, RecomputeName
+from paceline.strategies import conflicts
+
+LOCAL_STEPS = (10, 100)
+STALENESS = (1, 4, "inf")
+MOST_VIRTUAL = 4  # stages a rank
+MOST_PARTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a job allows.
+
+    batch: samples an optimizer step. layers: that a pipeline can be cut between; 0 if the model can't be cut.
+    tensor: the most parts that layers can be cut into; 1 if they can't. parts: the same for modules that are placed.
+    recomputes: of its activations, from the least computing to the most.
+    """
+
+    batch: int
+    layers: int = 0
+    tensor: int = 1
+    parts: int = 1
+    recomputes: tuple[RecomputeName, ...] = ("none", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Devices of a cluster: how many, and how many are in a node."""
+
+    num_devices: int
+    per_node: int
+
+
+def splits(limits: Limits, shape: Shape) -> Iterator[Plan]:
+    """Exact plans by all-reduce and sharding that use all devices, one a way to split; nothing else is decided.
+
+    The tensor axis stays in a node: its exchanges are waited for.
+    """
+    count = shape.num_devices
+    for pipeline in (p for p in divisors(count) if p == 1 or p <= limits.layers):
+        for tensor in (t for t in divisors(count // pipeline) if t <= min(limits.tensor, shape.per_node)):
+            replicas = count // pipeline // tensor
+            if replicas > limits.batch:
+                continue
+            for shard in divisors(replicas):
+                for zero in (1, 2, 3) if shard > 1 else (3,):
+                    yield _plan(pipeline=pipeline, tensor=tensor, data=replicas // shard, shard=shard,
+                                zero=zero if shard > 1 else None)
+    if 1 < count <= min(limits.parts, MOST_PARTS):
+        yield _plan(place="auto", parts=count)
+
+
+def served(limits: Limits, shape: Shape) -> Iterator[Plan]:
+    """Exact plans with servers: one of their own, or one in each worker."""
+    workers = shape.num_devices
+    if not 1 < workers <= limits.batch:
+        return
+    yield _plan(server=workers, workers=workers, colocate="yes")
+    yield _plan(server=1, workers=workers, colocate="yes")
+    yield _plan(server=1, workers=workers - 1)
+
+
+def relaxed(limits: Limits, shape: Shape) -> Iterator[Plan]:
+    """Plans that give something up against one device, from the least to the most of each kind."""
+    count = shape.num_devices
+    if not 1 < count <= limits.batch:
+        return
+    for compress in ("bf16", "int8", "topk", "powersgd"):
+        yield _plan(data=count, compress=compress)
+    yield _plan(server=count, workers=count, colocate="yes", compress="bf16")
+    for staleness in STALENESS:
+        yield _plan(server=count, workers=count, colocate="yes", staleness=staleness)
+    for local in LOCAL_STEPS:
+        yield _plan(data=count, local=local, outer="diloco")
+        yield _plan(data=count, local=local, outer="diloco", compress="int8")
+
+
+def microbatch_counts(plan: Plan, limits: Limits) -> list[int]:
+    """Micro-batches of a step, from the fewest: as many samples as can be at first, half as many, down to one.
+
+    A pipeline has one for each rank at least, where there are as many samples.
+    """
+    samples = -(-limits.batch // plan.replicas)
+    least = min(plan.axes.pipeline, samples)
+    counts = [least]
+    while counts[-1] < samples:
+        counts.append(min(samples, 2 * counts[-1]))
+    return counts
+
+
+def variants(plan: Plan, limits: Limits) -> Iterator[Plan]:
+    """A plan with its other schedules, for what is split alike."""
+    if plan.axes.pipeline == 1:
+        return
+    for name in SCHEDULES:
+        chunks = range(2, MOST_VIRTUAL + 1) if name == "interleaved" else (1,)
+        for virtual in chunks:
+            if plan.axes.pipeline * virtual > max(limits.layers, plan.axes.pipeline):
+                continue
+            if name == "interleaved" and plan.num_microbatches % plan.axes.pipeline:
+                continue
+            try:
+                other = plan.with_(schedule=name, virtual=virtual)
+                conflicts.check(other)
+            except PlanError:
+                continue
+            if other != plan:
+                yield other
+
+
+def divisors(count: int) -> list[int]:
+    """
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
+    return small + [count // d for d in reversed(small) if d * d != count]
+
+
+def _plan(**values: object) -> Plan:
+    """Axes of one device, and what is None, are left out."""
+    return Plan.of(**{key: value for key, value in values.items() if value is not None and (key, value) not in _ALONE})
+
+
+_ALONE = [(axis, 1) for axis in Axes().sizes()]

@@ -1,0 +1,99 @@
+"""Choosing among plans whose prices are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paceline.cluster import Device
+from paceline.errors import PlanError
+from paceline.plan import Plan
+from paceline.planner.estimate import Estimate, Need
+from paceline.planner.rank import Change, best_of_each_kind, flips, kind_of, reason, search
+from paceline.planner.space import Limits, Shape
+
+DEVICE = Device("cuda", 0, 100, name="H1")
+EIGHT = Shape(8, 8)
+
+
+def price(plan: Plan, *, message_s: float = 0.3, memory_bytes: int = 100) -> Estimate:
+    """Eight seconds of computing, cut over all ranks; sharding and splitting cost messages, pipelines idle. Weights of
+    160 bytes are cut by all but the data axis, activations by all axes."""
+    axes = plan.axes
+    if axes.tensor == 8:
+        raise PlanError("a model of 4 heads can't be cut into 8 parts", hint="at most 4")
+    split = axes.shard * axes.tensor * axes.pipeline
+    compute_s = 8.0 / plan.world_size * (1.3 if plan.modifiers.recompute == "full" else 1.0)
+    parts = {"compute": compute_s, "optimizer": 0.01,
+             "communication": message_s * (axes.tensor > 1) + message_s / 10 * (axes.shard > 1) * plan.num_microbatches,
+             "bubble": compute_s * (axes.pipeline - 1) / plan.num_microbatches}
+    kept = (80 if plan.modifiers.recompute == "none" else 20) / plan.num_microbatches
+    ledger = {"parameters": round(160 / split), "activations": round(kept)}
+    step_s = sum(parts.values())
+    return Estimate(step_s, sum(ledger.values()), ledger, parts, needs=(
+        Need("each rank", Device("cuda", 0, memory_bytes, name="H1"), ledger),), low_s=step_s, high_s=step_s)
+
+
+def test_the_fastest_exact_plan_that_fits_is_chosen():
+    """All kinds are looked at, replicas don't fit, and the answer says what binds it and why the others lose."""
+    found = search(price, Limits(64, layers=8, tensor=8), EIGHT)
+    chosen = found.chosen
+    assert chosen is not None and str(chosen.plan) == "shard=8"
+    assert reason(chosen, chosen) == "computing is 96 % of the step"
+    kinds = {one.kind: reason(one, chosen) for one in best_of_each_kind(found.ranked)}
+    assert kinds["shard tensor"].startswith("messages that nothing hides are")
+    assert kinds["pipeline"].startswith("idle pipeline ranks are")
+    assert [one.kind for one in found.too_large if one.kind == "data"] == ["data"]
+    data, = (one for one in found.too_large if one.kind == "data")
+    assert data.missing_bytes > 0 and "too much for a H1" in reason(data, chosen)
+    assert found.refused == {"tensor": "a model of 4 heads can't be cut into 8 parts"}
+    assert found.num_tried > 50
+
+
+def test_relaxed_plans_are_ranked_and_never_chosen():
+    """Also where they are the fastest."""
+    def cheap(plan: Plan) -> Estimate:
+        found = price(plan, memory_bytes=1000)
+        if plan.relaxed is None:
+            return found
+        return Estimate(0.5, found.peak_memory_bytes, found.ledger, {"compute": 0.5}, needs=found.needs)
+
+    found = search(cheap, Limits(64), EIGHT)
+    assert found.ranked[0].plan.relaxed is not None
+    assert found.chosen is not None and found.chosen.plan.relaxed is None
+    assert reason(found.ranked[0], found.chosen).endswith("% faster, and relaxed")
+
+
+def test_plans_that_tie_are_said_to():
+    """Within two measurements of one plan; the simplest of them is chosen."""
+    found = search(lambda plan: price(plan, message_s=1e-3, memory_bytes=1000), Limits(64, tensor=4), EIGHT)
+    assert found.chosen is not None and str(found.chosen.plan) == "data=8"
+    assert {one.kind for one in found.tied} >= {"shard", "data shard"}
+    assert reason(found.tied[0], found.chosen) == "as fast, for all that is known"
+
+
+def test_nothing_fits():
+    """There is no choice, and the nearest plans of each kind are known."""
+    found = search(lambda plan: price(plan, memory_bytes=3), Limits(64, layers=8, tensor=4), EIGHT)
+    assert found.chosen is None and not found.ranked and not found.tied
+    over = [one.missing_bytes for one in found.too_large]
+    assert over == sorted(over) and over[0] > 0
+
+
+@pytest.mark.parametrize(("change", "kind"), [
+    (lambda plan: price(plan, message_s=0.2), None),
+    (lambda plan: price(plan, message_s=30.0, memory_bytes=1000), "data")])
+def test_what_would_flip_the_choice(change: Callable[[Plan], Estimate], kind: str | None):
+    """Only what is faster by more than a tie."""
+    limits = Limits(64, layers=8, tensor=4)
+    found = search(price, limits, EIGHT)
+    flipped = flips(found, [Change("another", change)], limits, EIGHT)
+    assert [(name, one.kind) for name, one in flipped] == ([("another", kind)] if kind else [])
+
+
+def test_kinds_are_without_numbers():
+    assert kind_of(Plan.parse("pipeline=2 data=4 microbatches=8")) == "pipeline data"
+    assert kind_of(Plan.parse("single recompute=full")) == "single"
+    assert kind_of(Plan.parse("server=2 workers=4 staleness=inf")) == "servers staleness=inf"
+    assert kind_of(Plan.parse("data=2 local=10 compress=int8")) == "data local=10 compress=int8"
