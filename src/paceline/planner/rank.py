@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import PlanError
 from paceline.plan import Local, Plan, Servers
-from paceline.planner.estimate import Estimate
+from paceline.planner.estimate import Estimate, NotPriced
 from paceline.planner.space import Limits, Shape, microbatch_counts, relaxed, served, splits, variants
 
 TIE = 0.02  # plans whose steps differ by less, as a part, tie: two measurements of one plan do
@@ -104,7 +104,7 @@ class _Asked:
             return self.fitting.get(plan)
         try:
             one = Candidate(plan, self.price(plan))
-        except PlanError as error:
+        except (PlanError, NotPriced) as error:
             self.found.refused.setdefault(kind_of(plan), str(error).partition("\n")[0])
             self._over.add(plan)
             return None

@@ -33,20 +33,30 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Devices of a cluster: how many, and how many are in a node."""
+    """Devices of a cluster: how many, how many are in a node, and whether a plan may leave some of them out."""
 
     num_devices: int
     per_node: int
+    may_be_fewer: bool = False
+
+    @property
+    def counts(self) -> list[int]:
+        """Of devices that plans may use."""
+        return divisors(self.num_devices) if self.may_be_fewer else [self.num_devices]
 
 
 def splits(limits: Limits, shape: Shape) -> Iterator[Plan]:
-    """Exact plans by all-reduce and sharding that use all devices, one a way to split; nothing else is decided.
+    """Exact plans by all-reduce and sharding, one a way to split; nothing else is decided.
 
     The tensor axis stays in a node: its exchanges are waited for.
     """
-    count = shape.num_devices
+    for count in shape.counts:
+        yield from _splits(limits, count, shape.per_node)
+
+
+def _splits(limits: Limits, count: int, per_node: int) -> Iterator[Plan]:
     for pipeline in (p for p in divisors(count) if p == 1 or p <= limits.layers):
-        for tensor in (t for t in divisors(count // pipeline) if t <= min(limits.tensor, shape.per_node)):
+        for tensor in (t for t in divisors(count // pipeline) if t <= min(limits.tensor, per_node)):
             replicas = count // pipeline // tensor
             if replicas > limits.batch:
                 continue
@@ -59,13 +69,14 @@ def splits(limits: Limits, shape: Shape) -> Iterator[Plan]:
 
 
 def served(limits: Limits, shape: Shape) -> Iterator[Plan]:
-    """Exact plans with servers: one of their own, or one in each worker."""
+    """Exact plans with servers on all devices: one on its own, one beside a worker, or one in each."""
     workers = shape.num_devices
     if not 1 < workers <= limits.batch:
         return
     yield _plan(server=workers, workers=workers, colocate="yes")
     yield _plan(server=1, workers=workers, colocate="yes")
-    yield _plan(server=1, workers=workers - 1)
+    if workers > 2:
+        yield _plan(server=1, workers=workers - 1)
 
 
 def relaxed(limits: Limits, shape: Shape) -> Iterator[Plan]:

@@ -19,14 +19,11 @@ from paceline.planner.resolve import Resolved, resolve
 from paceline.runtime import folder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-    from paceline.cluster import Device
     from paceline.launch.board import Board
     from paceline.launch.context import RankContext
     from paceline.planner.estimate import Split
     from paceline.profile import Profile
-    from paceline.strategies.stages.cost import RankCost
 
 
 @dataclass(frozen=True)
@@ -192,6 +189,7 @@ def _price(job: Job, asked: Resolved, *, save_every: int | None) -> _Priced:
         PlanError: a rank needs more memory than its device has; with the ledger and the plans that fit.
     """
     from paceline.planner.fit import check_fits
+    from paceline.planner.pieces import Pieces
 
     priced = _Priced(job, asked, snapshot=save_every is not None)
     if not any(device.is_limit or device.kind == "cuda" for device in asked.cluster.devices):
@@ -200,7 +198,7 @@ def _price(job: Job, asked: Resolved, *, save_every: int | None) -> _Priced:
     if priced.profile is None:
         return priced
     try:
-        check_fits(job, asked.plan, asked.cluster, priced.profile, priced.split or _Later(job, priced.profile),
+        check_fits(job, asked.plan, asked.cluster, priced.profile, priced.split or Pieces(job, priced.profile),
                    snapshot=priced.snapshot)
     except PlanError:
         raise
@@ -227,24 +225,6 @@ def _profiled(priced: _Priced) -> _Priced:
     except Exception as error:  # the model may do anything when it is profiled
         return _without_price(priced, error)
     return replace(priced, profile=profile, split=split)
-
-
-class _Later:
-    """A job's pieces, captured when they are first asked for: only to suggest plans to one that doesn't fit."""
-
-    def __init__(self, job: Job, profile: Profile) -> None:
-        self.job, self.profile = job, profile
-        self.found: Split | None = None
-
-    def ranks(self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int) -> Sequence[RankCost]:
-        from paceline.strategies.stages.price import SplitJob
-
-        if self.found is None:
-            try:
-                self.found = SplitJob(self.job, self.profile)
-            except Exception as error:
-                raise PlanError(f"the model can't be cut: {error}") from error
-        return self.found.ranks(plan, devices, microbatch_samples=microbatch_samples)
 
 
 def _predict_once_started(board: Board, priced: _Priced, run_dir: Path) -> None:

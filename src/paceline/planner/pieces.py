@@ -1,0 +1,56 @@
+"""A job's model in pieces, captured when somebody first asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.cluster import Device
+from paceline.errors import PlanError
+from paceline.job import Job
+from paceline.plan import Plan
+from paceline.profile.profile import Profile
+from paceline.strategies.stages.cost import RankCost
+
+if TYPE_CHECKING:
+    from paceline.strategies.stages.price import SplitJob
+
+
+class Pieces:
+    """See `planner.estimate.Split`. A capture takes seconds, and many plans need none."""
+
+    def __init__(self, job: Job, profile: Profile) -> None:
+        self.job, self.profile = job, profile
+        self._found: SplitJob | None = None
+        self._problem = ""
+
+    def ranks(self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int) -> Sequence[RankCost]:
+        """What each rank of a split model holds and does.
+
+        Raises:
+            PlanError: the model can't be cut, or not so.
+        """
+        found = self._captured()
+        if found is None:
+            raise PlanError(f"the model can't be cut: {self._problem}")
+        return found.ranks(plan, devices, microbatch_samples=microbatch_samples)
+
+    def count(self) -> int:
+        """How many there are; 0 if the model can't be cut."""
+        found = self._captured()
+        return 0 if found is None else len(found.example.pieces)
+
+    @property
+    def problem(self) -> str:
+        """Why the model can't be cut; empty if it can, or nobody has asked."""
+        return self._problem
+
+    def _captured(self) -> SplitJob | None:
+        from paceline.strategies.stages.price import SplitJob
+
+        if self._found is None and not self._problem:
+            try:
+                self._found = SplitJob(self.job, self.profile)
+            except Exception as error:  # a model may do anything when it is captured
+                self._problem = str(error).partition("\n")[0] or type(error).__name__
+        return self._found
