@@ -176,7 +176,7 @@ def reason(one: Candidate, chosen: Candidate) -> str:
     """
     ours, theirs = chosen.estimate, one.estimate
     if not theirs.fits:
-        return f"{one.missing_bytes / 2**30:.1f} GiB too much for a {worst_device(one)}"
+        return f"{amount(one.missing_bytes)} too much for a {worst_device(one)}"
     slower = theirs.step_s / ours.step_s - 1
     more = {name: seconds - ours.breakdown.get(name, 0.0) for name, seconds in theirs.breakdown.items()}
     if one.plan == chosen.plan:
@@ -201,7 +201,15 @@ def _is_or_are(name: str) -> str:
 
 def worst_device(one: Candidate) -> str:
     need = max(one.estimate.needs, key=lambda need: need.missing_bytes)
-    return f"{need.device.name or need.device.kind} of {need.device.memory_bytes / 2**30:.0f} GiB"
+    return f"{need.device.name or need.device.kind} of {amount(need.device.memory_bytes)}"
+
+
+def amount(num_bytes: float) -> str:
+    """
+    >>> amount(85_899_345_920), amount(1.5 * 2**20)
+    ('80 GiB', '1.5 MiB')
+    """
+    return f"{num_bytes / 2**30:.3g} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.3g} MiB"
 
 
 def best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:

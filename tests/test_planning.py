@@ -1,0 +1,101 @@
+"""`plan`: the answer for a job, on this machine and on others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.cluster import Cluster
+from paceline.errors import ClusterError, PlanError
+from paceline.plan import Plan
+from paceline.verbs.planning import plan
+
+WIDTH = 64
+
+
+class Net(nn.Module):
+    """Layers in a list, so that it can be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.out(x)
+
+
+class Moody(Net):
+    """Its course depends on values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if float(x.sum()) > 0 else -x)
+
+
+def _job(model: Any = Net, **changes: Any) -> paceline.Job:
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
+    return paceline.Job(**{"model": model, "data": TensorDataset(x, x.argmax(1) % 3), "loss": F.cross_entropy,
+                           "optimizer": lambda named: torch.optim.AdamW(named), "batch": 32, "epochs": 1, **changes})
+
+
+def test_the_answer_is_a_document_and_a_table():
+    """Its keys are the contract's; the chosen plan comes first, lines fit 100 columns, and every plan can be read."""
+    answer = plan(_job(), "2xcpu")
+    document = json.loads(json.dumps(answer.to_dict()))
+    assert {"cluster", "chosen", "plans"} <= document.keys() and document["cluster"] == "2xcpu"
+    assert document["chosen"] == str(answer.chosen) and answer.chosen is not None
+    for row in document["plans"]:
+        assert {"plan", "fits", "step_s", "step_s_low", "step_s_high", "samples_per_s", "memory_bytes", "breakdown",
+                "relaxed", "reason"} <= row.keys()
+        assert (Plan.parse(row["plan"]).relaxed is not None) == row["relaxed"]
+        assert row["samples_per_s"] == pytest.approx(32 / row["step_s"]) and row["reason"]
+    lines = answer.describe().splitlines()
+    assert lines[0] == f"chosen: {answer.chosen}" and max(map(len, lines)) <= 100
+    kinds = {word for row in document["plans"] for word in ("data", "shard", "pipeline", "single") if word in row["plan"]}
+    assert kinds == {"data", "shard", "pipeline", "single"}  # on this machine devices may be left out
+
+
+def test_devices_that_are_not_here():
+    """A described cluster is used whole."""
+    answer = plan(_job(), "2x4xH100")
+    assert answer.chosen is not None and answer.chosen.world_size == 8
+    assert all(Plan.parse(row["plan"]).world_size == 8 for row in answer.to_dict()["plans"])
+
+
+def test_a_batch_smaller_than_the_devices():
+    """Plans have no more replicas than samples."""
+    answer = plan(_job(batch=2), "2xcpu")
+    assert all(Plan.parse(row["plan"]).replicas <= 2 for row in answer.to_dict()["plans"])
+    with pytest.raises(PlanError, match="no plan could be priced"):
+        plan(_job(batch=2), "4xH100")
+
+
+def test_nothing_fits():
+    """The gap is said, and the nearest plan."""
+    cluster = Cluster.local(num_ranks=2)
+    small = replace(cluster, devices=tuple(replace(device, memory_bytes=2**20) for device in cluster.devices))
+    answer = plan(_job(), small)
+    assert answer.chosen is None and answer.to_dict()["chosen"] is None
+    assert "nothing fits on 2 devices; nearest is '" in answer.describe() and "MiB too much" in answer.describe()
+
+
+def test_a_model_that_can_not_be_cut_is_said_to():
+    """Its other plans are ranked."""
+    answer = plan(_job(Moody), "2xcpu")
+    assert answer.chosen is not None and answer.notes
+    assert not any("pipeline" in row["plan"] for row in answer.to_dict()["plans"])
+
+
+def test_an_unknown_cluster():
+    with pytest.raises(ClusterError, match=r"unknown accelerator 'H1000'"):
+        plan(_job(), "8xH1000")
