@@ -290,6 +290,16 @@ def test_gradients_that_make_no_sense(started: Callable[[str], Run], why: str,
     _check_dismissed(run, why)
 
 
+def test_a_fault_that_comes_before_its_worker(started: Callable[[str], Run]):
+    """A worker has two connections, and which is heard first is chance: it is given up all the same."""
+    run = started("server=1 workers=2 staleness=inf")
+    data = run.reach(Role.DATA, 1, 7)
+    data.send(*_rows(Kind.PULL_ROWS, 3, 20))
+    assert _is_closed(data)
+    assert _is_closed(run.reach(Role.CONTROL, 1, 7))
+    _check_dismissed(run, "rows that are not on this server")
+
+
 def test_two_workers_that_send_one_update(started: Callable[[str], Run]):
     """A server can't tell whose it is: neither is heard any more, and the update is made by another."""
     run = started("server=1 workers=3 staleness=inf")

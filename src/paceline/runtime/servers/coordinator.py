@@ -72,6 +72,7 @@ class Coordinator(Server):
         self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
         self.workers: dict[int, _Worker] = {}
         self.joined: set[Peer] = set()  # every worker that ever was
+        self.lost_early: dict[int, tuple[int, WireError]] = {}  # whose gradients were at fault before they had joined
         self.followers: dict[int, Connection] = {}
         self.followers_heard_s: dict[int, float] = {}
         self.alive_s = 0.0  # when workers last heard of this server
@@ -216,6 +217,9 @@ class Coordinator(Server):
         self.workers[peer.number] = _Worker(connection, peer.incarnation)
         self.clock.join(peer.number)
         self.deserted_s = None
+        incarnation, error = self.lost_early.pop(peer.number, (None, None))
+        if error is not None and incarnation == peer.incarnation:
+            self._lose(peer, error)
 
     def _hear_server(self, peer: Peer, message: dict[str, Any]) -> None:
         if "held" in message:
@@ -224,11 +228,7 @@ class Coordinator(Server):
                 self.squares[update] = self.squares.get(update, 0.0) + message["squares"]
                 self.clock.held(peer.number, update)
         elif "lost" in message and not self.over:
-            lost = Peer(Role.CONTROL, message["lost"], message["incarnation"])
-            if lost in self.joined:
-                self._lose(lost, WireError(message["why"]))
-            else:  # it sent gradients and is no worker of this run
-                self._order({"gone": lost.number, "incarnation": lost.incarnation, "keeps": []})
+            self._lose(Peer(Role.CONTROL, message["lost"], message["incarnation"]), WireError(message["why"]))
         elif "left" in message:
             self.followers_left[peer.number] = message["left"]
 
@@ -283,6 +283,9 @@ class Coordinator(Server):
                 raise WireError(f"server {peer.number} is gone: {error}") from error
             return
         if not self._is_current(peer.number, peer.incarnation):
+            if replace(peer, role=Role.CONTROL) not in self.joined:  # it may be about to, on its other connection
+                self.lost_early[peer.number] = peer.incarnation, error
+                self._order({"gone": peer.number, "incarnation": peer.incarnation, "keeps": []})
             return
         if self.over:  # its work is done
             self.workers.pop(peer.number)
