@@ -5,6 +5,7 @@ machine; none was tuned by itself. With staleness, an update is a worker's own: 
 has steps, or of the part of it that a worker has under the synchronous way, as many more.
 
     python -m benchmarks.quality [--job gpt|digits] [--workers 4] [--ways NAME...] [--set NAME=VALUE...] [--json FILE]
+                                 [--synchronous-first STEPS]
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ class Found:
     wall_s: float
 
 
-def run(way: str, subject: Subject, settings: Mapping[str, str], *, workers: int) -> Found:
-    """Train once.
+def run(way: str, subject: Subject, settings: Mapping[str, str], *, workers: int,
+        synchronous_first: int = 0) -> Found:
+    """Train once; so many steps first as the synchronous way does.
 
     Raises:
         ContenderFailed: the run failed.
@@ -89,10 +91,15 @@ def run(way: str, subject: Subject, settings: Mapping[str, str], *, workers: int
     if WAYS[way].by_worker:
         given = divided(given, workers)
     with tempfile.TemporaryDirectory(prefix="paceline-quality-") as folder:
-        run_command(paceline(
-            "train", str(ROOT / "examples" / subject.file), "--plan", WAYS[way].plan.format(n=workers), "--run",
-            f"{folder}/run", "--devices", f"cpu:0-{workers - 1}", "--timeout", f"{TIMEOUT_S:g}",
-            *(word for name, value in given.items() for word in ("--set", f"{name}={value}"))), timeout_s=TIMEOUT_S)
+        command = paceline(
+            "train", str(ROOT / "examples" / subject.file), "--run", f"{folder}/run", "--devices",
+            f"cpu:0-{workers - 1}", "--timeout", f"{TIMEOUT_S:g}",
+            *(word for name, value in given.items() for word in ("--set", f"{name}={value}")))
+        if synchronous_first:
+            run_command([*command, "--plan", WAYS[SYNCHRONOUS].plan.format(n=workers), "--steps",
+                         str(synchronous_first)], timeout_s=TIMEOUT_S)
+            command.append("--resume")
+        run_command([*command, "--plan", WAYS[way].plan.format(n=workers)], timeout_s=TIMEOUT_S)
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
         lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
         losses = [line["loss"] for line in lines if "loss" in line]
@@ -141,13 +148,18 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="NAME",
                         help=f"beside the synchronous one; of {', '.join(WAYS)}")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the job")
+    parser.add_argument("--synchronous-first", type=int, default=0, metavar="STEPS",
+                        help="of every way, with the synchronous plan; the rest goes on from the checkpoint")
     parser.add_argument("--json", help="write every figure to this file")
     options = parser.parse_args()
     settings = dict(word.split("=", 1) for word in options.set)
+    if options.synchronous_first and any(WAYS[way].by_worker for way in options.ways):
+        parser.error("a run goes on with the batch it began with: --synchronous-first is for ways of whole batches")
     found: list[Found] = []
     for way in dict.fromkeys([SYNCHRONOUS, *options.ways]):
         try:
-            found.append(run(way, SUBJECTS[options.job], settings, workers=options.workers))
+            found.append(run(way, SUBJECTS[options.job], settings, workers=options.workers,
+                             synchronous_first=options.synchronous_first))
         except ContenderFailed as error:
             raise SystemExit(f"{way} failed: {error}") from None
         print(table([found[0], found[-1]]).splitlines()[-1], f"{found[-1].wall_s:.0f} s", file=sys.stderr, flush=True)
