@@ -1,8 +1,9 @@
 """What it costs in loss to meet less often, in fewer bytes or without waiting: every way beside the synchronous one.
 
 All train the same job from the same seed on equally many samples with equal settings of the job, on ranks of this
-machine; none was tuned by itself. With staleness, an update is a worker's own: of the job's batch, as many as the job
-has steps, or of the part of it that a worker has under the synchronous way, as many more.
+machine; none was tuned by itself, but that an asynchronous way may leave out momentum, for it has its own. With
+staleness, an update is a worker's: of the job's batch, as many as the job has steps, or of the part of it that a worker
+has under the synchronous way, as many more.
 
     python -m benchmarks.quality [--job gpt|digits] [--workers 4] [--ways NAME...] [--set NAME=VALUE...] [--json FILE]
                                  [--synchronous-first STEPS]
@@ -16,7 +17,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,11 @@ SUBJECTS = {
 }
 @dataclass(frozen=True, slots=True)
 class Way:
-    """plan: for n workers. by_worker: whether each update is of a worker's part of the batch."""
+    """plan: for n workers. by_worker: whether each update is of a worker's part of the batch. settings: its own."""
 
     plan: str
     by_worker: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 _SERVERS = "server=2 workers={n} colocate=yes"
@@ -62,6 +64,7 @@ WAYS = {
     "DiLoCo H=100 int8, 4 fragments": Way("data={n} local=100 outer=diloco fragments=4 compress=int8"),
     "staleness=1, a worker's part": Way(f"{_SERVERS} staleness=1", by_worker=True),
     "staleness=inf, a worker's part": Way(f"{_SERVERS} staleness=inf", by_worker=True),
+    "staleness=inf, no momentum": Way(f"{_SERVERS} staleness=inf", by_worker=True, settings={"momentum": "0"}),
     "staleness=1, whole batches": Way(f"{_SERVERS} staleness=1"),
     "staleness=inf, whole batches": Way(f"{_SERVERS} staleness=inf"),
     "staleness=inf, whole batches, damped": Way(f"{_SERVERS} staleness=inf damping=inverse"),
@@ -87,7 +90,7 @@ def run(way: str, subject: Subject, settings: Mapping[str, str], *, workers: int
     Raises:
         ContenderFailed: the run failed.
     """
-    given = {**subject.settings, **settings}
+    given = {**subject.settings, **settings, **WAYS[way].settings}
     if WAYS[way].by_worker:
         given = divided(given, workers)
     with tempfile.TemporaryDirectory(prefix="paceline-quality-") as folder:
