@@ -1,9 +1,7 @@
 """What it costs in loss to meet less often, in fewer bytes or without waiting: every way beside the synchronous one.
 
 All train the same job from the same seed on equally many samples with equal settings of the job, on ranks of this
-machine; none was tuned by itself, but that an asynchronous way may leave out momentum, for it has its own. With
-staleness, an update is a worker's: of the job's batch, as many as the job has steps, or of the part of it that a worker
-has under the synchronous way, as many more.
+machine; none was tuned by itself, but that an asynchronous way may leave out momentum, for it has its own.
 
     python -m benchmarks.quality [--job gpt|digits] [--workers 4] [--ways NAME...] [--set NAME=VALUE...] [--json FILE]
                                  [--synchronous-first STEPS]
@@ -24,7 +22,7 @@ from typing import Any
 from benchmarks.turns import ROOT, ContenderFailed, paceline, run_command
 
 TIMEOUT_S = 3600.0
-LAST = 50  # updates of a whole batch whose mean loss is the training loss: one batch's is noise
+LAST = 50  # steps whose mean loss is the training loss: one batch's is noise
 SYNCHRONOUS = "synchronous"
 
 
@@ -38,15 +36,14 @@ class Subject:
 
 # 0.6 million parameters; 1500 steps of 32 windows see 3 MB of the standard library's 9 once.
 SUBJECTS = {
-    "gpt": Subject("02_gpt_bytes.py", {"width": 128, "layers": 3, "sequence": 64, "batch": 32, "steps": 1500}),
-    "digits": Subject("01_digits.py", {"epochs": 20, "batch": 60}),
+    "gpt": Subject("02_gpt_bytes.py", {"width": 128, "layers": 3, "sequence": 64, "steps": 1500}),
+    "digits": Subject("01_digits.py", {"epochs": 20}),
 }
 @dataclass(frozen=True, slots=True)
 class Way:
-    """plan: for n workers. by_worker: whether each update is of a worker's part of the batch. settings: its own."""
+    """plan: for n workers. settings: its own."""
 
     plan: str
-    by_worker: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -62,12 +59,10 @@ WAYS = {
     "DiLoCo H=100": Way("data={n} local=100 outer=diloco"),
     "DiLoCo H=100 int8": Way("data={n} local=100 outer=diloco compress=int8"),
     "DiLoCo H=100 int8, 4 fragments": Way("data={n} local=100 outer=diloco fragments=4 compress=int8"),
-    "staleness=1, a worker's part": Way(f"{_SERVERS} staleness=1", by_worker=True),
-    "staleness=inf, a worker's part": Way(f"{_SERVERS} staleness=inf", by_worker=True),
-    "staleness=inf, no momentum": Way(f"{_SERVERS} staleness=inf", by_worker=True, settings={"momentum": "0"}),
-    "staleness=1, whole batches": Way(f"{_SERVERS} staleness=1"),
-    "staleness=inf, whole batches": Way(f"{_SERVERS} staleness=inf"),
-    "staleness=inf, whole batches, damped": Way(f"{_SERVERS} staleness=inf damping=inverse"),
+    "staleness=1": Way(f"{_SERVERS} staleness=1"),
+    "staleness=inf": Way(f"{_SERVERS} staleness=inf"),
+    "staleness=inf, damped": Way(f"{_SERVERS} staleness=inf damping=inverse"),
+    "staleness=inf, no momentum": Way(f"{_SERVERS} staleness=inf", {"momentum": "0"}),
 }
 
 
@@ -91,8 +86,6 @@ def run(way: str, subject: Subject, settings: Mapping[str, str], *, workers: int
         ContenderFailed: the run failed.
     """
     given = {**subject.settings, **settings, **WAYS[way].settings}
-    if WAYS[way].by_worker:
-        given = divided(given, workers)
     with tempfile.TemporaryDirectory(prefix="paceline-quality-") as folder:
         command = paceline(
             "train", str(ROOT / "examples" / subject.file), "--run", f"{folder}/run", "--devices",
@@ -106,18 +99,8 @@ def run(way: str, subject: Subject, settings: Mapping[str, str], *, workers: int
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
         lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
         losses = [line["loss"] for line in lines if "loss" in line]
-    last = LAST * (workers if WAYS[way].by_worker else 1)
-    return Found(way, statistics.fmean(losses[-last:]), summary["validation_loss"],
+    return Found(way, statistics.fmean(losses[-LAST:]), summary["validation_loss"],
                  summary["metrics"].get("accuracy"), _sent_bytes(summary), summary["wall_s"])
-
-
-def divided(settings: Mapping[str, Any], workers: int) -> dict[str, Any]:
-    """The settings with which as many samples are seen in batches of a worker's part."""
-    batch = int(settings["batch"])
-    if batch % workers:
-        raise SystemExit(f"a batch of {batch} samples has no equal parts for {workers} workers")
-    longer = {"steps": int(settings["steps"]) * workers} if "steps" in settings else {}
-    return {**settings, "batch": batch // workers, **longer}
 
 
 def _sent_bytes(summary: Mapping[str, Any]) -> float:
@@ -131,10 +114,10 @@ def _sent_bytes(summary: Mapping[str, Any]) -> float:
 def table(found: Sequence[Found]) -> str:
     """A row a way; losses also beside the synchronous one's."""
     first = found[0]
-    rows = [f"{'way':<38}{'training':>18}{'validation':>18}{'accuracy':>10}{'MB sent':>10}{'fewer':>9}"]
+    rows = [f"{'way':<32}{'training':>18}{'validation':>18}{'accuracy':>10}{'MB sent':>10}{'fewer':>9}"]
     for one in found:
         accuracy = "-" if one.accuracy is None else f"{100 * one.accuracy:.1f} %"
-        rows.append(f"{one.way:<38}{_beside(one.training_loss, first.training_loss):>18}"
+        rows.append(f"{one.way:<32}{_beside(one.training_loss, first.training_loss):>18}"
                     f"{_beside(one.validation_loss, first.validation_loss):>18}{accuracy:>10}"
                     f"{one.sent_bytes / 1e6:>10.2f}{f'{first.sent_bytes / one.sent_bytes:.1f}x':>9}")
     return "\n".join(rows)
@@ -156,8 +139,6 @@ def main() -> None:
     parser.add_argument("--json", help="write every figure to this file")
     options = parser.parse_args()
     settings = dict(word.split("=", 1) for word in options.set)
-    if options.synchronous_first and any(WAYS[way].by_worker for way in options.ways):
-        parser.error("a run goes on with the batch it began with: --synchronous-first is for ways of whole batches")
     found: list[Found] = []
     for way in dict.fromkeys([SYNCHRONOUS, *options.ways]):
         try:

@@ -31,7 +31,7 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
     return (output.argmax(dim=1) == target).float().mean()
 
 
-def job(lr: float = 1e-3, width: int = 32, epochs: int = 20, batch: int = 60) -> pl.Job:
+def job(lr: float = 1e-3, width: int = 32, epochs: int = 20) -> pl.Job:
     pixels, digits = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8)
     samples = TensorDataset(images, torch.tensor(digits))
@@ -41,7 +41,7 @@ def job(lr: float = 1e-3, width: int = 32, epochs: int = 20, batch: int = 60) ->
         data=train_set,
         loss=F.cross_entropy,
         optimizer=lambda named: torch.optim.AdamW(named, lr=lr),
-        batch=batch,
+        batch=60,
         epochs=epochs,
         validation=test_set,
         metrics={"accuracy": accuracy},
