@@ -51,9 +51,6 @@ class Way:
     def text(self, workers: int) -> str:
         return "single" if workers == 1 and "server" not in self.plan else self.plan.format(n=workers)
 
-    def cuts_the_batch(self, workers: int) -> bool:
-        return Plan.parse(self.text(workers)).replicas > 1
-
     def steps_to_meet(self, workers: int) -> int:
         outer_steps = Plan.parse(self.text(workers)).outer_steps
         return outer_steps.local if outer_steps is not None else 1
@@ -76,7 +73,7 @@ WAYS = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """efficiency: 1 is what the hosts would do without a network. step_s: seconds from update to update."""
+    """efficiency: 1 is what the hosts would do without a network. step_s: seconds a step of all hosts."""
 
     way: str
     workers: int
@@ -100,11 +97,10 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
     """
     plan = way.text(workers)
     used = lab[:Plan.parse(plan).world_size]
-    cut = workers if way.cuts_the_batch(workers) else 1
     step_s, megabytes, every = step_s * way.scale, megabytes * way.scale, way.steps_to_meet(workers)
     steps = max(-(-steps // every), 3 if every > 1 else 1) * every
     with tempfile.TemporaryDirectory(prefix="paceline-lab-") as folder:
-        values = {"step_s": step_s, "megabytes": megabytes, "samples": SAMPLES, "workers": cut, "steps": steps}
+        values = {"step_s": step_s, "megabytes": megabytes, "samples": SAMPLES, "workers": workers, "steps": steps}
         command = paceline("train", str(ROOT / "benchmarks" / "lab" / "paced.py"), "--plan", plan,
                            "--run", f"{folder}/run", "--json",
                            *(word for name, value in values.items() for word in ("--set", f"{name}={value}")))
@@ -127,10 +123,9 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
         if bad := [said[number][1] for number, rank in enumerate(ranks) if rank.returncode]:
             raise Failed(f"{plan}: {bad[0][-2000:]}")
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-    updates = [line for line in lines if "loss" in line]
-    a_round = 1 if way.cuts_the_batch(workers) else workers  # updates
-    end = -1 if every > 1 else -1 - LAST * a_round  # local steps are told of together
-    first, last = updates[max(FIRST * a_round, every) - 1], updates[end]
+    found = [line for line in lines if "loss" in line]
+    end = -1 if every > 1 else -1 - LAST  # local steps are told of together
+    first, last = found[max(FIRST, every) - 1], found[end]
     spent_s = last["time"] - first["time"]
     samples_per_s = (last["samples"] - first["samples"]) / spent_s
     ideal = SAMPLES * sum(1 / pace.mean_step_s(step_s) for pace in paces)  # samples a second
@@ -208,7 +203,7 @@ def _tried(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, option
              for host in range(workers)]
     try:
         one = run(way, lab, workers=workers, mbit_s=mbit_s, step_s=options.step_s, megabytes=options.megabytes,
-                  steps=options.steps if way.cuts_the_batch(workers) else options.steps * workers, paces=paces)
+                  steps=options.steps, paces=paces)
     except Failed as error:
         print(f"{way.name} on {workers} hosts failed: {error}", file=sys.stderr, flush=True)
         return []

@@ -1,9 +1,10 @@
 """What it costs in loss to meet less often, in fewer bytes or without waiting: every way beside the synchronous one.
 
 All train the same job from the same seed on equally many samples with equal settings of the job, on ranks of this
-machine; none was tuned by itself.
+machine; none was tuned by itself, but that an asynchronous way may leave out momentum, for it has its own.
 
     python -m benchmarks.quality [--job gpt|digits] [--workers 4] [--ways NAME...] [--set NAME=VALUE...] [--json FILE]
+                                 [--synchronous-first STEPS]
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.turns import ROOT, ContenderFailed, paceline, run_command
 
 TIMEOUT_S = 3600.0
-LAST = 50  # updates whose mean loss is the training loss: one batch's is noise
+LAST = 50  # steps whose mean loss is the training loss: one batch's is noise
 SYNCHRONOUS = "synchronous"
 
 
@@ -38,20 +39,30 @@ SUBJECTS = {
     "gpt": Subject("02_gpt_bytes.py", {"width": 128, "layers": 3, "sequence": 64, "steps": 1500}),
     "digits": Subject("01_digits.py", {"epochs": 20}),
 }
+@dataclass(frozen=True, slots=True)
+class Way:
+    """plan: for n workers. settings: its own."""
+
+    plan: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+_SERVERS = "server=2 workers={n} colocate=yes"
 WAYS = {
-    SYNCHRONOUS: "data={n}",
-    "bf16": "data={n} compress=bf16",
-    "int8": "data={n} compress=int8",
-    "top-k": "data={n} compress=topk",
-    "PowerSGD": "data={n} compress=powersgd",
-    "local SGD H=10": "data={n} local=10",
-    "DiLoCo H=10": "data={n} local=10 outer=diloco",
-    "DiLoCo H=100": "data={n} local=100 outer=diloco",
-    "DiLoCo H=100 int8": "data={n} local=100 outer=diloco compress=int8",
-    "DiLoCo H=100 int8, 4 fragments": "data={n} local=100 outer=diloco fragments=4 compress=int8",
-    "servers staleness=1": "server=2 workers={n} colocate=yes staleness=1",
-    "servers staleness=inf": "server=2 workers={n} colocate=yes staleness=inf",
-    "servers staleness=inf, damped": "server=2 workers={n} colocate=yes staleness=inf damping=inverse",
+    SYNCHRONOUS: Way("data={n}"),
+    "bf16": Way("data={n} compress=bf16"),
+    "int8": Way("data={n} compress=int8"),
+    "top-k": Way("data={n} compress=topk"),
+    "PowerSGD": Way("data={n} compress=powersgd"),
+    "local SGD H=10": Way("data={n} local=10"),
+    "DiLoCo H=10": Way("data={n} local=10 outer=diloco"),
+    "DiLoCo H=100": Way("data={n} local=100 outer=diloco"),
+    "DiLoCo H=100 int8": Way("data={n} local=100 outer=diloco compress=int8"),
+    "DiLoCo H=100 int8, 4 fragments": Way("data={n} local=100 outer=diloco fragments=4 compress=int8"),
+    "staleness=1": Way(f"{_SERVERS} staleness=1"),
+    "staleness=inf": Way(f"{_SERVERS} staleness=inf"),
+    "staleness=inf, damped": Way(f"{_SERVERS} staleness=inf damping=inverse"),
+    "staleness=inf, no momentum": Way(f"{_SERVERS} staleness=inf", {"momentum": "0"}),
 }
 
 
@@ -67,18 +78,24 @@ class Found:
     wall_s: float
 
 
-def run(way: str, subject: Subject, settings: Mapping[str, str], *, workers: int) -> Found:
-    """Train once.
+def run(way: str, subject: Subject, settings: Mapping[str, str], *, workers: int,
+        synchronous_first: int = 0) -> Found:
+    """Train once; so many steps first as the synchronous way does.
 
     Raises:
         ContenderFailed: the run failed.
     """
+    given = {**subject.settings, **settings, **WAYS[way].settings}
     with tempfile.TemporaryDirectory(prefix="paceline-quality-") as folder:
-        given = {**subject.settings, **settings}
-        run_command(paceline(
-            "train", str(ROOT / "examples" / subject.file), "--plan", WAYS[way].format(n=workers), "--run",
-            f"{folder}/run", "--devices", f"cpu:0-{workers - 1}", "--timeout", f"{TIMEOUT_S:g}",
-            *(word for name, value in given.items() for word in ("--set", f"{name}={value}"))), timeout_s=TIMEOUT_S)
+        command = paceline(
+            "train", str(ROOT / "examples" / subject.file), "--run", f"{folder}/run", "--devices",
+            f"cpu:0-{workers - 1}", "--timeout", f"{TIMEOUT_S:g}",
+            *(word for name, value in given.items() for word in ("--set", f"{name}={value}")))
+        if synchronous_first:
+            run_command([*command, "--plan", WAYS[SYNCHRONOUS].plan.format(n=workers), "--steps",
+                         str(synchronous_first)], timeout_s=TIMEOUT_S)
+            command.append("--resume")
+        run_command([*command, "--plan", WAYS[way].plan.format(n=workers)], timeout_s=TIMEOUT_S)
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
         lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
         losses = [line["loss"] for line in lines if "loss" in line]
@@ -117,13 +134,16 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="NAME",
                         help=f"beside the synchronous one; of {', '.join(WAYS)}")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the job")
+    parser.add_argument("--synchronous-first", type=int, default=0, metavar="STEPS",
+                        help="of every way, with the synchronous plan; the rest goes on from the checkpoint")
     parser.add_argument("--json", help="write every figure to this file")
     options = parser.parse_args()
     settings = dict(word.split("=", 1) for word in options.set)
     found: list[Found] = []
     for way in dict.fromkeys([SYNCHRONOUS, *options.ways]):
         try:
-            found.append(run(way, SUBJECTS[options.job], settings, workers=options.workers))
+            found.append(run(way, SUBJECTS[options.job], settings, workers=options.workers,
+                             synchronous_first=options.synchronous_first))
         except ContenderFailed as error:
             raise SystemExit(f"{way} failed: {error}") from None
         print(table([found[0], found[-1]]).splitlines()[-1], f"{found[-1].wall_s:.0f} s", file=sys.stderr, flush=True)

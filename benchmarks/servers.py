@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.contenders.servers.work import BATCH, LOSSES, WARM_UP_UPDATES
+from benchmarks.contenders.servers.work import BATCH, LOSSES, LR, WARM_UP_UPDATES
 from benchmarks.turns import ROOT, Ratio, Record, document, measure, paceline, ratio, run_command, warn_if_busy
 
 WORKERS = 2
@@ -35,18 +35,24 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """Paceline through its command. Its samples_per_s leaves out the first 10 updates and saving."""
+    """Paceline through its command. Its samples_per_s leaves out the first 10 updates and saving.
+
+    An update of one worker's gradient is scaled by its part of the step's batch, so the learning rate is as many times
+    the others'.
+    """
 
     plan: str
-    batch: int
+    updates_a_step: int
     package: str = "paceline"
     beside: str | None = None
 
     def run(self, updates: int) -> Run:
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
             run = Path(folder) / "run"
-            command = paceline("train", str(JOB), "--plan", self.plan, "--set", f"batch={self.batch}",
-                               "--set", f"steps={WARM_UP_UPDATES + updates}", "--run", str(run), "--json")
+            steps = WARM_UP_UPDATES + updates // self.updates_a_step
+            command = paceline("train", str(JOB), "--plan", self.plan, "--set", f"batch={WORKERS * BATCH}",
+                               "--set", f"steps={steps}", "--set", f"lr={LR * self.updates_a_step}",
+                               "--run", str(run), "--json")
             summary = json.loads(run_command(command))
             lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses = [line["loss"] for line in lines if "loss" in line]
@@ -70,10 +76,10 @@ class Peer:
 
 ASYNCHRONOUS, SYNCHRONOUS = "paceline", "paceline, synchronous"
 CONTENDERS: dict[str, Ours | Peer] = {
-    ASYNCHRONOUS: Ours(f"server=1 workers={WORKERS} staleness=inf", BATCH),
+    ASYNCHRONOUS: Ours(f"server=1 workers={WORKERS} staleness=inf", WORKERS),
     "torch rpc": Peer("torch", ("with_rpc",), ASYNCHRONOUS),
     "tensorflow": Peer("tensorflow", ("with_tensorflow",), ASYNCHRONOUS),
-    SYNCHRONOUS: Ours(f"server=1 workers={WORKERS}", WORKERS * BATCH),
+    SYNCHRONOUS: Ours(f"server=1 workers={WORKERS}", 1),
     "torch rpc, synchronous": Peer("torch", ("with_rpc", "--synchronous"), SYNCHRONOUS),
 }
 

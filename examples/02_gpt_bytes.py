@@ -67,13 +67,14 @@ def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def job(
-    width: int = 256, layers: int = 4, sequence: int = 128, batch: int = 32, steps: int = 200, lr: float = 1e-3
+    width: int = 256, layers: int = 4, sequence: int = 128, batch: int = 32, steps: int = 200, lr: float = 1e-3,
+    momentum: float = 0.9,
 ) -> pl.Job:
     return pl.Job(
         model=lambda: GPT(width, layers, sequence),
         data=Windows(STANDARD_LIBRARY, sequence),
         loss=next_byte_loss,
-        optimizer=lambda named: torch.optim.AdamW(named, lr=lr),
+        optimizer=lambda named: torch.optim.AdamW(named, lr=lr, betas=(momentum, 0.999)),
         batch=batch,
         steps=steps,
         validation=Windows(STANDARD_LIBRARY / "json", sequence),  # a package that it never sees in training

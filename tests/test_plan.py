@@ -117,6 +117,7 @@ def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
     ("compress=int8", "what replicas send each other"), ("data=2 compress=int7", "did you mean 'int8'?"),
     ("shares=sped", "did you mean 'speed'? Known: equal, speed, memory"), ("shares=Equal", "did you mean 'equal'?"),
     ("data=2 shares=1:2:3", "shares=1:2:3 has 3 parts and the plan has 2 replicas"),
+    ("server=1 workers=2 staleness=inf shares=2:1", "shares=2:1 and staleness=inf: with staleness a part"),
     ("data=2 shares=1:0", "shares=1:0 must be whole numbers of at least 1"), ("shares=1:", "is not a whole number"),
 ])
 def test_a_plan_that_makes_no_sense_is_refused(text: str, message: str):

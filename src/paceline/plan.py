@@ -80,10 +80,12 @@ class Servers:
 
     server: how many servers, each with a part of the parameters.
     workers: ranks that compute gradients.
-    staleness: 0 divides every step's batch over the workers, and each waits for all. Above 0 a worker takes whole
-        steps of its own, and starts one when it has done at most so many more than the slowest; "inf" never waits.
+    staleness: every step's batch is divided over the workers. With 0 the parts of the gradient are summed to one
+        update, and each worker waits for it. Above 0 each part is an update of its own, and a worker starts the next
+        one when it has done at most so many more than the slowest; "inf" never waits.
     colocate: "yes" puts the servers into the first workers' processes, "no" gives each a rank of its own.
-    damping: "inverse" divides the learning rate of an update by its staleness, the updates it has not seen.
+    damping: "inverse" divides the learning rate of an update by its staleness in steps: by the updates it has not
+        seen, over the workers.
     """
 
     server: int = 0
@@ -97,8 +99,8 @@ class Servers:
         return self.workers + (0 if self.colocate == "yes" else self.server)
 
     def num_replicas(self, axes: Axes) -> int:
-        """Parts that a step's batch is cut into: with staleness a worker takes all of it."""
-        return self.workers if self.staleness == 0 else 1
+        """Parts that a step's batch is cut into."""
+        return self.workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,4 +501,7 @@ def _problems(plan: Plan) -> list[str]:
                          f"{plan.replicas} replicas")
     elif mods.shares not in ("equal", "speed", "memory"):
         found.append(f"shares={mods.shares}: {nearest(str(mods.shares), ['equal', 'speed', 'memory'])}")
+    if mods.shares != "equal" and isinstance(plan.sync, Servers) and plan.sync.staleness != 0:
+        found.append(f"shares={_text(mods.shares)} and staleness={plan.sync.staleness}: with staleness a part of a "
+                     "batch is for whichever worker is free, so a faster one takes more of them by itself")
     return found

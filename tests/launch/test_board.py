@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 
 import pytest
 
@@ -20,6 +22,22 @@ def test_a_sign_is_read_by_the_parent_after_its_rank_died():
     assert (sign.step, sign.phase) == (7, "backward")
     assert sign.time_s >= board.read(2).time_s
     assert [(board.read(rank).step, board.read(rank).phase) for rank in (0, 2)] == [(0, "start")] * 2
+
+
+def test_a_sign_is_never_half_written():
+    """Whoever reads while its rank writes sees an earlier sign or the next one, and no time but of one of them."""
+    board, started_s = Board(2), time.monotonic()
+    if (pid := os.fork()) == 0:
+        while True:
+            board.write(1, 7, "backward")
+    try:
+        while board.read(1).step == 0:
+            pass
+        signs = {(sign.step, sign.phase, sign.time_s >= started_s) for sign in (board.read(1) for _ in range(100_000))}
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert signs == {(7, "backward", True)}
 
 
 def test_every_phase_can_be_written():

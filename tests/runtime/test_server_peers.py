@@ -179,6 +179,15 @@ TOLD = {"told": 0, "loss": 1.0, "count": 8.0, "is_mean": True}
 FINISHED = {"finished": 0, "version": 0, "unused": [], "stop": False}
 
 
+def _check_dismissed(run: Run, why: str) -> None:
+    """Worker 1 was given up with this reason, and worker 0 does all the steps."""
+    run.work(0)
+    summary = run.end()
+    assert summary["steps"] == STEPS and summary["workers_lost"] == [1]
+    event, = (event for event in run.coordinator.losses.events if event["event"] == "worker_lost")
+    assert why in event["why"]
+
+
 @pytest.mark.parametrize(("messages", "why"), [
     ([b"{no"], "a message that is no JSON"),
     ([b"[" * 100_000], "a message that is no JSON"),
@@ -209,11 +218,7 @@ def test_messages_that_make_no_sense(started: Callable[[str], Run], messages: li
         data = message if isinstance(message, bytes) else json.dumps(message).encode()
         control.send(Header(Kind.MESSAGE, len(data)), data)
     assert _is_closed(control)
-    run.work(0)
-    summary = run.end()
-    assert summary["steps"] == STEPS and summary["workers_lost"] == [1]
-    event, = (event for event in run.coordinator.losses.events if event["event"] == "worker_lost")
-    assert why in event["why"]
+    _check_dismissed(run, why)
 
 
 def test_without_staleness_such_a_message_ends_the_run(started: Callable[[str], Run]):
@@ -282,11 +287,17 @@ def test_gradients_that_make_no_sense(started: Callable[[str], Run], why: str,
     while run.coordinator.exchange.gatherings or run.coordinator.exchange.connections:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    run.work(0)
-    summary = run.end()
-    assert summary["steps"] == STEPS and summary["workers_lost"] == [1]
-    event, = (event for event in run.coordinator.losses.events if event["event"] == "worker_lost")
-    assert why in event["why"]
+    _check_dismissed(run, why)
+
+
+def test_a_fault_that_comes_before_its_worker(started: Callable[[str], Run]):
+    """A worker has two connections, and which is heard first is chance: it is given up all the same."""
+    run = started("server=1 workers=2 staleness=inf")
+    data = run.reach(Role.DATA, 1, 7)
+    data.send(*_rows(Kind.PULL_ROWS, 3, 20))
+    assert _is_closed(data)
+    assert _is_closed(run.reach(Role.CONTROL, 1, 7))
+    _check_dismissed(run, "rows that are not on this server")
 
 
 def test_two_workers_that_send_one_update(started: Callable[[str], Run]):

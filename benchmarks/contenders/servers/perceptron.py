@@ -25,7 +25,7 @@ def model() -> nn.Module:
     return net
 
 
-def job(batch: int = BATCH, steps: int = 100) -> pl.Job:
+def job(batch: int = BATCH, steps: int = 100, lr: float = LR) -> pl.Job:
     x, target = data()
     return pl.Job(model=model, data=TensorDataset(torch.from_numpy(x), torch.from_numpy(target)),
-                  loss=F.cross_entropy, optimizer=lambda named: torch.optim.SGD(named, lr=LR), batch=batch, steps=steps)
+                  loss=F.cross_entropy, optimizer=lambda named: torch.optim.SGD(named, lr=lr), batch=batch, steps=steps)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import mmap
-import struct
 import threading
 import time
 from dataclasses import dataclass
 
 PHASES = ("start", "build", "restore", "input", "forward", "backward", "reduce", "optimizer", "evaluate", "save", "end")
-_ENTRY = struct.Struct("<qqd")
+_WORDS, _WORD_BYTES = 2, 8  # of an entry: where its rank is, and when it said so
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,9 @@ class Sign:
 class Board:
     """One entry a rank in an anonymous shared mapping, inherited by forked ranks; only its rank writes an entry.
 
+    Others read it at any moment, so each word is written at once. (struct.pack_into first clears what it will write: a
+    reader met times of 0, and a healthy rank was taken for one that had been silent since the machine started.)
+
     over: set in the parent once the ranks have ended.
     forkable: held in the parent while a thread of it computes, for a fork would inherit locks that nobody opens.
     """
@@ -34,13 +36,14 @@ class Board:
     def __init__(self, num_ranks: int) -> None:
         self.over = False
         self.forkable = threading.Lock()
-        self._memory = mmap.mmap(-1, _ENTRY.size * num_ranks)
+        self._words = memoryview(mmap.mmap(-1, _WORDS * _WORD_BYTES * num_ranks)).cast("q")
         for rank in range(num_ranks):
             self.write(rank, 0, "start")
 
     def write(self, rank: int, step: int, phase: str) -> None:
-        _ENTRY.pack_into(self._memory, rank * _ENTRY.size, step, PHASES.index(phase), time.monotonic())
+        self._words[_WORDS * rank] = step * len(PHASES) + PHASES.index(phase)
+        self._words[_WORDS * rank + 1] = time.monotonic_ns()
 
     def read(self, rank: int) -> Sign:
-        step, phase, time_s = _ENTRY.unpack_from(self._memory, rank * _ENTRY.size)
-        return Sign(step, PHASES[phase], time_s)
+        step, phase = divmod(self._words[_WORDS * rank], len(PHASES))
+        return Sign(step, PHASES[phase], 1e-9 * self._words[_WORDS * rank + 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,20 @@ def test_the_six_lines_of_the_docs(cut: Checkpoint) -> None:
     names: dict[str, Any] = {}
     exec(here, names)
     assert torch.equal(names["whole"], DENSE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_what_was_read_is_not_held(tmp_path: Path) -> None:
+    """A model is exported tensor by tensor, and a rank under a memory limit must not come to hold the whole file."""
+    def mapped_kib() -> int:
+        return int(Path("/proc/self/status").read_text().split("RssFile:")[1].split()[0])
+
+    large = torch.ones(64, 2**18)  # 64 MiB
+    checkpoint = open_checkpoint(save(tmp_path, 1, [Piece("w", (64, 2**18), (0, 0), large)]))
+    before_kib = mapped_kib()
+    for row in range(64):
+        assert bool(checkpoint.read("w", (row, 0), (1, 2**18)).all())
+    assert mapped_kib() - before_kib < 16 * 1024
 
 
 def test_only_the_files_of_the_region_are_opened(run_dir: Path) -> None:

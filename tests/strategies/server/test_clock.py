@@ -58,7 +58,7 @@ class Play:
         """Weights of the lease's version have every worker's steps but its last `staleness`."""
         bound = self.clock.staleness
         if not bound:
-            assert bound is None or lease.version == lease.step
+            assert bound is None or lease.version == lease.turn
             return
         assert lease.version <= self.clock.version
         own = self.clock.workers[worker]
@@ -175,5 +175,5 @@ def test_a_dropped_update_is_not_made():
     clock.held(0, lost.update)
     again = clock.lease(1)
 
-    assert again is not None and again.step == lost.step and again.update != lost.update
+    assert again is not None and again.turn == lost.turn and again.update != lost.update
     assert clock.ready() == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import mmap
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -145,8 +146,8 @@ class _Mapped:
             if length > path.stat().st_size:
                 raise ValueError("its header is longer than the file")
             self.header = json.loads(file.read(length))
-        self.bytes = np.memmap(path, np.uint8, "r", offset=8 + length) if path.stat().st_size > 8 + length else \
-            np.empty(0, np.uint8)
+            self.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.bytes = np.frombuffer(self.mapped, np.uint8, offset=8 + length)
 
     def read(self, piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
         """A copy of a part of a stored tensor.
@@ -161,6 +162,8 @@ class _Mapped:
         start, end = entry["data_offsets"]
         whole = self.bytes[start:end].reshape(*piece.region.shape, dtype.itemsize)
         copied = torch.from_numpy(np.array(whole[part], order="C"))
+        if hasattr(mmap, "MADV_DONTNEED"):  # what was read stays in the system's cache, not in this process
+            self.mapped.madvise(mmap.MADV_DONTNEED)
         return copied.flatten().view(dtype).reshape(copied.shape[:-1])
 
 

@@ -23,7 +23,6 @@ from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
 from paceline.runtime.folder import EVENTS, METRICS
 from paceline.runtime.loop import Settings, Speed, cut_metrics, predicted_step_s
-from paceline.runtime.order import Order
 from paceline.runtime.servers.losses import Losses, staleness_of, updates_after
 from paceline.runtime.servers.messages import checked
 from paceline.runtime.servers.roles import Meeting, Roles, servers_of
@@ -60,24 +59,30 @@ class _Evaluation:
     sums: torch.Tensor
 
 
+@dataclass
+class _Step:
+    """What is known of a step of which some updates are made and others are not."""
+
+    missing: int
+    loss: float = 0.0
+    count: float = 0.0
+
+
 class Coordinator(Server):
     """See the module. Everything happens on the thread that calls `run`, as messages come in."""
 
     def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
                  model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting, uplink: Uplink) -> None:
-        sync = servers_of(plan)
-        if job.num_samples is None:
-            raise JobError("the data is a stream, and servers hand out samples by their place",
-                           hint="a data set with __len__ and __getitem__, or a data=N plan")
-        self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
         self.workers: dict[int, _Worker] = {}
         self.joined: set[Peer] = set()  # every worker that ever was
+        self.lost_early: dict[int, tuple[int, WireError]] = {}  # whose gradients were at fault before they had joined
         self.followers: dict[int, Connection] = {}
         self.followers_heard_s: dict[int, float] = {}
         self.alive_s = 0.0  # when workers last heard of this server
         self.reports: dict[int, dict[int, dict[str, Any]]] = {}  # of updates, by worker
         self.opened: int | None = None
         self.squares: dict[int, float] = {}
+        self.begun: dict[int, _Step] = {}
         self.evaluation: _Evaluation | None = None
         self.num_evaluations = 0
         self.evaluated: dict[str, float] = {}
@@ -101,6 +106,7 @@ class Coordinator(Server):
                              goes_on=context.num_starts > 1)
         if context.num_starts > 1:
             self._note_restart()
+        self.completed = self.step  # steps; not always the first ones
         self.samples = int(self.checkpoint.document["samples"]) if self.checkpoint is not None else 0
         if settings.resume:
             self.display.say(f"resumed from {self.checkpoint.path.name}" if self.checkpoint is not None else
@@ -110,7 +116,9 @@ class Coordinator(Server):
                 self.staleness.update(staleness_of(self.metrics))
         assert job.total_steps is not None
         self.total_steps = job.total_steps
-        self.clock = Clock(num_workers=sync.workers, num_servers=sync.server, first=self.step, end=self._next_stop(),
+        sync = servers_of(plan)
+        self.clock = Clock(num_workers=sync.workers, num_servers=sync.server, first=self.version,
+                           end=self.turns.before(self._next_stop()),
                            staleness=None if sync.staleness == "inf" else sync.staleness)
 
     def _note_restart(self) -> None:
@@ -122,6 +130,11 @@ class Coordinator(Server):
         updates = updates_after(self.metrics, self.step)
         self.losses.note("rolled_back", step=self.step, updates=updates)
         self.display.say(f"{updates} updates were lost and are made again")
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether a part of a step is an update of its own."""
+        return servers_of(self.plan).staleness != 0
 
     def tell(self, message: dict[str, Any]) -> None:
         self.inbox.put((Peer(Role.SERVER, self.number, 0), message))
@@ -216,6 +229,9 @@ class Coordinator(Server):
         self.workers[peer.number] = _Worker(connection, peer.incarnation)
         self.clock.join(peer.number)
         self.deserted_s = None
+        incarnation, error = self.lost_early.pop(peer.number, (None, None))
+        if error is not None and incarnation == peer.incarnation:
+            self._lose(peer, error)
 
     def _hear_server(self, peer: Peer, message: dict[str, Any]) -> None:
         if "held" in message:
@@ -224,11 +240,7 @@ class Coordinator(Server):
                 self.squares[update] = self.squares.get(update, 0.0) + message["squares"]
                 self.clock.held(peer.number, update)
         elif "lost" in message and not self.over:
-            lost = Peer(Role.CONTROL, message["lost"], message["incarnation"])
-            if lost in self.joined:
-                self._lose(lost, WireError(message["why"]))
-            else:  # it sent gradients and is no worker of this run
-                self._order({"gone": lost.number, "incarnation": lost.incarnation, "keeps": []})
+            self._lose(Peer(Role.CONTROL, message["lost"], message["incarnation"]), WireError(message["why"]))
         elif "left" in message:
             self.followers_left[peer.number] = message["left"]
 
@@ -283,11 +295,14 @@ class Coordinator(Server):
                 raise WireError(f"server {peer.number} is gone: {error}") from error
             return
         if not self._is_current(peer.number, peer.incarnation):
+            if replace(peer, role=Role.CONTROL) not in self.joined:  # it may be about to, on its other connection
+                self.lost_early[peer.number] = peer.incarnation, error
+                self._order({"gone": peer.number, "incarnation": peer.incarnation, "keeps": []})
             return
         if self.over:  # its work is done
             self.workers.pop(peer.number)
             return
-        if servers_of(self.plan).staleness == 0:
+        if not self._is_stale:
             raise WireError(f"worker {peer.number} is gone: {error}", hint="--resume goes on from the last checkpoint")
         self.workers.pop(peer.number).connection.close()
         self.losses.note("worker_lost", worker=peer.number, step=self.step, why=str(error))
@@ -308,7 +323,7 @@ class Coordinator(Server):
         Raises:
             PeerLost: all are gone, and none came back; or a server stalls, which all wait for.
         """
-        if servers_of(self.plan).staleness == 0:
+        if not self._is_stale:
             return
         patience_s = self.context.timeout_s / 2
         for number in self.followers:
@@ -333,14 +348,17 @@ class Coordinator(Server):
             self._make_update(update)
         self._open_next()
         if self.stop_asked:
-            self.clock.end = min(self.clock.end, max(self.clock.cursor, self.clock.version))
+            begun = self.turns.begun(max(self.clock.cursor, self.clock.version))
+            self.clock.end = min(self.clock.end, self.turns.before(begun))
         if self.clock.is_drained and self.evaluation is None:
             self._stop_here()
         if self.evaluation is None and not self.over:
             for _ in range(LEASES):  # everybody's first, then the next ones
                 for number, worker in list(self.workers.items()):
                     if worker.orders < LEASES and (lease := self.clock.lease(number)) is not None:
-                        self._say(number, {"lease": lease.update, "step": lease.step, "part": lease.part,
+                        step, place = self.turns.place(lease.turn)
+                        self._say(number, {"lease": lease.update, "step": step,
+                                           "part": place if self._is_stale else lease.part,
                                            "version": max(lease.version, self.clock.version)})
 
     def _open_next(self) -> None:
@@ -349,62 +367,75 @@ class Coordinator(Server):
         In a run's first step nothing is updated before it is known what the model uses.
         """
         update = next(iter(self.clock.updates), None)
-        if update is None or update == self.opened or servers_of(self.plan).staleness != 0 or self.clock.version == 0:
+        if update is None or update == self.opened or self._is_stale or self.clock.version == 0:
             return
         reports = self.reports.get(update, {})
         if len(reports) == servers_of(self.plan).workers and self.shelf.takes_slices:
             self.opened = update
             loss, count, scale = self._sums(update)
-            check_loss(loss, count, [], self.clock.version)
+            check_loss(loss, count, [], self.step)
             self._order({"open": update, "scale": scale})
 
     def _sums(self, update: int) -> tuple[float, float, float]:
         """The loss, the count of an update, and what its gradient is to be scaled by."""
         reports = self.reports[update].values()
         loss, count = sum(r["loss"] for r in reports), sum(r["count"] for r in reports)
-        return loss, count, 1.0 if all(r["is_mean"] for r in reports) or not count else 1.0 / count
+        if all(r["is_mean"] for r in reports) or not count:
+            return loss, count, 1.0
+        return loss, count, self.turns.part(self.clock.updates[update].turn) / count
 
     def _make_update(self, update: int) -> None:
-        version = self.clock.version
+        version, turn = self.clock.version, self.clock.updates[update].turn
+        part = self.turns.part(turn)
         loss, count, scale = self._sums(update)
-        check_loss(loss, count, [], version)
+        check_loss(loss, count, [], self.step)
         reports = self.reports.pop(update).values()
         unused = set.intersection(*(set(r["unused"]) for r in reports))
         if version == 0 and unused:
             check_used({name: float(name not in unused) for name in self.shelf.trainable})
-        norm = math.sqrt(self.squares.pop(update)) * scale
+        norm = math.sqrt(self.squares.pop(update)) * scale / part  # of the mean over the update's own samples
         clip = 1.0 if self.job.clip is None else min(1.0, self.job.clip / (norm + 1e-6))  # as clip_grad_norm_
         stale = version - min(r["version"] for r in reports)
-        rate = 1.0 / max(1, stale) if servers_of(self.plan).damping == "inverse" else 1.0
+        rate = 1.0 / max(1.0, stale / self.turns.width) if servers_of(self.plan).damping == "inverse" else 1.0
         self.staleness[stale] += 1
-        self.loss = loss / count
-        self._order({"make": update, "step": self.clock.updates[update].step, "scale": scale, "clip": clip,
-                     "rate": rate, "unused": sorted(unused), "loss": self.loss})
-        step = self.clock.made(update)
+        self._order({"make": update, "turn": turn, "scale": scale, "clip": clip, "rate": rate,
+                     "unused": sorted(unused), "loss": loss / count})
+        self.clock.made(update)
         if self.settings.observer is not None:
             for worker in self.workers.values():
-                worker.connection.send_message({"made": step, "loss": self.loss})
-        window = self.order.window(step)
-        self._record(window.epoch, window.count, norm, stale)
+                worker.connection.send_message({"made": turn, "loss": loss / count})
+        self._record(self.turns.place(turn)[0], loss, count, norm, stale)
 
-    def _record(self, epoch: int, samples: int, norm: float, stale: int) -> None:
+    def _record(self, step: int, loss: float, count: float, norm: float, stale: int) -> None:
+        """An update of this step was made. The line of the one that completes a step has the step's figures."""
+        figures = {} if self.job.clip is None else {"gradient_norm": norm}
+        if self._is_stale:
+            figures["staleness"] = stale
+        window = self.order.window(step)
+        found = self.begun.setdefault(step, _Step(self.turns.before(step + 1) - self.turns.before(step)))
+        found.missing, found.loss, found.count = found.missing - 1, found.loss + loss, found.count + count
+        if found.missing:
+            self._note(step=self.completed + 1, **figures)
+            return
+        del self.begun[step]
+        self.completed += 1
         now_s = time.monotonic()
         step_s, self.update_s = now_s - self.update_s, now_s
-        self.samples += samples
-        self.speed.add(samples, step_s)
-        norms = {} if self.job.clip is None else {"gradient_norm": norm}
-        staleness = {} if servers_of(self.plan).staleness == 0 else {"staleness": stale}
-        self._note(epoch=epoch, samples=self.samples, loss=self.loss,
-                   lr=self.shelf.optimizer.param_groups[0]["lr"], step_s=step_s, **norms, **staleness)
+        self.samples += window.count
+        self.speed.add(window.count, step_s)
+        self.loss = found.loss / found.count
+        self._note(step=self.completed, epoch=window.epoch, samples=self.samples, loss=self.loss,
+                   lr=self.shelf.optimizer.param_groups[0]["lr"], step_s=step_s, **figures)
         if self.display.due():
-            self.display.update(Progress(self.step, self.total_steps, epoch, self.loss, self.speed.samples_per_s,
-                                         self.speed.step_s, self.memory.bytes(), predicted_step_s(self.settings)))
+            self.display.update(Progress(self.completed, self.total_steps, window.epoch, self.loss,
+                                         self.speed.samples_per_s, self.speed.step_s, self.memory.bytes(),
+                                         predicted_step_s(self.settings)))
 
-    def _note(self, **figures: Any) -> None:
+    def _note(self, *, step: int, **figures: Any) -> None:
         """A line of metrics.jsonl."""
         if self.metrics is not None:
             with open(self.metrics, "a") as file:
-                file.write(json.dumps({"step": self.step, **figures, "time": time.time()}) + "\n")
+                file.write(json.dumps({"step": step, **figures, "time": time.time()}) + "\n")
 
     def _next_stop(self) -> int:
         """The next step at which all that was given out must be done: to save, to evaluate, or as the last."""
@@ -429,7 +460,7 @@ class Coordinator(Server):
         elif is_last or self.stop_asked:
             self.over = True
         else:
-            self.clock.end = self._next_stop()
+            self.clock.end = self.turns.before(self._next_stop())
         self.update_s = time.monotonic()
 
     def _save(self, *, last: bool) -> None:
@@ -437,7 +468,7 @@ class Coordinator(Server):
         blocked_s = self._order({"save": self.samples, "last": last})
         if self.writer is not None:
             self.blocked_s += blocked_s
-            self._note(saved=True, blocked_s=blocked_s)
+            self._note(step=self.step, saved=True, blocked_s=blocked_s)
 
     def _order(self, order: dict[str, Any]) -> float:
         """Have every server do something, this one last. Returns the seconds it took here."""
@@ -488,7 +519,7 @@ class Coordinator(Server):
         self.evaluation, self.evaluated_step = None, self.step
         figures = quotients(self.job, found.sums)
         self.evaluated = {"validation_loss": figures.pop("loss"), **figures}
-        self._note(validation_loss=self.evaluated["validation_loss"], metrics=figures)
+        self._note(step=self.step, validation_loss=self.evaluated["validation_loss"], metrics=figures)
         self.display.say(f"step {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in self.evaluated.items()))
 
     def _part(self) -> None:
@@ -498,9 +529,9 @@ class Coordinator(Server):
         while not all(number in self.left for number in self.workers):
             self._hear(self.inbox, timeout_s=_LOOK_S)
             self._give_up_silent()
-        self.check_history(self.step)
+        self.check_history(self.version)
         for connection in self.followers.values():
-            connection.send_message({"over": True, "version": self.step})
+            connection.send_message({"over": True, "version": self.version})
         if self.writer is not None:
             self.writer.wait()
         while len(self.followers_left) < len(self.followers):

@@ -74,4 +74,4 @@ def updates_after(metrics: Path, step: int) -> int:
     if not metrics.exists():
         return 0
     lines: Iterator[Mapping[str, Any]] = _whole_lines(metrics)
-    return sum("loss" in line and line["step"] > step for line in lines)
+    return sum(("loss" in line or "staleness" in line) and line["step"] > step for line in lines)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import TrainingError
+from paceline.errors import JobError, TrainingError
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.plan import Plan
@@ -19,8 +19,10 @@ from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.checkpoint.write import Writer
 from paceline.runtime.loop import Settings
 from paceline.runtime.memory import PeakMemory
+from paceline.runtime.order import Order
 from paceline.runtime.servers.roles import Meeting, servers_of
 from paceline.runtime.servers.shelf import Shelf
+from paceline.runtime.servers.turns import Turns
 from paceline.strategies.server.history import History
 from paceline.strategies.server.serve import Door, Exchange, listen_to
 from paceline.strategies.server.shards import Shard, fingerprint
@@ -38,13 +40,19 @@ class Server:
     def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
                  model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting, uplink: Uplink) -> None:
         sync = servers_of(plan)
+        if job.num_samples is None:
+            raise JobError("the data is a stream, and servers hand out samples by their place",
+                           hint="a data set with __len__ and __getitem__, or a data=N plan")
+        assert job.total_steps is not None
+        self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
+        self.turns = Turns(self.order, sync)
         self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
         self.memory = PeakMemory(context.device)
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.layout = fingerprint(shards)
         self.exchange = Exchange(shards[number], num_parts=sync.workers if sync.staleness == 0 else 1,
                                  keeps_sending=sync.staleness != 0, version=0, measures=job.clip is not None,
-                                 end=job.total_steps or 0,
+                                 end=self.turns.before(job.total_steps),
                                  on_held=self._held, on_lost=self._lost, on_failed=self._failed,
                                  on_ready=self._ready, uplink=uplink, compress=plan.modifiers.compress)
         self.shelf = Shelf(job, plan, number, shards, model, self.exchange)
@@ -52,12 +60,17 @@ class Server:
         if settings.run_dir is not None:
             self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt)
             state.document(self.shelf, step=0, samples=0)  # what can't be saved is refused now, not after an hour
-        self.step = self._restore()
-        self.exchange.begin_at(self.step)
-        self.history = History(self.step)
+        self.version = self.turns.before(self._restore())  # updates made
+        self.exchange.begin_at(self.version)
+        self.history = History(self.version)
         self.door = Door(listen(context.host), self.welcome, secret=context.secret, layout=self.layout,
                          check=self.check)
         meeting.announce(number, self.door.address)
+
+    @property
+    def step(self) -> int:
+        """Whole steps that were made."""
+        return self.turns.steps(self.version)
 
     def tell(self, message: dict[str, Any]) -> None:
         """Say something to the coordinator."""
@@ -94,7 +107,7 @@ class Server:
     def save(self, samples: int, *, last: bool) -> float:
         """Begin this server's part of a checkpoint: from a copy, or from the tensors themselves if nothing changes them
         any more. Returns the seconds it took from the updates."""
-        self.check_history(self.step)
+        self.check_history(self.version)
         if self.writer is None:
             return 0.0
         self.context.beat("save")
@@ -108,27 +121,28 @@ class Server:
     def check_history(self, end: int) -> None:
         """
         Raises:
-            TrainingError: the weights are not those of each step before `end`, once.
+            TrainingError: the weights are not those of each update before `end`, once.
         """
         if not self.history.is_exactly(end):
-            raise TrainingError(f"server {self.number} applied {self.history}, where the steps before {end} are due",
+            raise TrainingError(f"server {self.number} applied {self.history}, where the updates before {end} are due",
                                 hint="this is a bug in paceline; please report it")
 
     def _make(self, order: dict[str, Any]) -> None:
         self.context.beat("optimizer")
         self.context.step = self.step + 1
-        self.history.add(order["step"])
+        self.history.add(order["turn"])
         observer, shelf = self.settings.observer, self.shelf
         shelf.take_gradient(order["make"], scale=order["scale"], unused=frozenset(order["unused"]))
         if observer is not None:
-            observer.samples(self.step, [])
-            observer.gradients(self.step, shelf)
+            observer.samples(self.version, [])
+            observer.gradients(self.version, shelf)
         with self.exchange.making:
-            shelf.update(clip=order["clip"], rate=order["rate"])
+            shelf.update(clip=order["clip"], rate=order["rate"],
+                         ends_step=self.turns.steps(self.version + 1) > self.step)
         self.exchange.made(order["make"])
         if observer is not None:
-            observer.weights(self.step, shelf, order["loss"])
-        self.step += 1
+            observer.weights(self.version, shelf, order["loss"])
+        self.version += 1
         if self.writer is not None:
             self.writer.poll()
 

@@ -107,12 +107,13 @@ class Shelf:
             self.parameters[name].grad = gradients[name]
         self.updated = updated
 
-    def update(self, *, clip: float, rate: float) -> None:
-        """One step of the optimizer, for what is not updated yet, and of the schedule.
+    def update(self, *, clip: float, rate: float, ends_step: bool) -> None:
+        """One step of the optimizer, for what is not updated yet.
 
         Args:
             clip: What gradients are scaled by to stay within the job's norm.
             rate: What the learning rates are multiplied by in this step alone.
+            ends_step: Whether the schedule takes a step, too.
         """
         for name in self.updated:
             self.parameters[name].grad = None
@@ -126,7 +127,7 @@ class Shelf:
         if rate != 1.0:
             for group, own in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = own
-        if self.schedule is not None:
+        if self.schedule is not None and ends_step:
             self.schedule.step()
         self._drop_gradients()
 

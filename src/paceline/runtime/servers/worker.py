@@ -149,16 +149,15 @@ class Worker:
                                    "is_mean": all(tally.is_mean for tally in tallies)})
 
     def _samples(self, step: int, part: int) -> tuple[Window, list[MicroBatch]]:
-        """This worker's samples of a step: its share if all work at it, else all of it."""
-        job, shares = self.job, self.settings.shares
-        whole = len(shares) == 1
-        own = Part((1,), 0, self.plan.num_microbatches) if whole else Part(shares, part, self.plan.num_microbatches)
-        if self.windows is None or whole:
-            end = job.total_steps if not whole else step + 1
+        """A part of a step's samples; with staleness nobody knows which comes next."""
+        job, follows = self.job, servers_of(self.plan).staleness == 0
+        if self.windows is None or not follows:
+            end = job.total_steps if follows else step + 1
             assert end is not None
             self.windows = training_feed(job.data, order=self.order, batch=job.batch, seed=job.seed,
-                                         drop_last=job.drop_last, part=own, steps=range(step, end), epochs=job.epochs,
-                                         loader_workers=0 if whole else self.settings.loader_workers)
+                                         drop_last=job.drop_last, steps=range(step, end), epochs=job.epochs,
+                                         part=Part(self.settings.shares, part, self.plan.num_microbatches),
+                                         loader_workers=self.settings.loader_workers if follows else 0)
         return next(self.windows)
 
     def _evaluate(self, order: dict[str, Any]) -> dict[str, Any]:

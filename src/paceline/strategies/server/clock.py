@@ -1,11 +1,11 @@
-"""Who may start which step, and when an update is complete: the protocol of bounded staleness, without any effects.
+"""Who may start which turn, and when an update is complete: the protocol of bounded staleness, without any effects.
 
-A step of the job is one window of samples and one update, however stale. With staleness 0 every step is cut into one
-part for each worker, and the next begins when its update is made. With more, a step is one part, and each worker takes
-the next one that nobody has; it may do so while it has finished at most `staleness` more than the slowest worker.
+A turn leads to one update, however stale. With staleness 0 every turn is cut into one part for each worker, and the
+next begins when its update is made. With more, a turn is one part, and each worker takes the next one that nobody has;
+it may do so while it has finished at most `staleness` more than the slowest worker.
 
 An update is made once: when every server holds all of its gradient and its workers have told their losses. What a
-worker leaves behind before that is dropped on all servers, and its step is given out again under another number.
+worker leaves behind before that is dropped on all servers, and its turn is given out again under another number.
 
 A worker has up to two parts: one that it computes and the next one, so that it can fetch the weights of that one in the
 meantime.
@@ -21,24 +21,24 @@ LEASES = 2  # that a worker has at most
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A part of a step that a worker computes.
+    """A part of a turn that a worker computes.
 
     update: names the attempt; never used twice.
-    part: of how many the step has; the worker's place if there is more than one.
+    part: of how many the turn has; the worker's place if there is more than one.
     version: updates that the weights must contain at least.
     """
 
     update: int
-    step: int
+    turn: int
     part: int
     version: int
 
 
 @dataclass(slots=True)
 class _Update:
-    """An attempt at a step. workers: who computes each part."""
+    """An attempt at a turn. workers: who computes each part."""
 
-    step: int
+    turn: int
     workers: dict[int, int]
     finished: set[int] = field(default_factory=set)
     held_by: set[int] = field(default_factory=set)
@@ -46,7 +46,7 @@ class _Update:
 
 @dataclass(slots=True)
 class _Worker:
-    """finished: steps whose update is made, and those before it joined. sent: steps computed and not yet made.
+    """finished: turns whose update is made, and those before it joined. sent: turns computed and not yet made.
 
     leased: updates that it has yet to compute, the first of them now.
     """
@@ -59,11 +59,11 @@ class _Worker:
 class Clock:
     """The state of all workers. Every method is told what happened; nothing waits in here.
 
-    version: updates made. cursor: the next step that nobody has had. end: the first that is not to be given out yet.
+    version: updates made. cursor: the next turn that nobody has had. end: the first that is not to be given out yet.
 
     Args:
-        staleness: Steps that a worker may be ahead of the slowest; None for no bound.
-        first: The first step.
+        staleness: Turns that a worker may be ahead of the slowest; None for no bound.
+        first: The first turn.
     """
 
     def __init__(self, *, num_workers: int, num_servers: int, staleness: int | None, first: int = 0,
@@ -76,7 +76,7 @@ class Clock:
         self.updates: dict[int, _Update] = {}
         self.returned: list[int] = []
         self.next_update = 0
-        self._slowest = 0  # steps that every worker has finished; kept while there is none
+        self._slowest = 0  # turns that every worker has finished; kept while there is none
         self._versions = {0: first}  # when the slowest worker had finished so many
 
     def join(self, worker: int) -> None:
@@ -91,7 +91,7 @@ class Clock:
         dropped = [number for number, update in self.updates.items()
                    if worker in update.workers.values() and not self._is_complete(update)]
         for number in dropped:
-            heapq.heappush(self.returned, self.updates.pop(number).step)
+            heapq.heappush(self.returned, self.updates.pop(number).turn)
         self._note_slowest()
         return dropped
 
@@ -110,33 +110,33 @@ class Clock:
         if self.staleness is not None and started - self._slowest > self.staleness:
             return None
         if self.returned:
-            step = heapq.heappop(self.returned)
+            turn = heapq.heappop(self.returned)
         elif self.cursor < self.end:
-            step = self.cursor
+            turn = self.cursor
             self.cursor += 1
         else:
             return None
-        number = self._begin(step)
+        number = self._begin(turn)
         self.updates[number].workers[0] = worker
         member.leased.append(number)
         least = 0 if self.staleness is None else self._versions[max(min(self._versions), started - self.staleness)]
-        return Lease(number, step, 0, least)
+        return Lease(number, turn, 0, least)
 
     def _lease_part(self, worker: int, member: _Worker) -> Lease | None:
-        """This worker's part of the step that all work at, or of the one after it."""
+        """This worker's part of the turn that all work at, or of the one after it."""
         if len(self.workers) < self.num_workers:
             return None
         number = next((number for number, update in self.updates.items() if worker not in update.workers), None)
         if number is None:
-            step = self.version + len(self.updates)
-            if len(self.updates) >= LEASES or step >= self.end:
+            turn = self.version + len(self.updates)
+            if len(self.updates) >= LEASES or turn >= self.end:
                 return None
-            self.cursor = step + 1
-            number = self._begin(step)
+            self.cursor = turn + 1
+            number = self._begin(turn)
         update = self.updates[number]
         update.workers[worker] = worker
         member.leased.append(number)
-        return Lease(number, update.step, worker, update.step)
+        return Lease(number, update.turn, worker, update.turn)
 
     def finished(self, worker: int, update: int) -> None:
         """A worker has computed its part and sent it off."""
@@ -157,7 +157,7 @@ class Clock:
         return [number for number, update in self.updates.items() if self._is_complete(update)]
 
     def made(self, update: int) -> int:
-        """An update is made. Returns its step."""
+        """An update is made. Returns its turn."""
         done = self.updates.pop(update)
         self.version += 1
         for worker in done.workers.values():
@@ -165,16 +165,16 @@ class Clock:
                 member = self.workers[worker]
                 member.finished, member.sent = member.finished + 1, member.sent - 1
         self._note_slowest()
-        return done.step
+        return done.turn
 
     @property
     def is_drained(self) -> bool:
-        """Whether every step that was to be given out is done, so that the versions are the steps."""
+        """Whether every turn that was to be given out is done, so that the versions are the turns."""
         return self.version == self.end
 
-    def _begin(self, step: int) -> int:
+    def _begin(self, turn: int) -> int:
         number, self.next_update = self.next_update, self.next_update + 1
-        self.updates[number] = _Update(step, {})
+        self.updates[number] = _Update(turn, {})
         return number
 
     def _is_complete(self, update: _Update) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class History:
-    """The steps whose updates were applied.
+    """The turns whose updates were applied.
 
     first: all before it were. later: those after it that were; no more than are computed at the same time.
     """
@@ -13,23 +13,23 @@ class History:
         self.first = first
         self.later: set[int] = set()
 
-    def add(self, step: int) -> None:
+    def add(self, turn: int) -> None:
         """An update is about to be applied.
 
         Raises:
-            ValueError: its step's already was.
+            ValueError: its turn's already was.
         """
-        if step < self.first or step in self.later:
-            raise ValueError(f"step {step} was applied already")
-        self.later.add(step)
+        if turn < self.first or turn in self.later:
+            raise ValueError(f"update {turn} was applied already")
+        self.later.add(turn)
         while self.first in self.later:
             self.later.discard(self.first)
             self.first += 1
 
     def is_exactly(self, end: int) -> bool:
-        """Whether the steps before `end` were applied, and nothing else."""
+        """Whether the turns before `end` were applied, and nothing else."""
         return self.first == end and not self.later
 
     def __str__(self) -> str:
         also = f" and {', '.join(map(str, sorted(self.later)))}" if self.later else ""
-        return f"the steps before {self.first}{also}"
+        return f"the updates before {self.first}{also}"
