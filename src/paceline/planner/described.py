@@ -80,10 +80,7 @@ def play_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int
     for device in dict.fromkeys(device for device, _ in kinds):
         timeline = _step(profile, plan, samples, precision, software, device, network)
         found.append(Played(device.name, device, timeline))
-    step_s = max(one.timeline.step_s for one in found)
-    if isinstance(plan.sync, Servers) and plan.sync.staleness != 0:
-        step_s /= plan.sync.workers  # each worker takes whole steps of its own
-    return step_s, found
+    return max(one.timeline.step_s for one in found), found
 
 
 def _slowest(kinds: Sequence[tuple[Device, Network]]) -> Network:
