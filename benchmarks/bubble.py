@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.plan import SCHEDULES, Plan
+from paceline.plans import SCHEDULES, Plan
 from paceline.strategies.pipeline.schedule import bubble, in_flight, schedule
 
 STEPS = 4

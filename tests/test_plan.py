@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import PlanError
-from paceline.plan import COMPRESSIONS, OUTERS, SCHEDULES, AllReduce, Axes, Local, Modifiers, Plan, Schedule
+from paceline.plans import COMPRESSIONS, OUTERS, SCHEDULES, AllReduce, Axes, Local, Modifiers, Plan, Schedule
 from paceline.strategies.conflicts import check
 
 PLACES = ("auto", "parts.toml", "/a/b-c.toml")

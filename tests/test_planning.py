@@ -15,8 +15,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.cluster import Cluster
 from paceline.errors import ClusterError, PlanError
-from paceline.plan import Plan
-from paceline.verbs.planning import plan
+from paceline.plans import Plan
 
 WIDTH = 64
 
@@ -50,7 +49,7 @@ def _job(model: Any = Net, **changes: Any) -> paceline.Job:
 
 def test_the_answer_is_a_document_and_a_table():
     """Its keys are the contract's; the chosen plan comes first, lines fit 100 columns, and every plan can be read."""
-    answer = plan(_job(), "2xcpu")
+    answer = paceline.plan(_job(), "2xcpu")
     document = json.loads(json.dumps(answer.to_dict()))
     assert {"cluster", "chosen", "plans"} <= document.keys() and document["cluster"] == "2xcpu"
     assert document["chosen"] == str(answer.chosen) and answer.chosen is not None
@@ -67,35 +66,35 @@ def test_the_answer_is_a_document_and_a_table():
 
 def test_devices_that_are_not_here():
     """A described cluster is used whole."""
-    answer = plan(_job(), "2x4xH100")
+    answer = paceline.plan(_job(), "2x4xH100")
     assert answer.chosen is not None and answer.chosen.world_size == 8
     assert all(Plan.parse(row["plan"]).world_size == 8 for row in answer.to_dict()["plans"])
 
 
 def test_a_batch_smaller_than_the_devices():
     """Plans have no more replicas than samples."""
-    answer = plan(_job(batch=2), "2xcpu")
+    answer = paceline.plan(_job(batch=2), "2xcpu")
     assert all(Plan.parse(row["plan"]).replicas <= 2 for row in answer.to_dict()["plans"])
     with pytest.raises(PlanError, match="no plan could be priced"):
-        plan(_job(batch=2), "4xH100")
+        paceline.plan(_job(batch=2), "4xH100")
 
 
 def test_nothing_fits():
     """The gap is said, and the nearest plan."""
     cluster = Cluster.local(num_ranks=2)
     small = replace(cluster, devices=tuple(replace(device, memory_bytes=2**20) for device in cluster.devices))
-    answer = plan(_job(), small)
+    answer = paceline.plan(_job(), small)
     assert answer.chosen is None and answer.to_dict()["chosen"] is None
     assert "nothing fits on 2 devices; nearest is '" in answer.describe() and "MiB too much" in answer.describe()
 
 
 def test_a_model_that_can_not_be_cut_is_said_to():
     """Its other plans are ranked."""
-    answer = plan(_job(Moody), "2xcpu")
+    answer = paceline.plan(_job(Moody), "2xcpu")
     assert answer.chosen is not None and answer.notes
     assert not any("pipeline" in row["plan"] for row in answer.to_dict()["plans"])
 
 
 def test_an_unknown_cluster():
     with pytest.raises(ClusterError, match=r"unknown accelerator 'H1000'"):
-        plan(_job(), "8xH1000")
+        paceline.plan(_job(), "8xH1000")

@@ -12,7 +12,8 @@ import pytest
 
 import paceline
 
-PUBLIC = ["Cluster", "Device", "Job", "PacelineError", "Plan", "evaluate", "load", "predict", "train", "verify"]
+PUBLIC = ["Cluster", "Device", "Job", "PacelineError", "Plan", "evaluate", "load", "plan", "predict", "train",
+          "verify"]
 
 
 def test_the_public_names_are_these_and_no_others():
@@ -40,7 +41,7 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = paceline.trian
 
 
-@pytest.mark.parametrize("module", ["paceline", "paceline.plan", "paceline.cluster", "paceline.jobfile",
+@pytest.mark.parametrize("module", ["paceline", "paceline.plans", "paceline.cluster", "paceline.jobfile",
                                     "paceline.doctor", "paceline.cli"])
 def test_imports_stay_light(module: str):
     """Planning and reading a command line need no torch; `import paceline` needs no typer either."""

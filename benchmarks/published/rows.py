@@ -22,7 +22,7 @@ from paceline.errors import PacelineError
 from paceline.job import Precision
 from paceline.models import DecoderSize, Formats, Kernels, decoder_profile
 from paceline.models.convolution import convnet_profile
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.profile.profile import Profile
 from paceline.software import Software
 

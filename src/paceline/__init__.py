@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from paceline.errors import PacelineError
     from paceline.job import Job
     from paceline.jobfile import load
-    from paceline.plan import Plan
+    from paceline.plans import Plan
     from paceline.verbs.inference import evaluate, predict
+    from paceline.verbs.planning import plan
     from paceline.verbs.train import train
     from paceline.verbs.verify import verify
 
@@ -22,16 +23,17 @@ _HOMES = {
     "Device": "paceline.cluster",
     "Job": "paceline.job",
     "PacelineError": "paceline.errors",
-    "Plan": "paceline.plan",
+    "Plan": "paceline.plans",
     "evaluate": "paceline.verbs.inference",
     "load": "paceline.jobfile",
+    "plan": "paceline.verbs.planning",
     "predict": "paceline.verbs.inference",
     "train": "paceline.verbs.train",
     "verify": "paceline.verbs.verify",
 }
 
 __all__ = [
-    "Cluster", "Device", "Job", "PacelineError", "Plan", "evaluate", "load", "predict", "train", "verify",
+    "Cluster", "Device", "Job", "PacelineError", "Plan", "evaluate", "load", "plan", "predict", "train", "verify",
 ]
 
 

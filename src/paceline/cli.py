@@ -115,6 +115,22 @@ def predict(
         typer.echo(_json(found) if as_json else _table(found))
 
 
+@app.command(name="plan")
+def plan_(
+    file: JobSource,
+    settings: Settings = None,
+    cluster: Annotated[str, typer.Option(metavar="CLUSTER",
+                                         help="local, 2xcpu, 8xH100, 16x8xH100, or a TOML file.")] = "local",
+    as_json: Json = False,
+) -> None:
+    """Rank the plans that a job allows by predicted speed, and say why each other kind loses."""
+    with _reported():
+        answer = paceline.plan(JobFile.parse(file, _parse_settings(settings)), cluster)
+    typer.echo(_json(answer.to_dict()) if as_json else answer.describe())
+    if answer.chosen is None:
+        raise typer.Exit(1)
+
+
 @app.command()
 def verify(
     file: JobSource,

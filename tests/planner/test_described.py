@@ -14,8 +14,8 @@ from paceline.cluster import Cluster, Link, Network, Nodes, described
 from paceline.errors import PlanError
 from paceline.models import DecoderSize, decoder_profile
 from paceline.models.sizes import Formats
-from paceline.plan import Plan
 from paceline.planner.estimate import Estimate, estimate
+from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, TensorCut, Work
 from paceline.software import Software
 
@@ -163,7 +163,7 @@ import resource, sys, time
 from paceline.catalogue import software
 from paceline.cluster import Cluster
 from paceline.models import DecoderSize, decoder_profile
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.planner.estimate import estimate
 program = software("megatron-core")
 profile = decoder_profile(DecoderSize(126, 16384, 128, 53248, 128256, 8192, kv_heads=8, form="llama"), program.formats,

@@ -9,9 +9,9 @@ import pytest
 
 from paceline.cluster import Cluster, Device, Link
 from paceline.errors import PlanError
-from paceline.plan import Plan
 from paceline.planner.estimate import CPU_HOLES, CPU_RUNTIME_BYTES, estimate, fewest_microbatches, split_shares
 from paceline.planner.program import MICROBATCH_S
+from paceline.plans import Plan
 from paceline.profile.device import DeviceRates
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 

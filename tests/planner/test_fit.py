@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.cluster import Cluster, Device, Link
 from paceline.errors import PlanError
-from paceline.plan import Plan
 from paceline.planner.estimate import ANY_RATES, CPU_RUNTIME_BYTES, Need, estimate
 from paceline.planner.fit import check_fits, ledger
+from paceline.plans import Plan
 from paceline.profile import profile_job
 from paceline.strategies.mesh import weakest
 from paceline.strategies.pipeline.cut import balance

@@ -8,10 +8,10 @@ import pytest
 
 from paceline.cluster import Device
 from paceline.errors import PlanError
-from paceline.plan import Plan
 from paceline.planner.estimate import Estimate, Need
 from paceline.planner.rank import Change, best_of_each_kind, flips, kind_of, reason, search
 from paceline.planner.space import Limits, Shape
+from paceline.plans import Plan
 
 DEVICE = Device("cuda", 0, 100, name="H1")
 EIGHT = Shape(8, 8)

@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.plan import Plan
 from paceline.planner.space import Limits, Shape, divisors, microbatch_counts, relaxed, served, splits, variants
+from paceline.plans import Plan
 from paceline.strategies import conflicts
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.job import Job
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.loop import Settings, train_rank
 from paceline.strategies.compose import load

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.launch.board import Board
 from paceline.launch.context import RankContext
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.runtime.loop import Settings
 from paceline.runtime.servers.coordinator import Coordinator
 from paceline.runtime.servers.messages import checked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan import Plan, Servers
+from paceline.plans import Plan, Servers
 from paceline.runtime.order import Order, split
 from paceline.runtime.servers.turns import Turns
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import PlanError
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.strategies.conflicts import CONFLICTS, check
 
 

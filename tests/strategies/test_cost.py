@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan import Plan
 from paceline.planner.program import ROOMS, moments, step_program
+from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
 

@@ -11,9 +11,9 @@ from paceline.cluster import Cluster, Network
 from paceline.errors import PlanError
 from paceline.models import DecoderSize, decoder_profile
 from paceline.models.sizes import Formats, Kernels
-from paceline.plan import Plan
 from paceline.planner.described import play_described, rates_of
 from paceline.planner.program import stage_program
+from paceline.plans import Plan
 from paceline.simulate.play import play_together
 from paceline.software import Software
 from paceline.strategies.pipeline.cost import deal, ranks

@@ -20,7 +20,7 @@ from verify_jobs import Mlp, adamw, make_job
 
 import paceline
 from paceline.errors import JobError, PacelineError, PlanError
-from paceline.plan import Plan
+from paceline.plans import Plan
 
 TIMEOUT_S = 20
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from verify_jobs import make_job
 
 import paceline
-from paceline.plan import Plan
+from paceline.plans import Plan
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 TIMEOUT_S = 20

@@ -16,8 +16,8 @@ from paceline.catalogue import Accelerator
 from paceline.cluster import Cluster, Device, Network
 from paceline.errors import PlanError
 from paceline.job import Precision
-from paceline.plan import Plan, Servers
 from paceline.planner.program import Filling, Item, fill, step_program
+from paceline.plans import Plan, Servers
 from paceline.profile.profile import Profile
 from paceline.simulate.accelerator import AcceleratorRates
 from paceline.simulate.play import Player, Timeline, play

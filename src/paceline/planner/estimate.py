@@ -10,9 +10,9 @@ from typing import Protocol
 from paceline.cluster import Cluster, Device, usable_cores
 from paceline.errors import PacelineError, PlanError
 from paceline.job import Precision
-from paceline.plan import Plan, Servers
 from paceline.planner.described import play_described
 from paceline.planner.program import stage_program, step_program
+from paceline.plans import Plan, Servers
 from paceline.profile.device import DeviceRates, measure_device
 from paceline.profile.profile import Profile
 from paceline.runtime.order import split

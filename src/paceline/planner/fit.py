@@ -8,8 +8,8 @@ from dataclasses import replace
 from paceline.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job import Job
-from paceline.plan import Plan
 from paceline.planner.estimate import ANY_RATES, Estimate, Need, Split, estimate
+from paceline.plans import Plan
 from paceline.profile.profile import Profile
 
 MIB = 2**20

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.cluster import Device
 from paceline.errors import PlanError
 from paceline.job import Job
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.profile.profile import Profile
 from paceline.strategies.stages.cost import RankCost
 

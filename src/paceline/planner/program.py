@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.cluster import DeviceKind
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.profile.profile import Profile
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Program, Repeat, free
 from paceline.software import PACELINE, Software

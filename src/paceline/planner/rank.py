@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import PlanError
-from paceline.plan import Local, Plan, Servers
 from paceline.planner.estimate import Estimate, NotPriced
 from paceline.planner.space import Limits, Shape, microbatch_counts, relaxed, served, splits, variants
+from paceline.plans import Local, Plan, Servers
 
 TIE = 0.02  # plans whose steps differ by less, as a part, tie: two measurements of one plan do
 MOST_REFINED = 12  # splits whose schedules and micro-batches are all tried

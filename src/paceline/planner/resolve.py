@@ -8,7 +8,7 @@ from paceline.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job import Job
 from paceline.launch.environment import Environment
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.strategies import conflicts
 
 

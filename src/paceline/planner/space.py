@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.errors import PlanError
-from paceline.plan import SCHEDULES, Axes, Plan, RecomputeName
+from paceline.plans import SCHEDULES, Axes, Plan, RecomputeName
 from paceline.strategies import conflicts
 
 LOCAL_STEPS = (10, 100)

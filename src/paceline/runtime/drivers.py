@@ -9,7 +9,7 @@ from typing import Any
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.crew import PEERS, Crew
-from paceline.plan import AllReduce, Local, Plan, Servers
+from paceline.plans import AllReduce, Local, Plan, Servers
 from paceline.runtime.loop import Settings
 from paceline.runtime.servers.roles import crew as server_crew
 

@@ -18,7 +18,7 @@ from paceline.cluster import Device
 from paceline.errors import JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.runtime import drift, state, trace
 from paceline.runtime.checkpoint.write import Writer, write_json
 from paceline.runtime.display import Display, Progress

@@ -18,7 +18,7 @@ from paceline.cluster import Device
 from paceline.errors import JobError, TrainingError
 from paceline.job import Job
 from paceline.launch.logs import logger
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.profile.trace import state_factor
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.feed import MicroBatch, example_batch

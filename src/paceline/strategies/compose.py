@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import JobError
-from paceline.plan import Plan, Servers
+from paceline.plans import Plan, Servers
 from paceline.strategies.data import run as data
 from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.layout import Batch, Layout, Whole

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.errors import PlanError
-from paceline.plan import Local, Plan, Servers
+from paceline.plans import Local, Plan, Servers
 
 
 @dataclass(frozen=True, slots=True)

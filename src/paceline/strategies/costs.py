@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline.cluster import DeviceKind
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.profile.profile import Product, Profile, Segment, Work
 from paceline.simulate.program import Compute, Event, Part
 from paceline.software import PACELINE, Software

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from paceline.cluster import Device
-    from paceline.plan import Plan
+    from paceline.plans import Plan
 
 
 @dataclass(frozen=True)

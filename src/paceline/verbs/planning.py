@@ -10,11 +10,11 @@ from paceline.cluster import Cluster, Link, Network, Nodes
 from paceline.errors import PlanError
 from paceline.job import Job
 from paceline.jobfile import JobFile
-from paceline.plan import Plan
 from paceline.planner.estimate import Estimate, NotPriced, estimate, splits_model
 from paceline.planner.pieces import Pieces
 from paceline.planner.rank import Candidate, Change, Found, best_of_each_kind, flips, reason, search
 from paceline.planner.space import Limits, Shape
+from paceline.plans import Plan
 from paceline.profile.profile import Profile
 
 SHOWN = 16  # plans of the table

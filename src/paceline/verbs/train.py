@@ -14,8 +14,8 @@ from paceline.job import Job
 from paceline.jobfile import JobFile
 from paceline.launch.environment import current
 from paceline.launch.place import Place
-from paceline.plan import Plan
 from paceline.planner.resolve import Resolved, resolve
+from paceline.plans import Plan
 from paceline.runtime import folder
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.errors import PlanError, Preempted, UsageError
 from paceline.job import Job, Precision
 from paceline.jobfile import JobFile
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.proof import certificate
 from paceline.proof.compare import Furthest, Recorder, Verdict, judge
 from paceline.runtime.folder import writable

@@ -17,7 +17,7 @@ import torch
 from paceline.errors import JobError, PeerLost, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.runtime import state
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.launch.context import RankContext
 from paceline.launch.crew import Crew
-from paceline.plan import Plan, Servers
+from paceline.plans import Plan, Servers
 
 RESTARTS = 3  # of ranks in a run, if the user doesn't say
 

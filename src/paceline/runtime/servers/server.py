@@ -13,7 +13,7 @@ import torch
 from paceline.errors import JobError, TrainingError
 from paceline.job import Job
 from paceline.launch.context import RankContext
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.runtime import state
 from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.checkpoint.write import Writer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.job import Job
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.runtime.servers.roles import servers_of
 from paceline.runtime.state import persistent_buffers
 from paceline.runtime.stepper import build_in_files, build_optimizer, build_schedule

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.job import Job
 from paceline.launch.board import Board
 from paceline.launch.context import RankContext
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.loop import Observer, Settings
 from paceline.runtime.servers.coordinator import Coordinator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.plan import Servers
+from paceline.plans import Servers
 from paceline.runtime.order import Order
 
 

@@ -16,7 +16,7 @@ import torch
 from paceline.errors import JobError
 from paceline.job import Job
 from paceline.launch.context import RankContext
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.runtime.evaluate import evaluation_sums
 from paceline.runtime.feed import MicroBatch, Part, training_feed
 from paceline.runtime.loop import Settings

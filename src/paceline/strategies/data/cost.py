@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.profile.profile import Parameter, Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event
 from paceline.strategies.compress.size import PASSES, sent_bytes

@@ -22,7 +22,7 @@ from paceline.strategies.kept import Kept, Saved
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.plan import Plan
+    from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
 
 

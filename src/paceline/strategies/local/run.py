@@ -36,7 +36,7 @@ from paceline.strategies.meeting import STEP_FIGURES, Met
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.plan import Local, Plan
+    from paceline.plans import Local, Plan
     from paceline.strategies.mesh import Mesh
 
 

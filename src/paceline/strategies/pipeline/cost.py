@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from paceline.errors import PlanError
-from paceline.plan import Plan, ScheduleName
+from paceline.plans import Plan, ScheduleName
 from paceline.profile.profile import Affine, Parameter, Product, Profile, Segment, Work
 from paceline.software import Software
 from paceline.strategies.pipeline.schedule import Action, schedule, stages_of

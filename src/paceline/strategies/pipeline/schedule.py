@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from paceline.plan import ScheduleName
+from paceline.plans import ScheduleName
 
 # F forward, B backward, I the gradients of inputs alone, W those of weights.
 ActionKind = Literal["F", "B", "I", "W"]

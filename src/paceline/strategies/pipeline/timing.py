@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from paceline.plan import ScheduleName
+from paceline.plans import ScheduleName
 from paceline.strategies.pipeline.cost import orders_of
 from paceline.strategies.pipeline.schedule import ActionKind
 

@@ -12,7 +12,7 @@ from paceline.strategies.units import find_units
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.plan import Plan
+    from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from paceline.plan import Plan, Servers
+from paceline.plans import Plan, Servers
 from paceline.profile.profile import Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, CollectiveName, Compute, Event
 from paceline.strategies.costs import Held, Hooks, Moment, Room, Step

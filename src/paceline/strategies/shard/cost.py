@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.profile.profile import Parameter, Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event, free
 from paceline.strategies.costs import Held, Hooks, Moment, Room, Step

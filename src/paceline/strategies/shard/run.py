@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
 
-    from paceline.plan import Plan
+    from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
 
 

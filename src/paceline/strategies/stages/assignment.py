@@ -12,7 +12,7 @@ from paceline.capture.graph import Capture
 from paceline.capture.price import forward_s, kept_bytes
 from paceline.cluster import Device
 from paceline.errors import PlanError
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.strategies.costs import CPU_RUNTIME_BYTES
 from paceline.strategies.mesh import weakest
 from paceline.strategies.pipeline.assign import assign

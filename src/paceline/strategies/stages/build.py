@@ -19,7 +19,7 @@ from paceline.strategies.tensor.run import Split, derive
 
 if TYPE_CHECKING:
     from paceline.cluster import Device
-    from paceline.plan import Plan
+    from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
 
 

@@ -16,7 +16,7 @@ from paceline.capture.opaque import OpaqueModules
 from paceline.capture.price import INSIDE_OF_OPAQUE
 from paceline.cluster import Device
 from paceline.job import Job
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.profile.recorder import Place, Recorder, Tallied
 from paceline.profile.trace import as_the_job_takes, autocast, build, first_items, kept_generators, state_factor

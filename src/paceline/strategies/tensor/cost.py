@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from paceline.plan import Plan
+from paceline.plans import Plan
 from paceline.profile.profile import Affine, Core, Parameter, Product, Profile, Segment, TensorCut, Work
 from paceline.simulate.program import COMPUTE, Collective, Event
 from paceline.software import Software
