@@ -69,6 +69,7 @@ def test_devices_that_are_not_here():
     answer = paceline.plan(_job(), "2x4xH100")
     assert answer.chosen is not None and answer.chosen.world_size == 8
     assert all(Plan.parse(row["plan"]).world_size == 8 for row in answer.to_dict()["plans"])
+    assert max(map(len, answer.describe().splitlines())) <= 100
 
 
 def test_a_batch_smaller_than_the_devices():

@@ -147,14 +147,16 @@ def _lines(answer: Answer) -> Iterator[str]:
     found, chosen = answer.found, answer.found.chosen
     if chosen is None:
         nearest = found.too_large[0]
-        yield f"nothing fits on {answer.cluster}; nearest is '{nearest.plan}': {reason(nearest, nearest)}"
+        yield from _wrapped(f"nothing fits on {answer.cluster}; nearest is '{nearest.plan}': "
+                            f"{reason(nearest, nearest)}")
     else:
         yield f"chosen: {chosen.plan}"
-        yield f"  {_speed(chosen, answer.batch)}: {reason(chosen, chosen)}"
+        yield from _wrapped(f"  {_speed(chosen, answer.batch)}: {reason(chosen, chosen)}")
         if found.tied:
-            yield f"  as fast, for all that is known: {_listed([str(one.plan) for one in found.tied[:4]])}"
+            tied = "; ".join(str(one.plan) for one in found.tied[:4])
+            yield from _wrapped(f"  as fast, for all that is known: {tied}")
     for name, one in answer.flips:
-        yield f"  with {name}: {one.plan}"
+        yield from _wrapped(f"  with {name}: {one.plan}")
     yield ""
     yield f"{'plan':<44} {'s/step':>8} {'samples/s':>10} {'MiB':>8}  why not"
     for one in _shown(found):
@@ -208,7 +210,3 @@ def _speed(one: Candidate, batch: int) -> str:
     interval = f" (80 %: {found.low_s:.3g} to {found.high_s:.3g})" if found.low_s < found.high_s else ""
     return (f"{found.step_s:.3g} s a step{interval}, {batch / found.step_s:.4g} samples/s, "
             f"{found.peak_memory_bytes / 2**20:,.0f} MiB")
-
-
-def _listed(names: list[str]) -> str:
-    return "; ".join(names)
