@@ -51,6 +51,19 @@ def test_the_fastest_exact_plan_that_fits_is_chosen():
     assert found.num_tried > 50
 
 
+def test_every_cut_of_the_model_is_refined():
+    """Many ways to share one cut's state, all a little faster at first, don't keep another cut's schedules from being
+    tried."""
+    def idle(plan: Plan) -> Estimate:
+        found = price(plan, memory_bytes=1000)
+        is_best = plan.axes.pipeline == 2 and plan.schedule.schedule == "interleaved"
+        step_s = 0.1 if is_best else 3.0 if plan.axes.pipeline == 2 else found.step_s
+        return Estimate(step_s, found.peak_memory_bytes, found.ledger, {"compute": step_s}, needs=found.needs)
+
+    found = search(idle, Limits(64, layers=8, tensor=2), EIGHT)
+    assert found.chosen is not None and found.chosen.plan.axes.pipeline == 2
+
+
 def test_relaxed_plans_are_ranked_and_never_chosen():
     """Also where they are the fastest."""
     def cheap(plan: Plan) -> Estimate:

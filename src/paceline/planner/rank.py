@@ -11,7 +11,7 @@ from paceline.planner.space import Limits, Shape, microbatch_counts, relaxed, se
 from paceline.plans import Local, Plan, Servers
 
 TIE = 0.02  # plans whose steps differ by less, as a part, tie: two measurements of one plan do
-MOST_REFINED = 12  # splits whose schedules and micro-batches are all tried
+MOST_REFINED = 12  # cuts of the model whose schedules and micro-batches are all tried
 Price = Callable[[Plan], Estimate]
 
 
@@ -72,8 +72,11 @@ def search(price: Price, limits: Limits, shape: Shape) -> Found:
     found = Found()
     asked = _Asked(price, found)
     first = _first(asked, (*splits(limits, shape), *served(limits, shape), *relaxed(limits, shape)), limits)
-    for one in first[:MOST_REFINED]:
-        _refine(asked, one.plan, limits)
+    cuts: dict[tuple[int, int], Plan] = {}  # the best way for each cut of the model; replicas only share its state
+    for one in first:
+        cuts.setdefault((one.plan.axes.pipeline, one.plan.axes.tensor), one.plan)
+    for plan in list(cuts.values())[:MOST_REFINED]:
+        _refine(asked, plan, limits)
     found.ranked = sorted(asked.fitting.values(), key=_time)
     found.too_large = sorted(asked.too_large.values(), key=lambda one: one.missing_bytes)
     return found
