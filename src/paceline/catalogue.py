@@ -73,10 +73,7 @@ def link(name: str) -> LinkKind:
     Raises:
         ClusterError: there is none of that name; says the nearest ones.
     """
-    known = _read()["link"]
-    if name not in known:
-        raise ClusterError(f"unknown link '{name}', {nearest(name, known)}")
-    return LinkKind(name=name, **known[name])
+    return LinkKind(name=name, **_entry("link", "link", name))
 
 
 def software(name: str) -> Software:
@@ -85,10 +82,7 @@ def software(name: str) -> Software:
     Raises:
         ClusterError: there is none of that name; says the nearest ones.
     """
-    known = _read()["software"]
-    if name not in known:
-        raise ClusterError(f"unknown training program '{name}', {nearest(name, known)}")
-    return software_of(name, known[name])
+    return software_of(name, _entry("software", "training program", name))
 
 
 def software_names() -> tuple[str, ...]:
@@ -108,6 +102,14 @@ def software_of(name: str, given: dict[str, Any]) -> Software:
     own = {key: value for key, value in given.items()
            if key not in ("source", "fitted_on") and key not in kernels and key.removesuffix("_bytes") not in formats}
     return Software(name=name, kernels=Kernels(**kernels), formats=Formats(**{"activation": 2, **formats}), **own)
+
+
+def _entry(table: str, what: str, name: str) -> dict[str, Any]:
+    known = _read()[table]
+    if name not in known:
+        raise ClusterError(f"unknown {what} '{name}', {nearest(name, known)}")
+    found: dict[str, Any] = known[name]
+    return found
 
 
 def _plain(name: str) -> str:

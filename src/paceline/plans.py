@@ -234,8 +234,8 @@ class Plan:
             if word == "single":
                 continue
             if word == "auto":
-                raise PlanError("plan 'auto' needs a planner, which this version does not have yet",
-                                hint="name a plan, such as 'data=2'")
+                raise PlanError("plan 'auto' can't be run yet",
+                                hint="paceline plan FILE says which plan is the fastest; name it, such as 'data=2'")
             if key in ("single", "auto"):
                 raise PlanError(f"'{key}' takes no value, got '{word}'")
             if key not in _KEYS:
