@@ -176,6 +176,34 @@ def test_clipping_with_staleness_is_of_each_steps_own_gradient(tmp_path: Path):
     assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-12) for name in one)
 
 
+def test_parts_of_a_loss_of_sums_are_a_step(tmp_path: Path):
+    """With staleness each part is divided by its own count and weighed by its samples: together one device's step."""
+    job = make_job(Weightless, loss=lambda output, target: ((output.mean(1) * (target + 1)).sum(), len(target)))
+    weights = {}
+    for plan in ("single", "server=2 workers=3 staleness=inf"):
+        paceline.train(job, plan, run=tmp_path / plan, steps=8, timeout_s=TIMEOUT_S)
+        weights[plan] = load_file(tmp_path / plan / "model.safetensors")
+    one, other = weights.values()
+    assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-12) for name in one)
+
+
+def test_an_update_is_damped_by_the_steps_it_misses(tmp_path: Path):
+    """All parts have the same gradient here, so that the way that weights went is the sum of the rates."""
+    data = torch.utils.data.TensorDataset(torch.ones(24, 6), torch.zeros(24, dtype=torch.long))
+    job = make_job(Weightless, data=data, loss=lambda output, target: output.mean())
+    ways = {}
+    for plan in ("single", "server=1 workers=4 staleness=inf damping=inverse"):
+        paceline.train(job, plan, run=tmp_path / plan, steps=9, timeout_s=TIMEOUT_S)
+        ways[plan] = load_file(tmp_path / plan / "model.safetensors")["first.bias"]
+    start = paceline.train(job, "single", run=tmp_path / "one", steps=1).run
+    undamped, damped = ways.values()
+    step = (undamped - load_file(start / "model.safetensors")["first.bias"]) / 8  # of whole batches
+    lines = [json.loads(line) for line in (tmp_path / plan / "metrics.jsonl").read_text().splitlines()]
+    rates = [1 / max(1.0, line["staleness"] / 4) for line in lines if "staleness" in line]
+    assert len(rates) == 36
+    assert torch.allclose(damped, undamped + step * (sum(rates) / 4 - 9), rtol=0, atol=1e-12)
+
+
 class Words(nn.Module):
     """Two tables, one of them looked into twice, and layers."""
 
