@@ -196,7 +196,7 @@ class Cluster:
                 each = len(kind.devices)
                 seen = (kind.devices if high - low >= each else
                         [kind.devices[i % each] for i in range(low - begin, high - begin)])
-                found += [(device, kind.network) for device in dict.fromkeys(seen)]
+                found += [(device, kind.network) for device in dict.fromkeys({id(one): one for one in seen}.values())]
             begin = end
         return found
 

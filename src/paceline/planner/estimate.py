@@ -10,7 +10,7 @@ from typing import Protocol
 from paceline.cluster import Cluster, Device, usable_cores
 from paceline.errors import PacelineError, PlanError
 from paceline.job import Precision
-from paceline.planner.described import play_described
+from paceline.planner.described import least_bytes, play_described
 from paceline.planner.program import stage_program, step_program
 from paceline.plans import Plan, Servers
 from paceline.profile.device import DeviceRates, measure_device
@@ -26,6 +26,7 @@ from paceline.strategies.stages.cost import RankCost
 # Measured with glibc 2.36; see docs/prediction.md.
 CPU_HOLES = 0.4
 CPU_HOLES_LEAN = 0.1  # of a rank with a memory limit, whose large tensors have pages of their own
+ROUNDED_BYTES = 16  # a ledger's entries are whole bytes, and may be less than their sum before
 # Rates that only stand in where nothing but memory is asked for.
 ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)
 
@@ -129,12 +130,30 @@ def _estimate_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch
     step_s, played = play_described(profile, plan, cluster, batch=batch, precision=precision, software=software)
     slowest = max(played, key=lambda one: one.timeline.step_s).timeline
     fullest = max(played, key=lambda one: one.timeline.peak_memory_bytes).timeline
-    needs = tuple(Need(one.name, one.device, {
-        **one.timeline.ledger, "reserve": round((software.reserved - 1) * one.timeline.peak_memory_bytes),
-        "context": round(software.context_bytes)}) for one in played)
+    needs = tuple(Need(one.name, one.device, {**one.timeline.ledger, **_beside(
+        one.timeline.peak_memory_bytes, software)}) for one in played)
     spread = math.exp(software.spread)
     return Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes, needs,
                     low_s=step_s / spread, high_s=step_s * spread)
+
+
+def _beside(peak_bytes: int, software: Software) -> dict[str, int]:
+    """What a device gives away beside tensors."""
+    return {"reserve": round((software.reserved - 1) * peak_bytes), "context": round(software.context_bytes)}
+
+
+def least_missing_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
+                        software: Software = PACELINE) -> int:
+    """By how much a plan is over its devices' memory at least; 0 where that is not known at a glance.
+
+    Raises:
+        PlanError: as `estimate`.
+    """
+    if not cluster.nodes or not profile.by_dimensions:
+        return 0
+    found = least_bytes(profile, plan, cluster, batch=batch, precision=precision, software=software)
+    return max([0, *(int(peak_bytes) - ROUNDED_BYTES + sum(_beside(int(peak_bytes), software).values())
+                     - device.memory_bytes for peak_bytes, device in found)])
 
 
 def splits_model(plan: Plan) -> bool:

@@ -13,6 +13,7 @@ from paceline.plans import Local, Plan, Servers
 TIE = 0.02  # plans whose steps differ by less, as a part, tie: two measurements of one plan do
 MOST_REFINED = 12  # cuts of the model whose schedules and micro-batches are all tried
 Price = Callable[[Plan], Estimate]
+Least = Callable[[Plan], int]  # bytes that a plan is over its devices' memory by at least; cheap
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,16 @@ class Found:
             and abs(one.estimate.step_s / chosen.estimate.step_s - 1) <= TIE]
 
 
-def search(price: Price, limits: Limits, shape: Shape) -> Found:
+def search(price: Price, limits: Limits, shape: Shape, least: Least = lambda plan: 0) -> Found:
     """Price what may be the fastest of every way to split, then every schedule of the best ones.
 
     A way to split is first taken with the least recomputation and the fewest micro-batches that fit. More of either
     never makes a step without a pipeline faster.
+
+    least: A plan that is over by more than another of its kind is not priced.
     """
     found = Found()
-    asked = _Asked(price, found)
+    asked = _Asked(price, found, least)
     first = _first(asked, (*splits(limits, shape), *served(limits, shape), *relaxed(limits, shape)), limits)
     cuts: dict[tuple[int, int], Plan] = {}  # the best way for each cut of the model; replicas only share its state
     for one in first:
@@ -95,8 +98,8 @@ def _time(candidate: Candidate) -> tuple[float, str]:
 class _Asked:
     """Prices that are known. too_large: of each kind the plan that is over by the least."""
 
-    def __init__(self, price: Price, found: Found) -> None:
-        self.price, self.found = price, found
+    def __init__(self, price: Price, found: Found, least: Least) -> None:
+        self.price, self.found, self.least = price, found, least
         self.fitting: dict[Plan, Candidate] = {}
         self.too_large: dict[str, Candidate] = {}
         self._over: set[Plan] = set()
@@ -105,20 +108,23 @@ class _Asked:
         """The plan with its price; None if it doesn't fit, or can't be priced."""
         if plan in self.fitting or plan in self._over:
             return self.fitting.get(plan)
+        kind = kind_of(plan)
+        nearest = self.too_large.get(kind)
         try:
-            one = Candidate(plan, self.price(plan))
+            missing_bytes = self.least(plan)
+            is_over = nearest is not None and missing_bytes > 0 and missing_bytes >= nearest.missing_bytes
+            one = None if is_over else Candidate(plan, self.price(plan))
         except (PlanError, NotPriced) as error:
-            self.found.refused.setdefault(kind_of(plan), str(error).partition("\n")[0])
+            self.found.refused.setdefault(kind, str(error).partition("\n")[0])
             self._over.add(plan)
             return None
         self.found.num_tried += 1
-        if one.estimate.fits:
+        if one is not None and one.estimate.fits:
             self.fitting[plan] = one
             return one
         self._over.add(plan)
-        best = self.too_large.get(one.kind)
-        if best is None or one.missing_bytes < best.missing_bytes:
-            self.too_large[one.kind] = one
+        if one is not None and (nearest is None or one.missing_bytes < nearest.missing_bytes):
+            self.too_large[kind] = one
         return None
 
 
@@ -242,7 +248,7 @@ def flips(found: Found, changes: Sequence[Change], limits: Limits, shape: Shape)
     known = [one.plan for one in best_of_each_kind(found.ranked) if one.plan.relaxed is None]
     flipped: list[tuple[str, Candidate]] = []
     for change in changes:
-        asked = _Asked(change.price, Found())
+        asked = _Asked(change.price, Found(), lambda plan: 0)
         again = _first(asked, (*splits(limits, shape), *served(limits, shape)), limits)
         best = min([*again, *(one for one in map(asked, known) if one is not None)], key=_time, default=None)
         own = asked(chosen.plan)

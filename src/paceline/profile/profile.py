@@ -181,9 +181,9 @@ class Segment:
     tensor: TensorCut | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """A job's cost on one device.
+    """A job's cost on one device. Compared by identity, so that what was made of one is found quickly.
 
     parameters: in the model's own order.
     segments: in the order of the forward pass; backward takes them the other way round.

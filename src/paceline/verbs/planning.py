@@ -10,7 +10,7 @@ from paceline.cluster import Cluster, Link, Network, Nodes
 from paceline.errors import PlanError
 from paceline.job import Job
 from paceline.jobfile import JobFile
-from paceline.planner.estimate import Estimate, NotPriced, estimate, splits_model
+from paceline.planner.estimate import Estimate, NotPriced, estimate, least_missing_bytes, splits_model
 from paceline.planner.pieces import Pieces
 from paceline.planner.rank import Candidate, Change, Found, best_of_each_kind, flips, reason, search
 from paceline.planner.space import Limits, Shape
@@ -90,7 +90,8 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local") -> Answer:
     def priced(on: Cluster) -> Any:
         return lambda plan: _price(profile, plan, on, loaded, pieces)
 
-    found = search(priced(where), limits, shape)
+    found = search(priced(where), limits, shape, lambda plan: least_missing_bytes(
+        profile, plan, where, batch=loaded.batch, precision=loaded.precision))
     if not found.ranked and not found.too_large:
         why = "; ".join(f"{kind}: {text}" for kind, text in found.refused.items())
         raise PlanError(f"no plan could be priced: {why}")

@@ -53,22 +53,21 @@ def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float,
     sent = _boundary_bytes(profile).at(samples)
     if software.cuts_messages or software.sequence_parallel:
         sent /= plan.axes.tensor
-    made: dict[tuple[tuple[tuple[int, int], ...], ...], tuple[Profile, list[range]]] = {}
     homes = _homes(profile, runs, num_ranks)
+    batch_bytes = profile.batch_bytes.at(samples * plan.num_microbatches)
+    tied_stride = (num_ranks - 1) * (plan.world_size // num_ranks)
     found = []
     for place in range(num_ranks):
         stages = stages_of(place, num_ranks=num_ranks, virtual=virtual)
-        key = tuple(runs[stage] for stage in stages)
-        if key not in made:
-            made[key] = _part(profile, key, halves=2 if plan.schedule.schedule == "zero-bubble" else 1)
-        own, spans = made[key]
+        own, spans = _part(profile, tuple(runs[stage] for stage in stages),
+                           halves=2 if plan.schedule.schedule == "zero-bubble" else 1)
         tied = [p for p in own.parameters if len(homes.get(p.name, ())) > 1]
         found.append(RankCost(
             own, {stage: _stage(stage, span, num_ranks, num_ranks * virtual, sent)
                   for stage, span in zip(stages, spans, strict=True)},
-            orders[place], batch_bytes=profile.batch_bytes.at(samples * plan.num_microbatches),
+            orders[place], batch_bytes=batch_bytes,
             tied_bytes=sum(p.gradient_bytes for p in tied) / plan.axes.tensor,
-            tied_stride=(num_ranks - 1) * (plan.world_size // num_ranks), samples=samples))
+            tied_stride=tied_stride, samples=samples))
     return found
 
 
@@ -81,6 +80,7 @@ def orders_of(name: ScheduleName, num_ranks: int, num_microbatches: int, virtual
 Run = tuple[tuple[int, int], ...]  # (segment, how many of its repetitions)
 
 
+@lru_cache(maxsize=256)
 def _cut(profile: Profile, num_stages: int) -> list[Run]:
     """The segments of each stage. Those of the root stay with the layers next to them."""
     counts = [s.repeat if s.unit else 0 for s in profile.segments]
@@ -115,6 +115,7 @@ def _homes(profile: Profile, runs: Sequence[Run], num_ranks: int) -> dict[str, s
     return found
 
 
+@lru_cache(maxsize=1024)
 def _part(profile: Profile, key: tuple[Run, ...], *, halves: int) -> tuple[Profile, list[range]]:
     """The profile of a rank with these runs of segments, and where in it each run is."""
     known = {p.name: p for p in profile.parameters}
