@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.cluster import Cluster
 from paceline.errors import ClusterError, PlanError
-from paceline.plans import Plan
+from paceline.plans import Plan, Servers
 
 WIDTH = 64
 
@@ -70,6 +70,13 @@ def test_devices_that_are_not_here():
     assert answer.chosen is not None and answer.chosen.world_size == 8
     assert all(Plan.parse(row["plan"]).world_size == 8 for row in answer.to_dict()["plans"])
     assert max(map(len, answer.describe().splitlines())) <= 100
+
+
+def test_servers_are_no_rivals_of_replicas_in_a_node():
+    """A small model, whose messages all links hide: what servers send passes through their hosts."""
+    answer = paceline.plan(_job(batch=64), "8xH100")
+    assert str(answer.chosen) == "data=8"
+    assert not [one.plan for one in answer.found.tied if isinstance(one.plan.sync, Servers)]
 
 
 def test_a_batch_smaller_than_the_devices():

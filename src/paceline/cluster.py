@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -38,12 +39,15 @@ class Network:
 
     inside: between devices of a node. across: one device's share of what its node has; None if there is one node.
     devices_per_node: how many have numbers in a row. ports: how many in a node reach its host at full speed at a time.
+    process_bytes_per_s, process_latency_s: the most that a process exchanges with servers, whatever the links carry.
     """
 
     inside: Link
     across: Link | None = None
     devices_per_node: int = 1
     ports: int = 1
+    process_bytes_per_s: float = math.inf
+    process_latency_s: float = 0.0
 
     def in_a_node(self, group: int, stride: int) -> int:
         """How many of a group are in one node."""

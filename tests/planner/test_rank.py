@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from paceline.cluster import Device
 from paceline.errors import PlanError
 from paceline.planner.estimate import Estimate, Need
-from paceline.planner.rank import Change, best_of_each_kind, flips, kind_of, reason, search
+from paceline.planner.rank import Change, best_of_each_kind, flips, kind_of, reason, search, ties
 from paceline.planner.space import Limits, Shape
 from paceline.plans import Plan
 
@@ -32,7 +33,7 @@ def price(plan: Plan, *, message_s: float = 0.3, memory_bytes: int = 100) -> Est
     ledger = {"parameters": round(160 / split), "activations": round(kept)}
     step_s = sum(parts.values())
     return Estimate(step_s, sum(ledger.values()), ledger, parts, needs=(
-        Need("each rank", Device("cuda", 0, memory_bytes, name="H1"), ledger),), low_s=step_s, high_s=step_s)
+        Need("each rank", Device("cuda", 0, memory_bytes, name="H1"), ledger),), low_s=step_s / 1.1, high_s=1.1 * step_s)
 
 
 def test_the_fastest_exact_plan_that_fits_is_chosen():
@@ -84,6 +85,16 @@ def test_plans_that_tie_are_said_to():
     assert found.chosen is not None and str(found.chosen.plan) == "data=8"
     assert {one.kind for one in found.tied} >= {"shard", "data shard"}
     assert reason(found.tied[0], found.chosen) == "as fast, for all that is known"
+
+
+def test_a_tie_is_within_the_intervals_too():
+    """Times that are as near as two measurements don't tie where the intervals are narrower and apart."""
+    def within(step_s: float, spread: float) -> Estimate:
+        return Estimate(step_s, 0, {}, {}, low_s=step_s / spread, high_s=step_s * spread)
+
+    assert ties(within(1.0, 1.2), within(1.015, 1.2)) and not ties(within(1.0, 1.2), within(1.03, 1.2))
+    assert not ties(within(1.0, 1.005), within(1.015, 1.005))
+    assert ties(within(1.0, math.nan), within(1.015, math.nan))  # nobody knows
 
 
 def test_nothing_fits():

@@ -59,9 +59,15 @@ class Found:
     def tied(self) -> list[Candidate]:
         """Exact plans that are as fast as the chosen one for all that is known."""
         chosen = self.chosen
-        return [] if chosen is None else [
-            one for one in self.ranked if one != chosen and one.plan.relaxed is None
-            and abs(one.estimate.step_s / chosen.estimate.step_s - 1) <= TIE]
+        return [] if chosen is None else [one for one in self.ranked if one != chosen and one.plan.relaxed is None
+                                          and ties(one.estimate, chosen.estimate)]
+
+
+def ties(one: Estimate, other: Estimate) -> bool:
+    """Whether nobody can say which is faster: their times are within a tie and, where intervals are known, those
+    overlap."""
+    is_apart = one.low_s > other.high_s or other.low_s > one.high_s
+    return abs(one.step_s / other.step_s - 1) <= TIE and not is_apart
 
 
 def search(price: Price, limits: Limits, shape: Shape, least: Least = lambda plan: 0) -> Found:
@@ -191,7 +197,7 @@ def reason(one: Candidate, chosen: Candidate) -> str:
     if one.plan == chosen.plan:
         name, part = bound(ours)
         return f"{_WORDS.get(name, name)} {_is_or_are(name)} {100 * part:.0f} % of the step"
-    if abs(slower) <= TIE:
+    if ties(theirs, ours):
         return "as fast, for all that is known"
     name = max(more, key=lambda key: more[key])
     part = theirs.breakdown[name] / theirs.step_s

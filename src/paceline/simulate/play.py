@@ -147,6 +147,8 @@ class Player:
         begins = max(clock.get(event.stream, 0.0), clock[COMPUTE], clock[HOST])
         ends = begins + collective_s(event, self.network)
         clock[event.stream] = self.ended[event.name] = ends
+        if event.servers and event.stream == COMPUTE:
+            clock[HOST] = ends  # the host itself takes what servers send
 
     def receive(self, arrived_s: float) -> None:
         self.clock[COMPUTE] = max(self.clock[COMPUTE], arrived_s)
