@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from paceline.cluster import Cluster, Link, Network, Nodes
@@ -15,10 +17,14 @@ from paceline.planner.pieces import Pieces
 from paceline.planner.rank import Candidate, Change, Found, best_of_each_kind, flips, reason, search
 from paceline.planner.space import Limits, Shape
 from paceline.plans import Plan
+from paceline.profile import profile_job
 from paceline.profile.profile import Profile
+from paceline.verbs.rehearsal import rehearse, rehearse_best
 
 SHOWN = 16  # plans of the table
+NEAREST = 3  # plans that are named where none fits
 MOST_TENSOR = 8
+REHEARSE_S = 20.0
 TIMES = 4  # by which links are made faster and slower, to see what flips the choice
 
 
@@ -41,6 +47,13 @@ class Answer:
         """The fastest exact plan that fits; None if none does."""
         return self.found.chosen.plan if self.found.chosen is not None else None
 
+    def nothing_fits(self) -> PlanError:
+        """Why there is no chosen plan: the gap in bytes, and the nearest plans."""
+        nearest = sorted(self.found.too_large, key=lambda one: one.missing_bytes)[:NEAREST]
+        return PlanError(f"nothing fits on {self.cluster}: '{nearest[0].plan}' is nearest and is "
+                         f"{nearest[0].missing_bytes:,} bytes over",
+                         hint="\n".join(f"'{one.plan}': {reason(one, one)}" for one in nearest))
+
     def to_dict(self) -> dict[str, Any]:
         """The document of `--json`."""
         chosen = self.found.chosen
@@ -62,45 +75,58 @@ class Answer:
         return "\n".join(_lines(self))
 
 
-def plan(job: Job | JobFile, cluster: Cluster | str = "local") -> Answer:
+def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, rehearse_s: float = REHEARSE_S) -> Answer:
     """Rank the plans that a job allows on a cluster by predicted speed.
 
     Args:
         cluster: What there is, or a word for it: "local", "2xcpu", "8xH100", "16x8xH100", or a TOML file. On this
             machine plans may leave devices out.
+        rehearse_s: Seconds after which no further plan is tried on devices that are here. A few steps of the most
+            promising plans, and of one of each kind, correct what is predicted; 0 predicts alone.
 
     Raises:
         JobError: the job makes no sense. ClusterError: the cluster can't be read.
         PlanError: nothing could be priced.
     """
-    from paceline.profile import profile_job
-
     loaded = job.load() if isinstance(job, JobFile) else job
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    profile = profile_job(loaded)
-    pieces = Pieces(loaded, profile)
+    name = cluster if isinstance(cluster, str) else f"{len(where.devices)} devices"
+    return answer(loaded, where, profile_job(loaded), name=name, may_be_fewer=not where.nodes, rehearse_s=rehearse_s)
+
+
+def answer(job: Job, where: Cluster, profile: Profile, *, name: str, may_be_fewer: bool, may_split: bool = True,
+           rehearse_s: float = 0.0, worth: float = math.inf) -> Answer:
+    """Rank plans. rehearse_s, worth: see `rehearse_best`.
+
+    may_be_fewer: whether plans may leave devices out. may_split: whether the model may be cut; finding out how takes
+    seconds.
+
+    Raises:
+        PlanError: nothing could be priced.
+    """
+    pieces = Pieces(job, profile)
     num_devices = len(where.devices)
-    limits = Limits(min(loaded.batch, loaded.num_samples or loaded.batch),
-                    layers=pieces.count() if num_devices > 1 else 0,
-                    tensor=MOST_TENSOR if num_devices > 1 and pieces.count() else 1,
-                    parts=num_devices if num_devices > 1 and pieces.count() else 1)
+    num_pieces = pieces.count() if num_devices > 1 and may_split else 0
+    limits = Limits(min(job.batch, job.num_samples or job.batch), layers=num_pieces,
+                    tensor=MOST_TENSOR if num_pieces else 1, parts=num_devices if num_pieces else 1)
     per_node = min(len(kind.devices) for kind in where.nodes) if where.nodes else num_devices
-    shape = Shape(num_devices, per_node, may_be_fewer=not where.nodes)
+    shape = Shape(num_devices, per_node, may_be_fewer=may_be_fewer)
 
     def priced(on: Cluster) -> Any:
-        return lambda plan: _price(profile, plan, on, loaded, pieces)
+        return lambda plan: _price(profile, plan, on, job, pieces)
 
     found = search(priced(where), limits, shape, lambda plan: least_missing_bytes(
-        profile, plan, where, batch=loaded.batch, precision=loaded.precision))
+        profile, plan, where, batch=job.batch, precision=job.precision))
     if not found.ranked and not found.too_large:
         why = "; ".join(f"{kind}: {text}" for kind, text in found.refused.items())
         raise PlanError(f"no plan could be priced: {why}")
+    if not where.nodes:
+        found = rehearse_best(found, partial(rehearse, job, where), budget_s=rehearse_s, worth=worth)
     changes = [Change(name, priced(changed)) for name, changed in _changes(where)]
     notes = list(profile.notes)
     if pieces.problem:
         notes.append(f"plans that split the model are left out: {pieces.problem}")
-    return Answer(cluster if isinstance(cluster, str) else f"{num_devices} devices", loaded.batch, found,
-                  tuple(flips(found, changes, limits, shape)), tuple(notes))
+    return Answer(name, job.batch, found, tuple(flips(found, changes, limits, shape)), tuple(notes))
 
 
 def _price(profile: Profile, plan: Plan, cluster: Cluster, job: Job, pieces: Pieces) -> Estimate:
