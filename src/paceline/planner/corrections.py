@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from paceline.planner.estimate import RATES_SPREAD, Estimate, Need
 from paceline.planner.rank import kind_of
-from paceline.plans import Plan
+from paceline.plans import Plan, Servers
 
 # Half the width of an 80 % interval around a step's time, as a natural logarithm: of a plan that was rehearsed, of
 # one whose kind was, and of others. Fitted on `benchmarks.regret`; see docs/prediction.md.
@@ -54,7 +54,7 @@ class Corrections:
         """The estimate with what is known of plans like it, and how sure that is."""
         spread = SPREAD["itself" if plan in self else "kind" if self.knows_kind_of(plan) else "nothing"]
         off = _Off.of(predicted, self._found[plan]) if plan in self else self._of_the_nearest(plan)
-        step_s = predicted.step_s * off.factor
+        step_s = self._found[plan].step_s if plan in self else predicted.step_s * off.factor
         return replace(
             predicted, step_s=step_s, low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread),
             peak_memory_bytes=predicted.peak_memory_bytes + off.num_bytes, ledger=_with(predicted.ledger, off),
@@ -94,8 +94,9 @@ class _Off:
 def _likenesses(plan: Plan) -> tuple[tuple[object, ...], ...]:
     """What a plan shares with others, from plans that run the same code to all plans."""
     kind, ranks = kind_of(plan), plan.world_size
-    return ((kind, ranks, plan.modifiers.recompute, plan.schedule.schedule == "zero-bubble"), (kind, ranks), (kind,),
-            ())
+    servers = (plan.sync.server, plan.sync.colocate) if isinstance(plan.sync, Servers) else ()
+    code = (plan.modifiers.recompute, plan.schedule.schedule == "zero-bubble", servers)
+    return (kind, ranks, *code), (kind, ranks), (kind,), ()
 
 
 def _with(ledger: Mapping[str, int], off: _Off) -> dict[str, int]:

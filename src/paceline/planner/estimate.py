@@ -108,9 +108,9 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
         PlanError: the plan's ranks don't fit the devices, accumulate=auto finds nothing that fits, or a plan splits
             the model and its pieces are not known.
     """
-    if cluster.nodes and (profile.by_dimensions or not splits_model(plan)):
+    if cluster.nodes and (profile.by_dimensions or not plan.splits_model):
         return _estimate_described(profile, plan, cluster, batch=batch, precision=precision, software=software)
-    if splits_model(plan):
+    if plan.splits_model:
         return _estimate_split(profile, plan, cluster, batch=batch, precision=precision, rates=rates, split=split,
                                snapshot=snapshot)
     if plan.modifiers.accumulate == "auto":
@@ -163,11 +163,6 @@ def least_missing_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch
     found = least_bytes(profile, plan, cluster, batch=batch, precision=precision, software=software)
     return max([0, *(int(peak_bytes) - ROUNDED_BYTES + sum(_beside(int(peak_bytes), software).values())
                      - device.memory_bytes for peak_bytes, device in found)])
-
-
-def splits_model(plan: Plan) -> bool:
-    """Whether ranks hold different modules, or parts of layers."""
-    return max(plan.axes.pipeline, plan.axes.parts, plan.axes.tensor) > 1
 
 
 def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,

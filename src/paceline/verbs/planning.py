@@ -12,7 +12,7 @@ from paceline.cluster import Cluster, Link, Network, Nodes
 from paceline.errors import PlanError
 from paceline.job import Job
 from paceline.jobfile import JobFile
-from paceline.planner.estimate import Estimate, NotPriced, estimate, least_missing_bytes, splits_model
+from paceline.planner.estimate import Estimate, NotPriced, estimate, least_missing_bytes
 from paceline.planner.pieces import Pieces
 from paceline.planner.rank import Candidate, Change, Found, best_of_each_kind, flips, reason, search
 from paceline.planner.space import Limits, Shape
@@ -130,7 +130,7 @@ def answer(job: Job, where: Cluster, profile: Profile, *, name: str, may_be_fewe
 
 
 def _price(profile: Profile, plan: Plan, cluster: Cluster, job: Job, pieces: Pieces) -> Estimate:
-    if cluster.nodes and splits_model(plan) and not profile.by_dimensions:
+    if cluster.nodes and plan.splits_model and not profile.by_dimensions:
         raise NotPriced(f"plan '{plan}' splits the model, which is priced on devices that are here alone")
     used = cluster if cluster.nodes or plan.world_size >= len(cluster.devices) else replace(
         cluster, devices=cluster.devices[:plan.world_size])

@@ -78,13 +78,12 @@ def _without_price(priced: Priced, error: Exception) -> Priced:
 
 def _profiled(priced: Priced) -> Priced:
     """With the job's cost. A job that can't be profiled trains all the same."""
-    from paceline.planner.estimate import splits_model
     from paceline.profile import profile_job
     from paceline.strategies.stages.price import SplitJob
 
     try:
         profile = priced.profile or profile_job(priced.job)
-        split = SplitJob(priced.job, profile) if splits_model(priced.asked.plan) else None
+        split = SplitJob(priced.job, profile) if priced.asked.plan.splits_model else None
     except Exception as error:  # the model may do anything when it is profiled
         return _without_price(priced, error)
     return replace(priced, profile=profile, split=split)
