@@ -15,12 +15,9 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from benchmarks.regret.jobs import JOBS
 from benchmarks.turns import warn_if_busy
@@ -51,9 +48,18 @@ class Measured:
     predicted_bytes: int
     breakdown: dict[str, float]
     ledger: dict[str, int]
+    is_relaxed: bool
+    was_tried: bool
     step_s: list[float] = field(default_factory=list)
     memory_bytes: list[int] = field(default_factory=list)
     failed: str = ""
+
+    @classmethod
+    def of(cls, one: Candidate) -> Measured:
+        found = one.estimate
+        return cls(str(one.plan), found.step_s, found.low_s, found.high_s, found.peak_memory_bytes,
+                   dict(found.breakdown), dict(found.ledger), one.plan.relaxed is not None,
+                   found.is_measured)
 
     @property
     def time_s(self) -> float:
@@ -65,7 +71,8 @@ class Measured:
 
     @property
     def memory_error(self) -> float:
-        return self.predicted_bytes / statistics.median(self.memory_bytes) - 1
+        """nan where it was not measured."""
+        return math.nan if not self.memory_bytes else self.predicted_bytes / statistics.median(self.memory_bytes) - 1
 
     @property
     def is_inside(self) -> bool:
@@ -85,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in asked.jobs:
         found[name] = _measure(name, rounds=asked.rounds, seconds=asked.seconds)
         print(_job_table(name, *found[name]), flush=True)
-    print(_table(found))
+    print(table(found))
     if asked.json:
         Path(asked.json).write_text(json.dumps({name: {"chosen": chosen, "plans": list(map(asdict, plans))}
                                                 for name, (chosen, plans) in found.items()}, indent=1))
@@ -102,10 +109,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _measure(name: str, *, rounds: int, seconds: float) -> tuple[str, list[Measured]]:
     """The plan that is chosen, and all plans with what they took."""
-    make = JOBS[name][1]
-    with ProcessPoolExecutor(1, get_context("fork")) as apart:  # what planning loads is not to be in ranks' memory
-        chosen, taken = apart.submit(_price_all, name).result()
+    devices, make = JOBS[name]
     job = make()
+    answer = plan(job, Cluster.local(f"cpu:0-{devices - 1}"), rehearse_s=REHEARSE_S)
+    taken = [Measured.of(one) for one in _kept(answer)]
     for number in range(rounds):
         order = list(taken)
         random.Random(number).shuffle(order)
@@ -113,13 +120,7 @@ def _measure(name: str, *, rounds: int, seconds: float) -> tuple[str, list[Measu
             if not one.failed:
                 _run(one, job, seconds)
         print(f"{name}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    return chosen, taken
-
-
-def _price_all(name: str) -> tuple[str, list[Measured]]:
-    devices, make = JOBS[name]
-    answer = plan(make(), Cluster.local(f"cpu:0-{devices - 1}"), rehearse_s=REHEARSE_S)
-    return str(answer.chosen), [_priced(one) for one in _kept(answer)]
+    return str(answer.chosen), taken
 
 
 def _kept(answer: Answer) -> list[Candidate]:
@@ -130,14 +131,8 @@ def _kept(answer: Answer) -> list[Candidate]:
     return kept if chosen is None or chosen in kept else [*kept[:-1], chosen]
 
 
-def _priced(one: Candidate) -> Measured:
-    found = one.estimate
-    return Measured(str(one.plan), found.step_s, found.low_s, found.high_s, found.peak_memory_bytes,
-                    dict(found.breakdown), dict(found.ledger))
-
-
 def _run(one: Measured, job: Job, seconds: float) -> None:
-    """Train as `paceline train` does, without a prediction beside it."""
+    """Train as `paceline train` does after it has chosen a plan, without a prediction beside it."""
     asked = resolve(job, one.plan)
     short = replace(job, steps=WARM_UP_STEPS + max(WARM_UP_STEPS, round(seconds / one.predicted_s)))
     load(asked.plan)
@@ -162,19 +157,22 @@ def _job_table(name: str, chosen: str, plans: Sequence[Measured]) -> str:
         lines.append(f"{one.plan:<58} {1e3 * one.time_s:>8.2f} {1e3 * one.predicted_s:>8.2f} "
                      f"{100 * one.time_error:>+5.0f}% {100 * one.noise:>5.0f}% "
                      f"{statistics.median(one.memory_bytes) / 2**20:>7.1f} {one.predicted_bytes / 2**20:>7.1f} "
-                     f"{100 * one.memory_error:>+5.0f}%{'' if one.is_inside else ' outside'}")
+                     f"{100 * one.memory_error:>+5.0f}%{' tried' if one.was_tried else ''}"
+                     f"{'' if one.is_inside else ' outside'}")
     lines += [f"{one.plan}: {one.failed}" for one in plans if one.failed]
     return "\n".join(lines)
 
 
-def _table(found: dict[str, tuple[str, list[Measured]]]) -> str:
-    lines = [f"\n{'job':<20} {'plans':>5} {'time':>6} {'memory':>6} {'inside':>6} {'width':>6} {'regret':>6} "
-             f"{'noise':>6}"]
+def table(found: dict[str, tuple[str, list[Measured]]]) -> str:
+    """A line a job: how far off time is, of plans that were not tried and of all, and memory; how many are inside their
+    intervals, and those's width; the chosen plan's time by the best one's; how far apart rounds are."""
+    lines = [f"\n{'job':<20} {'plans':>5} {'untried':>7} {'time':>6} {'memory':>6} {'inside':>6} {'width':>6} "
+             f"{'regret':>6} {'noise':>6}"]
     everything: list[Measured] = []
     for name, (chosen, plans) in found.items():
         run = [one for one in plans if one.step_s]
         everything += run
-        best = min(one.time_s for one in run)
+        best = min(one.time_s for one in run if not one.is_relaxed)
         ours = next((one for one in run if one.plan == chosen), None)
         regret = f"{ours.time_s / best:.3f}" if ours else "-"
         lines.append(f"{_scores(name, run)} {regret:>6} {_percent(_mean(one.noise for one in run)):>6}")
@@ -182,14 +180,18 @@ def _table(found: dict[str, tuple[str, list[Measured]]]) -> str:
 
 
 def _scores(name: str, run: Sequence[Measured]) -> str:
-    return (f"{name:<20} {len(run):>5} {_percent(_mean(abs(one.time_error) for one in run)):>6} "
+    untried = [abs(one.time_error) for one in run if not one.was_tried]
+    return (f"{name:<20} {len(run):>5} {_percent(_mean(untried)):>7} "
+            f"{_percent(_mean(abs(one.time_error) for one in run)):>6} "
             f"{_percent(_mean(abs(one.memory_error) for one in run)):>6} "
             f"{_percent(_mean(one.is_inside for one in run)):>6} "
             f"{_percent(statistics.median(one.high_s / one.low_s - 1 for one in run)):>6}")
 
 
-def _mean(figures: Any) -> float:
-    return statistics.fmean(figures)
+def _mean(figures: Iterable[float]) -> float:
+    """nan of none."""
+    held = list(figures)
+    return statistics.fmean(held) if held else math.nan
 
 
 def _percent(part: float) -> str:

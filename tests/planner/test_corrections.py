@@ -79,5 +79,5 @@ def test_what_no_computing_explains_is_waiting():
 def test_a_plan_that_needs_more_than_it_was_said_to_may_not_fit():
     known = learnt(("data=2", 2.0, 1100))
 
-    assert not corrected(known, "data=2").fits and corrected(known, "data=4").fits
+    assert not corrected(known, "data=2").fits and corrected(known, "single").fits
     assert replace(predicted(), needs=()).fits

@@ -66,7 +66,7 @@ def test_inside_a_launcher_each_rank_is_a_replica():
 def test_what_cannot_be_priced_is_trained_by_replicas():
     found = auto.choose(a_job(model=lambda: Broken(WIDTH, 4)), None, **{**NOTHING, "devices": "cpu:0-1"})
 
-    assert found.plan.world_size == 2 and found.estimate is None or found.plan.replicas == 2
+    assert found.plan.replicas == 2
 
 
 def test_nothing_that_fits_is_an_error_with_the_gap():

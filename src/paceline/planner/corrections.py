@@ -58,7 +58,7 @@ class Corrections:
         return replace(
             predicted, step_s=step_s, low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread),
             peak_memory_bytes=predicted.peak_memory_bytes + off.num_bytes, ledger=_with(predicted.ledger, off),
-            breakdown=self._breakdown(predicted, step_s),
+            breakdown=self._breakdown(predicted, step_s), is_measured=plan in self,
             needs=tuple(Need(need.name, need.device, _with(need.ledger, off)) for need in predicted.needs))
 
     def _of_the_nearest(self, plan: Plan) -> _Off:

@@ -48,6 +48,7 @@ class Estimate:
     notes: which figures are rough, and why.
     needs: of every kind of rank, what its device must hold.
     low_s, high_s: between them the step is 80 times in 100.
+    is_measured: whether steps were really taken.
     """
 
     step_s: float
@@ -58,6 +59,7 @@ class Estimate:
     needs: tuple[Need, ...] = ()
     low_s: float = math.nan
     high_s: float = math.nan
+    is_measured: bool = False
 
     @property
     def fits(self) -> bool:

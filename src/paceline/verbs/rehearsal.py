@@ -18,8 +18,8 @@ from paceline.planner.corrections import Corrections, Rehearsal
 from paceline.planner.rank import Candidate, Found
 from paceline.plans import Plan
 
-FEWEST_STEPS, MOST_STEPS = 6, 60
-TURN_S = 0.8  # of steps in one rehearsal, as far as the prediction is right
+FEWEST_STEPS, MOST_STEPS = 8, 60
+TURN_S = 1.0  # of steps in one rehearsal, as far as the prediction is right
 TIMEOUT_S = 60.0  # without a sign of life
 
 
