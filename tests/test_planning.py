@@ -72,6 +72,25 @@ def test_devices_that_are_not_here():
     assert max(map(len, answer.describe().splitlines())) <= 100
 
 
+@pytest.mark.parametrize("cluster", ["8xA100", "2x8xH100"])
+def test_a_model_of_transformers_is_split_where_it_is_not(cluster: str):
+    """From its configuration, as it is: it also returns a cache, which no plan passes on."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=4, n_head=4, resid_pdrop=0,
+                                     embd_pdrop=0, attn_pdrop=0)
+
+    def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+    tokens = [({"input_ids": torch.arange(16)}, torch.arange(16)) for _ in range(64)]
+    answer = paceline.plan(_job(lambda: transformers.GPT2LMHeadModel(config), data=tokens, loss=loss, batch=64),
+                           cluster)
+    kinds = {one.kind for one in answer.found.ranked}
+    assert {"data", "shard", "pipeline data", "data tensor", "pipeline data tensor"} <= kinds
+    assert all(one.estimate.low_s < one.estimate.high_s for one in answer.found.ranked)
+    assert any(note.startswith("tensor=N") for note in answer.notes)
+
+
 def test_servers_are_no_rivals_of_replicas_in_a_node():
     """A small model, whose messages all links hide: what servers send passes through their hosts."""
     answer = paceline.plan(_job(batch=64), "8xH100")
@@ -84,7 +103,7 @@ def test_a_batch_smaller_than_the_devices():
     answer = paceline.plan(_job(batch=2), "2xcpu")
     assert all(Plan.parse(row["plan"]).replicas <= 2 for row in answer.to_dict()["plans"])
     with pytest.raises(PlanError, match="no plan could be priced"):
-        paceline.plan(_job(batch=2), "4xH100")
+        paceline.plan(_job(Moody, batch=2), "4xH100")
 
 
 def test_nothing_fits():

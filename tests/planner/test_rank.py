@@ -32,8 +32,9 @@ def price(plan: Plan, *, message_s: float = 0.3, memory_bytes: int = 100) -> Est
     kept = (80 if plan.modifiers.recompute == "none" else 20) / plan.num_microbatches
     ledger = {"parameters": round(160 / split), "activations": round(kept)}
     step_s = sum(parts.values())
-    return Estimate(step_s, sum(ledger.values()), ledger, parts, needs=(
-        Need("each rank", Device("cuda", 0, memory_bytes, name="H1"), ledger),), low_s=step_s / 1.1, high_s=1.1 * step_s)
+    need = Need("each rank", Device("cuda", 0, memory_bytes, name="H1"), ledger)
+    return Estimate(step_s, sum(ledger.values()), ledger, parts, needs=(need,), low_s=step_s / 1.1,
+                    high_s=1.1 * step_s)
 
 
 def test_the_fastest_exact_plan_that_fits_is_chosen():

@@ -90,13 +90,12 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local") -> Answer:
     def priced(on: Cluster) -> Any:
         return lambda plan: _price(profile, plan, on, loaded, pieces)
 
-    found = search(priced(where), limits, shape, lambda plan: least_missing_bytes(
-        profile, plan, where, batch=loaded.batch, precision=loaded.precision))
+    found = search(priced(where), limits, shape, lambda plan: _least(profile, plan, where, loaded, pieces))
     if not found.ranked and not found.too_large:
         why = "; ".join(f"{kind}: {text}" for kind, text in found.refused.items())
         raise PlanError(f"no plan could be priced: {why}")
     changes = [Change(name, priced(changed)) for name, changed in _changes(where)]
-    notes = list(profile.notes)
+    notes = list(dict.fromkeys([*profile.notes, *(note for one in found.ranked for note in one.estimate.notes)]))
     if pieces.problem:
         notes.append(f"plans that split the model are left out: {pieces.problem}")
     return Answer(cluster if isinstance(cluster, str) else f"{num_devices} devices", loaded.batch, found,
@@ -104,11 +103,19 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local") -> Answer:
 
 
 def _price(profile: Profile, plan: Plan, cluster: Cluster, job: Job, pieces: Pieces) -> Estimate:
-    if cluster.nodes and splits_model(plan) and not profile.by_dimensions:
-        raise NotPriced(f"plan '{plan}' splits the model, which is priced on devices that are here alone")
+    if cluster.nodes and plan.axes.parts > 1:
+        raise NotPriced(f"plan '{plan}' places modules, which is priced on devices that are here alone")
+    if cluster.nodes and splits_model(plan):
+        profile = pieces.layers()
     used = cluster if cluster.nodes or plan.world_size >= len(cluster.devices) else replace(
         cluster, devices=cluster.devices[:plan.world_size])
     return estimate(profile, plan, used, batch=job.batch, precision=job.precision, split=pieces, snapshot=False)
+
+
+def _least(profile: Profile, plan: Plan, cluster: Cluster, job: Job, pieces: Pieces) -> int:
+    if not cluster.nodes or plan.axes.pipeline == 1:
+        return 0
+    return least_missing_bytes(pieces.layers(), plan, cluster, batch=job.batch, precision=job.precision)
 
 
 def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
