@@ -11,7 +11,7 @@ from paceline.planner.space import Limits, Shape, microbatch_counts, relaxed, se
 from paceline.plans import Local, Plan, Servers
 
 TIE = 0.02  # plans whose steps differ by less, as a part, tie: two measurements of one plan do
-MOST_REFINED = 12  # cuts of the model whose schedules and micro-batches are all tried
+MOST_REFINED = 12
 Price = Callable[[Plan], Estimate]
 Least = Callable[[Plan], int]  # bytes that a plan is over its devices' memory by at least; cheap
 Rent = Callable[[Plan], float]  # what a plan's devices cost a second
@@ -93,13 +93,14 @@ def _time_is_money(plan: Plan) -> float:
 
 
 def search(price: Price, limits: Limits, shape: Shape, least: Least = _nothing_is_sure, *,
-           rent: Rent = _time_is_money, may_relax: bool = False) -> Found:
+           rent: Rent = _time_is_money, may_relax: bool = False, most_refined: int = MOST_REFINED) -> Found:
     """Price what may be the fastest of every way to split, then every schedule of the best ones.
 
     A way to split is first taken with the least recomputation and the fewest micro-batches that fit. More of either
     never makes a step without a pipeline faster.
 
     least: A plan that is over by more than another of its kind is not priced.
+    most_refined: Cuts of the model whose schedules and micro-batches are all tried.
     """
     found = Found(may_relax=may_relax)
     asked = _Asked(price, found, least, rent)
@@ -107,7 +108,7 @@ def search(price: Price, limits: Limits, shape: Shape, least: Least = _nothing_i
     cuts: dict[tuple[int, int], Plan] = {}  # the best way for each cut of the model; replicas only share its state
     for one in first:
         cuts.setdefault((one.plan.axes.pipeline, one.plan.axes.tensor), one.plan)
-    for plan in list(cuts.values())[:MOST_REFINED]:
+    for plan in list(cuts.values())[:most_refined]:
         _refine(asked, plan, limits)
     found.ranked = sorted(asked.fitting.values(), key=_cost)
     found.too_large = sorted(asked.too_large.values(), key=lambda one: one.missing_bytes)
