@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.cluster import Cluster
-from paceline.errors import ClusterError, PlanError
+from paceline.errors import ClusterError, PlanError, UsageError
 from paceline.plans import Plan, Servers
 
 WIDTH = 64
@@ -72,6 +73,25 @@ def test_devices_that_are_not_here():
     assert max(map(len, answer.describe().splitlines())) <= 100
 
 
+@pytest.mark.parametrize("cluster", ["8xA100", "2x8xH100"])
+def test_a_model_of_transformers_is_split_where_it_is_not(cluster: str):
+    """From its configuration, as it is: it also returns a cache, which no plan passes on."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=4, n_head=4, resid_pdrop=0,
+                                     embd_pdrop=0, attn_pdrop=0)
+
+    def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+    tokens = [({"input_ids": torch.arange(16)}, torch.arange(16)) for _ in range(64)]
+    answer = paceline.plan(_job(lambda: transformers.GPT2LMHeadModel(config), data=tokens, loss=loss, batch=64),
+                           cluster)
+    kinds = {one.kind for one in answer.found.ranked}
+    assert {"data", "shard", "pipeline data", "data tensor", "pipeline data tensor"} <= kinds
+    assert all(one.estimate.low_s < one.estimate.high_s for one in answer.found.ranked)
+    assert any(note.startswith("tensor=N") for note in answer.notes)
+
+
 def test_servers_are_no_rivals_of_replicas_in_a_node():
     """A small model, whose messages all links hide: what servers send passes through their hosts."""
     answer = paceline.plan(_job(batch=64), "8xH100")
@@ -84,7 +104,7 @@ def test_a_batch_smaller_than_the_devices():
     answer = paceline.plan(_job(batch=2), "2xcpu")
     assert all(Plan.parse(row["plan"]).replicas <= 2 for row in answer.to_dict()["plans"])
     with pytest.raises(PlanError, match="no plan could be priced"):
-        paceline.plan(_job(batch=2), "4xH100")
+        paceline.plan(_job(Moody, batch=2), "4xH100")
 
 
 def test_nothing_fits():
@@ -106,3 +126,41 @@ def test_a_model_that_can_not_be_cut_is_said_to():
 def test_an_unknown_cluster():
     with pytest.raises(ClusterError, match=r"unknown accelerator 'H1000'"):
         paceline.plan(_job(), "8xH1000")
+
+
+def test_by_cost_devices_may_be_left_out(tmp_path: Path):
+    """A small net is cheapest on one device, by the price that is given or stated in the cluster's file."""
+    answer = paceline.plan(_job(), "8xH100", price_per_hour=2.0)
+    assert str(answer.chosen) == "single" and "samples/s, 0 MiB, 0.0" in answer.describe()
+    rows = [row for row in answer.to_dict()["plans"] if row["fits"]]
+    assert rows[0]["cost_per_million_samples"] == pytest.approx(2.0 / 3600 * rows[0]["step_s"] / 32 * 1e6)
+    costs = [row["cost_per_million_samples"] for row in rows]
+    assert costs == sorted(costs) and max(map(len, answer.describe().splitlines())) <= 100
+    file = tmp_path / "priced.toml"
+    file.write_text('[[nodes]]\ndevices = ["8xH100"]\nprice_per_hour = 2.0\n')
+    assert paceline.plan(_job(), str(file)).to_dict()["plans"][0] == rows[0]
+    file.write_text(file.read_text() + '[[nodes]]\ndevices = ["8xA100"]\n')
+    with pytest.raises(ClusterError, match="some nodes have a price_per_hour and others have none"):
+        paceline.plan(_job(), str(file))
+
+
+def test_another_precision_is_advised():
+    """One line, and in the document; float64 has no other."""
+    found = paceline.plan(_job(precision="bf16"), "4xH100")
+    assert "  precision=float32 instead: " in found.describe()
+    assert found.to_dict()["precision"]["precision"] == "float32"
+    assert found.to_dict()["precision"]["step_s"] > 0
+    assert paceline.plan(_job(precision="float64"), "4xH100").advice is None
+
+
+def test_failures_are_reckoned_with():
+    """An interval between checkpoints and what lasts of the time, by formula and played."""
+    answer = paceline.plan(_job(), "4xH100", mtbf_hours=1000.0)
+    found = answer.to_dict()["failures"]
+    assert found["mtbf_s"] == pytest.approx(1000 * 3600 / 4)
+    assert found["goodput"] == pytest.approx(found["simulated_goodput"], rel=0.01) and 0.99 < found["goodput"] < 1
+    assert "with a failure every 10.4 days: a checkpoint every" in answer.describe().replace("\n  ", " ")
+    assert paceline.plan(_job(), "4xH100").to_dict()["failures"] is None
+    for wrong in ({"mtbf_hours": 0.0}, {"mtbf_hours": 1.0, "checkpoint_bytes_per_s": -1.0}, {"price_per_hour": 0.0}):
+        with pytest.raises(UsageError, match="must be a number above 0"):
+            paceline.plan(_job(), "4xH100", **wrong)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paceline.plans import Plan
     from paceline.verbs.inference import evaluate, predict
     from paceline.verbs.planning import plan
+    from paceline.verbs.scaling import scale
     from paceline.verbs.train import train
     from paceline.verbs.verify import verify
 
@@ -28,12 +29,14 @@ _HOMES = {
     "load": "paceline.jobfile",
     "plan": "paceline.verbs.planning",
     "predict": "paceline.verbs.inference",
+    "scale": "paceline.verbs.scaling",
     "train": "paceline.verbs.train",
     "verify": "paceline.verbs.verify",
 }
 
 __all__ = [
-    "Cluster", "Device", "Job", "PacelineError", "Plan", "evaluate", "load", "plan", "predict", "train", "verify",
+    "Cluster", "Device", "Job", "PacelineError", "Plan", "evaluate", "load", "plan", "predict", "scale", "train",
+    "verify",
 ]
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from paceline.cluster import Cluster
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.launch.environment import Environment
 from paceline.planner.estimate import Estimate
-from paceline.planner.rank import reason
+from paceline.planner.question import Question
+from paceline.planner.rank import Candidate, reason
 from paceline.planner.resolve import default_plan
 from paceline.plans import Plan
-from paceline.profile import profile_job
 from paceline.profile.profile import Profile
-from paceline.verbs.planning import Answer, answer
+from paceline.verbs.planning import nothing_fits
+from paceline.verbs.rehearsal import rehearse, rehearse_best
 
 AUTO = "auto"
 PART = 0.1  # of a run's predicted length that finding its plan may take
@@ -59,25 +60,28 @@ def choose(job: Job, asked: str | Plan | None, *, devices: str | None, procs: in
     if len(where.devices) == 1:
         return Chosen(Plan())
     try:
-        profile = profile_job(job)
+        question = Question.of(job)
     except Exception as error:  # the model may do anything when it is profiled
         return Chosen(default_plan(job, len(where.devices)), f"it can't be priced: {error}".partition("\n")[0])
-    return _found(job, where, profile, may_be_fewer=devices is None and procs is None)
+    return _found(replace(question, may_be_fewer=devices is None and procs is None), where)
 
 
-def _found(job: Job, where: Cluster, profile: Profile, *, may_be_fewer: bool) -> Chosen:
+def _found(question: Question, where: Cluster) -> Chosen:
     """First by prediction alone, among plans that leave the model whole; then, where the run is long enough, by trying
     the best of all."""
-    def ask(rehearse_s: float, *, may_split: bool) -> Answer:
-        return answer(job, where, profile, name="these devices", may_be_fewer=may_be_fewer, may_split=may_split,
-                      rehearse_s=rehearse_s, worth=WORTH)
+    found = replace(question, may_split=False).search(where)
+    budget_s = _budget_s(question.job, found.chosen)
+    if found.chosen is None or budget_s >= CUTTING_S:
+        found = question.search(where)
+    if budget_s >= LEAST_S:
+        found = rehearse_best(found, partial(rehearse, question.job, where), budget_s=budget_s, worth=WORTH)
+    if found.chosen is None:
+        raise nothing_fits(found, "these devices")
+    return Chosen(found.chosen.plan, reason(found.chosen, found.chosen), found.chosen.estimate, question.profile)
 
-    quick = ask(0.0, may_split=False)
-    steps = job.total_steps or math.inf
-    run_s = steps * (quick.found.chosen.estimate.step_s if quick.found.chosen else math.inf)
-    budget_s = min(MOST_S, PART * run_s)
-    found = ask(budget_s if budget_s >= LEAST_S else 0.0, may_split=budget_s >= CUTTING_S or quick.chosen is None)
-    chosen = found.found.chosen
-    if chosen is None:
-        raise found.nothing_fits()
-    return Chosen(chosen.plan, reason(chosen, chosen), chosen.estimate, profile)
+
+def _budget_s(job: Job, best: Candidate | None) -> float:
+    """Of rehearsals."""
+    if best is None or job.total_steps is None:
+        return MOST_S
+    return min(MOST_S, PART * job.total_steps * best.estimate.step_s)

@@ -32,13 +32,13 @@ def rehearse_best(found: Found, run: Callable[[Plan, float], Rehearsal], *, budg
     worth: plans that look as if they took more than so many times the best one's step are not tried.
     """
     corrections, began_s = Corrections(), time.monotonic()
-    predicted = {one.plan: one.estimate for one in (*found.ranked, *found.too_large)}
+    predicted = {one.plan: one for one in (*found.ranked, *found.too_large)}
     while time.monotonic() - began_s < budget_s:
         one = _next(found, corrections, worth)
         if one is None:
             break
         try:
-            corrections.add(one.plan, predicted[one.plan], run(one.plan, one.estimate.step_s))
+            corrections.add(one.plan, predicted[one.plan].estimate, run(one.plan, one.estimate.step_s))
         except PacelineError as error:
             found.refused[str(one.plan)] = f"it failed when it was tried: {str(error).partition(chr(10))[0]}"
             predicted.pop(one.plan)
@@ -56,10 +56,9 @@ def _next(found: Found, corrections: Corrections, worth: float) -> Candidate | N
                  and not corrections.knows_kind_of(one.plan)), None)
 
 
-def _corrected(found: Found, predicted: dict[Plan, Any], corrections: Corrections) -> Found:
-    everything = [Candidate(plan, corrections.apply(plan, estimate)) for plan, estimate in predicted.items()]
-    ranked = sorted((one for one in everything if one.estimate.fits), key=lambda one: (one.estimate.step_s,
-                                                                                        str(one.plan)))
+def _corrected(found: Found, predicted: dict[Plan, Candidate], corrections: Corrections) -> Found:
+    everything = [replace(one, estimate=corrections.apply(plan, one.estimate)) for plan, one in predicted.items()]
+    ranked = sorted((one for one in everything if one.estimate.fits), key=lambda one: (one.step_cost, str(one.plan)))
     return replace(found, ranked=ranked, too_large=[one for one in everything if not one.estimate.fits])
 
 

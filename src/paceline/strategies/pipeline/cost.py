@@ -6,6 +6,7 @@ no time, and stages that are alike share one profile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -14,8 +15,12 @@ from paceline.errors import PlanError
 from paceline.plans import Plan, ScheduleName
 from paceline.profile.profile import Affine, Parameter, Product, Profile, Segment, Work
 from paceline.software import Software
+from paceline.strategies.pipeline.cut import balance
 from paceline.strategies.pipeline.schedule import Action, schedule, stages_of
 from paceline.strategies.stages.cost import Message, RankCost, StageCost
+
+# Of what a layer moves, in what it computes meanwhile: an accelerator's products take 100 to 300 FLOPs a byte.
+FLOPS_PER_BYTE = 200
 
 
 def deal(num_layers: int, num_stages: int) -> list[int]:
@@ -84,7 +89,7 @@ Run = tuple[tuple[int, int], ...]  # (segment, how many of its repetitions)
 def _cut(profile: Profile, num_stages: int) -> list[Run]:
     """The segments of each stage. Those of the root stay with the layers next to them."""
     counts = [s.repeat if s.unit else 0 for s in profile.segments]
-    dealt = deal(sum(counts), num_stages)
+    dealt = _dealt([s for s in profile.segments if s.unit], num_stages)
     found: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
     stage, room = 0, dealt[0]
     for number, segment in enumerate(profile.segments):
@@ -101,6 +106,18 @@ def _cut(profile: Profile, num_stages: int) -> list[Run]:
             found[stage].append((number, taken))
             left, room = left - taken, room - taken
     return [tuple(run) for run in found]
+
+
+def _dealt(layers: Sequence[Segment], num_stages: int) -> list[int]:
+    """Layers of each stage: evenly where all are alike, else so that the longest stage is the shortest possible."""
+    if len(layers) == 1:
+        return deal(layers[0].repeat, num_stages)
+    flops = [s.forward.flops.at(1.0) + s.forward.function_bytes.at(1.0) * FLOPS_PER_BYTE
+             for s in layers for _ in range(s.repeat)]
+    nothing, endless = [0.0] * len(flops), [math.inf] * num_stages
+    firsts = balance(flops, nothing, nothing, speeds=[1.0] * num_stages, memory_bytes=endless,
+                     in_flight=[1] * num_stages)
+    return [end - first for first, end in zip(firsts, [*firsts[1:], len(flops)], strict=True)]
 
 
 def _homes(profile: Profile, runs: Sequence[Run], num_ranks: int) -> dict[str, set[int]]:
@@ -138,9 +155,11 @@ def _part(profile: Profile, key: tuple[Run, ...], *, halves: int) -> tuple[Profi
         spans.append(range(begin, len(segments)))
     held = sum(p.gradient_bytes * p.count for p in parameters.values())
     whole = sum(p.gradient_bytes * p.count for p in profile.parameters)
-    update = _scaled(profile.update, held / whole if whole else 0.0)
+    part = held / whole if whole else 0.0
+    update = _scaled(profile.update, part)
     return replace(profile, parameters=tuple(parameters.values()), segments=tuple(segments), batch_bytes=Affine(),
-                   update=replace(update, operators=profile.update.operators)), spans
+                   update=replace(update, operators=profile.update.operators),
+                   update_peak_bytes=round(part * profile.update_peak_bytes)), spans
 
 
 def _scaled(work: Work, part: float) -> Work:
