@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.verbs.auto import Chosen
 
 FEW_STEPS = 10  # a run of fewer is mostly its start
-INPUT_PART = 0.1  # of a step that reading data may take unmentioned
+EXPLAINS = 0.5  # of what is missing, that a cause must be
 BUSY = 0.7  # runnable processes above a run's ranks from which others are in the way
 MEMORY_SPREAD, SMALL_BYTES = 0.15, 20 * 2**20  # by which a peak may be off, as a part and at the least
 
@@ -155,18 +155,19 @@ def miss(figures: Mapping[str, Any], *, load: float) -> str:
     if low_s is None or low_s <= took_s <= high_s:
         return _memory_miss(figures)
     return (f"a step took {1e3 * took_s:.3g} ms and {1e3 * low_s:.3g} to {1e3 * high_s:.3g} ms were predicted: "
-            f"{_cause(figures, load=load, is_slower=took_s > high_s)}")
+            f"{_cause(figures, load=load, late_s=took_s - high_s)}")
 
 
-def _cause(figures: Mapping[str, Any], *, load: float, is_slower: bool) -> str:
-    input_part = figures.get("input_s", 0.0) / figures["step_s"]
+def _cause(figures: Mapping[str, Any], *, load: float, late_s: float) -> str:
+    """late_s: by how much a step is longer than was predicted at most; negative if it is shorter."""
+    input_s, is_slower = figures.get("input_s", 0.0), late_s > 0
     if figures["steps"] <= FEW_STEPS:
         return f"{figures['steps']} steps are mostly a run's start"
-    if is_slower and input_part > INPUT_PART:
-        return f"reading data takes {100 * input_part:.0f} % of it, which --loader-workers may hide"
+    if is_slower and input_s > EXPLAINS * late_s:
+        return f"reading data takes {1e3 * input_s:.3g} ms of it, which --loader-workers may hide"
     if is_slower and load > figures["world_size"] + BUSY:
         return f"other processes used the cores (a load of {load:.1f} with {figures['world_size']} ranks)"
-    if is_slower and figures.get("save_blocked_s", 0.0) > INPUT_PART * figures["wall_s"]:
+    if is_slower and figures.get("save_blocked_s", 0.0) > EXPLAINS * late_s * figures["steps"]:
         return "checkpoints were written meanwhile"
     return ("its operators are slower here than their rates say; paceline plan FILE tries plans and corrects them"
             if is_slower else "the machine was busier, or colder, when its rates were taken")
