@@ -136,7 +136,8 @@ def plan_(
     """Rank the plans that a job allows by predicted speed or cost, and say why each other kind loses."""
     if scale is not None:
         _scale(file, settings, cluster, scale, relaxed=relaxed, plot=plot, as_json=as_json,
-               others={"--price": price, "--mtbf-hours": mtbf_hours, "--checkpoint-rate": checkpoint_rate, "--rehearse": rehearse})
+               others={"--price": price, "--mtbf-hours": mtbf_hours, "--checkpoint-rate": checkpoint_rate,
+                       "--rehearse": rehearse})
         return
     with _reported():
         if plot is not None:
