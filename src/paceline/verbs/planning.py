@@ -79,8 +79,9 @@ class Answer:
         cost = {"cost_per_million_samples": self.million_samples_cost(one)} if self.is_priced else {}
         return {"plan": str(one.plan), "fits": found.fits, "step_s": found.step_s, "step_s_low": found.low_s,
                 "step_s_high": found.high_s, "samples_per_s": self.batch / found.step_s, **cost,
-                "memory_bytes": found.peak_memory_bytes, "breakdown": dict(found.breakdown),
-                "relaxed": one.plan.relaxed is not None, "reason": reason(one, chosen or one)}
+                "memory_bytes": found.peak_memory_bytes, "missing_bytes": max(0, one.missing_bytes),
+                "breakdown": dict(found.breakdown), "relaxed": one.plan.relaxed is not None,
+                "reason": reason(one, chosen or one)}
 
     def describe(self) -> str:
         """For people: at most 100 columns."""
