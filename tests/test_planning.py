@@ -50,7 +50,7 @@ def _job(model: Any = Net, **changes: Any) -> paceline.Job:
 
 def test_the_answer_is_a_document_and_a_table():
     """Its keys are the contract's; the chosen plan comes first, lines fit 100 columns, and every plan can be read."""
-    answer = paceline.plan(_job(), "2xcpu")
+    answer = paceline.plan(_job(), "2xcpu", rehearse_s=0)
     document = json.loads(json.dumps(answer.to_dict()))
     assert {"cluster", "chosen", "plans"} <= document.keys() and document["cluster"] == "2xcpu"
     assert document["chosen"] == str(answer.chosen) and answer.chosen is not None
@@ -101,7 +101,7 @@ def test_servers_are_no_rivals_of_replicas_in_a_node():
 
 def test_a_batch_smaller_than_the_devices():
     """Plans have no more replicas than samples."""
-    answer = paceline.plan(_job(batch=2), "2xcpu")
+    answer = paceline.plan(_job(batch=2), "2xcpu", rehearse_s=0)
     assert all(Plan.parse(row["plan"]).replicas <= 2 for row in answer.to_dict()["plans"])
     with pytest.raises(PlanError, match="no plan could be priced"):
         paceline.plan(_job(Moody, batch=2), "4xH100")
@@ -128,14 +128,13 @@ def test_nothing_fits_on_devices_that_are_not_here(tmp_path: Path):
     assert answer.describe().startswith("nothing fits on ") and "MiB too much for a H100" in answer.describe()
 
 
-@pytest.mark.parametrize("cluster", ["2xcpu", "8xH100"])
-def test_what_can_be_neither_traced_nor_run_is_rough(cluster: str):
-    """The fallback is by parameters alone, and the answer says which figures are rough."""
+def test_what_can_be_neither_traced_nor_run_is_rough():
+    """On devices that are not here: the fallback is by parameters alone, and the answer says what is rough."""
     class Broken(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise ValueError("not today")
 
-    answer = paceline.plan(_job(Broken), cluster)
+    answer = paceline.plan(_job(Broken), "8xH100")
     assert answer.chosen is not None
     assert any("priced by its parameters alone: activations are left out" in note for note in answer.notes)
     assert "rough: " in answer.describe() and max(map(len, answer.describe().splitlines())) <= 100
@@ -152,7 +151,7 @@ def test_a_model_that_can_not_be_built():
 
 def test_a_model_that_can_not_be_cut_is_said_to():
     """Its other plans are ranked."""
-    answer = paceline.plan(_job(Moody), "2xcpu")
+    answer = paceline.plan(_job(Moody), "2xcpu", rehearse_s=0)
     assert answer.chosen is not None and answer.notes
     assert not any("pipeline" in row["plan"] for row in answer.to_dict()["plans"])
 
@@ -198,3 +197,12 @@ def test_failures_are_reckoned_with():
     for wrong in ({"mtbf_hours": 0.0}, {"mtbf_hours": 1.0, "checkpoint_bytes_per_s": -1.0}, {"price_per_hour": 0.0}):
         with pytest.raises(UsageError, match="must be a number above 0"):
             paceline.plan(_job(), "4xH100", **wrong)
+
+
+def test_plans_that_are_here_are_tried():
+    """The chosen plan's figures were measured, and the document says which."""
+    answer = paceline.plan(_job(), "2xcpu", rehearse_s=5.0)
+    rows = {row["plan"]: row for row in answer.to_dict()["plans"]}
+
+    assert rows[str(answer.chosen)]["measured"]
+    assert not all(row["measured"] for row in rows.values())

@@ -129,19 +129,23 @@ def plan_(
         metavar="BYTES_PER_S", help="At which a device writes a checkpoint; 120 MB/s by default.")] = None,
     scale: Annotated[str | None, typer.Option(metavar="FIRST..LAST", help="The best plan on 1..4096 devices.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw --scale to a .png or .svg.")] = None,
+    rehearse: Annotated[float | None, typer.Option(
+        metavar="SECONDS", min=0, help="To try plans for on this machine, 20 by default; 0 predicts alone.")] = None,
     as_json: Json = False,
 ) -> None:
     """Rank the plans that a job allows by predicted speed or cost, and say why each other kind loses."""
     if scale is not None:
         _scale(file, settings, cluster, scale, relaxed=relaxed, plot=plot, as_json=as_json,
-               others={"--price": price, "--mtbf-hours": mtbf_hours, "--checkpoint-rate": checkpoint_rate})
+               others={"--price": price, "--mtbf-hours": mtbf_hours, "--checkpoint-rate": checkpoint_rate,
+                       "--rehearse": rehearse})
         return
     with _reported():
         if plot is not None:
             raise UsageError("--plot draws what --scale finds", hint="add --scale 1..4096")
         if checkpoint_rate is not None and mtbf_hours is None:
             raise UsageError("--checkpoint-rate is about failures", hint="add --mtbf-hours")
-        given = {} if checkpoint_rate is None else {"checkpoint_bytes_per_s": checkpoint_rate}
+        stated = {"checkpoint_bytes_per_s": checkpoint_rate, "rehearse_s": rehearse}
+        given = {name: value for name, value in stated.items() if value is not None}
         answer = paceline.plan(JobFile.parse(file, _parse_settings(settings)), cluster, relaxed=relaxed,
                                price_per_hour=price, mtbf_hours=mtbf_hours, **given)
     typer.echo(_json(answer.to_dict()) if as_json else answer.describe())

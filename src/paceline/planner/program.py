@@ -36,6 +36,7 @@ from paceline.strategies.tensor.cost import ROOM as TENSOR
 MICROBATCH_S = 0.6e-3
 # Innermost first, as on the running side (`strategies/compose.py`).
 ROOMS: tuple[Room, ...] = (RECOMPUTE, TENSOR, SHARD, DATA, LOCAL, SERVER)
+ADDED = 3  # bytes moved a byte of gradient that is added to another: both are read, one is written
 Item = Event | tuple[MomentName, Moment]
 
 
@@ -170,6 +171,8 @@ def _one_device(step: Step) -> Hooks:
         peak = segment.backward_peak_bytes.at(samples)
         yield Allocate("activations", peak)
         yield compute(segment.backward, samples)
+        if not stay and step.device_kind == "cpu":  # on accelerators the products add to it themselves
+            yield Compute(moved_bytes=ADDED * sum(made), operators=len(made))
         yield free("activations", peak + segment.kept_bytes.at(samples))
         yield free("gradients", passing)
 

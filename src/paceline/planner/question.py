@@ -8,7 +8,7 @@ from functools import partial
 
 from paceline.cluster import Cluster, Link, Network, Nodes
 from paceline.job import Job
-from paceline.planner.estimate import Estimate, NotPriced, estimate, least_missing_bytes, splits_model
+from paceline.planner.estimate import Estimate, NotPriced, estimate, least_missing_bytes
 from paceline.planner.pieces import Pieces
 from paceline.planner.rank import Candidate, Change, Found, Rent, flips, search
 from paceline.planner.space import Limits, Shape
@@ -27,12 +27,16 @@ class Question:
 
     price_per_hour: of a device, by which plans are ranked; None ranks them by time, unless all devices of a cluster
         state theirs.
+    may_be_fewer: whether plans may leave out devices that are here. may_split: whether the model may be cut; finding
+        out how takes seconds.
     """
 
     job: Job
     profile: Profile
     pieces: Pieces
     price_per_hour: float | None = None
+    may_be_fewer: bool = True
+    may_split: bool = True
 
     @classmethod
     def of(cls, job: Job, price_per_hour: float | None = None) -> Question:
@@ -47,7 +51,7 @@ class Question:
         job = self.job
         batch = min(job.batch, job.num_samples or job.batch)
         num_devices = len(cluster.devices)
-        if num_devices == 1 or not self.pieces.count():
+        if num_devices == 1 or not self.may_split or not self.pieces.count():
             return Limits(batch)
         return Limits(batch, layers=self.pieces.count(), tensor=MOST_TENSOR, parts=num_devices)
 
@@ -55,7 +59,8 @@ class Question:
         """Devices may be left out on this machine, and where they cost something."""
         num_devices = len(cluster.devices)
         per_node = min(len(kind.devices) for kind in cluster.nodes) if cluster.nodes else num_devices
-        return Shape(num_devices, per_node, may_be_fewer=not cluster.nodes or self.is_priced(cluster))
+        may_be_fewer = self.is_priced(cluster) if cluster.nodes else self.may_be_fewer
+        return Shape(num_devices, per_node, may_be_fewer=may_be_fewer)
 
     def is_priced(self, cluster: Cluster) -> bool:
         return self.price_per_hour is not None or cluster.price_per_hour(len(cluster.devices)) is not None
@@ -78,7 +83,7 @@ class Question:
         """
         if cluster.nodes and plan.axes.parts > 1:
             raise NotPriced(f"plan '{plan}' places modules, which is priced on devices that are here alone")
-        profile = self.pieces.layers() if cluster.nodes and splits_model(plan) else self.profile
+        profile = self.pieces.layers() if cluster.nodes and plan.splits_model else self.profile
         used = cluster if cluster.nodes or plan.world_size >= len(cluster.devices) else replace(
             cluster, devices=cluster.devices[:plan.world_size])
         return estimate(profile, plan, used, batch=self.job.batch, precision=self.job.precision, split=self.pieces,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from paceline.cluster import Cluster
@@ -16,7 +17,10 @@ from paceline.planner.question import Question
 from paceline.planner.rank import Candidate, Found, reason
 from paceline.plans import Plan
 from paceline.simulate.failures import CHECKPOINT_BYTES_PER_S
+from paceline.verbs.rehearsal import rehearse, rehearse_best
 
+REHEARSE_S = 20.0
+NEAREST = 3  # plans that are named where none fits
 OTHER_PRECISION: Mapping[Precision, Precision] = {"float32": "bf16", "bf16": "float32"}
 MILLION = 1_000_000
 
@@ -79,9 +83,9 @@ class Answer:
         cost = {"cost_per_million_samples": self.million_samples_cost(one)} if self.is_priced else {}
         return {"plan": str(one.plan), "fits": found.fits, "step_s": found.step_s, "step_s_low": found.low_s,
                 "step_s_high": found.high_s, "samples_per_s": self.batch / found.step_s, **cost,
-                "memory_bytes": found.peak_memory_bytes, "missing_bytes": max(0, one.missing_bytes),
-                "breakdown": dict(found.breakdown), "relaxed": one.plan.relaxed is not None,
-                "reason": reason(one, chosen or one)}
+                "measured": found.is_measured, "memory_bytes": found.peak_memory_bytes,
+                "missing_bytes": max(0, one.missing_bytes), "breakdown": dict(found.breakdown),
+                "relaxed": one.plan.relaxed is not None, "reason": reason(one, chosen or one)}
 
     def describe(self) -> str:
         """For people: at most 100 columns."""
@@ -92,7 +96,7 @@ class Answer:
 
 def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool = False,
          price_per_hour: float | None = None, mtbf_hours: float | None = None,
-         checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S) -> Answer:
+         checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S, rehearse_s: float = REHEARSE_S) -> Answer:
     """Rank the plans that a job allows on a cluster by predicted speed, or by cost.
 
     Args:
@@ -102,6 +106,8 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
         price_per_hour: Of a device. Plans are ranked by what a sample costs, and may leave devices out.
         mtbf_hours: Mean time between failures of a device, for the best interval between checkpoints.
         checkpoint_bytes_per_s: That a device writes of a checkpoint.
+        rehearse_s: Seconds after which no further plan is tried on devices that are here. A few steps of the most
+            promising plans, and of one of each kind, correct what is predicted; 0 predicts alone.
 
     Raises:
         JobError: the job makes no sense. ClusterError: the cluster can't be read. UsageError: a figure is not above 0.
@@ -116,6 +122,8 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
     if not found.ranked and not found.too_large:
         why = "; ".join(f"{kind}: {text}" for kind, text in found.refused.items())
         raise PlanError(f"no plan could be priced: {why}")
+    if not where.nodes:
+        found = rehearse_best(found, partial(rehearse, loaded, where), budget_s=rehearse_s)
     chosen = found.chosen
     notes = list(dict.fromkeys((*question.profile.notes,
                                 *(note for one in found.ranked for note in one.estimate.notes))))
@@ -123,17 +131,29 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
         notes.append(f"plans that split the model are left out: {question.pieces.problem}")
     return Answer(cluster if isinstance(cluster, str) else f"{len(where.devices)} devices", loaded.batch, found,
                   tuple(question.flips(found, where)), tuple(notes), question.is_priced(where),
-                  _advice(loaded, chosen, where),
+                  _advice(question, chosen, where),
                   None if mtbf_hours is None or chosen is None else outlook(
                       question.profile, chosen, mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s))
 
 
-def _advice(job: Job, chosen: Candidate | None, cluster: Cluster) -> Advice | None:
-    """Of the chosen plan; the job is traced again, for its tensors have other sizes."""
-    precision = OTHER_PRECISION.get(job.precision)
+def nothing_fits(found: Found, cluster: str) -> PlanError:
+    """Why no plan was chosen: the gap in bytes, and the nearest plans."""
+    nearest = sorted(found.too_large, key=lambda one: one.missing_bytes)[:NEAREST]
+    return PlanError(f"nothing fits on {cluster}: '{nearest[0].plan}' is nearest and is "
+                     f"{nearest[0].missing_bytes:,} bytes over",
+                     hint="\n".join(f"'{one.plan}': {reason(one, one)}" for one in nearest))
+
+
+def _advice(question: Question, chosen: Candidate | None, cluster: Cluster) -> Advice | None:
+    """Of the chosen plan; the job is traced again, for its tensors have other sizes. What was found to be slower than
+    predicted is taken to be as much slower in the other precision."""
+    precision = OTHER_PRECISION.get(question.job.precision)
     if chosen is None or precision is None:
         return None
     try:
-        return Advice(precision, Question.of(replace(job, precision=precision)).price(chosen.plan, cluster))
+        other = Question.of(replace(question.job, precision=precision)).price(chosen.plan, cluster)
+        off = chosen.estimate.step_s / question.price(chosen.plan, cluster).step_s
     except (PlanError, NotPriced) as error:
         return Advice(precision, str(error).partition("\n")[0])
+    return Advice(precision, replace(other, step_s=off * other.step_s, low_s=off * other.low_s,
+                                     high_s=off * other.high_s))
