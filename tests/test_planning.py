@@ -116,6 +116,39 @@ def test_nothing_fits():
     assert "nothing fits on 2 devices; nearest is '" in answer.describe() and "MiB too much" in answer.describe()
 
 
+def test_nothing_fits_on_devices_that_are_not_here(tmp_path: Path):
+    """The gap is in the document, to the byte, for the nearest plan of each kind."""
+    file = tmp_path / "small.toml"
+    file.write_text('[[nodes]]\ndevices = ["4xH100"]\nmemory = "900MB"\n')
+    answer = paceline.plan(_job(), str(file))
+    rows = answer.to_dict()["plans"]
+    assert answer.chosen is None and len(rows) > 3 and not any(row["fits"] for row in rows)
+    assert [row["missing_bytes"] for row in rows] == sorted(row["missing_bytes"] for row in rows)
+    assert rows[0]["missing_bytes"] > 100e6  # what the device needs to run anything
+    assert answer.describe().startswith("nothing fits on ") and "MiB too much for a H100" in answer.describe()
+
+
+def test_what_can_be_neither_traced_nor_run_is_rough():
+    """On devices that are not here: the fallback is by parameters alone, and the answer says what is rough."""
+    class Broken(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("not today")
+
+    answer = paceline.plan(_job(Broken), "8xH100")
+    assert answer.chosen is not None
+    assert any("priced by its parameters alone: activations are left out" in note for note in answer.notes)
+    assert "rough: " in answer.describe() and max(map(len, answer.describe().splitlines())) <= 100
+
+
+def test_a_model_that_can_not_be_built():
+    """Its own error is the user's."""
+    def build() -> nn.Module:
+        raise ValueError("no such width")
+
+    with pytest.raises(ValueError, match="no such width"):
+        paceline.plan(_job(build), "8xH100")
+
+
 def test_a_model_that_can_not_be_cut_is_said_to():
     """Its other plans are ranked."""
     answer = paceline.plan(_job(Moody), "2xcpu", rehearse_s=0)

@@ -15,6 +15,8 @@ from paceline.errors import PlanError
 from paceline.models import DecoderSize, decoder_profile
 from paceline.models.sizes import Formats
 from paceline.planner.estimate import Estimate, estimate
+from paceline.planner.rank import search
+from paceline.planner.space import Limits, Shape
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, TensorCut, Work
 from paceline.software import PACELINE, Software
@@ -111,6 +113,31 @@ def test_servers_are_what_the_cluster_lab_measured(text: str, efficiency: float)
     found = estimate(LAB, Plan.parse(text), hosts, batch=8, precision="bf16", software=PLAIN)
 
     assert found.step_s == pytest.approx(1 / efficiency, rel=0.10)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "exact", "relaxed"), [
+    (1e9, {"data=8"}, "data=8"), (1e8, {"data=8"}, "data=8 compress=topk"),
+    (47.6e6, {"data=4 shard=2 zero=1", "server=8 workers=8 colocate=yes"}, "data=8 compress=topk"),
+    (2e7, {"server=8 workers=8 colocate=yes"}, "data=8 compress=topk"),
+    (1e6, {"server=8 workers=8 colocate=yes"}, "data=8 local=100")])
+def test_who_wins_as_links_get_slower(bytes_per_s: float, exact: set[str], relaxed: str):
+    """All-reduce, then servers in every worker; local steps are the first of the relaxed plans, and win where one may
+    be chosen and those that compress wait for messages too."""
+    hosts = cluster(8, inside=bytes_per_s, across=bytes_per_s, each=1)
+
+    def price(plan: Plan) -> Estimate:
+        return estimate(LAB, plan, hosts, batch=8, precision="bf16", software=PLAIN)
+
+    found = search(price, Limits(8), Shape(8, 1))
+    assert found.chosen is not None
+    assert {str(found.chosen.plan), *(str(one.plan) for one in found.tied)} >= exact and str(
+        found.chosen.plan) in exact
+    first = next(one.plan for one in found.ranked if one.plan.relaxed is not None)
+    assert first.outer_steps is not None
+
+    asked = search(price, Limits(8), Shape(8, 1), may_relax=True).chosen
+    assert asked is not None and str(asked.plan).startswith(relaxed)
+    assert (asked.plan.relaxed is None) == (relaxed == "data=8")
 
 
 def test_a_server_reads_no_faster_than_its_process():

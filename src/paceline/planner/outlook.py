@@ -80,10 +80,10 @@ def outlook(profile: Profile, chosen: Candidate, *, mtbf_hours: float,
 
 def _hours(seconds: float) -> str:
     """
-    >>> _hours(90), _hours(600), _hours(7200), _hours(864000)
-    ('90 s', '10 min', '2 h', '10 days')
+    >>> _hours(90), _hours(600), _hours(7200), _hours(864000), _hours(1e9)
+    ('90 s', '10 min', '2 h', '10 days', '11,574 days')
     """
     for unit, name, least in ((86400.0, "days", 172800.0), (HOUR_S, "h", 5400.0), (60.0, "min", 120.0)):
         if seconds >= least:
-            return f"{seconds / unit:.3g} {name}"
+            return f"{seconds / unit:,.0f} {name}" if seconds >= 100 * unit else f"{seconds / unit:.3g} {name}"
     return f"{seconds:.3g} s"

@@ -84,7 +84,7 @@ class Answer:
         return {"plan": str(one.plan), "fits": found.fits, "step_s": found.step_s, "step_s_low": found.low_s,
                 "step_s_high": found.high_s, "samples_per_s": self.batch / found.step_s, **cost,
                 "measured": found.is_measured, "memory_bytes": found.peak_memory_bytes,
-                "breakdown": dict(found.breakdown),
+                "missing_bytes": max(0, one.missing_bytes), "breakdown": dict(found.breakdown),
                 "relaxed": one.plan.relaxed is not None, "reason": reason(one, chosen or one)}
 
     def describe(self) -> str:
