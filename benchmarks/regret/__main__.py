@@ -22,7 +22,8 @@ from pathlib import Path
 from benchmarks.regret.jobs import JOBS
 from benchmarks.turns import warn_if_busy
 from paceline import Cluster, Job
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, Preempted
+from paceline.launch.failure import RankFailed
 from paceline.launch.local import run_local
 from paceline.planner.estimate import devices_of
 from paceline.planner.rank import Candidate
@@ -32,7 +33,7 @@ from paceline.runtime.loop import Settings
 from paceline.strategies.compose import load
 from paceline.verbs.planning import Answer, plan
 
-MOST_PLANS = 30  # of a job
+MOST_PLANS = 20  # of a job
 REHEARSE_S = 240.0  # enough for a plan of each kind
 WARM_UP_STEPS = 10  # that a run leaves out of its speed
 
@@ -143,6 +144,8 @@ def _run(one: Measured, job: Job, seconds: float) -> None:
             summary = run_local(lambda rank: train_rank(rank, short, asked.plan, settings), asked.cluster.devices,
                                 run_dir=Path(run), crew=crew(asked.plan))[0]
     except PacelineError as error:
+        if isinstance(error, RankFailed) and error.failure.kind == Preempted.__name__:
+            raise  # the benchmark itself was asked to stop
         one.failed = str(error).partition("\n")[0]
         print(f"{one.plan}: {one.failed}", file=sys.stderr)
         return

@@ -82,7 +82,7 @@ def _decoder(size: DecoderSize, batch: int) -> Callable[[], pl.Job]:
 JOBS: dict[str, tuple[int, Callable[[], pl.Job]]] = {
     "GPT, 128 wide": (2, _decoder(DecoderSize(4, 128, 4, 512, 256, sequence=128), 16)),
     "GPT, 512 wide": (2, _decoder(DecoderSize(2, 512, 8, 2048, 256, sequence=64), 8)),
-    "Llama, 256 wide": (4, _decoder(DecoderSize(4, 256, 8, 688, 1024, sequence=64, kv_heads=4, form="llama"), 16)),
+    "Llama, 256 wide": (2, _decoder(DecoderSize(4, 256, 8, 688, 1024, sequence=64, kv_heads=4, form="llama"), 16)),
     "ConvNet on 32x32": (4, lambda: pl.Job(
         model=lambda: ConvNet(ConvNetSize(depths=(1, 1, 1, 1), width=16, classes=10, side=32)),
         data=numbers(3, 32, 32), loss=F.cross_entropy, optimizer=momentum, batch=16, steps=STEPS)),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -83,9 +84,25 @@ def rehearse(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Rehea
     settings = Settings(run_dir=None, shares=split_shares(plan, used), devices=devices_of(plan, used))
 
     def body(context: RankContext) -> Any:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), \
-                contextlib.redirect_stdout(nowhere):
+        with _silence():
             return train_rank(context, short, plan, settings)
 
     found = run_local(body, used.devices, timeout_s=TIMEOUT_S, crew=crew(plan))[0]
     return Rehearsal(found["median_step_s"], found["peak_memory_bytes"])
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing that this process says is heard, by whatever way it says it."""
+    kept = {number: os.dup(number) for number in (1, 2)}
+    with open(os.devnull, "w") as nowhere:
+        for number in kept:
+            os.dup2(nowhere.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, own in kept.items():
+            os.dup2(own, number)
+            os.close(own)
