@@ -206,3 +206,14 @@ def test_plans_that_are_here_are_tried():
 
     assert rows[str(answer.chosen)]["measured"]
     assert not all(row["measured"] for row in rows.values())
+
+
+def test_micro_batches_that_a_model_refuses_are_no_reason_to_stop():
+    """A batch norm of one value a channel can't be trained; plans with larger micro-batches are ranked."""
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4)))
+
+    answer = paceline.plan(_job(model), "2xcpu", rehearse_s=0)
+
+    assert "pipeline=2 microbatches=16" in " ".join(row["plan"] for row in answer.to_dict()["plans"])
+    assert "can't be cut for micro-batches of 1 samples" in answer.found.refused["pipeline"]

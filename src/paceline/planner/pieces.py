@@ -52,7 +52,14 @@ class Pieces:
         found = self._captured()
         if found is None:
             raise PlanError(f"the model can't be cut: {self._problem}")
-        return found.ranks(plan, devices, microbatch_samples=microbatch_samples)
+        try:
+            return found.ranks(plan, devices, microbatch_samples=microbatch_samples)
+        except PlanError:
+            raise
+        except Exception as error:  # as above: a norm may refuse a micro-batch of one sample
+            why = str(error).partition("\n")[0] or type(error).__name__
+            raise PlanError(f"the model can't be cut for micro-batches of {microbatch_samples} samples: "
+                            f"{why}") from error
 
     def count(self) -> int:
         """How many there are; 0 if the model can't be cut."""
