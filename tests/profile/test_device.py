@@ -6,6 +6,8 @@ import pytest
 
 from paceline.profile import device
 from paceline.profile.device import DeviceRates, measure_device
+from paceline.profile.profile import Product
+from paceline.simulate.program import Compute
 
 RATES = DeviceRates(4e9, 8e9, 2e9, 1e9, 5e-6)
 
@@ -74,3 +76,14 @@ def test_a_real_measurement_gives_positive_rates():
     assert rates.flops_per_s > 1e8
     assert rates.memory_bytes_per_s > 1e8
     assert 1e-7 < rates.operator_s < 1e-2
+
+
+def test_a_product_of_few_rows_waits_for_its_weights():
+    """2 x 1000 x 1000: 4 MFLOP take 1 ms, and 1,004,000 values of 4 bytes at 2 GB/s 2.008 ms; of 2,000 rows arithmetic
+    is the slower. Attention's products stay in caches."""
+    def seconds(product: Product) -> float:
+        return RATES.seconds(Compute(flops=product.flops, products=(product,)), "float32")[0]
+
+    assert seconds(Product(2, 1000, 1000)) == pytest.approx(2.008e-3)
+    assert seconds(Product(2000, 1000, 1000)) == pytest.approx(1.0)
+    assert seconds(Product(2, 1000, 1000, kind="attention")) == pytest.approx(1e-3)

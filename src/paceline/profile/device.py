@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
@@ -21,6 +21,7 @@ from paceline.job import Precision
 if TYPE_CHECKING:
     import torch
 
+    from paceline.profile.profile import Product
     from paceline.simulate.program import Compute
 
 # Sides of the matrix products: large enough for the rate of a layer, small enough to take milliseconds.
@@ -34,6 +35,7 @@ MEASURED_S = 0.04  # of each of the seven kernels that are timed
 # What a second thread brings of what a first one does; see docs/prediction.md.
 THREAD_EFFICIENCY = 0.9
 CACHE_VERSION = 2
+ITEM_BYTES: Mapping[Precision, int] = {"float32": 4, "bf16": 2, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,21 @@ class DeviceRates:
         return 0.0
 
     def seconds(self, event: Compute, precision: Precision) -> tuple[float, float]:
-        """Of some operators: each waits for the arithmetic, for memory or for its launch, one after another."""
-        return (event.flops / self.matrix_flops_per_s(precision) + event.moved_bytes / self.memory_bytes_per_s
+        """Of some operators: each waits for the arithmetic, for memory or for its launch, one after another. A product
+        of few rows waits for its weights."""
+        return (event.flops / self.matrix_flops_per_s(precision) + self._starved_s(event.products, precision)
+                + event.moved_bytes / self.memory_bytes_per_s
                 + event.function_bytes / self.function_bytes_per_s + event.operators * self.operator_s
                 + event.fixed_s), 0.0
+
+    def _starved_s(self, products: Sequence[Product], precision: Precision) -> float:
+        """By how much products take longer than their arithmetic: each of their matrices is read or written once.
+
+        Source: Williams, Waterman and Patterson 2009, Roofline.
+        """
+        rate, item_bytes = self.matrix_flops_per_s(precision), ITEM_BYTES[precision]
+        return sum(max(0.0, one.values * item_bytes / self.memory_bytes_per_s - one.flops / rate)
+                   for one in products if one.kind == "linear")
 
     def with_threads(self, num_threads: int) -> DeviceRates:
         """The rates of so many threads together, from those of one. Launching doesn't get faster."""

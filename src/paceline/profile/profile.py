@@ -56,6 +56,11 @@ class Product:
         """Of one sample; a multiplication and an addition are two."""
         return 2.0 * self.rows * self.columns * self.inner * self.count
 
+    @property
+    def values(self) -> float:
+        """In its three matrices."""
+        return self.count * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
+
     def backward(self) -> tuple[Product, Product]:
         """The products that give the gradients of its left and of its right side.
 
