@@ -17,7 +17,7 @@ from paceline.plans import Plan, Servers
 
 # Half the width of an 80 % interval around a step's time, as a natural logarithm: of a plan that was rehearsed, of
 # one whose kind was, and of others. Fitted on `benchmarks.regret`; see docs/prediction.md.
-SPREAD = {"itself": 0.06, "kind": 0.15, "nothing": RATES_SPREAD}
+SPREAD = {"itself": 0.06, "kind": 0.2, "nothing": RATES_SPREAD}
 COMMUNICATION = "communication"
 MEASURED = "unaccounted"  # of a ledger: what was measured above everything that is accounted for
 
