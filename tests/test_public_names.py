@@ -12,7 +12,7 @@ import pytest
 
 import paceline
 
-PUBLIC = ["Cluster", "Device", "Job", "PacelineError", "Plan", "evaluate", "load", "plan", "predict", "train",
+PUBLIC = ["Cluster", "Device", "Job", "PacelineError", "Plan", "choice", "evaluate", "load", "plan", "predict", "train",
           "verify"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.choices import choice
     from paceline.cluster import Cluster, Device
     from paceline.errors import PacelineError
     from paceline.job import Job
@@ -29,11 +30,13 @@ _HOMES = {
     "plan": "paceline.verbs.planning",
     "predict": "paceline.verbs.inference",
     "train": "paceline.verbs.train",
+    "choice": "paceline.choices",
     "verify": "paceline.verbs.verify",
 }
 
 __all__ = [
-    "Cluster", "Device", "Job", "PacelineError", "Plan", "evaluate", "load", "plan", "predict", "train", "verify",
+    "Cluster", "Device", "Job", "PacelineError", "Plan", "choice", "evaluate", "load", "plan", "predict", "train",
+    "verify",
 ]
 
 

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,7 @@ class Settings:
     devices: of each rank; where a model is cut depends on their memory and speed.
     trace_steps: how many steps to trace, after the first of this launch.
     observer: looks on without changing anything; `verify` compares through it.
+    on_evaluation: told of each evaluation on rank 0: the step, and "validation_loss" and every metric.
     """
 
     run_dir: Path | None
@@ -64,6 +65,7 @@ class Settings:
     devices: tuple[Device, ...] = ()
     trace_steps: int = 0
     observer: Observer | None = None
+    on_evaluation: Callable[[int, Mapping[str, float]], None] | None = None
 
 
 def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> Part:
@@ -333,6 +335,8 @@ def _evaluate(run: _Run) -> None:
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}
     run.record(validation_loss=run.evaluated["validation_loss"], metrics=figures)
     run.display.say(f"step {run.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in run.evaluated.items()))
+    if run.settings.on_evaluation is not None and run.context.rank == 0:
+        run.settings.on_evaluation(run.step, run.evaluated)
 
 
 def _stop(run: _Run) -> None:
