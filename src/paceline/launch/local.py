@@ -214,7 +214,7 @@ def _start(launch: _Launch, rank: int) -> _Rank:
 def _child(launch: _Launch, rank: int, send: Connection, parent_pid: int) -> None:
     import torch.distributed as dist
 
-    _die_with(parent_pid)
+    die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
@@ -237,7 +237,7 @@ def _child(launch: _Launch, rank: int, send: Connection, parent_pid: int) -> Non
     report("result", result)
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
     """Ask the kernel to end this process when its parent ends, however that happens."""
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):
