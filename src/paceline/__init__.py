@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from paceline.job import Job
     from paceline.jobfile import load
     from paceline.plans import Plan
+    from paceline.study.space import Log, Range
     from paceline.verbs.inference import evaluate, predict
     from paceline.verbs.planning import plan
     from paceline.verbs.train import train
@@ -23,20 +24,22 @@ _HOMES = {
     "Cluster": "paceline.cluster",
     "Device": "paceline.cluster",
     "Job": "paceline.job",
+    "Log": "paceline.study.space",
     "PacelineError": "paceline.errors",
     "Plan": "paceline.plans",
+    "Range": "paceline.study.space",
+    "choice": "paceline.choices",
     "evaluate": "paceline.verbs.inference",
     "load": "paceline.jobfile",
     "plan": "paceline.verbs.planning",
     "predict": "paceline.verbs.inference",
     "train": "paceline.verbs.train",
-    "choice": "paceline.choices",
     "verify": "paceline.verbs.verify",
 }
 
 __all__ = [
-    "Cluster", "Device", "Job", "PacelineError", "Plan", "choice", "evaluate", "load", "plan", "predict", "train",
-    "verify",
+    "Cluster", "Device", "Job", "Log", "PacelineError", "Plan", "Range", "choice", "evaluate", "load", "plan",
+    "predict", "train", "verify",
 ]
 
 

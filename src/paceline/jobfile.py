@@ -403,7 +403,7 @@ def _values(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[s
             problems.append(f"unknown hyperparameter '{name}', {nearest(name, named)}")
             continue
         try:
-            values[name] = _convert(given, kinds[name])
+            values[name] = convert(given, kinds[name])
         except (ValueError, OverflowError):
             problems.append(f"{name}={given} must be {_allowed(kinds[name])}")
     problems += [f"hyperparameter '{name}' has no default and is not set" for name, parameter in named.items()
@@ -440,7 +440,7 @@ def _kind_of_default(default: Any) -> Any:
     return next((kind for kind in (bool, int, float, str, tuple, list) if isinstance(default, kind)), Any)
 
 
-def _convert(value: Any, kind: Any) -> Any:
+def convert(value: Any, kind: Any) -> Any:
     """The value as `kind`; text is read, other values are checked.
 
     Raises:
@@ -448,7 +448,7 @@ def _convert(value: Any, kind: Any) -> Any:
     """
     origin, options = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _convert(value, options[0])
+        return convert(value, options[0])
     if origin is Literal:
         return _option(value, options)
     if origin in (Union, types.UnionType):
@@ -529,7 +529,7 @@ def _first_that_fits(value: Any, kinds: Sequence[Any]) -> Any:
 
     for kind in sorted(kinds, key=eagerness):
         with contextlib.suppress(ValueError, OverflowError):
-            return _convert(value, kind)
+            return convert(value, kind)
     raise ValueError(value)
 
 
@@ -540,13 +540,13 @@ def _sequence(value: Any, kind: type, elements: Sequence[Any]) -> Any:
     if not isinstance(value, tuple | list):
         raise ValueError(value)
     if kind is tuple and elements and elements[-1] is not Ellipsis:
-        return tuple(_convert(part, element) for part, element in zip(value, elements, strict=True))
+        return tuple(convert(part, element) for part, element in zip(value, elements, strict=True))
     element = elements[0] if elements else Any
-    return kind(_convert(part, element) for part in value)
+    return kind(convert(part, element) for part in value)
 
 
 def _allowed(kind: Any) -> str:
-    """What `_convert` takes, in words."""
+    """What `convert` takes, in words."""
     origin, options = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _allowed(options[0])
