@@ -94,10 +94,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         RankFailed: with the report of the rank whose failure the others followed from.
         PacelineError: CUDA is already in use in this process, which forks can't share.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
-                            hint="call train before anything touches the GPU, or use the paceline command")
+    refuse_used_cuda()
     end_openmp_threads()
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="paceline-") as meetings, _forwarded_signals(ranks) as interrupted:
@@ -155,6 +152,17 @@ def _forking(launch: _Launch, ranks: Sequence[_Rank], interrupted: Sequence[int]
         if interrupted:
             for rank in ranks:
                 rank.process.terminate()
+
+
+def refuse_used_cuda() -> None:
+    """
+    Raises:
+        PacelineError: CUDA is already in use in this process, which forks can't share.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
+                            hint="call train before anything touches the GPU, or use the paceline command")
 
 
 def end_openmp_threads() -> None:
