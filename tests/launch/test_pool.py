@@ -121,11 +121,13 @@ def test_a_failure_is_told_and_its_slots_get_fresh_processes(make_pool: Callable
     assert run(pool, [0, 1, 2], does="sum").value[1] == 6.0
 
 
-def test_a_process_that_died_between_tasks_is_replaced(make_pool: Callable[[int], Pool]):
+def test_a_process_that_died_between_tasks_is_replaced(make_pool: Callable[[int], Pool],
+                                                       wait_for: Callable[..., None]):
     """The next task there doesn't notice."""
     pool = make_pool(1)
     pid = run(pool, [0], does="sum").value[0]
     psutil.Process(pid).kill()
+    wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     end = run(pool, [0], does="sum")
     assert end.failure is None and end.value[0] != pid
 

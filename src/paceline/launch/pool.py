@@ -156,7 +156,7 @@ class Pool:
         return task.number
 
     def _fresh(self, slot: int) -> Member:
-        """A slot's process, another if it has ended: an idle one says nothing, so that there is only its end to read."""
+        """A slot's process, another if it has ended; an idle one says nothing, so there is only its end to read."""
         member = self._members[slot]
         if member is not None and member.connection.poll():
             self._replace(slot)
