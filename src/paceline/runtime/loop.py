@@ -52,6 +52,7 @@ class Settings:
 
     shares: weight of each replica in the global batch.
     devices: of each rank; where a model is cut depends on their memory and speed.
+    save_on_stop: whether a run that is asked to stop saves where it is.
     trace_steps: how many steps to trace, after the first of this launch.
     observer: looks on without changing anything; `verify` compares through it.
     on_evaluation: told of each evaluation on rank 0: the step, and "validation_loss" and every metric.
@@ -61,6 +62,7 @@ class Settings:
     shares: tuple[int, ...]
     save_every: int | None = None
     resume: bool = False
+    save_on_stop: bool = True
     loader_workers: int = 0
     devices: tuple[Device, ...] = ()
     trace_steps: int = 0
@@ -341,13 +343,14 @@ def _evaluate(run: _Run) -> None:
 
 def _stop(run: _Run) -> None:
     """Save where the run is and leave, because it was asked to."""
-    if run.settings.run_dir is not None:
+    saves = run.settings.run_dir is not None and run.settings.save_on_stop
+    if saves:
         _save(run, last=True)
     number = run.context.stop_signal
     why = signal.Signals(number).name if number else "a signal to another rank"
     raise Preempted(f"stopped by {why} after step {run.step}"
-                    + ("; a checkpoint is saved" if run.settings.run_dir else ""),
-                    hint="the same command with --resume goes on from here" if run.settings.run_dir else None)
+                    + ("; a checkpoint is saved" if saves else ""),
+                    hint="the same command with --resume goes on from here" if saves else None)
 
 
 def _finish(run: _Run, started_s: float) -> dict[str, Any]:

@@ -1,0 +1,313 @@
+"""The verb search: from a job and a budget of trials to the best configuration, trained and tested."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.choices import choosing
+from paceline.cluster import Cluster
+from paceline.errors import JobError, PlanError, Preempted, UsageError
+from paceline.job import Job
+from paceline.jobfile import JobFile, JobFunction
+from paceline.launch.crew import PEERS
+from paceline.launch.failure import RankFailed
+from paceline.launch.pool import Pool
+from paceline.plans import Plan
+from paceline.runtime import folder
+from paceline.study import report
+from paceline.study.controller import AUTO, RECORD, AllFailed, Controller, PlanOf, Request
+from paceline.study.objectives import Limit, check_reported, parse_objectives
+from paceline.study.samplers import make_pruner, make_sampler, quiet
+from paceline.study.space import read
+from paceline.study.storage import JOURNAL, explained, open_storage, optuna
+
+if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+
+_ASKED = "paceline:asked"  # user attribute of a study: what it searches for, the same for all who share it
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """What a search found; `DIR/study.json`."""
+
+    figures: dict[str, Any]
+    run: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.figures, "run": str(self.run)}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.figures[name]
+
+
+def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: str | Sequence[str] | None = None,
+           limits: Sequence[str] = (), settings: Mapping[str, Any] = {}, vary: Mapping[str, str] = {},
+           space: str | Callable[[Any], Mapping[str, Any]] | None = None,
+           plan: str | Plan | Callable[[Mapping[str, Any]], str] | None = None, devices: str | None = None,
+           procs: int | None = None, memory: str | None = None, sampler: str | BaseSampler | None = None,
+           pruner: str | BasePruner | None = None, storage: str | None = None, study: str | None = None, seed: int = 0,
+           run: str | Path | None = None, resume: bool = False, timeout_s: float = 300.0) -> StudyResult:
+    """Search a job's hyperparameters and its model's choices.
+
+    Args:
+        job: A function that returns a Job, or the file of one. What its signature annotates is varied.
+        trials: How many the study has at its end, those of earlier parts and of other machines included.
+        objective: "NAME", made small, or "NAME:max": validation_loss (the default), a metric, loss, samples_per_s,
+            parameters, step_ms, memory_mb. Several give a Pareto front; pruning goes by one.
+        limits: "step_ms<=2": trials beyond are refused before they are trained. Of parameters, step_ms, memory_mb.
+        settings: Parameters and choices that are fixed.
+        vary: Domains by parameter, in place of the signature's: "1e-5..1e-1:log", "2..8", "relu,gelu".
+        space: A function of Optuna's trial, or its name in the job's file, that returns parameters which depend on
+            each other.
+        plan: Of each trial, "auto" for the planner's choice on the fewest devices that hold it, or a function of
+            its parameters. By default one device a trial.
+        devices, procs, memory: What trials share; see `train`.
+        sampler: random, tpe (the default), cmaes, gp, nsga2, evolution, or one of Optuna's.
+        pruner: none, median (the default with one objective), halving, hyperband, or one of Optuna's.
+        storage: A database's URL, which machines may share; by default a journal file in the run folder.
+        study: The study's name in the database; by default the run folder's.
+        seed: Of the sampler.
+        run: Where all is written; by default a new folder in `runs/`.
+        resume: Go on with the study of the run folder. Trials that a killed search left are started again.
+
+    Raises:
+        UsageError: the request makes no sense; nothing was trained.
+        AllFailed: no trial ended well; the message has the common cause. StorageError: the database failed.
+        Preempted: the search was asked to stop; it can be resumed.
+    """
+    if trials < 1:
+        raise UsageError(f"a search needs at least 1 trial, got {trials}")
+    if resume and run is None:
+        raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
+    source, function = _function(job)
+    found = read(function, settings=settings, vary=vary)
+    objectives, bounds = parse_objectives(objective), tuple(map(Limit.parse, limits))
+    define = function.neighbour(space) if isinstance(space, str) else space
+    cluster = Cluster.local(devices, num_ranks=procs, memory=memory)
+    request = Request(found, objectives, bounds, trials, _plan_of(plan, len(cluster.devices)),
+                      _checked(define, function), memory, source)
+    make_sampler(sampler, num_objectives=len(objectives), seed=seed)  # a wrong name, before anything takes time
+    make_pruner(pruner, num_objectives=len(objectives), evaluations=None)
+    probe = _probe(function, request)
+    run_dir = Path(run) if run is not None else folder.fresh_name(f"search-{function.path.stem}")
+    _check_free(run_dir, resume=resume)
+    with (folder.claimed(folder.writable(run_dir)), Pool(_body(function), cluster.devices, timeout_s=timeout_s) as pool,
+          explained(storage or str(run_dir / JOURNAL))):
+        opened = _open_study(open_storage(storage, run_dir), study or run_dir.resolve().name, request, sampler=sampler,
+                             pruner=pruner, seed=seed, probe=probe, function=function,
+                             joins=resume or storage is not None)
+        return _run(opened, pool, request, run_dir, probe)
+
+
+def _function(job: JobFile | str | Callable[..., Job]) -> tuple[JobFile | None, JobFunction]:
+    if isinstance(job, str):
+        job = JobFile.parse(job)
+    if isinstance(job, JobFile):
+        return job, job.open()
+    if not callable(job):
+        raise UsageError(f"search takes a function that returns a Job, or its file, got {type(job).__name__}")
+    return None, JobFunction(job, Path(inspect.getsourcefile(job) or "job"))
+
+
+def _plan_of(plan: str | Plan | Callable[[Mapping[str, Any]], str] | None, num_devices: int) -> PlanOf:
+    if callable(plan):
+        return plan
+    if plan == AUTO:
+        return lambda params: AUTO
+    given = Plan.read(plan) if plan is not None else Plan()
+    if given.world_size > num_devices:
+        raise PlanError(f"plan '{given}' needs {given.world_size} devices a trial and the search has {num_devices}",
+                        hint=f"--procs {given.world_size}, or a smaller plan")
+    return lambda params: str(given)
+
+
+def _checked(define: Callable[[Any], Mapping[str, Any]] | None,
+             function: JobFunction) -> Callable[[Any], Mapping[str, Any]] | None:
+    """The user's space, refused where it gives what the job doesn't take."""
+    if define is None:
+        return None
+
+    def checked(trial: Any) -> Mapping[str, Any]:
+        given = define(trial)
+        known = function.parameters()
+        if not isinstance(given, Mapping) or (unknown := [name for name in given if name not in known]):
+            what = f"{unknown[0]}" if isinstance(given, Mapping) else type(given).__name__
+            raise JobError(f"the space gave {what}; it must return a dict of parameters of {function.name}(): "
+                           f"{', '.join(known)}")
+        return given
+
+    return checked
+
+
+# --- Before the first trial ---------------------------------------------------------------------------------------
+
+
+def _probe(function: JobFunction, request: Request) -> Job:
+    """Build the job once, with its defaults: refuses what no trial could do, and leaves warm what it loads.
+
+    Raises:
+        UsageError: nothing to vary, or an objective that the job won't report.
+    """
+    import torch
+
+    met: list[str] = []
+
+    def note(name: str, options: Sequence[Any]) -> Any:
+        met.append(name)
+        return options[0]
+
+    job = function.job({name: value for name, value in request.space.example().items() if "." not in name})
+    check_reported(request.objectives, job)
+    with choosing(note), torch.device("meta"):
+        job.model()
+    if not request.space.domains and request.define is None and not set(met) - set(request.space.fixed):
+        raise UsageError(f"there is nothing to search: no parameter of {function.name}() has a range, and its model "
+                         "makes no choice",
+                         hint="lr: Annotated[float, pl.Log(1e-5, 1e-1)] in the signature, or --vary lr=1e-5..1e-1:log")
+    return job
+
+
+def _body(function: JobFunction) -> Any:
+    """What ranks do, with all that they import: forks of this process have it."""
+    import paceline.runtime.drivers
+    import paceline.runtime.loop  # noqa: F401
+    from paceline.study.trial import TrialBody
+
+    return TrialBody(function)
+
+
+def _check_free(run_dir: Path, *, resume: bool) -> None:
+    if not resume and any((run_dir / name).exists() for name in (JOURNAL, report.STUDY)):
+        raise UsageError(f"{run_dir} already holds a search",
+                         hint="--resume goes on with it; another --run starts anew")
+    folder.check_free(run_dir, resume=False)
+
+
+def _open_study(storage: Any, name: str, request: Request, *, sampler: Any, pruner: Any, seed: int, probe: Job,
+                function: JobFunction, joins: bool) -> Any:
+    """The study, made if need be."""
+    known = optuna().study.get_all_study_names(storage)
+    count = len(request.objectives)
+    if name in known and not joins:
+        raise UsageError(f"the database already has a study '{name}'", hint="--resume joins it; --study names another")
+    asked = {"job": function.name, "objectives": [str(each) for each in request.objectives],
+             "fixed": {key: str(value) for key, value in request.space.fixed.items()}}
+    with quiet():
+        opened = optuna().create_study(
+            storage=storage, study_name=name, load_if_exists=True,
+            directions=[each.direction for each in request.objectives] if name not in known else
+            optuna().load_study(study_name=name, storage=storage).directions,
+            pruner=make_pruner(pruner, num_objectives=count, evaluations=probe.epochs))
+    before = opened.user_attrs.get(_ASKED)
+    if before is not None and before != asked:
+        wrong = next(key for key in asked if before.get(key) != asked[key])
+        raise UsageError(f"study '{name}' was begun with {wrong} {before.get(wrong)}, not {asked[wrong]}",
+                         hint="ask for the same, or start another study (--run DIR, --study NAME)")
+    opened.set_user_attr(_ASKED, asked)
+    opened.sampler = make_sampler(sampler, num_objectives=count, seed=seed + 7919 * len(opened.get_trials(False)))
+    return opened
+
+
+# --- Running ------------------------------------------------------------------------------------------------------
+
+
+def _run(study: Any, pool: Pool, request: Request, run_dir: Path, probe: Job) -> StudyResult:
+    from paceline.study.display import StudyDisplay
+
+    objectives = request.objectives
+    print(f"study {study.study_name}: {request.num_trials} trials on {', '.join(map(str, pool.devices))}, "
+          f"{' and '.join(map(str, objectives))}\nrun folder {run_dir}", file=sys.stderr, flush=True)
+    display = StudyDisplay(request.num_trials)
+    with _stoppable() as signals:
+        def heed(controller: Controller) -> bool:
+            display.update(controller)
+            return bool(signals)
+
+        controller = Controller(study, pool, request, run_dir, heed=heed,
+                                owner=f"{socket.gethostname()}:{run_dir.resolve()}")
+        try:
+            controller.run()
+        finally:
+            display.close()
+            _write(study, request, run_dir, final=False)
+    if signals:
+        raise Preempted(f"stopped by {signal.Signals(signals[0]).name}: {controller.num_done} of {request.num_trials} "
+                        "trials are done", hint=f"the same command with --run {run_dir} --resume goes on")
+    _test(study, pool, request, run_dir, probe)
+    return _finish(study, request, run_dir, controller)
+
+
+def _finish(study: Any, request: Request, run_dir: Path, controller: Controller) -> StudyResult:
+    if report.best_trial(study) is None:
+        raise AllFailed(f"no trial ended well; {report.failure_summary(controller.failures)}",
+                        hint=f"the logs are in {run_dir / 'trials'}")
+    found = _write(study, request, run_dir, final=True)
+    report.draw(study, request.objectives, run_dir)
+    if controller.failures:
+        print(report.failure_summary(controller.failures), file=sys.stderr)
+    return StudyResult(found, run_dir)
+
+
+def _write(study: Any, request: Request, run_dir: Path, *, final: bool) -> dict[str, Any]:
+    from paceline.runtime.checkpoint.write import write_json
+
+    found = report.document(study, objectives=request.objectives, source=request.source, fixed=request.space.fixed,
+                            final=final)
+    write_json(run_dir / report.STUDY, found)
+    if found["best"] is not None:
+        write_json(run_dir / report.BEST, found["best"])
+    return found
+
+
+def _test(study: Any, pool: Pool, request: Request, run_dir: Path, job: Job) -> None:
+    """Read the test data once, for the winner, with the weights that its trial has left.
+
+    Raises:
+        PacelineError: what the rank that did it failed of.
+    """
+    best, before = report.best_trial(study), study.user_attrs.get(report.TEST)
+    if job.test is None or best is None or (before is not None and before["trial"] == best.number):
+        return
+    record = best.user_attrs[RECORD]
+    slots = pool.free[:Plan.read(record["plan"]).world_size]
+    payload = {"do": "test", "params": record["params"], "plan": record["plan"], "memory": request.memory,
+               "devices": [str(pool.devices[slot]) for slot in slots],
+               "run_dir": str(run_dir / "trials" / str(best.number))}
+    pool.start(payload, slots, crew=PEERS, log_dir=Path(payload["run_dir"]) / "logs")
+    while not (ended := [event for event in pool.wait(60.0) if event.kind == "end"]):
+        pass
+    if ended[0].failure is not None:
+        raise RankFailed(ended[0].failure)
+    study.set_user_attr(report.TEST, {"trial": best.number, **ended[0].value})
+
+
+@contextmanager
+def _stoppable() -> Iterator[list[int]]:
+    """While the block runs, SIGINT and SIGTERM are noted; a second one takes its default course."""
+    received: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = {number: signal.signal(number, note) for number in numbers}
+    except ValueError:  # not the main thread: signals are the caller's business
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
