@@ -164,8 +164,9 @@ class Pool:
         return member
 
     def answer(self, event: Event, value: Any) -> None:
-        """Answer a question."""
-        member = self._members[self._tasks[event.task].slots[event.rank]]
+        """Answer a question, if its task has not ended since."""
+        task = self._tasks.get(event.task)
+        member = self._members[task.slots[event.rank]] if task is not None else None
         with suppress(OSError):
             if member is not None:
                 member.connection.send_bytes(json.dumps(value).encode())
@@ -283,7 +284,7 @@ class Pool:
 
         rank, world_size = told["rank"], told["world_size"]
         context = RankContext(rank, world_size, world_size, where, None, self._board, slot, told["attempt"],
-                              secret=bytes.fromhex(told["secret"]), timeout_s=self._timeout_s)
+                              secret=bytes.fromhex(told["secret"]), timeout_s=self._timeout_s, deaths=(0,) * world_size)
         make_store = (lambda: dist.FileStore(str(self._store(told["task"])), world_size)) if world_size > 1 else None
         found = run_body(lambda context: self._body(context, told["payload"], line), context,
                          device=self.devices[slot], make_store=make_store, terminal=output, log=log,

@@ -53,6 +53,7 @@ class Settings:
     shares: weight of each replica in the global batch.
     devices: of each rank; where a model is cut depends on their memory and speed.
     save_on_stop: whether a run that is asked to stop saves where it is.
+    keep: asked on every rank after the last evaluation, and answered alike: whether to save what was trained.
     trace_steps: how many steps to trace, after the first of this launch.
     observer: looks on without changing anything; `verify` compares through it.
     on_evaluation: told of each evaluation on rank 0: the step, and "validation_loss" and every metric.
@@ -63,6 +64,7 @@ class Settings:
     save_every: int | None = None
     resume: bool = False
     save_on_stop: bool = True
+    keep: Callable[[], bool] | None = None
     loader_workers: int = 0
     devices: tuple[Device, ...] = ()
     trace_steps: int = 0
@@ -326,6 +328,15 @@ def _save(run: _Run, *, last: bool = False) -> None:
     run.record(saved=True, blocked_s=blocked_s)
 
 
+def _save_trained(run: _Run) -> None:
+    """Write the last checkpoint, and the model by itself."""
+    assert run.settings.run_dir is not None
+    if run.saved_step != run.step:
+        _save(run, last=True)
+    if run.context.rank == 0:
+        state.export(run.stepper.model, run.settings.run_dir, step=run.step)
+
+
 def _evaluate(run: _Run) -> None:
     if run.job.validation is None:
         return
@@ -366,10 +377,8 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
     if run.settings.run_dir is not None:
         assert run.writer is not None
         run.writer.wait()
-        if run.saved_step != run.step:
-            _save(run, last=True)
-        if run.context.rank == 0:
-            state.export(run.stepper.model, run.settings.run_dir, step=run.step)
+        if run.settings.keep is None or run.settings.keep():
+            _save_trained(run)
     run.context.beat("end")
     logs = run.settings.run_dir / "logs" if run.settings.run_dir is not None else None
     if run.stepper.trace is not None and logs is not None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import shutil
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +27,16 @@ from paceline.runtime import folder
 from paceline.runtime.drivers import crew
 from paceline.study.objectives import PREDICTED, Limit, Objective, final_figures
 from paceline.study.space import Numbers, Options, Space
+from paceline.study.storage import Heartbeats
+from paceline.study.trials import OWNER, RECORD, SURPLUS, counted, dominates, front
 
 if TYPE_CHECKING:
     import optuna
 
 AUTO = "auto"
 _LOOK_S = 0.25  # for what ranks say, between looks at requests to stop
+_OWNED_WITHIN = timedelta(seconds=10)
 _FAILURES_TO_GIVE_UP = 5  # trials that all fail before one has ended well: so will the others
-OWNER, RECORD = "paceline:run", "paceline:record"  # user attributes of a trial
 
 PlanOf = Callable[[Mapping[str, Any]], str]
 
@@ -44,6 +48,8 @@ class Running:
     params: Settings of the job, and choices of its model so far.
     plan: None until the planner has chosen.
     predicted: What was priced; None before.
+    num_reported: Evaluations that Optuna has already, from before this controller.
+    curious: Ranks that asked whether the trial's weights are worth keeping. keeps: what they were told.
     """
 
     trial: optuna.trial.Trial
@@ -53,10 +59,13 @@ class Running:
     slots: tuple[int, ...] = ()
     began_s: float = field(default_factory=time.monotonic)
     num_evaluations: int = 0
+    num_reported: int = 0
     step: int = 0
     total_steps: int | None = None
     figures: dict[str, float] = field(default_factory=dict)
     is_pruned: bool = False
+    curious: list[Event] = field(default_factory=list)
+    keeps: bool | None = None
 
     @property
     def number(self) -> int:
@@ -90,13 +99,15 @@ class Controller:
 
     Args:
         owner: Names this run folder among the controllers that share a study.
+        is_shared: Whether other controllers may use the study at the same time.
         heed: Called after each change, with the trials that run; returns whether to stop.
     """
 
     def __init__(self, study: optuna.Study, pool: Pool, request: Request, run_dir: Path, *, owner: str,
-                 heed: Callable[[Controller], bool]) -> None:
+                 is_shared: bool, heed: Callable[[Controller], bool]) -> None:
         self.study, self.pool, self.request, self.run_dir = study, pool, request, run_dir
-        self.owner, self.heed = owner, heed
+        self.owner, self.is_shared, self.heed = owner, is_shared, heed
+        self._beats = Heartbeats(study) if is_shared else None
         self.running: dict[int, Running] = {}  # by the pool's number
         self.waiting: deque[Running] = deque()  # for enough free devices
         self.num_done = 0
@@ -112,13 +123,20 @@ class Controller:
         Raises:
             AllFailed: trial after trial failed, and none ended well.
         """
+        trials = counted(self.study)
+        self.num_done = sum(trial.state.is_finished() for trial in trials)
+        self.has_success = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in trials)
         adopted = deque(self._left_running())
-        self.num_done = len(counted(self.study)) - len(adopted)
-        self.has_success = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in counted(self.study))
         while True:
             self._fill(adopted)
-            if self.heed(self) or not (self.running or self.waiting):
+            if self.heed(self):
                 return
+            if not (self.running or self.waiting):
+                adopted.extend(self._left_running())  # nobody came to claim them meanwhile
+                if not adopted and not self._ownerless():
+                    return
+            if self._beats is not None:
+                self._beats.beat([each.trial._trial_id for each in (*self.running.values(), *self.waiting)])
             for event in self.pool.wait(_LOOK_S):
                 self._handle(event)
 
@@ -128,8 +146,20 @@ class Controller:
         """Trials that a killed controller of this run folder left; they start anew with their parameters."""
         import optuna
 
-        return [optuna.trial.Trial(self.study, trial._trial_id) for trial in counted(self.study)
-                if trial.state == optuna.trial.TrialState.RUNNING and trial.user_attrs.get(OWNER) == self.owner]
+        left = [trial for trial in self._unfinished() if trial.user_attrs.get(OWNER) == self.owner]
+        return [optuna.trial.Trial(self.study, trial._trial_id) for trial in (*left, *self._abandoned())]
+
+    def _unfinished(self) -> list[optuna.trial.FrozenTrial]:
+        return [trial for trial in counted(self.study) if trial.state.name == "RUNNING"]
+
+    def _ownerless(self) -> list[optuna.trial.FrozenTrial]:
+        """Trials whose controller has not said yet that they are its own, or was killed before it could."""
+        return [trial for trial in self._unfinished() if OWNER not in trial.user_attrs]
+
+    def _abandoned(self) -> list[optuna.trial.FrozenTrial]:
+        now = datetime.now()
+        return [trial for trial in self._ownerless()
+                if not self.is_shared or now - (trial.datetime_start or now) > _OWNED_WITHIN]
 
     def _fill(self, adopted: deque[optuna.trial.Trial]) -> None:
         """Start trials while there are devices for them."""
@@ -146,21 +176,29 @@ class Controller:
     def _next(self, adopted: deque[optuna.trial.Trial]) -> Running | None:
         if adopted:
             return self._prepare(adopted.popleft())
-        if self.num_done + len(self.running) >= self.request.num_trials or (
-                len(counted(self.study)) >= self.request.num_trials):
+        import optuna
+
+        if len(counted(self.study)) >= self.request.num_trials:
             return None
-        trial = self.study.ask()
-        trial.set_user_attr(OWNER, self.owner)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Heartbeat of storage")  # `Heartbeats` keeps it
+            trial = self.study.ask()
+        if sum(each.number <= trial.number for each in counted(self.study)) > self.request.num_trials:
+            trial.set_user_attr(SURPLUS, True)  # another controller asked for the last one at the same time
+            self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            return None
         return self._prepare(trial)
 
     def _prepare(self, trial: optuna.trial.Trial) -> Running:
-        """Sample what is known of a trial's parameters before its model is built."""
-        params = {name: suggest(trial, name, domain) for name, domain in self.request.space.domains.items()}
-        if self.request.define is not None:
-            params.update(self.request.define(trial))
-        params = {**params, **self.request.space.fixed}
+        """Claim a trial, and sample what is known of its parameters before its model is built."""
+        trial.set_user_attr(OWNER, self.owner)
+        fixed = self.request.space.fixed
+        params = dict(self.request.define(trial)) if self.request.define is not None else {}
+        params = {**params, **{name: suggest(trial, name, domain)
+                               for name, domain in self.request.space.domains.items() if name not in params}, **fixed}
         plan = self.request.plan_of(params)
-        return Running(trial, params, None if plan == AUTO else str(Plan.read(plan)))
+        reported = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
+        return Running(trial, params, None if plan == AUTO else str(Plan.read(plan)), num_reported=len(reported))
 
     def _start(self, running: Running) -> bool:
         """Start a trial, or its pricing, if the devices that it needs are free."""
@@ -187,17 +225,22 @@ class Controller:
 
     def _begin(self, running: Running) -> Path:
         """The trial's folder, which is a run folder, with nothing of an earlier start in it."""
-        trial_dir = self.run_dir / "trials" / str(running.number)
+        trial_dir = self._trial_dir(running.number)
         if running.predicted is None:
             shutil.rmtree(trial_dir, ignore_errors=True)
         trial_dir.mkdir(parents=True, exist_ok=True)
         return trial_dir
 
+    def _trial_dir(self, number: int) -> Path:
+        return self.run_dir / "trials" / str(number)
+
     # --- Hearing ------------------------------------------------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
         running = self.running[event.task]
-        if event.kind == "question":
+        if event.kind == "question" and "keep" in event.value:
+            self._answer_keep(running, event)
+        elif event.kind == "question":
             self.pool.answer(event, self._choose(running, event.value["choice"], event.value["options"]))
         elif event.kind == "report":
             self._report(event.task, running, event.value)
@@ -215,6 +258,19 @@ class Controller:
         except (ValueError, JobError) as error:
             return {"error": f"choice '{name}' can't have the options {options}: {error}"}
 
+    def _answer_keep(self, running: Running, event: Event) -> None:
+        """Tell all ranks, once rank 0 has reported its last, whether to save: no trial so far is better in all."""
+        running.curious.append(event)
+        if running.keeps is None and event.rank == 0:
+            known = {**(running.predicted or {}), **running.figures}
+            values = [known.get(objective.name, math.nan) for objective in self.request.objectives]
+            running.keeps = not any(dominates(trial.values, values, self.study.directions)
+                                    for trial in front(self.study))
+        if running.keeps is not None:
+            for each in running.curious:
+                self.pool.answer(each, {"keep": running.keeps})
+            running.curious.clear()
+
     def _report(self, task: int, running: Running, said: Mapping[str, Any]) -> None:
         running.num_evaluations += 1
         running.step, running.total_steps, running.figures = said["step"], said["of"], dict(said["figures"])
@@ -222,7 +278,7 @@ class Controller:
         if running.is_pruned or len(self.request.objectives) > 1 or name not in running.figures:
             return
         value = running.figures[name]
-        if math.isfinite(value):
+        if math.isfinite(value) and running.num_evaluations > running.num_reported:
             running.trial.report(value, running.num_evaluations)
             if running.trial.should_prune():
                 running.is_pruned = True
@@ -254,13 +310,28 @@ class Controller:
         figures = {**final_figures(summary), **(running.predicted or {})}
         values = [figures.get(objective.name, math.nan) for objective in self.request.objectives]
         running.figures, running.step = figures, summary["steps"]
-        write_json(self.run_dir / "trials" / str(running.number) / folder.SUMMARY, summary)
+        trial_dir = self._trial_dir(running.number)
+        write_json(trial_dir / folder.SUMMARY, summary)
+        write_json(trial_dir / folder.PLAN, {"plan": running.plan, "world_size": summary["world_size"]})
+        if self.request.source is not None:
+            write_json(trial_dir / folder.JOB, replace(self.request.source, settings=running.params).to_dict())
         wrong = [f"{objective.name} is {value}" for objective, value in
                  zip(self.request.objectives, values, strict=True) if not math.isfinite(value)]
         if wrong:
             self._tell(running, "FAIL", {"reason": "; ".join(wrong)})
         else:
             self._tell(running, "COMPLETE", {}, values)
+            self._drop_weights()
+
+    def _drop_weights(self) -> None:
+        """Keep the weights of the best trials alone: of the Pareto front where there are several objectives."""
+        kept = {trial.number for trial in front(self.study)}
+        ended = {trial.number for trial in counted(self.study) if trial.state.is_finished()}
+        for number in ended - kept:  # a trial that has just saved may not have told its value yet
+            trial_dir = self._trial_dir(number)
+            if (trial_dir / folder.MODEL).exists():
+                (trial_dir / folder.MODEL).unlink()
+                shutil.rmtree(trial_dir / folder.CHECKPOINTS, ignore_errors=True)
 
     def _fail(self, running: Running, failure: Failure) -> None:
         reason = f"{failure.where}: {failure.message}" if failure.where else failure.message
@@ -282,13 +353,6 @@ class Controller:
             self.failures.append(told["reason"])
         else:
             self.has_success = True
-
-
-def counted(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
-    """The trials of a study, without those that were started again under another number."""
-    trials = study.get_trials(deepcopy=False)
-    again = {number for trial in trials for number in trial.system_attrs.get("retry_history", [])}
-    return [trial for trial in trials if trial.number not in again]
 
 
 def suggest(trial: optuna.trial.Trial, name: str, domain: Numbers | Options) -> Any:

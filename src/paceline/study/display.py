@@ -6,8 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from paceline.study.controller import counted
-from paceline.study.report import best_trial, state_of
+from paceline.study.trials import best_trial, counted, state_of
 
 if TYPE_CHECKING:
     from paceline.study.controller import Controller, Running

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.document import strict
 from paceline.jobfile import JobFile
-from paceline.study.controller import RECORD, common_cause, counted
+from paceline.study.controller import common_cause
 from paceline.study.objectives import Objective
-from paceline.study.samplers import quiet
+from paceline.study.storage import quiet
+from paceline.study.trials import RECORD, best_trial, counted, front, state_of
 
 if TYPE_CHECKING:
     import optuna
@@ -49,13 +50,6 @@ def _trial(trial: optuna.trial.FrozenTrial, fixed: Mapping[str, Any]) -> dict[st
                if key in record}}
 
 
-def state_of(trial: optuna.trial.FrozenTrial) -> str:
-    """complete, pruned, refused, failed, running or waiting."""
-    if trial.user_attrs.get(RECORD, {}).get("refused"):
-        return "refused"
-    return {"FAIL": "failed"}.get(trial.state.name, trial.state.name.lower())
-
-
 def _varied(trial: optuna.trial.FrozenTrial, fixed: Mapping[str, Any]) -> dict[str, Any]:
     params = trial.user_attrs.get(RECORD, {}).get("params", trial.params)
     return {name: value for name, value in params.items() if name not in fixed}
@@ -75,23 +69,6 @@ def command(source: JobFile, settings: Mapping[str, Any], plan: str) -> str:
     for name, value in settings.items():
         words += ["--set", f"{name}={value}"]
     return shlex.join([*words, "--plan", plan])
-
-
-def front(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
-    """Trials that no other beats in every objective; with one objective, the best."""
-    if len(study.directions) > 1:
-        return study.best_trials
-    best = best_trial(study)
-    return [] if best is None else [best]
-
-
-def best_trial(study: optuna.Study) -> optuna.trial.FrozenTrial | None:
-    """By the first objective."""
-    import optuna
-
-    done = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
-    sign = 1 if study.directions[0] == optuna.study.StudyDirection.MINIMIZE else -1
-    return min(done, key=lambda trial: (sign * trial.values[0], trial.number), default=None)
 
 
 def importances(study: optuna.Study, objectives: Sequence[Objective]) -> dict[str, Any]:

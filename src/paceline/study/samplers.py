@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError, nearest
-from paceline.study.storage import optuna
+from paceline.study.storage import optuna, quiet
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
@@ -92,14 +90,6 @@ def make_pruner(given: str | BasePruner | None, *, num_objectives: int, evaluati
     if num_objectives > 1 and name != "none":
         raise UsageError(f"pruner '{name}' goes by one objective, and there are {num_objectives}", hint="--pruner none")
     return PRUNERS[name](optuna().pruners, evaluations)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Leave out Optuna's warnings that a part of it is new."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", category=optuna().exceptions.ExperimentalWarning)
-        yield
 
 
 def _needs(package: str, what: str) -> None:

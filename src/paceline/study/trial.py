@@ -83,7 +83,8 @@ def train(context: RankContext, job: Job, payload: Mapping[str, Any], where: Sli
         line.report({"step": step, "of": job.total_steps, "figures": dict(figures)})
 
     settings = Settings(run_dir=Path(payload["run_dir"]), shares=asked.shares, on_evaluation=report,
-                        save_on_stop=False, devices=devices_of(asked.plan, asked.cluster))
+                        save_on_stop=False, keep=lambda: bool(line.ask({"keep": True})["keep"]),
+                        devices=devices_of(asked.plan, asked.cluster))
     try:
         return train_rank(context, job, asked.plan, settings) or {}
     except Preempted:
@@ -91,11 +92,11 @@ def train(context: RankContext, job: Job, payload: Mapping[str, Any], where: Sli
 
 
 def test(context: RankContext, job: Job, plan: str, where: Slice, run_dir: Path) -> dict[str, float]:
-    """The loss and metrics of a trained trial on the test data. Collective over its ranks."""
+    """The loss and metrics of a trained trial on the test data, under a plan of forwards. Collective."""
     from paceline.runtime.evaluate import evaluate
     from paceline.verbs.inference import load_trained
 
-    asked = where.resolve(job, str(Plan.read(plan).of_forwards().with_microbatches(1)))
+    asked = where.resolve(job, plan)
     trained = load_trained(context, job, asked, run_dir)
     return evaluate(trained.model, trained.layout, job, job.test, part=trained.part, mesh=trained.mesh,
                     device=context.device, beat=context.beat)

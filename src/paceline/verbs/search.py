@@ -23,15 +23,18 @@ from paceline.launch.pool import Pool
 from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.study import report
-from paceline.study.controller import AUTO, RECORD, AllFailed, Controller, PlanOf, Request
+from paceline.study.controller import AUTO, AllFailed, Controller, PlanOf, Request
 from paceline.study.objectives import Limit, check_reported, parse_objectives
-from paceline.study.samplers import make_pruner, make_sampler, quiet
+from paceline.study.samplers import make_pruner, make_sampler
 from paceline.study.space import read
-from paceline.study.storage import JOURNAL, explained, open_storage, optuna
+from paceline.study.storage import JOURNAL, opened, optuna, quiet
+from paceline.study.trials import OWNER, RECORD, best_trial, counted, state_of
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
+
+    from paceline.study.trial import TrialBody
 
 _ASKED = "paceline:asked"  # user attribute of a study: what it searches for, the same for all who share it
 
@@ -102,11 +105,11 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
     run_dir = Path(run) if run is not None else folder.fresh_name(f"search-{function.path.stem}")
     _check_free(run_dir, resume=resume)
     with (folder.claimed(folder.writable(run_dir)), Pool(_body(function), cluster.devices, timeout_s=timeout_s) as pool,
-          explained(storage or str(run_dir / JOURNAL))):
-        opened = _open_study(open_storage(storage, run_dir), study or run_dir.resolve().name, request, sampler=sampler,
+          opened(storage, run_dir) as database):
+        begun = _open_study(database, study or run_dir.resolve().name, request, sampler=sampler,
                              pruner=pruner, seed=seed, probe=probe, function=function,
                              joins=resume or storage is not None)
-        return _run(opened, pool, request, run_dir, probe)
+        return _run(begun, pool, request, run_dir, probe, is_shared=storage is not None)
 
 
 def _function(job: JobFile | str | Callable[..., Job]) -> tuple[JobFile | None, JobFunction]:
@@ -177,12 +180,13 @@ def _probe(function: JobFunction, request: Request) -> Job:
     return job
 
 
-def _body(function: JobFunction) -> Any:
-    """What ranks do, with all that they import: forks of this process have it."""
-    import paceline.runtime.drivers
-    import paceline.runtime.loop  # noqa: F401
+def _body(function: JobFunction) -> TrialBody:
+    """What ranks do. All that a training imports is loaded here, for forks of this process to have it."""
+
+    from paceline.strategies.compose import load
     from paceline.study.trial import TrialBody
 
+    load(Plan())
     return TrialBody(function)
 
 
@@ -203,25 +207,25 @@ def _open_study(storage: Any, name: str, request: Request, *, sampler: Any, prun
     asked = {"job": function.name, "objectives": [str(each) for each in request.objectives],
              "fixed": {key: str(value) for key, value in request.space.fixed.items()}}
     with quiet():
-        opened = optuna().create_study(
+        begun = optuna().create_study(
             storage=storage, study_name=name, load_if_exists=True,
             directions=[each.direction for each in request.objectives] if name not in known else
             optuna().load_study(study_name=name, storage=storage).directions,
             pruner=make_pruner(pruner, num_objectives=count, evaluations=probe.epochs))
-    before = opened.user_attrs.get(_ASKED)
+    before = begun.user_attrs.get(_ASKED)
     if before is not None and before != asked:
         wrong = next(key for key in asked if before.get(key) != asked[key])
         raise UsageError(f"study '{name}' was begun with {wrong} {before.get(wrong)}, not {asked[wrong]}",
                          hint="ask for the same, or start another study (--run DIR, --study NAME)")
-    opened.set_user_attr(_ASKED, asked)
-    opened.sampler = make_sampler(sampler, num_objectives=count, seed=seed + 7919 * len(opened.get_trials(False)))
-    return opened
+    begun.set_user_attr(_ASKED, asked)
+    begun.sampler = make_sampler(sampler, num_objectives=count, seed=seed + 7919 * len(begun.get_trials(False)))
+    return begun
 
 
 # --- Running ------------------------------------------------------------------------------------------------------
 
 
-def _run(study: Any, pool: Pool, request: Request, run_dir: Path, probe: Job) -> StudyResult:
+def _run(study: Any, pool: Pool, request: Request, run_dir: Path, probe: Job, *, is_shared: bool) -> StudyResult:
     from paceline.study.display import StudyDisplay
 
     objectives = request.objectives
@@ -233,7 +237,7 @@ def _run(study: Any, pool: Pool, request: Request, run_dir: Path, probe: Job) ->
             display.update(controller)
             return bool(signals)
 
-        controller = Controller(study, pool, request, run_dir, heed=heed,
+        controller = Controller(study, pool, request, run_dir, heed=heed, is_shared=is_shared,
                                 owner=f"{socket.gethostname()}:{run_dir.resolve()}")
         try:
             controller.run()
@@ -243,13 +247,16 @@ def _run(study: Any, pool: Pool, request: Request, run_dir: Path, probe: Job) ->
     if signals:
         raise Preempted(f"stopped by {signal.Signals(signals[0]).name}: {controller.num_done} of {request.num_trials} "
                         "trials are done", hint=f"the same command with --run {run_dir} --resume goes on")
-    _test(study, pool, request, run_dir, probe)
+    _test(study, pool, request, probe)
     return _finish(study, request, run_dir, controller)
 
 
 def _finish(study: Any, request: Request, run_dir: Path, controller: Controller) -> StudyResult:
-    if report.best_trial(study) is None:
-        raise AllFailed(f"no trial ended well; {report.failure_summary(controller.failures)}",
+    if best_trial(study) is None:
+        states = [state_of(trial) for trial in counted(study)]
+        shown = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        why = report.failure_summary(controller.failures)
+        raise AllFailed(f"no trial was trained to its end: {shown}{f'; {why}' if why else ''}",
                         hint=f"the logs are in {run_dir / 'trials'}")
     found = _write(study, request, run_dir, final=True)
     report.draw(study, request.objectives, run_dir)
@@ -269,21 +276,28 @@ def _write(study: Any, request: Request, run_dir: Path, *, final: bool) -> dict[
     return found
 
 
-def _test(study: Any, pool: Pool, request: Request, run_dir: Path, job: Job) -> None:
+def _test(study: Any, pool: Pool, request: Request, job: Job) -> None:
     """Read the test data once, for the winner, with the weights that its trial has left.
 
     Raises:
         PacelineError: what the rank that did it failed of.
     """
-    best, before = report.best_trial(study), study.user_attrs.get(report.TEST)
+    best, before = best_trial(study), study.user_attrs.get(report.TEST)
     if job.test is None or best is None or (before is not None and before["trial"] == best.number):
         return
-    record = best.user_attrs[RECORD]
-    slots = pool.free[:Plan.read(record["plan"]).world_size]
-    payload = {"do": "test", "params": record["params"], "plan": record["plan"], "memory": request.memory,
+    if not all(trial.state.is_finished() for trial in counted(study)):
+        return  # other machines still run trials: the last one does it
+    record, home = best.user_attrs[RECORD], best.user_attrs[OWNER]
+    trial_dir = Path(home.partition(":")[2]) / "trials" / str(best.number)
+    if not (trial_dir / folder.MODEL).exists():
+        print(f"the test data was not read: the winner, trial {best.number}, is in {home}", file=sys.stderr)
+        return
+    plan = Plan.read(record["plan"]).of_forwards().with_microbatches(1)
+    slots = pool.free[:plan.world_size]
+    payload = {"do": "test", "params": record["params"], "plan": str(plan), "memory": request.memory,
                "devices": [str(pool.devices[slot]) for slot in slots],
-               "run_dir": str(run_dir / "trials" / str(best.number))}
-    pool.start(payload, slots, crew=PEERS, log_dir=Path(payload["run_dir"]) / "logs")
+               "run_dir": str(trial_dir)}
+    pool.start(payload, slots, crew=PEERS, log_dir=trial_dir / "logs")
     while not (ended := [event for event in pool.wait(60.0) if event.kind == "end"]):
         pass
     if ended[0].failure is not None:
