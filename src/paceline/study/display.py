@@ -94,9 +94,10 @@ class StudyDisplay:
     def _table(self, controller: Controller) -> Any:
         from rich.table import Table
 
-        table = Table(title=self._line(controller), title_justify="left", box=None, pad_edge=False)
-        for column in ("trial", "plan", "devices", "step", "now", "settings"):
-            table.add_column(column, no_wrap=True, overflow="ellipsis")
+        table = Table(title=self._line(controller), title_justify="left", box=None, pad_edge=False, expand=True)
+        for column in ("trial", "plan", "devices", "step", "now"):
+            table.add_column(column, no_wrap=True)
+        table.add_column("settings", no_wrap=True, overflow="ellipsis", ratio=1)
         best = best_trial(controller.study)
         if best is not None:
             table.add_row(f"{best.number} (best)", "", "", "", f"{best.values[0]:.5g}", settings(best.params))
