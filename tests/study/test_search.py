@@ -11,7 +11,7 @@ import pytest
 from study_jobs import WORKS
 
 import paceline as pl
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import JobError, PacelineError, UsageError
 from paceline.jobfile import JobFile
 
 
@@ -119,6 +119,17 @@ def test_a_space_can_have_conditions(job: str, tmp_path: Path):
         assert (trial["params"]["lr"] == 0.05) == (trial["params"]["width"] == 2)
 
 
+@pytest.mark.parametrize(("space", "message"), [
+    (lambda trial: {"width": trial.suggest_int("width", 8, 2)}, "the space raised ValueError at .*test_search.py"),
+    (lambda trial: {"widht": 3}, "the space gave widht; it must return a dict of parameters of job"),
+    (lambda trial: 3, "the space gave int"),
+])
+def test_a_space_that_is_wrong_is_blamed(job: str, tmp_path: Path, space: Any, message: str):
+    """With its place, or with what it may give."""
+    with pytest.raises(JobError, match=message):
+        pl.search(job, 2, settings=WORKS, space=space, procs=1, run=tmp_path / "run")
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"trials": 0}, "at least 1 trial"),
     ({"objective": "accuracy"}, "reports no 'accuracy'.*Known: validation_loss, worst, loss"),
@@ -132,6 +143,7 @@ def test_a_space_can_have_conditions(job: str, tmp_path: Path):
     ({"objective": ["worst", "loss"], "sampler": "cmaes"}, "can't weigh 2 objectives"),
     ({"plan": "data=4"}, "needs 4 devices a trial and the search has 2"), ({"plan": "dada=2"}, "dada"),
     ({"storage": "study.db"}, "not a URL"),
+    ({"settings": {"fails": object()}}, "settings must be numbers"),
     ({"resume": True}, "needs the run folder"), ({"space": "spaces"}, "did you mean 'space'"),
 ])
 def test_requests_that_make_no_sense(job: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch,

@@ -6,6 +6,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,12 @@ from paceline.jobfile import JobFile
 from paceline.study.controller import common_cause
 from paceline.study.objectives import Objective
 from paceline.study.storage import quiet
-from paceline.study.trials import RECORD, best_trial, counted, front, state_of
+from paceline.study.trials import RECORD, TEST, best_trial, counted, front, state_of
 
 if TYPE_CHECKING:
     import optuna
 
 STUDY, BEST = "study.json", "best.json"
-TEST = "paceline:test"  # user attribute of a study: the winner's figures on the test data
 
 
 def document(study: optuna.Study, *, objectives: Sequence[Objective], source: JobFile | None,
@@ -29,23 +29,26 @@ def document(study: optuna.Study, *, objectives: Sequence[Objective], source: Jo
     """The content of study.json. final: with importances, which take a moment."""
     trials = counted(study)
     best = best_trial(study)
+    began = min((trial.datetime_start for trial in trials if trial.datetime_start), default=None)
     found: dict[str, Any] = strict({
         "study": study.study_name,
         "objectives": [{"name": each.name, "direction": each.direction} for each in objectives],
         "fixed": dict(fixed),
-        "trials": [_trial(trial, fixed) for trial in trials],
+        "trials": [_trial(trial, fixed, began) for trial in trials],
         "best": None if best is None else _best(best, source, fixed),
-        "pareto": [_trial(trial, fixed) for trial in front(study)],
+        "pareto": [_trial(trial, fixed, began) for trial in front(study)],
         "importances": importances(study, objectives) if final else {},
         "test": study.user_attrs.get(TEST),
     })
     return found
 
 
-def _trial(trial: optuna.trial.FrozenTrial, fixed: Mapping[str, Any]) -> dict[str, Any]:
+def _trial(trial: optuna.trial.FrozenTrial, fixed: Mapping[str, Any], began: datetime | None) -> dict[str, Any]:
+    """began: the start of the study's first trial, from which `ended_s` is counted."""
     record = trial.user_attrs.get(RECORD, {})
     values = {"value": trial.values[0]} if trial.values and len(trial.values) == 1 else {"values": trial.values}
     return {"number": trial.number, "state": state_of(trial), "params": _varied(trial, fixed), **values,
+            "ended_s": (trial.datetime_complete - began).total_seconds() if trial.datetime_complete and began else None,
             **{key: record[key] for key in ("plan", "seconds", "steps", "figures", "reason", "refused", "kind")
                if key in record}}
 

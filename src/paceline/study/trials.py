@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 # User attributes of a trial: whose it is, what became of it, and whether it was one too many.
 OWNER, RECORD, SURPLUS = "paceline:run", "paceline:record", "paceline:surplus"
+TEST = "paceline:test"  # of a study: the winner's figures on the test data
 
 
 def counted(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:

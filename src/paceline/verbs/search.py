@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 import inspect
+import json
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.choices import choosing
 from paceline.cluster import Cluster
 from paceline.errors import JobError, PlanError, Preempted, UsageError
 from paceline.job import Job
 from paceline.jobfile import JobFile, JobFunction
-from paceline.launch.crew import PEERS
-from paceline.launch.failure import RankFailed
+from paceline.launch.failure import user_frames
 from paceline.launch.pool import Pool
 from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.study import report
+from paceline.study.begin import body, open_study, probe
 from paceline.study.controller import AUTO, AllFailed, Controller, PlanOf, Request
-from paceline.study.objectives import Limit, check_reported, parse_objectives
+from paceline.study.objectives import Limit, parse_objectives
 from paceline.study.samplers import make_pruner, make_sampler
 from paceline.study.space import read
-from paceline.study.storage import JOURNAL, opened, optuna, quiet
-from paceline.study.trials import OWNER, RECORD, best_trial, counted, state_of
+from paceline.study.storage import JOURNAL, opened
+from paceline.study.trials import best_trial, counted, state_of
+from paceline.study.winner import read_test_data
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
 
-    from paceline.study.trial import TrialBody
 
-_ASKED = "paceline:asked"  # user attribute of a study: what it searches for, the same for all who share it
-
+_WRITE_EVERY_S = 10.0  # study.json, while the search runs
 
 @dataclass(frozen=True)
 class StudyResult:
@@ -93,6 +93,10 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
     if resume and run is None:
         raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
     source, function = _function(job)
+    try:
+        json.dumps(dict(settings))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"settings must be numbers, text, true or false, None, or lists of those: {error}") from error
     found = read(function, settings=settings, vary=vary)
     objectives, bounds = parse_objectives(objective), tuple(map(Limit.parse, limits))
     define = function.neighbour(space) if isinstance(space, str) else space
@@ -101,15 +105,15 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
                       _checked(define, function), memory, source)
     make_sampler(sampler, num_objectives=len(objectives), seed=seed)  # a wrong name, before anything takes time
     make_pruner(pruner, num_objectives=len(objectives), evaluations=None)
-    probe = _probe(function, request)
+    example = probe(function, request)
     run_dir = Path(run) if run is not None else folder.fresh_name(f"search-{function.path.stem}")
     _check_free(run_dir, resume=resume)
-    with (folder.claimed(folder.writable(run_dir)), Pool(_body(function), cluster.devices, timeout_s=timeout_s) as pool,
+    with (folder.claimed(folder.writable(run_dir)), Pool(body(function), cluster.devices, timeout_s=timeout_s) as pool,
           opened(storage, run_dir) as database):
-        begun = _open_study(database, study or run_dir.resolve().name, request, sampler=sampler,
-                             pruner=pruner, seed=seed, probe=probe, function=function,
+        begun = open_study(database, study or run_dir.resolve().name, request, sampler=sampler,
+                             pruner=pruner, seed=seed, example=example, function=function,
                              joins=resume or storage is not None)
-        return _run(begun, pool, request, run_dir, probe, is_shared=storage is not None)
+        return _run(begun, pool, request, run_dir, example, is_shared=storage is not None)
 
 
 def _function(job: JobFile | str | Callable[..., Job]) -> tuple[JobFile | None, JobFunction]:
@@ -141,7 +145,10 @@ def _checked(define: Callable[[Any], Mapping[str, Any]] | None,
         return None
 
     def checked(trial: Any) -> Mapping[str, Any]:
-        given = define(trial)
+        try:
+            given = define(trial)
+        except Exception as error:  # the user's code may raise anything
+            raise JobError(f"the space raised {type(error).__name__} at {user_frames(error)[0]}: {error}") from error
         known = function.parameters()
         if not isinstance(given, Mapping) or (unknown := [name for name in given if name not in known]):
             what = f"{unknown[0]}" if isinstance(given, Mapping) else type(given).__name__
@@ -152,44 +159,6 @@ def _checked(define: Callable[[Any], Mapping[str, Any]] | None,
     return checked
 
 
-# --- Before the first trial ---------------------------------------------------------------------------------------
-
-
-def _probe(function: JobFunction, request: Request) -> Job:
-    """Build the job once, with its defaults: refuses what no trial could do, and leaves warm what it loads.
-
-    Raises:
-        UsageError: nothing to vary, or an objective that the job won't report.
-    """
-    import torch
-
-    met: list[str] = []
-
-    def note(name: str, options: Sequence[Any]) -> Any:
-        met.append(name)
-        return options[0]
-
-    job = function.job({name: value for name, value in request.space.example().items() if "." not in name})
-    check_reported(request.objectives, job)
-    with choosing(note), torch.device("meta"):
-        job.model()
-    if not request.space.domains and request.define is None and not set(met) - set(request.space.fixed):
-        raise UsageError(f"there is nothing to search: no parameter of {function.name}() has a range, and its model "
-                         "makes no choice",
-                         hint="lr: Annotated[float, pl.Log(1e-5, 1e-1)] in the signature, or --vary lr=1e-5..1e-1:log")
-    return job
-
-
-def _body(function: JobFunction) -> TrialBody:
-    """What ranks do. All that a training imports is loaded here, for forks of this process to have it."""
-
-    from paceline.strategies.compose import load
-    from paceline.study.trial import TrialBody
-
-    load(Plan())
-    return TrialBody(function)
-
-
 def _check_free(run_dir: Path, *, resume: bool) -> None:
     if not resume and any((run_dir / name).exists() for name in (JOURNAL, report.STUDY)):
         raise UsageError(f"{run_dir} already holds a search",
@@ -197,44 +166,23 @@ def _check_free(run_dir: Path, *, resume: bool) -> None:
     folder.check_free(run_dir, resume=False)
 
 
-def _open_study(storage: Any, name: str, request: Request, *, sampler: Any, pruner: Any, seed: int, probe: Job,
-                function: JobFunction, joins: bool) -> Any:
-    """The study, made if need be."""
-    known = optuna().study.get_all_study_names(storage)
-    count = len(request.objectives)
-    if name in known and not joins:
-        raise UsageError(f"the database already has a study '{name}'", hint="--resume joins it; --study names another")
-    asked = {"job": function.name, "objectives": [str(each) for each in request.objectives],
-             "fixed": {key: str(value) for key, value in request.space.fixed.items()}}
-    with quiet():
-        begun = optuna().create_study(
-            storage=storage, study_name=name, load_if_exists=True,
-            directions=[each.direction for each in request.objectives] if name not in known else
-            optuna().load_study(study_name=name, storage=storage).directions,
-            pruner=make_pruner(pruner, num_objectives=count, evaluations=probe.epochs))
-    before = begun.user_attrs.get(_ASKED)
-    if before is not None and before != asked:
-        wrong = next(key for key in asked if before.get(key) != asked[key])
-        raise UsageError(f"study '{name}' was begun with {wrong} {before.get(wrong)}, not {asked[wrong]}",
-                         hint="ask for the same, or start another study (--run DIR, --study NAME)")
-    begun.set_user_attr(_ASKED, asked)
-    begun.sampler = make_sampler(sampler, num_objectives=count, seed=seed + 7919 * len(begun.get_trials(False)))
-    return begun
-
-
 # --- Running ------------------------------------------------------------------------------------------------------
 
 
-def _run(study: Any, pool: Pool, request: Request, run_dir: Path, probe: Job, *, is_shared: bool) -> StudyResult:
+def _run(study: Any, pool: Pool, request: Request, run_dir: Path, example: Job, *, is_shared: bool) -> StudyResult:
     from paceline.study.display import StudyDisplay
 
     objectives = request.objectives
     print(f"study {study.study_name}: {request.num_trials} trials on {', '.join(map(str, pool.devices))}, "
           f"{' and '.join(map(str, objectives))}\nrun folder {run_dir}", file=sys.stderr, flush=True)
-    display = StudyDisplay(request.num_trials)
+    display, written_s = StudyDisplay(request.num_trials), time.monotonic()
     with _stoppable() as signals:
         def heed(controller: Controller) -> bool:
+            nonlocal written_s
             display.update(controller)
+            if time.monotonic() - written_s > _WRITE_EVERY_S:
+                _write(study, request, run_dir, final=False)
+                written_s = time.monotonic()
             return bool(signals)
 
         controller = Controller(study, pool, request, run_dir, heed=heed, is_shared=is_shared,
@@ -247,7 +195,7 @@ def _run(study: Any, pool: Pool, request: Request, run_dir: Path, probe: Job, *,
     if signals:
         raise Preempted(f"stopped by {signal.Signals(signals[0]).name}: {controller.num_done} of {request.num_trials} "
                         "trials are done", hint=f"the same command with --run {run_dir} --resume goes on")
-    _test(study, pool, request, probe)
+    read_test_data(study, pool, example, memory=request.memory)
     return _finish(study, request, run_dir, controller)
 
 
@@ -274,35 +222,6 @@ def _write(study: Any, request: Request, run_dir: Path, *, final: bool) -> dict[
     if found["best"] is not None:
         write_json(run_dir / report.BEST, found["best"])
     return found
-
-
-def _test(study: Any, pool: Pool, request: Request, job: Job) -> None:
-    """Read the test data once, for the winner, with the weights that its trial has left.
-
-    Raises:
-        PacelineError: what the rank that did it failed of.
-    """
-    best, before = best_trial(study), study.user_attrs.get(report.TEST)
-    if job.test is None or best is None or (before is not None and before["trial"] == best.number):
-        return
-    if not all(trial.state.is_finished() for trial in counted(study)):
-        return  # other machines still run trials: the last one does it
-    record, home = best.user_attrs[RECORD], best.user_attrs[OWNER]
-    trial_dir = Path(home.partition(":")[2]) / "trials" / str(best.number)
-    if not (trial_dir / folder.MODEL).exists():
-        print(f"the test data was not read: the winner, trial {best.number}, is in {home}", file=sys.stderr)
-        return
-    plan = Plan.read(record["plan"]).of_forwards().with_microbatches(1)
-    slots = pool.free[:plan.world_size]
-    payload = {"do": "test", "params": record["params"], "plan": str(plan), "memory": request.memory,
-               "devices": [str(pool.devices[slot]) for slot in slots],
-               "run_dir": str(trial_dir)}
-    pool.start(payload, slots, crew=PEERS, log_dir=trial_dir / "logs")
-    while not (ended := [event for event in pool.wait(60.0) if event.kind == "end"]):
-        pass
-    if ended[0].failure is not None:
-        raise RankFailed(ended[0].failure)
-    study.set_user_attr(report.TEST, {"trial": best.number, **ended[0].value})
 
 
 @contextmanager
