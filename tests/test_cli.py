@@ -307,6 +307,62 @@ def test_a_wrong_command_line_is_a_usage_error(words: list[str], message: str):
     assert message in result.stderr
 
 
+# --- plan -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Planned(Summary):
+    """What `plan` and `scale` return, as far as the command line looks at it."""
+
+    chosen: str | None = "single"
+    first: str | None = "point"
+
+    def describe(self) -> str:
+        return "a table"
+
+    def plot(self, path: Path) -> Path:
+        path.write_text("drawn")
+        return path
+
+
+def test_plan_hands_every_option_on(verb: Any, job_file: str):
+    """What isn't given is left to the function."""
+    plan = verb("plan", Planned(FIGURES))
+    assert call("plan", job_file).stdout == "a table\n"
+    assert plan.given[1] == "local"
+    assert plan.options == {"relaxed": False, "price_per_hour": None, "mtbf_hours": None}
+    call("plan", job_file, "--cluster", "8xH100", "--relaxed", "--price", "2.5", "--mtbf-hours", "1e4",
+         "--checkpoint-rate", "1e9")
+    assert plan.given[1] == "8xH100"
+    assert plan.options == {"relaxed": True, "price_per_hour": 2.5, "mtbf_hours": 1e4, "checkpoint_bytes_per_s": 1e9}
+    verb("plan", Planned(FIGURES, chosen=None))
+    assert call("plan", job_file).exit_code == 1
+
+
+def test_plan_draws_a_scale(verb: Any, job_file: str, tmp_path: Path):
+    """The drawing's place goes to stderr, the table or the document to stdout."""
+    pytest.importorskip("matplotlib")
+    scale, file = verb("scale", Planned(FIGURES)), tmp_path / "scale.svg"
+    result = call("plan", job_file, "--cluster", "8xH100", "--scale", "1..64", "--plot", str(file), "--relaxed")
+    assert (result.stdout, file.read_text()) == ("a table\n", "drawn") and f"drawn {file}" in result.stderr
+    assert scale.given[1:] == ("8xH100", "1..64") and scale.options == {"relaxed": True}
+    assert json.loads(call("plan", job_file, "--scale", "1..64", "--json").stdout) == FIGURES
+    verb("scale", Planned(FIGURES, first=None))
+    assert call("plan", job_file, "--scale", "1..64").exit_code == 1
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--plot", "a.png"], "add --scale"), (["--checkpoint-rate", "1e9"], "add --mtbf-hours"),
+    (["--scale", "1..4", "--price", "2"], "--price: --scale ranks by time alone"),
+    (["--scale", "1..4", "--plot", "a.pdf"], "can't draw to a.pdf")])
+def test_options_of_plan_that_need_another(verb: Any, job_file: str, words: list[str], message: str):
+    """Nothing is planned."""
+    plan, scale = verb("plan", Planned(FIGURES)), verb("scale", Planned(FIGURES))
+    result = call("plan", job_file, *words)
+    assert result.exit_code == 2 and message in result.stderr
+    assert plan.given == scale.given == ()
+
+
 # --- Help -------------------------------------------------------------------------------------------------------
 
 

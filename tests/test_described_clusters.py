@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +84,8 @@ def test_an_accelerator_of_ones_own(tmp_path: Path):
     ("", r"it has no \[\[nodes\]\]"), ("[[nodes]]\ncount = 1\n", "'devices' is missing"),
     (NODES + "colour = 1\n", "unknown field 'colour'"), (NODES.replace("2", "-2", 1), "count = -2 must be"),
     (NODES + "network_bytes_per_s = -1.0\n", "network_bytes_per_s = -1.0 must be a number above 0"),
+    (NODES + "price_per_hour = -2\n", "price_per_hour = -2 must be a number above 0"),
+    (NODES + "price_per_hour = 2\n[[nodes]]\ndevices = ['4xT4']\n", "some nodes have a price_per_hour and others"),
     (NODES.replace("V100", "V10"), "unknown accelerator 'V10', did you mean 'V100'"),
     (NODES + 'link = "nvlink9"\n', "unknown link 'nvlink9'"), (NODES + 'memory = "much"\n', "can't read the size"),
     (NODES + "[other]\n", "unknown field 'other'"), ("nodes = 3", r"it has no \[\[nodes\]\]"), ("[[", "can't read"),
@@ -120,3 +122,16 @@ def test_every_entry_of_the_catalogue_can_be_read():
                    if f.name not in ("name", "kernels", "formats"))
     with pytest.raises(ClusterError, match="unknown training program 'megatron'"):
         software("megatron")
+
+
+def test_a_cluster_of_another_size():
+    """Whole nodes of the same kind, or a part of one; a price is of the devices that are used."""
+    found = Cluster.parse("2x8xH100")
+    assert [(len(found.resized(count).devices), found.resized(count).span(0, 1)[0][1].devices_per_node)
+            for count in (1, 4, 8, 24)] == [(1, 1), (4, 4), (8, 8), (24, 8)]
+    assert found.resized(16) == found and found.price_per_hour(3) is None
+    with pytest.raises(ClusterError, match=r"20 devices don't fill nodes of 8(?s:.*)16 or 24 devices"):
+        found.resized(20)
+    priced = Cluster.of(tuple(replace(kind, price_per_hour=price) for kind, price in zip(
+        (*found.nodes, *Cluster.parse("4xA100").nodes), (3.0, 1.0), strict=True)))
+    assert (priced.price_per_hour(1), priced.price_per_hour(18)) == (3.0, 50.0)

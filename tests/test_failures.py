@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter waits for what other ranks have to say, and no prediction, which is not the subject here."""
     monkeypatch.setattr(watch, "_ANSWER_S", 0.5)
     monkeypatch.setattr(local, "_GRACE_S", 1.5)
-    monkeypatch.setattr("paceline.verbs.train._predict", lambda priced, run_dir: write_json(
+    monkeypatch.setattr("paceline.verbs.prediction._predict", lambda priced, run_dir: write_json(
         run_dir / "predicted.json", {"step_s": None, "peak_memory_bytes": None}))
 
 

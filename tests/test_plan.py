@@ -99,7 +99,7 @@ def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
     ("data=2.5", "data=2.5 is not a whole number"), ("data=0", "data=0 must be a whole number of at least 1"),
     ("data=2 data=3", "plan key 'data' is given twice: 2 and 3"), ("single data=2", "contradicts data=2"),
     ("single=1", "'single' takes no value, got 'single=1'"), ("auto=2", "'auto' takes no value"),
-    ("auto", "plan 'auto' can't be run yet"), ("", "the plan is empty"), (" , ", "the plan is empty"),
+    ("auto", "'auto' is no plan: train finds one for it"), ("", "the plan is empty"), (" , ", "the plan is empty"),
     ("zero=2", "zero=2 splits the shard axis, and the plan has none"), ("data=2 zero=1", "hint: add shard=N"),
     ("shard=2 zero=4", "zero=4 must be 1, 2 or 3"), ("shard=2 zero=0", "zero=0 must be 1, 2 or 3"),
     ("place=auto", "place=auto needs the number of parts"), ("parts=2", "place=nothing"),

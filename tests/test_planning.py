@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.cluster import Cluster
-from paceline.errors import ClusterError, PlanError
-from paceline.plans import Plan
+from paceline.errors import ClusterError, PlanError, UsageError
+from paceline.plans import Plan, Servers
 
 WIDTH = 64
 
@@ -49,7 +50,7 @@ def _job(model: Any = Net, **changes: Any) -> paceline.Job:
 
 def test_the_answer_is_a_document_and_a_table():
     """Its keys are the contract's; the chosen plan comes first, lines fit 100 columns, and every plan can be read."""
-    answer = paceline.plan(_job(), "2xcpu")
+    answer = paceline.plan(_job(), "2xcpu", rehearse_s=0)
     document = json.loads(json.dumps(answer.to_dict()))
     assert {"cluster", "chosen", "plans"} <= document.keys() and document["cluster"] == "2xcpu"
     assert document["chosen"] == str(answer.chosen) and answer.chosen is not None
@@ -72,12 +73,38 @@ def test_devices_that_are_not_here():
     assert max(map(len, answer.describe().splitlines())) <= 100
 
 
+@pytest.mark.parametrize("cluster", ["8xA100", "2x8xH100"])
+def test_a_model_of_transformers_is_split_where_it_is_not(cluster: str):
+    """From its configuration, as it is: it also returns a cache, which no plan passes on."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=4, n_head=4, resid_pdrop=0,
+                                     embd_pdrop=0, attn_pdrop=0)
+
+    def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+    tokens = [({"input_ids": torch.arange(16)}, torch.arange(16)) for _ in range(64)]
+    answer = paceline.plan(_job(lambda: transformers.GPT2LMHeadModel(config), data=tokens, loss=loss, batch=64),
+                           cluster)
+    kinds = {one.kind for one in answer.found.ranked}
+    assert {"data", "shard", "pipeline data", "data tensor", "pipeline data tensor"} <= kinds
+    assert all(one.estimate.low_s < one.estimate.high_s for one in answer.found.ranked)
+    assert any(note.startswith("tensor=N") for note in answer.notes)
+
+
+def test_servers_are_no_rivals_of_replicas_in_a_node():
+    """A small model, whose messages all links hide: what servers send passes through their hosts."""
+    answer = paceline.plan(_job(batch=64), "8xH100")
+    assert str(answer.chosen) == "data=8"
+    assert not [one.plan for one in answer.found.tied if isinstance(one.plan.sync, Servers)]
+
+
 def test_a_batch_smaller_than_the_devices():
     """Plans have no more replicas than samples."""
-    answer = paceline.plan(_job(batch=2), "2xcpu")
+    answer = paceline.plan(_job(batch=2), "2xcpu", rehearse_s=0)
     assert all(Plan.parse(row["plan"]).replicas <= 2 for row in answer.to_dict()["plans"])
     with pytest.raises(PlanError, match="no plan could be priced"):
-        paceline.plan(_job(batch=2), "4xH100")
+        paceline.plan(_job(Moody, batch=2), "4xH100")
 
 
 def test_nothing_fits():
@@ -89,9 +116,42 @@ def test_nothing_fits():
     assert "nothing fits on 2 devices; nearest is '" in answer.describe() and "MiB too much" in answer.describe()
 
 
+def test_nothing_fits_on_devices_that_are_not_here(tmp_path: Path):
+    """The gap is in the document, to the byte, for the nearest plan of each kind."""
+    file = tmp_path / "small.toml"
+    file.write_text('[[nodes]]\ndevices = ["4xH100"]\nmemory = "900MB"\n')
+    answer = paceline.plan(_job(), str(file))
+    rows = answer.to_dict()["plans"]
+    assert answer.chosen is None and len(rows) > 3 and not any(row["fits"] for row in rows)
+    assert [row["missing_bytes"] for row in rows] == sorted(row["missing_bytes"] for row in rows)
+    assert rows[0]["missing_bytes"] > 100e6  # what the device needs to run anything
+    assert answer.describe().startswith("nothing fits on ") and "MiB too much for a H100" in answer.describe()
+
+
+def test_what_can_be_neither_traced_nor_run_is_rough():
+    """On devices that are not here: the fallback is by parameters alone, and the answer says what is rough."""
+    class Broken(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("not today")
+
+    answer = paceline.plan(_job(Broken), "8xH100")
+    assert answer.chosen is not None
+    assert any("priced by its parameters alone: activations are left out" in note for note in answer.notes)
+    assert "rough: " in answer.describe() and max(map(len, answer.describe().splitlines())) <= 100
+
+
+def test_a_model_that_can_not_be_built():
+    """Its own error is the user's."""
+    def build() -> nn.Module:
+        raise ValueError("no such width")
+
+    with pytest.raises(ValueError, match="no such width"):
+        paceline.plan(_job(build), "8xH100")
+
+
 def test_a_model_that_can_not_be_cut_is_said_to():
     """Its other plans are ranked."""
-    answer = paceline.plan(_job(Moody), "2xcpu")
+    answer = paceline.plan(_job(Moody), "2xcpu", rehearse_s=0)
     assert answer.chosen is not None and answer.notes
     assert not any("pipeline" in row["plan"] for row in answer.to_dict()["plans"])
 
@@ -99,3 +159,50 @@ def test_a_model_that_can_not_be_cut_is_said_to():
 def test_an_unknown_cluster():
     with pytest.raises(ClusterError, match=r"unknown accelerator 'H1000'"):
         paceline.plan(_job(), "8xH1000")
+
+
+def test_by_cost_devices_may_be_left_out(tmp_path: Path):
+    """A small net is cheapest on one device, by the price that is given or stated in the cluster's file."""
+    answer = paceline.plan(_job(), "8xH100", price_per_hour=2.0)
+    assert str(answer.chosen) == "single" and "samples/s, 0 MiB, 0.0" in answer.describe()
+    rows = [row for row in answer.to_dict()["plans"] if row["fits"]]
+    assert rows[0]["cost_per_million_samples"] == pytest.approx(2.0 / 3600 * rows[0]["step_s"] / 32 * 1e6)
+    costs = [row["cost_per_million_samples"] for row in rows]
+    assert costs == sorted(costs) and max(map(len, answer.describe().splitlines())) <= 100
+    file = tmp_path / "priced.toml"
+    file.write_text('[[nodes]]\ndevices = ["8xH100"]\nprice_per_hour = 2.0\n')
+    assert paceline.plan(_job(), str(file)).to_dict()["plans"][0] == rows[0]
+    file.write_text(file.read_text() + '[[nodes]]\ndevices = ["8xA100"]\n')
+    with pytest.raises(ClusterError, match="some nodes have a price_per_hour and others have none"):
+        paceline.plan(_job(), str(file))
+
+
+def test_another_precision_is_advised():
+    """One line, and in the document; float64 has no other."""
+    found = paceline.plan(_job(precision="bf16"), "4xH100")
+    assert "  precision=float32 instead: " in found.describe()
+    assert found.to_dict()["precision"]["precision"] == "float32"
+    assert found.to_dict()["precision"]["step_s"] > 0
+    assert paceline.plan(_job(precision="float64"), "4xH100").advice is None
+
+
+def test_failures_are_reckoned_with():
+    """An interval between checkpoints and what lasts of the time, by formula and played."""
+    answer = paceline.plan(_job(), "4xH100", mtbf_hours=1000.0)
+    found = answer.to_dict()["failures"]
+    assert found["mtbf_s"] == pytest.approx(1000 * 3600 / 4)
+    assert found["goodput"] == pytest.approx(found["simulated_goodput"], rel=0.01) and 0.99 < found["goodput"] < 1
+    assert "with a failure every 10.4 days: a checkpoint every" in answer.describe().replace("\n  ", " ")
+    assert paceline.plan(_job(), "4xH100").to_dict()["failures"] is None
+    for wrong in ({"mtbf_hours": 0.0}, {"mtbf_hours": 1.0, "checkpoint_bytes_per_s": -1.0}, {"price_per_hour": 0.0}):
+        with pytest.raises(UsageError, match="must be a number above 0"):
+            paceline.plan(_job(), "4xH100", **wrong)
+
+
+def test_plans_that_are_here_are_tried():
+    """The chosen plan's figures were measured, and the document says which."""
+    answer = paceline.plan(_job(), "2xcpu", rehearse_s=5.0)
+    rows = {row["plan"]: row for row in answer.to_dict()["plans"]}
+
+    assert rows[str(answer.chosen)]["measured"]
+    assert not all(row["measured"] for row in rows.values())

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.study.space import Log, Range
     from paceline.verbs.inference import evaluate, predict
     from paceline.verbs.planning import plan
+    from paceline.verbs.scaling import scale
     from paceline.verbs.search import search
     from paceline.verbs.train import train
     from paceline.verbs.verify import verify
@@ -34,6 +35,7 @@ _HOMES = {
     "load": "paceline.jobfile",
     "plan": "paceline.verbs.planning",
     "predict": "paceline.verbs.inference",
+    "scale": "paceline.verbs.scaling",
     "search": "paceline.verbs.search",
     "train": "paceline.verbs.train",
     "verify": "paceline.verbs.verify",
@@ -41,7 +43,7 @@ _HOMES = {
 
 __all__ = [
     "Cluster", "Device", "Job", "Log", "PacelineError", "Plan", "Range", "choice", "evaluate", "load", "plan",
-    "predict", "search", "train", "verify",
+    "predict", "scale", "search", "train", "verify",
 ]
 
 

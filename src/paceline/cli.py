@@ -122,13 +122,52 @@ def plan_(
     settings: Settings = None,
     cluster: Annotated[str, typer.Option(metavar="CLUSTER",
                                          help="local, 2xcpu, 8xH100, 16x8xH100, or a TOML file.")] = "local",
+    relaxed: Annotated[bool, typer.Option("--relaxed", help="A plan may be chosen that is not exact.")] = False,
+    price: Annotated[float | None, typer.Option(metavar="PER_HOUR", help="Of a device; ranks plans by cost.")] = None,
+    mtbf_hours: Annotated[float | None, typer.Option(
+        metavar="HOURS", help="Mean time between failures of a device: how often to save, and what is lost.")] = None,
+    checkpoint_rate: Annotated[float | None, typer.Option(
+        metavar="BYTES_PER_S", help="At which a device writes a checkpoint; 120 MB/s by default.")] = None,
+    scale: Annotated[str | None, typer.Option(metavar="FIRST..LAST", help="The best plan on 1..4096 devices.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw --scale to a .png or .svg.")] = None,
+    rehearse: Annotated[float | None, typer.Option(
+        metavar="SECONDS", min=0, help="To try plans for on this machine, 20 by default; 0 predicts alone.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Rank the plans that a job allows by predicted speed, and say why each other kind loses."""
+    """Rank the plans that a job allows by predicted speed or cost, and say why each other kind loses."""
+    if scale is not None:
+        _scale(file, settings, cluster, scale, relaxed=relaxed, plot=plot, as_json=as_json,
+               others={"--price": price, "--mtbf-hours": mtbf_hours, "--checkpoint-rate": checkpoint_rate,
+                       "--rehearse": rehearse})
+        return
     with _reported():
-        answer = paceline.plan(JobFile.parse(file, _parse_settings(settings)), cluster)
+        if plot is not None:
+            raise UsageError("--plot draws what --scale finds", hint="add --scale 1..4096")
+        if checkpoint_rate is not None and mtbf_hours is None:
+            raise UsageError("--checkpoint-rate is about failures", hint="add --mtbf-hours")
+        stated = {"checkpoint_bytes_per_s": checkpoint_rate, "rehearse_s": rehearse}
+        given = {name: value for name, value in stated.items() if value is not None}
+        answer = paceline.plan(JobFile.parse(file, _parse_settings(settings)), cluster, relaxed=relaxed,
+                               price_per_hour=price, mtbf_hours=mtbf_hours, **given)
     typer.echo(_json(answer.to_dict()) if as_json else answer.describe())
     if answer.chosen is None:
+        raise typer.Exit(1)
+
+
+def _scale(file: str, settings: list[str] | None, cluster: str, counts: str, *, relaxed: bool, plot: Path | None,
+           as_json: bool, others: Mapping[str, float | None]) -> None:
+    with _reported():
+        from paceline.verbs.scaling import check_plot
+
+        if given := [name for name, value in others.items() if value is not None]:
+            raise UsageError(f"{' and '.join(given)}: --scale ranks by time alone", hint="one of both")
+        if plot is not None:
+            check_plot(plot)
+        found = paceline.scale(JobFile.parse(file, _parse_settings(settings)), cluster, counts, relaxed=relaxed)
+        if plot is not None:
+            typer.echo(f"drawn {found.plot(plot)}", err=True)
+    typer.echo(_json(found.to_dict()) if as_json else found.describe())
+    if found.first is None:
         raise typer.Exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -38,12 +39,15 @@ class Network:
 
     inside: between devices of a node. across: one device's share of what its node has; None if there is one node.
     devices_per_node: how many have numbers in a row. ports: how many in a node reach its host at full speed at a time.
+    process_bytes_per_s, process_latency_s: the most that a process exchanges with servers, whatever the links carry.
     """
 
     inside: Link
     across: Link | None = None
     devices_per_node: int = 1
     ports: int = 1
+    process_bytes_per_s: float = math.inf
+    process_latency_s: float = 0.0
 
     def in_a_node(self, group: int, stride: int) -> int:
         """How many of a group are in one node."""
@@ -91,11 +95,12 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Some nodes that are alike. devices: of one of them."""
+    """Some nodes that are alike. devices: of one of them. price_per_hour: of one device; None if nobody says."""
 
     count: int
     devices: tuple[Device, ...]
     network: Network
+    price_per_hour: float | None = None
 
     @property
     def num_devices(self) -> int:
@@ -185,6 +190,34 @@ class Cluster:
         slowest = min((kind.network.across or kind.network.inside for kind in nodes), key=lambda link: link.bytes_per_s)
         return cls(Described(nodes), slowest, nodes)
 
+    def resized(self, count: int) -> Cluster:
+        """So many devices of the same kind, in nodes of the same size.
+
+        Raises:
+            ClusterError: the cluster is this machine or has several kinds of nodes, or the devices don't fill nodes.
+        """
+        if len(self.nodes) != 1:
+            raise ClusterError("more or fewer devices are thought of only where all nodes are described and alike",
+                               hint="a cluster such as 8xH100 or 2x8xA100")
+        kind, = self.nodes
+        each = len(kind.devices)
+        if count > each and count % each:
+            raise ClusterError(f"{count} devices don't fill nodes of {each}",
+                               hint=f"{count // each * each} or {-(-count // each) * each} devices")
+        devices = kind.devices[:min(count, each)]
+        return Cluster.of((replace(kind, count=max(1, count // each), devices=devices,
+                                   network=replace(kind.network, devices_per_node=len(devices))),))
+
+    def price_per_hour(self, count: int) -> float | None:
+        """Of the first so many devices; None if some have no price."""
+        found = 0.0
+        for kind in self.nodes:
+            if kind.price_per_hour is None:
+                return None
+            found += min(count, kind.num_devices) * kind.price_per_hour
+            count -= min(count, kind.num_devices)
+        return found if self.nodes else None
+
     def span(self, first: int, count: int) -> list[tuple[Device, Network]]:
         """The kinds of devices that so many ranks from the first on run on, with their networks."""
         found: list[tuple[Device, Network]] = []
@@ -196,7 +229,7 @@ class Cluster:
                 each = len(kind.devices)
                 seen = (kind.devices if high - low >= each else
                         [kind.devices[i % each] for i in range(low - begin, high - begin)])
-                found += [(device, kind.network) for device in dict.fromkeys(seen)]
+                found += [(device, kind.network) for device in dict.fromkeys({id(one): one for one in seen}.values())]
             begin = end
         return found
 
@@ -254,7 +287,7 @@ def usual_nodes(accelerator: Accelerator, count: int, each: int) -> Nodes:
 
 
 _NODE_FIELDS = ("count", "devices", "memory", "link", "network", "link_bytes_per_s", "link_latency_s",
-                "network_bytes_per_s", "network_latency_s")
+                "network_bytes_per_s", "network_latency_s", "price_per_hour")
 
 
 def _nodes_of_file(path: Path) -> tuple[Nodes, ...]:
@@ -284,6 +317,8 @@ def _nodes_of_file(path: Path) -> tuple[Nodes, ...]:
             found.append(_nodes(given, own))
         except ClusterError as error:
             problems.append(f"nodes {number}: {str(error).splitlines()[0]}")
+    if len({kind.price_per_hour is None for kind in found}) > 1:
+        problems.append("some nodes have a price_per_hour and others have none")
     if problems:
         raise ClusterError(f"the cluster {path} can't be used: {'; '.join(problems)}",
                            hint=f"fields of [[nodes]]: {', '.join(_NODE_FIELDS)}")
@@ -322,7 +357,7 @@ def _node_problems(given: dict[str, Any]) -> list[str]:
     for name in ("memory", "link", "network"):
         if name in given and not isinstance(given[name], str):
             found.append(f"{name} = {given[name]!r} must be a word")
-    for name in ("link_bytes_per_s", "link_latency_s", "network_bytes_per_s", "network_latency_s"):
+    for name in ("link_bytes_per_s", "link_latency_s", "network_bytes_per_s", "network_latency_s", "price_per_hour"):
         if name in given and not _is_above_0(given[name]):
             found.append(f"{name} = {given[name]!r} must be a number above 0")
     return found
@@ -343,7 +378,7 @@ def _nodes(given: dict[str, Any], own: dict[str, Accelerator]) -> Nodes:
     assert first is not None
     return Nodes(given.get("count", 1), tuple(devices), Network(
         _link(given, "link", given.get("link", first.link)),
-        _link(given, "network", given.get("network", first.network)), len(devices)))
+        _link(given, "network", given.get("network", first.network)), len(devices)), given.get("price_per_hour"))
 
 
 def _link(given: dict[str, Any], which: str, name: str) -> Link:

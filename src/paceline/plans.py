@@ -175,6 +175,11 @@ class Plan:
         return self.sync.num_ranks(self.axes)
 
     @property
+    def splits_model(self) -> bool:
+        """Whether ranks hold different modules, or parts of layers."""
+        return max(self.axes.pipeline, self.axes.parts, self.axes.tensor) > 1
+
+    @property
     def replicas(self) -> int:
         """Ranks that see different samples."""
         return self.sync.num_replicas(self.axes)
@@ -234,7 +239,7 @@ class Plan:
             if word == "single":
                 continue
             if word == "auto":
-                raise PlanError("plan 'auto' can't be run yet",
+                raise PlanError("'auto' is no plan: train finds one for it",
                                 hint="paceline plan FILE says which plan is the fastest; name it, such as 'data=2'")
             if key in ("single", "auto"):
                 raise PlanError(f"'{key}' takes no value, got '{word}'")

@@ -38,6 +38,8 @@ class Software:
     link_rate, network_rate: part of what links in a node, and across nodes, carry that its collectives reach.
     device_bytes_per_s, node_bytes_per_s: the most that its collectives send from a device within a node, and from a
         node, where that is less: copies through the host's memory, sockets.
+    process_bytes_per_s, process_latency_s: what a worker's or a server's process sends or takes through its host's
+        memory, and what each message waits there.
     overlaps: whether gradients travel while backward goes on.
     prefetches: whether sharded parameters are gathered while the unit before is computed.
     cuts_messages: whether each rank of a tensor axis sends the next stage its part alone.
@@ -70,6 +72,8 @@ class Software:
     network_rate: float = 1.0
     device_bytes_per_s: float = float("inf")
     node_bytes_per_s: float = float("inf")
+    process_bytes_per_s: float = float("inf")
+    process_latency_s: float = 0.0
     overlaps: bool = True
     prefetches: bool = True
     cuts_messages: bool = True
@@ -85,10 +89,10 @@ class Software:
         """A network as this program's collectives find it."""
         inside = replace(network.inside, bytes_per_s=min(network.inside.bytes_per_s * self.link_rate,
                                                          self.device_bytes_per_s))
-        if network.across is None:
-            return replace(network, inside=inside)
-        return replace(network, inside=inside, across=replace(network.across, bytes_per_s=min(
-            network.across.bytes_per_s * self.network_rate, self.node_bytes_per_s / network.devices_per_node)))
+        across = network.across and replace(network.across, bytes_per_s=min(
+            network.across.bytes_per_s * self.network_rate, self.node_bytes_per_s / network.devices_per_node))
+        return replace(network, inside=inside, across=across, process_bytes_per_s=self.process_bytes_per_s,
+                       process_latency_s=self.process_latency_s)
 
     @property
     def convolution_rates(self) -> dict[str, float]:
@@ -96,4 +100,6 @@ class Software:
         return {"convolution": self.convolution_rate, "small convolution": self.small_convolution_rate}
 
 
-PACELINE = Software(roll_call=True, microbatch_s=0.6e-3)
+# Of servers: sockets with a thread for each worker carry 4.1 to 4.7 GB/s between processes of one host, and a small
+# message between two takes 0.1 ms; see docs/prediction.md.
+PACELINE = Software(roll_call=True, microbatch_s=0.6e-3, process_bytes_per_s=4.4e9, process_latency_s=1e-4)

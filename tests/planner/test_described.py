@@ -15,9 +15,11 @@ from paceline.errors import PlanError
 from paceline.models import DecoderSize, decoder_profile
 from paceline.models.sizes import Formats
 from paceline.planner.estimate import Estimate, estimate
+from paceline.planner.rank import search
+from paceline.planner.space import Limits, Shape
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, TensorCut, Work
-from paceline.software import Software
+from paceline.software import PACELINE, Software
 
 # 1e12 FLOP/s, and everything else takes no time.
 CHIP = replace(accelerator("A100"), bf16_flops_per_s=1e12, product_reached=1.0, memory_bytes_per_s=1e30)
@@ -111,6 +113,52 @@ def test_servers_are_what_the_cluster_lab_measured(text: str, efficiency: float)
     found = estimate(LAB, Plan.parse(text), hosts, batch=8, precision="bf16", software=PLAIN)
 
     assert found.step_s == pytest.approx(1 / efficiency, rel=0.10)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "exact", "relaxed"), [
+    (1e9, {"data=8"}, "data=8"), (1e8, {"data=8"}, "data=8 compress=topk"),
+    (47.6e6, {"data=4 shard=2 zero=1", "server=8 workers=8 colocate=yes"}, "data=8 compress=topk"),
+    (2e7, {"server=8 workers=8 colocate=yes"}, "data=8 compress=topk"),
+    (1e6, {"server=8 workers=8 colocate=yes"}, "data=8 local=100")])
+def test_who_wins_as_links_get_slower(bytes_per_s: float, exact: set[str], relaxed: str):
+    """All-reduce, then servers in every worker; local steps are the first of the relaxed plans, and win where one may
+    be chosen and those that compress wait for messages too."""
+    hosts = cluster(8, inside=bytes_per_s, across=bytes_per_s, each=1)
+
+    def price(plan: Plan) -> Estimate:
+        return estimate(LAB, plan, hosts, batch=8, precision="bf16", software=PLAIN)
+
+    found = search(price, Limits(8), Shape(8, 1))
+    assert found.chosen is not None
+    assert {str(found.chosen.plan), *(str(one.plan) for one in found.tied)} >= exact and str(
+        found.chosen.plan) in exact
+    first = next(one.plan for one in found.ranked if one.plan.relaxed is not None)
+    assert first.outer_steps is not None
+
+    asked = search(price, Limits(8), Shape(8, 1), may_relax=True).chosen
+    assert asked is not None and str(asked.plan).startswith(relaxed)
+    assert (asked.plan.relaxed is None) == (relaxed == "data=8")
+
+
+def test_a_server_reads_no_faster_than_its_process():
+    """Eight workers' 0.8 GB come through one process at 4 GB/s, whatever the links carry; eight servers share them."""
+    program = replace(PLAIN, overlaps=False, process_bytes_per_s=4e9)
+    alone = guess("single", cluster(2), 1).step_s
+    one = guess("server=1 workers=8", cluster(2), 8, program).step_s - alone
+    each = guess("server=8 workers=8 colocate=yes", cluster(2), 8, program).step_s - alone
+
+    assert one == pytest.approx((2 + 1 / 16) * 8 * 0.8 / 4, rel=0.01)  # gradients, weights, the last chunk's way back
+    assert each == pytest.approx(one / 8 * 7 / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("across", [1e8, 1e10, 1e30])
+@pytest.mark.parametrize("program", [PLAIN, PACELINE])
+def test_more_messages_never_take_less_time(across: float, program: Software):
+    """On the same devices, with what comes through the busiest process."""
+    devices = cluster(4, inside=max(1e11, across), across=across)
+    for fewer, more in (("data=16", "server=1 workers=16 colocate=yes"),
+                        ("server=16 workers=16 colocate=yes", "server=1 workers=16 colocate=yes")):
+        assert guess(fewer, devices, 16, program).step_s <= guess(more, devices, 16, program).step_s
 
 
 def test_servers_hold_the_state():

@@ -15,7 +15,7 @@ import paceline
 from paceline.cluster import Cluster, Device, Link
 from paceline.errors import PlanError
 from paceline.planner.estimate import ANY_RATES, CPU_RUNTIME_BYTES, Need, estimate
-from paceline.planner.fit import check_fits, ledger
+from paceline.planner.fit import check_fits, ledger, smallest_change
 from paceline.plans import Plan
 from paceline.profile import profile_job
 from paceline.strategies.mesh import weakest
@@ -192,3 +192,17 @@ def test_targets_that_count():
                                                        microbatch_samples=4)
     last = rank.profile.segments[-1]
     assert all(type(figure.fixed) in (int, float) for figure in (last.kept_bytes, last.forward.function_bytes))
+
+
+def test_the_smallest_change_that_needs_less_is_named():
+    """Replicas that ran out of memory: smaller micro-batches don't help a model of few activations, shards do."""
+    said = smallest_change(JOB, Plan.parse("data=2"), cluster(40, 40), PROFILE, SPLIT, snapshot=False)
+
+    assert said.startswith("what each rank of 'data=2' was predicted to need:\nMiB ")
+    assert said.splitlines()[-1].startswith("the smallest change that needs less: --plan 'shard=2', ")
+
+
+def test_no_change_is_promised_where_none_needs_less():
+    said = smallest_change(JOB, Plan.parse("single"), cluster(0.001), PROFILE, SPLIT, snapshot=False)
+
+    assert said.splitlines()[-1].startswith("no change of plan needs so much less: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from paceline.cluster import Device
 from paceline.errors import PlanError
 from paceline.planner.estimate import Estimate, Need
-from paceline.planner.rank import Change, best_of_each_kind, flips, kind_of, reason, search
+from paceline.planner.rank import Candidate, Change, best_of_each_kind, flips, kind_of, reason, search, ties
 from paceline.planner.space import Limits, Shape
 from paceline.plans import Plan
 
@@ -31,8 +32,9 @@ def price(plan: Plan, *, message_s: float = 0.3, memory_bytes: int = 100) -> Est
     kept = (80 if plan.modifiers.recompute == "none" else 20) / plan.num_microbatches
     ledger = {"parameters": round(160 / split), "activations": round(kept)}
     step_s = sum(parts.values())
-    return Estimate(step_s, sum(ledger.values()), ledger, parts, needs=(
-        Need("each rank", Device("cuda", 0, memory_bytes, name="H1"), ledger),), low_s=step_s, high_s=step_s)
+    need = Need("each rank", Device("cuda", 0, memory_bytes, name="H1"), ledger)
+    return Estimate(step_s, sum(ledger.values()), ledger, parts, needs=(need,), low_s=step_s / 1.1,
+                    high_s=1.1 * step_s)
 
 
 def test_the_fastest_exact_plan_that_fits_is_chosen():
@@ -84,6 +86,43 @@ def test_plans_that_tie_are_said_to():
     assert found.chosen is not None and str(found.chosen.plan) == "data=8"
     assert {one.kind for one in found.tied} >= {"shard", "data shard"}
     assert reason(found.tied[0], found.chosen) == "as fast, for all that is known"
+
+
+def test_a_tie_is_within_the_intervals_too():
+    """Times that are as near as two measurements don't tie where the intervals are narrower and apart."""
+    def within(step_s: float, spread: float) -> Candidate:
+        return Candidate(Plan(), Estimate(step_s, 0, {}, {}, low_s=step_s / spread, high_s=step_s * spread))
+
+    assert ties(within(1.0, 1.2), within(1.015, 1.2)) and not ties(within(1.0, 1.2), within(1.03, 1.2))
+    assert not ties(within(1.0, 1.005), within(1.015, 1.005))
+    assert ties(within(1.0, math.nan), within(1.015, math.nan))  # nobody knows
+
+
+def test_a_relaxed_plan_is_chosen_where_asked():
+    """If it is faster by more than a tie."""
+    def cheap(plan: Plan) -> Estimate:
+        found = price(plan, memory_bytes=1000)
+        step_s = found.step_s if plan.relaxed is None else 0.5 if plan.outer_steps else 1.02
+        return Estimate(step_s, found.peak_memory_bytes, found.ledger, {"compute": step_s}, needs=found.needs)
+
+    asked = search(cheap, Limits(64), EIGHT, may_relax=True)
+    assert asked.chosen is not None and asked.chosen.plan.outer_steps is not None
+    close = search(lambda plan: price(plan, message_s=0.0, memory_bytes=1000), Limits(64), EIGHT, may_relax=True)
+    assert close.chosen is not None and close.chosen.plan.relaxed is None
+
+
+def test_by_cost_fewer_devices_may_win():
+    """Twice the devices are not twice as fast; a device that costs more is left alone."""
+    shape = Shape(8, 8, may_be_fewer=True)
+    fast = search(lambda plan: price(plan, message_s=3.0, memory_bytes=1000), Limits(64), shape).chosen
+    found = search(lambda plan: price(plan, message_s=3.0, memory_bytes=1000), Limits(64), shape,
+                   rent=lambda plan: 0.01 * plan.world_size)
+    cheap = found.chosen
+    assert fast is not None and fast.plan.world_size == 8
+    assert cheap is not None and cheap.plan.world_size == 1
+    assert [one.step_cost for one in found.ranked] == sorted(one.step_cost for one in found.ranked)
+    dear = next(one for one in found.ranked if one.kind == "shard")
+    assert "% more" in reason(dear, cheap)
 
 
 def test_nothing_fits():

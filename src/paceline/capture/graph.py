@@ -117,6 +117,21 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """A model of Transformers returns what speeds up generating text, unless its configuration says otherwise; no loss
+    is computed from that, and it is nothing that can be passed on."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", None) is not True:
+        yield
+        return
+    config.use_cache = False
+    try:
+        yield
+    finally:
+        config.use_cache = True
+
+
 class CaptureFailed(JobError):
     """A model's forward can't be recorded; the error that stopped it is the cause."""
 
@@ -137,7 +152,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     """
     samples = next((leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs))
                     if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
-    with _quiet(), (opaque or OpaqueModules()).standing_in(model, samples) as calls:
+    with _quiet(), _without_cache(model), (opaque or OpaqueModules()).standing_in(model, samples) as calls:
         try:
             exported = torch.export.export(model, args, kwargs, strict=False)
         except Exception as error:

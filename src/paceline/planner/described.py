@@ -64,6 +64,38 @@ def play_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int
     Raises:
         PlanError: there are fewer devices than ranks, fewer samples than replicas, or fewer layers than stages.
     """
+    samples = _samples(plan, cluster, batch)
+    if plan.axes.pipeline > 1:
+        return _pipeline(profile, plan, cluster, samples=samples, precision=precision, software=software)
+    found = []
+    kinds = cluster.span(0, plan.sync.workers if isinstance(plan.sync, Servers) else plan.world_size)
+    network = software.on(_slowest(kinds))
+    for device in dict.fromkeys(device for device, _ in kinds):
+        timeline = _step(profile, plan, samples, precision, software, device, network)
+        found.append(Played(device.name, device, timeline))
+    return max(one.timeline.step_s for one in found), found
+
+
+def least_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
+                software: Software) -> list[tuple[float, Device]]:
+    """The most that the first two ranks of a pipeline hold until their first backward is done, and their devices; none
+    of a model that is not split. Ranks after them hold fewer micro-batches, and it is a small part of what playing the
+    whole step takes.
+
+    Raises:
+        PlanError: as `play_described`.
+    """
+    samples = _samples(plan, cluster, batch)
+    if plan.axes.pipeline == 1:
+        return []
+    costs = _ranks(profile, plan, software, samples)[:2]
+    on = _stages_on(cluster, plan.axes.pipeline, plan.world_size // plan.axes.pipeline, software)
+    return [(_held_ahead(rank, _place(rank, plan, where, precision, software)), where.device)
+            for rank, where in zip(costs, on, strict=False)]
+
+
+def _samples(plan: Plan, cluster: Cluster, batch: int) -> float:
+    """Of a micro-batch, where there are devices and samples for the plan."""
     needed = plan.sync.workers if isinstance(plan.sync, Servers) else plan.world_size  # servers run on hosts
     if needed > len(cluster.devices):
         raise PlanError(f"plan '{plan}' needs {needed} devices and the cluster has {len(cluster.devices)}",
@@ -71,16 +103,7 @@ def play_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int
     if batch < plan.replicas:
         raise PlanError(f"plan '{plan}' has {plan.replicas} replicas and a global batch has {batch} samples: some "
                         "would never have any", hint=f"at most {batch} replicas")
-    samples = max(1.0, batch / (plan.replicas * plan.num_microbatches))
-    if plan.axes.pipeline > 1:
-        return _pipeline(profile, plan, cluster, samples=samples, precision=precision, software=software)
-    found = []
-    kinds = cluster.span(0, needed)
-    network = software.on(_slowest(kinds))
-    for device in dict.fromkeys(device for device, _ in kinds):
-        timeline = _step(profile, plan, samples, precision, software, device, network)
-        found.append(Played(device.name, device, timeline))
-    return max(one.timeline.step_s for one in found), found
+    return max(1.0, batch / (plan.replicas * plan.num_microbatches))
 
 
 def _slowest(kinds: Sequence[tuple[Device, Network]]) -> Network:
@@ -135,21 +158,24 @@ class _Place:
     """A kind of rank of a pipeline: its blocks, played when they are first asked for."""
 
     def __init__(self, rank: RankCost, filling: Filling, rates: AcceleratorRates, network: Network,
-                 precision: Precision, num_microbatches: int) -> None:
+                 precision: Precision, num_microbatches: int, blocks: dict[tuple[object, ...], _Block]) -> None:
         self.rank, self.filling, self.rates, self.network = rank, filling, rates, network
         self.precision, self.last = precision, num_microbatches - 1
-        self.blocks: dict[tuple[object, ...], _Block] = {}
+        self.blocks = blocks
         segments = filling.step.profile.segments
         self.kind_of = {stage.segments: tuple((segments[k].repeat, segments[k].unit == "", len(segments[k].gradients))
                                               for k in stage.segments) for stage in rank.stages.values()}
+        self.first_of: dict[tuple[tuple[int, bool, int], ...], StageCost] = {}
+        for stage in rank.stages.values():
+            self.first_of.setdefault(self.kind_of[stage.segments], stage)
 
     def of(self, stage: StageCost, kind: str, microbatch: str) -> _Block:
         """Stages of the rank that are alike but for their turn share blocks, and so do all forwards."""
-        microbatch = MIDDLE if kind == "F" else microbatch
-        key = (self.kind_of[stage.segments], kind, microbatch)
+        microbatch, alike = MIDDLE if kind == "F" else microbatch, self.kind_of[stage.segments]
+        key = (alike, kind, microbatch)
         if key not in self.blocks:
             at = {FIRST: 0, MIDDLE: min(1, self.last), LAST: self.last}[microbatch]
-            self.blocks[key] = self.play(self._events(stage, kind, at))
+            self.blocks[key] = self.play(self._events(self.first_of[alike], kind, at))
         return self.blocks[key]
 
     def _events(self, stage: StageCost, kind: str, microbatch: int) -> Sequence[Event]:
@@ -164,10 +190,19 @@ class _Place:
         return (Allocate("communication", back), *self.filling.events(backward_course(self.rank, stage, microbatch)),
                 Allocate("communication", -back), given_back)
 
+    def start(self) -> _Block:
+        """What comes before the first action."""
+        if ("start",) not in self.blocks:
+            self.blocks["start",] = self.play(self.filling.events([("start", Moment())]))
+        return self.blocks["start",]
+
     def ending(self) -> _Block:
         """What comes after the last action."""
-        course: list[Item] = [(name, Moment()) for name in ENDING]
-        return self.play(self.filling.events([tie(self.rank), *course] if self.rank.tied_bytes else course))
+        if ("ending",) not in self.blocks:
+            course: list[Item] = [(name, Moment()) for name in ENDING]
+            self.blocks["ending",] = self.play(self.filling.events(
+                [tie(self.rank), *course] if self.rank.tied_bytes else course))
+        return self.blocks["ending",]
 
     def play(self, events: Sequence[Event]) -> _Block:
         player = Player(self.rates, self.network, precision=self.precision)
@@ -179,26 +214,62 @@ class _Place:
                       memory.total, memory.peak, memory.at_peak)
 
 
-def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float, precision: Precision,
-              software: Software) -> tuple[float, list[Played]]:
+def _ranks(profile: Profile, plan: Plan, software: Software, samples: float) -> list[RankCost]:
     if not profile.by_dimensions:
         raise PlanError(f"plan '{plan}' splits the model, and what its pieces cost is not known")
-    costs = ranks(profile, plan, software, samples=samples,
-                  most_microbatches=shortened(plan.axes.pipeline, plan.num_microbatches))
-    count, apart = plan.num_microbatches, plan.world_size // plan.axes.pipeline
-    known: dict[tuple[int, Device, Network], _Place] = {}
-    places: list[_Place] = []
-    devices: list[Device] = []
-    for number, rank in enumerate(costs):
+    return ranks(profile, plan, software, samples=samples,
+                 most_microbatches=shortened(plan.axes.pipeline, plan.num_microbatches))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Where:
+    """What the ranks of one stage run on: the slowest device, and a network as slow as the slowest."""
+
+    device: Device
+    network: Network
+
+
+@lru_cache(maxsize=256)
+def _stages_on(cluster: Cluster, count: int, apart: int, software: Software) -> list[_Where]:
+    """Of each stage, whose ranks are so many; stages on nodes that are alike share one."""
+    known: dict[tuple[tuple[int, int], ...], _Where] = {}
+    found = []
+    for number in range(count):
         span = cluster.span(number * apart, apart)
-        device = min((device for device, _ in span), key=lambda device: device.flops_per_s or 0.0)
-        network = software.on(_slowest(span))
-        key = (id(rank.profile), device, network)
+        key = tuple((id(device), id(network)) for device, network in span)  # those of the cluster's nodes
         if key not in known:
-            filling = fill(rank.profile, plan, device.kind, (samples,) * count, snapshot=False, software=software)
-            known[key] = _Place(rank, filling, rates_of(_accelerator(device), software), network, precision, count)
-        places.append(known[key])
-        devices.append(device)
+            device = min((device for device, _ in span), key=lambda device: device.flops_per_s or 0.0)
+            known[key] = _Where(device, software.on(_slowest(span)))
+        found.append(known[key])
+    return found
+
+
+def _place(rank: RankCost, plan: Plan, where: _Where, precision: Precision, software: Software) -> _Place:
+    filling = fill(rank.profile, plan, where.device.kind, (rank.samples,) * plan.num_microbatches, snapshot=False,
+                   software=software)
+    alike = replace(plan, schedule=replace(plan.schedule, schedule="1f1b", virtual=1))
+    return _Place(rank, filling, rates_of(_accelerator(where.device), software), where.network, precision,
+                  plan.num_microbatches, _blocks(rank.profile, alike, where, rank.samples, precision, software))
+
+
+@lru_cache(maxsize=256)
+def _blocks(profile: Profile, plan: Plan, where: _Where, samples: float, precision: Precision,
+            software: Software) -> dict[tuple[object, ...], _Block]:
+    """Those that are known. A schedule changes their order, not what they take."""
+    return {}
+
+
+def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float, precision: Precision,
+              software: Software) -> tuple[float, list[Played]]:
+    costs = _ranks(profile, plan, software, samples)
+    count, apart = plan.num_microbatches, plan.world_size // plan.axes.pipeline
+    on = _stages_on(cluster, len(costs), apart, software)
+    known: dict[tuple[int, int], _Place] = {}
+    for rank, where in zip(costs, on, strict=True):
+        if (id(rank.profile), id(where)) not in known:
+            known[id(rank.profile), id(where)] = _place(rank, plan, where, precision, software)
+    places = [known[id(rank.profile), id(where)] for rank, where in zip(costs, on, strict=True)]
+    devices = [where.device for where in on]
 
     kinds = ("F", "I", "W") if plan.schedule.schedule == "zero-bubble" else ("F", "B")
     taken = _taken(costs, places, kinds, apart, software)
@@ -227,6 +298,7 @@ def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float,
 def _taken(costs: Sequence[RankCost], places: Sequence[_Place], kinds: Sequence[str], apart: int,
            software: Software) -> Mapping[Key, Taken]:
     found: dict[Key, Taken] = {}
+    alike: dict[tuple[object, ...], tuple[Taken, Taken, Taken]] = {}
     for number, (cost, place) in enumerate(zip(costs, places, strict=True)):
         for stage, figures in cost.stages.items():
             for kind in kinds:
@@ -235,9 +307,13 @@ def _taken(costs: Sequence[RankCost], places: Sequence[_Place], kinds: Sequence[
                 for message in leaving:
                     link = place.network.between(number * apart, message.peer * apart)
                     sent_s += message.num_bytes / link.bytes_per_s + link.latency_s
-                for microbatch in (FIRST, MIDDLE, LAST):
-                    found[stage, kind, microbatch] = Taken(  # type: ignore[index]
-                        place.of(figures, kind, microbatch).own_s, sent_s, software.waits_for_sends)
+                key = (id(place), figures.segments, kind, sent_s)
+                if key not in alike:
+                    first, middle, last = (Taken(place.of(figures, kind, microbatch).own_s, sent_s,
+                                                 software.waits_for_sends) for microbatch in (FIRST, MIDDLE, LAST))
+                    alike[key] = first, middle, last
+                for microbatch, taken in zip((FIRST, MIDDLE, LAST), alike[key], strict=True):
+                    found[stage, kind, microbatch] = taken  # type: ignore[index]
     return found
 
 
@@ -249,9 +325,22 @@ def _seconds(cost: RankCost, place: _Place, kinds: Sequence[str], num_microbatch
     return sum(times * block.own_s for times, block in found), sum(times * block.busy_s for times, block in found)
 
 
+def _held_ahead(cost: RankCost, place: _Place) -> float:
+    """The most bytes that a rank holds until its first backward is done."""
+    held_bytes = peak_bytes = sum(place.start().kept.values()) + cost.batch_bytes
+    last = max(action.microbatch for action in cost.order)
+    for action in cost.order:
+        block = place.of(cost.stages[action.stage], action.kind, which(action.microbatch, last + 1))
+        peak_bytes = max(peak_bytes, held_bytes + block.peak_bytes)
+        held_bytes += block.kept_bytes
+        if action.kind != "F":
+            break
+    return peak_bytes
+
+
 def _remembered(cost: RankCost, place: _Place, ending: _Block) -> Timeline:
     """A rank's memory, action by action."""
-    start = place.play(place.filling.events([("start", Moment())]))
+    start = place.start()
     held_bytes = peak_bytes = sum(start.kept.values()) + cost.batch_bytes
     last, at_peak, done = max(action.microbatch for action in cost.order), -1, []
     known: dict[tuple[int, str, str], _Block] = {}

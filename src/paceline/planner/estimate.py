@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from paceline.cluster import Cluster, Device, usable_cores
+from paceline.cluster import Cluster, Device, Network, usable_cores
 from paceline.errors import PacelineError, PlanError
 from paceline.job import Precision
-from paceline.planner.described import play_described
+from paceline.planner.described import least_bytes, play_described
 from paceline.planner.program import stage_program, step_program
 from paceline.plans import Plan, Servers
 from paceline.profile.device import DeviceRates, measure_device
@@ -20,12 +20,17 @@ from paceline.simulate.play import Timeline, play, play_together
 from paceline.software import PACELINE, Software
 from paceline.strategies.costs import CPU_RUNTIME_BYTES
 from paceline.strategies.mesh import weakest
+from paceline.strategies.server.cost import server_ledger
 from paceline.strategies.stages.cost import RankCost
 
 # Holes in the C library's heap, as a part of the most bytes of activations, which come and go in many sizes.
 # Measured with glibc 2.36; see docs/prediction.md.
 CPU_HOLES = 0.4
 CPU_HOLES_LEAN = 0.1  # of a rank with a memory limit, whose large tensors have pages of their own
+ROUNDED_BYTES = 16  # a ledger's entries are whole bytes, and may be less than their sum before
+# Half the width of an 80 % interval around a step that is predicted from this machine's rates alone, as a natural
+# logarithm. Fitted on `benchmarks.regret`; see docs/prediction.md.
+RATES_SPREAD = 0.5
 # Rates that only stand in where nothing but memory is asked for.
 ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)
 
@@ -42,7 +47,8 @@ class Estimate:
     breakdown: the slowest rank's seconds: compute, communication (what no computing hides), optimizer.
     notes: which figures are rough, and why.
     needs: of every kind of rank, what its device must hold.
-    low_s, high_s: between them the step is 80 times in 100; nan where nobody knows.
+    low_s, high_s: between them the step is 80 times in 100.
+    is_measured: whether steps were really taken.
     """
 
     step_s: float
@@ -53,6 +59,7 @@ class Estimate:
     needs: tuple[Need, ...] = ()
     low_s: float = math.nan
     high_s: float = math.nan
+    is_measured: bool = False
 
     @property
     def fits(self) -> bool:
@@ -102,13 +109,10 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     Raises:
         PlanError: the plan's ranks don't fit the devices, accumulate=auto finds nothing that fits, or a plan splits
             the model and its pieces are not known.
-        NotPriced: it has servers, and the devices are this machine's.
     """
-    if isinstance(plan.sync, Servers) and not cluster.nodes:
-        raise NotPriced(f"plan '{plan}' has servers, and such plans are priced on described clusters alone")
-    if cluster.nodes and (profile.by_dimensions or not splits_model(plan)):
+    if cluster.nodes and (profile.by_dimensions or not plan.splits_model):
         return _estimate_described(profile, plan, cluster, batch=batch, precision=precision, software=software)
-    if splits_model(plan):
+    if plan.splits_model:
         return _estimate_split(profile, plan, cluster, batch=batch, precision=precision, rates=rates, split=split,
                                snapshot=snapshot)
     if plan.modifiers.accumulate == "auto":
@@ -119,7 +123,11 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     fullest = max(played.values(), key=lambda timeline: timeline.peak_memory_bytes)
     needs = tuple(Need(f"{rank.samples} samples" if len(played) > 1 else "each rank", rank.device, timeline.ledger)
                   for rank, timeline in played.items())
-    return Estimate(slowest.step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes, needs)
+    if isinstance(plan.sync, Servers) and plan.sync.colocate == "no":
+        device = devices_of(plan, cluster)[0]
+        needs = (*needs, Need("each server", device, {**server_ledger(profile, plan), "runtime": CPU_RUNTIME_BYTES}))
+    return _sure(Estimate(slowest.step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes,
+                          needs), RATES_SPREAD)
 
 
 def _estimate_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
@@ -129,17 +137,34 @@ def _estimate_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch
     step_s, played = play_described(profile, plan, cluster, batch=batch, precision=precision, software=software)
     slowest = max(played, key=lambda one: one.timeline.step_s).timeline
     fullest = max(played, key=lambda one: one.timeline.peak_memory_bytes).timeline
-    needs = tuple(Need(one.name, one.device, {
-        **one.timeline.ledger, "reserve": round((software.reserved - 1) * one.timeline.peak_memory_bytes),
-        "context": round(software.context_bytes)}) for one in played)
-    spread = math.exp(software.spread)
-    return Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes, needs,
-                    low_s=step_s / spread, high_s=step_s * spread)
+    needs = tuple(Need(one.name, one.device, {**one.timeline.ledger, **_beside(
+        one.timeline.peak_memory_bytes, software)}) for one in played)
+    return _sure(Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes, needs),
+                 software.spread)
 
 
-def splits_model(plan: Plan) -> bool:
-    """Whether ranks hold different modules, or parts of layers."""
-    return max(plan.axes.pipeline, plan.axes.parts, plan.axes.tensor) > 1
+def _sure(found: Estimate, spread: float) -> Estimate:
+    """With its interval. spread: half its width, as a natural logarithm."""
+    return replace(found, low_s=found.step_s / math.exp(spread), high_s=found.step_s * math.exp(spread))
+
+
+def _beside(peak_bytes: int, software: Software) -> dict[str, int]:
+    """What a device gives away beside tensors."""
+    return {"reserve": round((software.reserved - 1) * peak_bytes), "context": round(software.context_bytes)}
+
+
+def least_missing_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
+                        software: Software = PACELINE) -> int:
+    """By how much a plan is over its devices' memory at least; 0 where that is not known at a glance.
+
+    Raises:
+        PlanError: as `estimate`.
+    """
+    if not cluster.nodes or not profile.by_dimensions:
+        return 0
+    found = least_bytes(profile, plan, cluster, batch=batch, precision=precision, software=software)
+    return max([0, *(int(peak_bytes) - ROUNDED_BYTES + sum(_beside(int(peak_bytes), software).values())
+                     - device.memory_bytes for peak_bytes, device in found)])
 
 
 def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
@@ -169,7 +194,8 @@ def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: in
     if plan.axes.tensor > 1:
         notes += ("tensor=N: every matrix that can be is taken to be split, and no activation",)
     step_s = max(slowest.step_s, _work_s(played, plan, places))
-    return Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, notes, needs)
+    return _sure(Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, notes, needs),
+                 RATES_SPREAD)
 
 
 def _work_s(played: Sequence[Timeline], plan: Plan, places: Sequence[Device]) -> float:
@@ -260,7 +286,7 @@ def _ranks(plan: Plan, cluster: Cluster, *, batch: int, rates: DeviceRates) -> l
     """The different kinds of ranks; replicas are numbered as ranks are."""
     parts = split(batch, split_shares(plan, cluster))
     kinds = {_Rank(replace(device, index=0), _rates_of(device, rates), len(part))
-             for device, part in zip(devices_of(plan, cluster), parts, strict=True)}
+             for device, part in zip(devices_of(plan, cluster)[-plan.replicas:], parts, strict=True)}
     return sorted(kinds, key=lambda rank: (-rank.samples, rank.device.memory_bytes))
 
 
@@ -288,10 +314,11 @@ def _play(profile: Profile, plan: Plan, cluster: Cluster, rank: _Rank, *, precis
     """A rank's step. Micro-batches between the first two and the last are alike and are played once."""
     # A rank without samples of its own runs one that doesn't count.
     sizes = [max(1.0, len(part)) for part in split(rank.samples, (1,) * plan.num_microbatches)]
+    network = PACELINE.on(Network(cluster.link))
 
     def played(sizes: Sequence[float]) -> Timeline:
         program = step_program(profile, plan, rank.device.kind, sizes, snapshot=snapshot)
-        return play(program, rank.rates, cluster.link, precision=precision)
+        return play(program, rank.rates, network, precision=precision)
 
     if len(sizes) <= 3:
         found = played(sizes)

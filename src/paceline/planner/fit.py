@@ -8,15 +8,17 @@ from dataclasses import replace
 from paceline.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job import Job
+from paceline.planner.corrections import MEASURED
 from paceline.planner.estimate import ANY_RATES, Estimate, Need, Split, estimate
 from paceline.plans import Plan
 from paceline.profile.profile import Profile
 
 MIB = 2**20
 MOST_CPU_RANKS = 8  # that are tried where a plan doesn't fit; ranks on one machine may outnumber its cores
+LESS = 0.85  # of what was predicted for a plan that ran out of memory all the same
 _COLUMNS = {"weights": ("parameters",), "gradients": ("gradients",), "optimizer": ("optimizer",),
             "activations": ("activations",), "communication": ("communication",),
-            "other": ("runtime", "holes", "checkpoint")}
+            "other": ("runtime", "holes", "checkpoint", MEASURED)}
 
 
 def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: Split | None, *,
@@ -36,6 +38,54 @@ def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: 
                     f"{worst.device.memory_bytes / MIB:,.0f} MiB\n{ledger(found.needs)}",
                     hint=f"plans that fit:\n{shown}" if others
                     else "devices with more memory, or a smaller model: none of the plans that were tried fits")
+
+
+def smallest_change(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: Split | None, *,
+                    snapshot: bool) -> str:
+    """For a plan that ran out of memory: its ledger, and the first change, from small to large, that needs so much less
+    that it fits for all that is known."""
+    found = _estimate(job, plan, cluster, profile, split, snapshot=snapshot)
+    worst = max(found.needs, key=lambda need: need.missing_bytes)
+    allowed = min(worst.device.memory_bytes, LESS * worst.total_bytes)
+    lines = [f"what each rank of '{plan}' was predicted to need:", ledger(found.needs)]
+    for other, needs in _from_small_to_large(job, plan, cluster, profile, split, snapshot=snapshot):
+        most = max(needs, key=lambda need: need.total_bytes)
+        if most.total_bytes <= allowed:
+            return "\n".join([*lines, f"the smallest change that needs less: --plan '{other}', "
+                                      f"{most.total_bytes / MIB:,.0f} MiB a rank"])
+    return "\n".join([*lines, "no change of plan needs so much less: take a smaller batch or model, or more devices"])
+
+
+def _from_small_to_large(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: Split | None, *,
+                         snapshot: bool) -> Iterator[tuple[Plan, Sequence[Need]]]:
+    """Plans that may need less: smaller micro-batches, recomputation, then other ways to split over as many ranks."""
+    ranks, samples = plan.world_size, -(-job.batch // plan.replicas)
+    counts = [count for count in (2, 4, 8, 16, 32, 64, samples) if plan.num_microbatches < count <= samples]
+    tried = [plan.with_microbatches(count) for count in sorted(set(counts))]
+    tried += [one.with_(recompute="full") for one in (plan, *tried)]
+    tried += [other for size in (ranks, *(size for size in (2, 4, 8) if size > ranks))
+              for other in _other_splits(size, job)]
+    for other in tried:
+        try:
+            found = _estimate(job, other, _as_many(cluster, other), profile, split, snapshot=snapshot)
+        except PlanError:  # what doesn't compose, or fewer pieces than ranks
+            continue
+        yield other, found.needs
+
+
+def _other_splits(size: int, job: Job) -> list[Plan]:
+    if size == 1:
+        return []
+    sharded = [Plan.of(shard=size, recompute=how) for how in ("none", "full")] if size <= job.batch else []
+    return [*sharded, Plan.of(pipeline=size, microbatches=min(2 * size, job.batch)), Plan.of(place="auto", parts=size)]
+
+
+def _as_many(cluster: Cluster, plan: Plan) -> Cluster:
+    """The cluster with a device a rank, like those it has."""
+    if plan.world_size == len(cluster.devices):
+        return cluster
+    least = min(cluster.devices, key=lambda device: device.memory_bytes)
+    return replace(cluster, devices=tuple(replace(least, index=index) for index in range(plan.world_size)))
 
 
 def ledger(needs: Sequence[Need]) -> str:
@@ -62,10 +112,8 @@ def _plans_that_fit(job: Job, plan: Plan, cluster: Cluster, profile: Profile, sp
              [Plan.of(place="auto", parts=size) for size in sizes]]
     for tried in kinds:
         for other in (other for other in tried if other != plan):
-            devices = cluster.devices if other.world_size == len(cluster.devices) else tuple(
-                replace(least, index=index) for index in range(other.world_size))
             try:
-                found = _estimate(job, other, replace(cluster, devices=devices), profile, split, snapshot=snapshot)
+                found = _estimate(job, other, _as_many(cluster, other), profile, split, snapshot=snapshot)
             except PlanError:  # fewer pieces than ranks
                 continue
             if found.fits:

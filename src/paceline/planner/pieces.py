@@ -23,6 +23,25 @@ class Pieces:
         self.job, self.profile = job, profile
         self._found: SplitJob | None = None
         self._problem = ""
+        self._layers: Profile | None = None
+
+    def layers(self) -> Profile:
+        """The profile of a model that is cut on described devices.
+
+        Raises:
+            PlanError: the model can't be cut.
+        """
+        from paceline.strategies.stages.layers import layered
+
+        found = self._captured()
+        if found is None:
+            raise PlanError(f"the model can't be cut: {self._problem}")
+        if self._layers is None:
+            try:
+                self._layers = layered(found)
+            except Exception as error:  # a model may do anything when it runs with other samples
+                raise PlanError(f"what the model's pieces cost is not known: {error}") from error
+        return self._layers
 
     def ranks(self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int) -> Sequence[RankCost]:
         """What each rank of a split model holds and does.

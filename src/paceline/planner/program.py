@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from paceline.cluster import DeviceKind
 from paceline.plans import Plan
@@ -12,6 +13,7 @@ from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Ev
 from paceline.software import PACELINE, Software
 from paceline.strategies.costs import (
     Held,
+    Hook,
     Hooks,
     Moment,
     MomentName,
@@ -34,6 +36,7 @@ from paceline.strategies.tensor.cost import ROOM as TENSOR
 MICROBATCH_S = 0.6e-3
 # Innermost first, as on the running side (`strategies/compose.py`).
 ROOMS: tuple[Room, ...] = (RECOMPUTE, TENSOR, SHARD, DATA, LOCAL, SERVER)
+ADDED = 3  # bytes moved a byte of gradient that is added to another: both are read, one is written
 Item = Event | tuple[MomentName, Moment]
 
 
@@ -57,11 +60,13 @@ def stage_program(rank: RankCost, plan: Plan, device_kind: DeviceKind, *, snapsh
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """What happens at the moments of a step: the rooms of its plan, innermost first."""
+    """What happens at the moments of a step.
+
+    hooks: of each moment, in their order.
+    """
 
     step: Step
-    hooks: tuple[Hooks, ...]
-    snapshot: bool
+    hooks: Mapping[MomentName, tuple[Hook, ...]]
 
     def events(self, course: Iterable[Item]) -> Program:
         """A course of moments with what the rooms do at each. Moments between the first and the last of segments that
@@ -88,10 +93,7 @@ class Filling:
         return tuple(found)
 
     def at(self, name: MomentName, moment: Moment) -> list[Event]:
-        if name == "save" and not self.snapshot:
-            return []
-        in_order = reversed(self.hooks) if name.startswith("before_") else self.hooks
-        return [event for events in in_order if name in events for event in events[name](moment)]
+        return [event for hook in self.hooks.get(name, ()) for event in hook(moment)]
 
 
 def fill(profile: Profile, plan: Plan, device_kind: DeviceKind, microbatch_samples: Sequence[float], *,
@@ -106,7 +108,15 @@ def fill(profile: Profile, plan: Plan, device_kind: DeviceKind, microbatch_sampl
     for room in rooms:
         held = room.hold(held, plan, profile)
     step = Step(profile, plan, device_kind, tuple(microbatch_samples), held, software)
-    return Filling(step, (_one_device(step), *(room.enter(step) for room in rooms)), snapshot)
+    entered = (_one_device(step), *(room.enter(step) for room in rooms))
+    return Filling(step, {name: _in_order(name, entered) for name in get_args(MomentName)
+                          if snapshot or name != "save"})
+
+
+def _in_order(name: MomentName, entered: Sequence[Hooks]) -> tuple[Hook, ...]:
+    """What happens at a moment: the outermost room comes first before a pass, the innermost at all other moments."""
+    found = [hooks[name] for hooks in entered if name in hooks]
+    return tuple(reversed(found) if name.startswith("before_") else found)
 
 
 def moments(step: Step) -> Iterator[tuple[MomentName, Moment]]:
@@ -161,6 +171,8 @@ def _one_device(step: Step) -> Hooks:
         peak = segment.backward_peak_bytes.at(samples)
         yield Allocate("activations", peak)
         yield compute(segment.backward, samples)
+        if not stay and step.device_kind == "cpu":  # on accelerators the products add to it themselves
+            yield Compute(moved_bytes=ADDED * sum(made), operators=len(made))
         yield free("activations", peak + segment.kept_bytes.at(samples))
         yield free("gradients", passing)
 

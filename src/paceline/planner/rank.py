@@ -11,16 +11,27 @@ from paceline.planner.space import Limits, Shape, microbatch_counts, relaxed, se
 from paceline.plans import Local, Plan, Servers
 
 TIE = 0.02  # plans whose steps differ by less, as a part, tie: two measurements of one plan do
-MOST_REFINED = 12  # cuts of the model whose schedules and micro-batches are all tried
+MOST_REFINED = 12
 Price = Callable[[Plan], Estimate]
+Least = Callable[[Plan], int]  # bytes that a plan is over its devices' memory by at least; cheap
+Rent = Callable[[Plan], float]  # what a plan's devices cost a second
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan that was priced."""
+    """A plan that was priced.
+
+    rent_per_s: what its devices cost a second; 1 where nobody asks, so that cost is time.
+    """
 
     plan: Plan
     estimate: Estimate
+    rent_per_s: float = 1.0
+
+    @property
+    def step_cost(self) -> float:
+        """What plans are ranked by: seconds a step, or what they cost."""
+        return self.estimate.step_s * self.rent_per_s
 
     @property
     def kind(self) -> str:
@@ -38,46 +49,68 @@ class Found:
 
     ranked: plans that fit, the fastest first; exact and relaxed ones. too_large: the nearest ones that don't.
     refused: why plans could not be priced, by their kind. num_tried: plans that were priced.
+    may_relax: whether a relaxed plan may be chosen.
     """
 
     ranked: list[Candidate] = field(default_factory=list)
     too_large: list[Candidate] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     num_tried: int = 0
+    may_relax: bool = False
+
+    @property
+    def rivals(self) -> list[Candidate]:
+        """Plans that may be chosen."""
+        return [one for one in self.ranked if self.may_relax or one.plan.relaxed is None]
 
     @property
     def chosen(self) -> Candidate | None:
-        """The fastest exact plan; of those that tie, the one that does the least beside computing."""
-        exact = [one for one in self.ranked if one.plan.relaxed is None]
-        if not exact:
-            return None
-        tied = [one for one in exact if one.estimate.step_s <= (1 + TIE) * exact[0].estimate.step_s]
-        return min(tied, key=lambda one: (len(one.plan.values()), one.estimate.step_s))
+        """The first that may be chosen; of those that tie, the one that gives up and does the least."""
+        tied = [one for one in self.rivals if ties(one, self.rivals[0])]
+        return min(tied, default=None, key=lambda one: (one.plan.relaxed is not None, len(one.plan.values()),
+                                                        one.step_cost))
 
     @property
     def tied(self) -> list[Candidate]:
-        """Exact plans that are as fast as the chosen one for all that is known."""
+        """Plans that are as good as the chosen one for all that is known."""
         chosen = self.chosen
-        return [] if chosen is None else [
-            one for one in self.ranked if one != chosen and one.plan.relaxed is None
-            and abs(one.estimate.step_s / chosen.estimate.step_s - 1) <= TIE]
+        return [] if chosen is None else [one for one in self.rivals if one != chosen and ties(one, chosen)]
 
 
-def search(price: Price, limits: Limits, shape: Shape) -> Found:
+def ties(one: Candidate, other: Candidate) -> bool:
+    """Whether nobody can say which is better: they are within a tie and, where intervals are known, those overlap."""
+    is_apart = any(first.estimate.low_s * first.rent_per_s > second.estimate.high_s * second.rent_per_s
+                   for first, second in ((one, other), (other, one)))
+    return abs(one.step_cost / other.step_cost - 1) <= TIE and not is_apart
+
+
+def _nothing_is_sure(plan: Plan) -> int:
+    return 0
+
+
+def _time_is_money(plan: Plan) -> float:
+    return 1.0
+
+
+def search(price: Price, limits: Limits, shape: Shape, least: Least = _nothing_is_sure, *,
+           rent: Rent = _time_is_money, may_relax: bool = False, most_refined: int = MOST_REFINED) -> Found:
     """Price what may be the fastest of every way to split, then every schedule of the best ones.
 
     A way to split is first taken with the least recomputation and the fewest micro-batches that fit. More of either
     never makes a step without a pipeline faster.
+
+    least: A plan that is over by more than another of its kind is not priced.
+    most_refined: Cuts of the model whose schedules and micro-batches are all tried.
     """
-    found = Found()
-    asked = _Asked(price, found)
+    found = Found(may_relax=may_relax)
+    asked = _Asked(price, found, least, rent)
     first = _first(asked, (*splits(limits, shape), *served(limits, shape), *relaxed(limits, shape)), limits)
     cuts: dict[tuple[int, int], Plan] = {}  # the best way for each cut of the model; replicas only share its state
     for one in first:
         cuts.setdefault((one.plan.axes.pipeline, one.plan.axes.tensor), one.plan)
-    for plan in list(cuts.values())[:MOST_REFINED]:
+    for plan in list(cuts.values())[:most_refined]:
         _refine(asked, plan, limits)
-    found.ranked = sorted(asked.fitting.values(), key=_time)
+    found.ranked = sorted(asked.fitting.values(), key=_cost)
     found.too_large = sorted(asked.too_large.values(), key=lambda one: one.missing_bytes)
     return found
 
@@ -85,18 +118,18 @@ def search(price: Price, limits: Limits, shape: Shape) -> Found:
 def _first(asked: _Asked, plans: Iterable[Plan], limits: Limits) -> list[Candidate]:
     """What may be the fastest of each way to split, the fastest first."""
     found = (_least_that_fits(asked, plan, limits) for plan in plans)
-    return sorted((one for one in found if one is not None), key=_time)
+    return sorted((one for one in found if one is not None), key=_cost)
 
 
-def _time(candidate: Candidate) -> tuple[float, str]:
-    return candidate.estimate.step_s, str(candidate.plan)
+def _cost(candidate: Candidate) -> tuple[float, str]:
+    return candidate.step_cost, str(candidate.plan)
 
 
 class _Asked:
     """Prices that are known. too_large: of each kind the plan that is over by the least."""
 
-    def __init__(self, price: Price, found: Found) -> None:
-        self.price, self.found = price, found
+    def __init__(self, price: Price, found: Found, least: Least, rent: Rent) -> None:
+        self.price, self.found, self.least, self.rent = price, found, least, rent
         self.fitting: dict[Plan, Candidate] = {}
         self.too_large: dict[str, Candidate] = {}
         self._over: set[Plan] = set()
@@ -105,20 +138,23 @@ class _Asked:
         """The plan with its price; None if it doesn't fit, or can't be priced."""
         if plan in self.fitting or plan in self._over:
             return self.fitting.get(plan)
+        kind = kind_of(plan)
+        nearest = self.too_large.get(kind)
         try:
-            one = Candidate(plan, self.price(plan))
+            missing_bytes = self.least(plan)
+            is_over = nearest is not None and missing_bytes > 0 and missing_bytes >= nearest.missing_bytes
+            one = None if is_over else Candidate(plan, self.price(plan), self.rent(plan))
         except (PlanError, NotPriced) as error:
-            self.found.refused.setdefault(kind_of(plan), str(error).partition("\n")[0])
+            self.found.refused.setdefault(kind, str(error).partition("\n")[0])
             self._over.add(plan)
             return None
         self.found.num_tried += 1
-        if one.estimate.fits:
+        if one is not None and one.estimate.fits:
             self.fitting[plan] = one
             return one
         self._over.add(plan)
-        best = self.too_large.get(one.kind)
-        if best is None or one.missing_bytes < best.missing_bytes:
-            self.too_large[one.kind] = one
+        if one is not None and (nearest is None or one.missing_bytes < nearest.missing_bytes):
+            self.too_large[kind] = one
         return None
 
 
@@ -175,7 +211,8 @@ def bound(estimate: Estimate) -> tuple[str, float]:
 def reason(one: Candidate, chosen: Candidate) -> str:
     """Why a plan is not the chosen one, in a few words.
 
-    What it spends more seconds on than the chosen plan is named, by its part of the plan's own step.
+    What it spends more seconds on than the chosen plan is named, by its part of the plan's own step; where plans are
+    ranked by cost, by how much more it costs.
     """
     ours, theirs = chosen.estimate, one.estimate
     if not theirs.fits:
@@ -185,8 +222,10 @@ def reason(one: Candidate, chosen: Candidate) -> str:
     if one.plan == chosen.plan:
         name, part = bound(ours)
         return f"{_WORDS.get(name, name)} {_is_or_are(name)} {100 * part:.0f} % of the step"
-    if abs(slower) <= TIE:
-        return "as fast, for all that is known"
+    if ties(one, chosen):
+        return f"as {'fast' if chosen.rent_per_s == 1.0 else 'cheap'}, for all that is known"
+    if one.rent_per_s != 1.0 and (dearer := one.step_cost / chosen.step_cost - 1) > 0:
+        return f"costs {100 * dearer:.0f} % more, {100 * abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}"
     name = max(more, key=lambda key: more[key])
     part = theirs.breakdown[name] / theirs.step_s
     if slower < 0:
@@ -231,7 +270,8 @@ class Change:
     price: Price
 
 
-def flips(found: Found, changes: Sequence[Change], limits: Limits, shape: Shape) -> list[tuple[str, Candidate]]:
+def flips(found: Found, changes: Sequence[Change], limits: Limits, shape: Shape, *,
+          rent: Rent = _time_is_money) -> list[tuple[str, Candidate]]:
     """Changes of hardware under which another kind of exact plan is faster by more than a tie, and its best plan.
 
     Every way to split is looked at again, without all of its schedules; the best plans of each kind as they were found.
@@ -242,11 +282,11 @@ def flips(found: Found, changes: Sequence[Change], limits: Limits, shape: Shape)
     known = [one.plan for one in best_of_each_kind(found.ranked) if one.plan.relaxed is None]
     flipped: list[tuple[str, Candidate]] = []
     for change in changes:
-        asked = _Asked(change.price, Found())
+        asked = _Asked(change.price, Found(), _nothing_is_sure, rent)
         again = _first(asked, (*splits(limits, shape), *served(limits, shape)), limits)
-        best = min([*again, *(one for one in map(asked, known) if one is not None)], key=_time, default=None)
+        best = min([*again, *(one for one in map(asked, known) if one is not None)], key=_cost, default=None)
         own = asked(chosen.plan)
         if best is not None and best.kind != chosen.kind and (
-                own is None or best.estimate.step_s < (1 - TIE) * own.estimate.step_s):
+                own is None or best.step_cost < (1 - TIE) * own.step_cost):
             flipped.append((change.name, best))
     return flipped

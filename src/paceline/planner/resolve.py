@@ -36,7 +36,7 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
     local_ranks = environment.local_world_size if environment else num_ranks
     cluster = Cluster.local(devices, num_ranks=local_ranks, memory=memory)
     if given is None:
-        given = _default_plan(job, num_ranks or len(cluster.devices))
+        given = default_plan(job, num_ranks or len(cluster.devices))
         if num_ranks is None and devices is None:
             cluster = Cluster.local(num_ranks=given.world_size, memory=memory)
     _check_counts(given, cluster, devices=devices, procs=procs, environment=environment)
@@ -58,7 +58,7 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
     return Resolved(given, cluster, shares if isinstance(shares, tuple) else (1,) * given.replicas)
 
 
-def _default_plan(job: Job, num_devices: int) -> Plan:
+def default_plan(job: Job, num_devices: int) -> Plan:
     """One replica a device, but no more than there are samples in a step."""
     return Plan.of(data=min(num_devices, job.batch, job.num_samples or job.batch))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 Side = Literal["rows", "columns", "inner", "count"]
-ProductKind = Literal["linear", "attention", "convolution", "small convolution"]
+ProductKind = Literal["linear", "attention", "full attention", "convolution", "small convolution"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class Product:
 
     grows: the side that grows with the samples of a micro-batch.
     cut: the side that ranks of a tensor axis divide; None if each does all of it.
-    kind: attention's two are done together by fused kernels; a "small convolution" is of 3x3 or 5x5 without stride, for
+    kind: attention's two are done together by fused kernels, "full" if nothing is masked or the mask is a tensor, which
+        no kernel skips; a "small convolution" is of 3x3 or 5x5 without stride, for
         which there are algorithms with fewer multiplications.
     """
 
@@ -68,6 +70,24 @@ class Product:
                            self.kind)
 
         return (turned(left, self.rows, self.inner, self.columns), turned(right, self.inner, self.columns, self.rows))
+
+
+def growing(first: Sequence[Product], second: Sequence[Product], *, samples: tuple[int, int]) -> tuple[Product, ...]:
+    """Products of one sample, from what was multiplied with two numbers of samples. One whose shape does not grow along
+    one side is left out, and so are all where the two don't do the same.
+
+    >>> growing([Product(16, 4, 3)], [Product(32, 4, 3)], samples=(2, 4))
+    (Product(rows=8.0, columns=4, inner=3, count=1.0, grows='rows', cut=None, kind='linear'),)
+    """
+    if [p.kind for p in first] != [p.kind for p in second]:
+        return ()
+    found = []
+    for one, other in zip(first, second, strict=True):
+        changed = [side for side in get_args(Side) if getattr(one, side) != getattr(other, side)]
+        if len(changed) == 1 and getattr(one, changed[0]) * samples[1] == getattr(other, changed[0]) * samples[0]:
+            each: dict[str, Any] = {changed[0]: getattr(one, changed[0]) / samples[0], "grows": changed[0]}
+            found.append(replace(one, **each))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +201,9 @@ class Segment:
     tensor: TensorCut | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """A job's cost on one device.
+    """A job's cost on one device. Compared by identity, so that what was made of one is found quickly.
 
     parameters: in the model's own order.
     segments: in the order of the forward pass; backward takes them the other way round.

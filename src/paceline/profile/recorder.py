@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from paceline.profile.products import products_of
+from paceline.profile.profile import Product
+
 aten = torch.ops.aten
 Direction = Literal["forward", "backward", "update"]
 
@@ -34,6 +37,7 @@ class Tallied:
     moved_bytes: float = 0.0
     function_bytes: float = 0.0
     operators: int = 0
+    products: list[Product] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ class Recorder(TorchDispatchMode):
         formula = _FORMULAS.get(func._overloadpacket)
         if formula is not None:
             tallied.flops += formula(*args, **kwargs, out_val=result)
+            tallied.products += products_of(func._overloadpacket, args, kwargs, result)
             return
         inputs = [t for t in tree_leaves((args, kwargs)) if _has_storage(t)]
         num_bytes = sum(_num_bytes(t) for t in (*inputs, *outputs))

@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from paceline.errors import JobError
 from paceline.job import Job
-from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
+from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work, growing
 from paceline.profile.recorder import Levels, Place, Recorder, Tallied, follow
 from paceline.strategies.units import find_units
 
@@ -204,7 +204,8 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...]) -> Profile:
 
     def work(place: Place) -> Work:
         return Work(line(lambda s: s.work(place).flops), line(lambda s: s.work(place).moved_bytes),
-                    line(lambda s: s.work(place).function_bytes), sides[0].work(place).operators)
+                    line(lambda s: s.work(place).function_bytes), sides[0].work(place).operators,
+                    growing(*(s.work(place).products for s in sides), samples=(first.samples, second.samples)))
 
     def segment(number: int) -> Segment:
         ahead, back = Place(number, "forward"), Place(number, "backward")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +33,7 @@ from paceline.runtime.stepper import Stepper, StepResult
 from paceline.strategies.mesh import Mesh
 
 WARM_UP_STEPS = 10  # of a launch, left out of its speed
+REMEMBERED_STEPS = 1000  # whose times are kept
 
 
 class Observer(Protocol):
@@ -79,7 +82,10 @@ def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> Part:
 
 @dataclass
 class Speed:
-    """Time spent in steps after the warm-up, without evaluation and saving."""
+    """Time spent in steps after the warm-up, without evaluation and saving.
+
+    latest_s: of the latest steps, each.
+    """
 
     steps: int = 0
     warm_steps: int = 0
@@ -87,9 +93,14 @@ class Speed:
     warm_s: float = 0.0
     all_s: float = 0.0
     all_samples: int = 0
+    input_s: float = 0.0
+    latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
 
-    def add(self, samples: int, step_s: float) -> None:
+    def add(self, samples: int, step_s: float, *, input_s: float = 0.0) -> None:
+        """input_s: of step_s, until the samples were there."""
         self.steps += 1
+        self.input_s += input_s
+        self.latest_s.append(step_s)
         self.all_s, self.all_samples = self.all_s + step_s, self.all_samples + samples
         if self.steps > WARM_UP_STEPS:
             self.warm_steps += 1
@@ -103,6 +114,12 @@ class Speed:
     @property
     def step_s(self) -> float:
         return self.warm_s / self.warm_steps if self.warm_steps else self.all_s / max(self.steps, 1)
+
+    @property
+    def median_step_s(self) -> float:
+        """Of the later half of the latest steps."""
+        later = list(self.latest_s)[len(self.latest_s) // 2:]
+        return statistics.median(later) if later else 0.0
 
 
 @dataclass
@@ -234,6 +251,7 @@ def _steps(run: _Run) -> bool:
         if found is None:
             break
         window, batches = found
+        input_s = time.perf_counter() - began_s
         observer = run.settings.observer
         if observer is not None:
             observer.samples(run.step, batches)
@@ -243,7 +261,7 @@ def _steps(run: _Run) -> bool:
         step_s = time.perf_counter() - began_s
         if recorder is not None:
             recorder.phase("end")
-        _after_step(run, window, result, step_s)
+        _after_step(run, window, result, step_s, input_s)
         if order is not None and run.step % order.steps_per_epoch == 0:
             run.due.add("evaluate")
         if result.is_settled and run.step != job.total_steps:
@@ -261,9 +279,9 @@ def _feed(run: _Run, order: Order | None) -> Iterator[tuple[Window, list[MicroBa
                          loader_workers=run.settings.loader_workers, steps=range(run.step, total))
 
 
-def _after_step(run: _Run, window: Window, result: StepResult, step_s: float) -> None:
+def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, input_s: float) -> None:
     run.step, run.samples = run.step + 1, run.samples + window.count
-    run.speed.add(window.count, step_s)
+    run.speed.add(window.count, step_s, input_s=input_s)
     norm = {} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}
     run.unmet.append({"step": run.step, "epoch": window.epoch, "samples": run.samples,
                       "lr": run.stepper.optimizer.param_groups[0]["lr"], "step_s": step_s, **norm})
@@ -393,6 +411,8 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "samples": run.samples,
         "samples_per_s": run.speed.samples_per_s,
         "step_s": run.speed.step_s,
+        "median_step_s": run.speed.median_step_s,
+        "input_s": run.speed.input_s / max(run.speed.steps, 1),
         "final_loss": run.loss,
         "validation_loss": run.evaluated.get("validation_loss"),
         "metrics": {name: value for name, value in run.evaluated.items() if name != "validation_loss"},

@@ -21,9 +21,13 @@ INNER_START = 40.0
 # Tensor cores take sides of whole 16 bytes (NVIDIA, as above); other kernels reach this part. Fitted on BLOOM's heads
 # of 108 and 150 values, which make a step 1.3 to 1.45 times as long.
 ALIGNED_BYTES, UNALIGNED_PART = 16, 0.07
+# Of other products: a head of 50304 instead of 50257 columns made steps of the smallest GPT-2 a quarter faster, and
+# has 30 % of its FLOPs (nanoGPT, 2023).
+UNALIGNED_LINEAR_PART = 0.5
 # Megatron-LM's fused softmax takes samples x heads in fours (its fused_softmax.py, is_kernel_available); else it runs
 # operator by operator, so many more around each of attention's products.
 SOFTMAX_MULTIPLE, UNFUSED_OPERATORS = 4, 3
+ATTENTION = ("attention", "full attention")
 MOST_KNOWN = 10_000  # products whose seconds are kept
 MOST_SPLITS = 8  # parts that the inner side is cut into where there are too few tiles
 
@@ -84,23 +88,24 @@ class AcceleratorRates:
         return found[1:]
 
     def _is_unfused(self, product: Product) -> bool:
-        return (product.kind == "attention" and self.software.kernels.attention == "plain"
+        return (product.kind in ATTENTION and self.software.kernels.attention == "plain"
                 and product.count % SOFTMAX_MULTIPLE != 0)
 
     def _product_s(self, product: Product, precision: Precision) -> float:
         best, software = self.flops_per_s[precision], self.software
-        if product.kind == "attention" and software.kernels.attention == "fused":
-            return product.flops * (0.5 if software.skips_mask else 1.0) / (
+        item_bytes = min(2, self.item_bytes) if precision == "bf16" else self.item_bytes
+        if product.kind in ATTENTION and software.kernels.attention == "fused":
+            return product.flops * (0.5 if software.skips_mask and product.kind == "attention" else 1.0) / (
                 self.attention_flops_per_s[precision] * software.attention_rate)
         rows, columns, inner = max(1.0, product.rows), max(1.0, product.columns), max(1.0, product.inner)
         values = (rows * inner + inner * columns + rows * columns) * product.count
         part = tile_part(rows, columns, inner, product.count, self.multiprocessors)
         part *= software.convolution_rates.get(product.kind, 1.0)
-        if product.kind in ("linear", "attention") and self.item_bytes == 2 and not (
-                _is_aligned(columns * self.item_bytes) and _is_aligned(inner * self.item_bytes)):
-            part *= UNALIGNED_PART
+        if product.kind in ("linear", *ATTENTION) and item_bytes == 2 and not (
+                _is_aligned(columns * item_bytes) and _is_aligned(inner * item_bytes)):
+            part *= UNALIGNED_LINEAR_PART if product.kind == "linear" else UNALIGNED_PART
         return max(product.flops / (best * software.product_rate * part),
-                   self.item_bytes * values / (self.memory_bytes_per_s * software.memory_rate))
+                   item_bytes * values / (self.memory_bytes_per_s * software.memory_rate))
 
 
 def _is_aligned(num_bytes: float) -> bool:

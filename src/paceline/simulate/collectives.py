@@ -50,7 +50,8 @@ def _with_servers_s(event: Collective, network: Network) -> float:
 
     A worker's link carries the whole tensor, a server's the parts of all workers (incast), and the slower of the two
     sets the pace. In one process a part needs no link. Nodes talk as one: what their devices send is added up before
-    it leaves them. Source: Jiang et al. 2020 (BytePS), section 2; the queue at a server is work that waits in turn.
+    it leaves them. No process reads and writes faster than it can.
+    Source: Jiang et al. 2020 (BytePS), section 2; the queue at a server is work that waits in turn.
     """
     together = min(event.group, network.devices_per_node) if network.across is not None else 1
     nodes = math.ceil(event.group / together)
@@ -64,7 +65,15 @@ def _with_servers_s(event: Collective, network: Network) -> float:
         away = (workers - 1) / workers
     by_server_s = workers * away / servers
     by_worker_s = 1 - 1 / servers if event.is_colocated else 1.0
-    return event.times * (link.latency_s + event.num_bytes * max(by_server_s, by_worker_s) / link.bytes_per_s)
+    on_links_s = event.num_bytes * max(by_server_s, by_worker_s) / link.bytes_per_s
+    return event.times * max(link.latency_s + on_links_s, _by_processes_s(event, network))
+
+
+def _by_processes_s(event: Collective, network: Network) -> float:
+    """Of the busiest process: a server has the parts of all workers, a worker those of all servers."""
+    own = 1 if event.is_colocated else 0
+    parts = max((event.group - own) / event.servers, 1 - own / event.servers)
+    return network.process_latency_s + event.num_bytes * parts / network.process_bytes_per_s
 
 
 # Steps of the ring, each with 1/n of the tensor. An all-reduce is a reduce-scatter and an all-gather.

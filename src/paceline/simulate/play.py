@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.cluster import Link, Network
 from paceline.job import Precision
@@ -124,28 +124,31 @@ class Player:
 
     def play(self, event: Event) -> None:
         """Any event but a message."""
-        clock = self.clock
-        if isinstance(event, Compute):
-            device_s, host_s = self.rates.seconds(event, self.precision)
-            start = clock[COMPUTE]
-            for name in event.after:
-                start = max(start, self.ended.get(name, 0.0))
-            if self._slowdown and clock[NETWORK] > start:
-                device_s += self._slowdown * min(device_s, clock[NETWORK] - start)
-            clock[HOST] += host_s
-            clock[COMPUTE] = max(start + device_s, clock[HOST])
-            self.busy[event.part] += clock[COMPUTE] - start
-        elif isinstance(event, Allocate):
-            self.memory.change(event)
-        elif isinstance(event, Collective):
-            clock[HOST] += event.times * self.rates.collective_s
-            begins = max(clock.get(event.stream, 0.0), clock[COMPUTE], clock[HOST])
-            ends = begins + collective_s(event, self.network)
-            clock[event.stream] = self.ended[event.name] = ends
-        elif isinstance(event, Repeat):
-            self._repeat(event)
-        else:
+        played = _PLAYED.get(type(event))
+        if played is None:
             raise TypeError(f"{event} is played with other ranks")
+        played(self, event)
+
+    def _compute(self, event: Compute) -> None:
+        clock = self.clock
+        device_s, host_s = self.rates.seconds(event, self.precision)
+        start = clock[COMPUTE]
+        for name in event.after:
+            start = max(start, self.ended.get(name, 0.0))
+        if self._slowdown and clock[NETWORK] > start:
+            device_s += self._slowdown * min(device_s, clock[NETWORK] - start)
+        clock[HOST] += host_s
+        clock[COMPUTE] = max(start + device_s, clock[HOST])
+        self.busy[event.part] += clock[COMPUTE] - start
+
+    def _collective(self, event: Collective) -> None:
+        clock = self.clock
+        clock[HOST] += event.times * self.rates.collective_s
+        begins = max(clock.get(event.stream, 0.0), clock[COMPUTE], clock[HOST])
+        ends = begins + collective_s(event, self.network)
+        clock[event.stream] = self.ended[event.name] = ends
+        if event.servers and event.stream == COMPUTE:
+            clock[HOST] = ends  # the host itself takes what servers send
 
     def receive(self, arrived_s: float) -> None:
         self.clock[COMPUTE] = max(self.clock[COMPUTE], arrived_s)
@@ -189,6 +192,11 @@ class Player:
         )
 
 
+_PLAYED: dict[type, Callable[[Player, Any], None]] = {
+    Compute: Player._compute, Collective: Player._collective, Repeat: Player._repeat,
+    Allocate: lambda player, event: player.memory.change(event)}
+
+
 class Memory:
     """A running ledger, and what it was at its highest."""
 
@@ -199,10 +207,11 @@ class Memory:
         self.highest: dict[str, float] = defaultdict(float)
 
     def change(self, event: Allocate) -> None:
-        held = self.held[event.ledger] = self.held[event.ledger] + event.num_bytes
-        if held > self.highest[event.ledger]:
-            self.highest[event.ledger] = held
-        self.total += event.num_bytes
+        ledger, num_bytes = event.ledger, event.num_bytes
+        held = self.held[ledger] = self.held[ledger] + num_bytes
+        if held > self.highest[ledger]:
+            self.highest[ledger] = held
+        self.total += num_bytes
         if self.total > self.peak:
             self.peak, self.at_peak = self.total, dict(self.held)
 

@@ -69,12 +69,18 @@ class Room(Protocol):
 
 
 ROOMS: tuple[Room, ...] = (recompute, shard, data, local)
+# What capturing a model imports, for plans that split it: 26 MiB of pages in each rank that imports them itself.
+_CAPTURE_IMPORTS = ("paceline.strategies.stages.build", "torch.export._trace", "torch._inductor.sizevars",
+                    "torch._inductor.fx_passes.dedupe_symint_uses", "torch.distributed.tensor")
 
 
 def load(plan: Plan) -> None:
     """Import what the ranks of a plan will need, so that forks of this process don't each pay for it."""
-    for name in ("torch._dynamo", *(name for room in ROOMS if room.is_active(plan) for name in room.IMPORTS)):
-        importlib.import_module(name)  # torch's optimizers import _dynamo when they are built; it takes a second
+    names = ["torch._dynamo"]  # torch's optimizers import it when they are built; it takes a second
+    names += [name for room in ROOMS if room.is_active(plan) for name in room.IMPORTS]
+    names += _CAPTURE_IMPORTS if plan.splits_model else ()
+    for name in names:
+        importlib.import_module(name)
 
 
 def holds_parts(plan: Plan) -> bool:
@@ -127,8 +133,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
         context: The numeric context of a forward.
         running: Entered where the whole model's weights are used.
     """
-    axes = plan.axes
-    if axes.pipeline > 1 or axes.parts > 1 or axes.tensor > 1 or (axes.shard > 1 and _reads_past_modules(model)):
+    if plan.splits_model or (plan.axes.shard > 1 and _reads_past_modules(model)):
         from paceline.strategies.stages.build import lay_out as lay_out_stages
 
         return lay_out_stages(model, plan=plan, mesh=mesh, device=device, example=example, context=context,

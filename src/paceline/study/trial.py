@@ -131,24 +131,26 @@ def num_parameters(model: Callable[[], Any]) -> int:
 
 
 def _priced(job: Job, plan: str, where: Slice) -> tuple[Plan, Any]:
-    from paceline.planner.estimate import estimate, splits_model
+    from paceline.planner.estimate import estimate
     from paceline.planner.pieces import Pieces
     from paceline.profile import profile_job
 
     asked = where.resolve(job, plan)
     profile = profile_job(job)
-    split = Pieces(job, profile) if splits_model(asked.plan) else None
+    split = Pieces(job, profile) if asked.plan.splits_model else None
     return asked.plan, estimate(profile, asked.plan, asked.cluster, batch=job.batch, precision=job.precision,
                                 split=split, snapshot=False)
 
 
 def _chosen(job: Job, where: Slice) -> tuple[Plan, Any]:
-    """The planner's fastest plan on the fewest devices that hold the job: trials side by side need no links."""
-    from paceline.verbs.planning import plan as ranked
+    """The planner's fastest plan on the fewest devices that hold the job: trials side by side need no links. Nothing is
+    rehearsed, for other trials run."""
+    from paceline.planner.question import Question
 
+    question = Question.of(job)
     for count in range(1, len(where.devices) + 1):
         cluster = Cluster.local(",".join(where.devices[:count]), memory=where.memory)
-        found = ranked(job, cluster).found.chosen
+        found = question.search(cluster).chosen
         if found is not None:
             return found.plan, found.estimate
     raise PlanError(f"no plan of up to {len(where.devices)} devices has the memory for this trial",

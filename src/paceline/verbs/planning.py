@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from paceline.cluster import Cluster, Link, Network, Nodes
-from paceline.errors import PlanError
-from paceline.job import Job
+from paceline.cluster import Cluster
+from paceline.errors import PlanError, UsageError
+from paceline.job import Job, Precision
 from paceline.jobfile import JobFile
-from paceline.planner.estimate import Estimate, NotPriced, estimate, splits_model
-from paceline.planner.pieces import Pieces
-from paceline.planner.rank import Candidate, Change, Found, best_of_each_kind, flips, reason, search
-from paceline.planner.space import Limits, Shape
+from paceline.planner.estimate import Estimate, NotPriced
+from paceline.planner.outlook import Outlook, outlook
+from paceline.planner.question import Question
+from paceline.planner.rank import Candidate, Found, reason
 from paceline.plans import Plan
-from paceline.profile.profile import Profile
+from paceline.simulate.failures import CHECKPOINT_BYTES_PER_S
+from paceline.verbs.rehearsal import rehearse, rehearse_best
 
-SHOWN = 16  # plans of the table
-MOST_TENSOR = 8
-TIMES = 4  # by which links are made faster and slower, to see what flips the choice
+REHEARSE_S = 20.0
+NEAREST = 3  # plans that are named where none fits
+OTHER_PRECISION: Mapping[Precision, Precision] = {"float32": "bf16", "bf16": "float32"}
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What another precision would bring to the chosen plan. found: its estimate, or why there is none."""
+
+    precision: Precision
+    found: Estimate | str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        if isinstance(self.found, str):
+            return {"precision": self.precision, "problem": self.found}
+        return {"precision": self.precision, "step_s": self.found.step_s, "fits": self.found.fits,
+                "memory_bytes": self.found.peak_memory_bytes}
 
 
 @dataclass(frozen=True)
@@ -27,7 +45,8 @@ class Answer:
     """What `plan` found.
 
     cluster: as it was asked for. batch: samples a step. flips: changes of hardware, and the plan that then is best.
-    notes: which figures are rough, and why.
+    notes: which figures are rough, and why. is_priced: whether plans are ranked by what they cost.
+    advice: None for a precision that has no other. outlook: None unless failures were asked for.
     """
 
     cluster: str
@@ -35,11 +54,18 @@ class Answer:
     found: Found
     flips: tuple[tuple[str, Candidate], ...]
     notes: tuple[str, ...]
+    is_priced: bool = False
+    advice: Advice | None = None
+    outlook: Outlook | None = None
 
     @property
     def chosen(self) -> Plan | None:
-        """The fastest exact plan that fits; None if none does."""
+        """The best plan that fits, exact unless relaxed ones were asked for; None if none does."""
         return self.found.chosen.plan if self.found.chosen is not None else None
+
+    def million_samples_cost(self, one: Candidate) -> float:
+        """In the unit of the price."""
+        return one.step_cost / self.batch * MILLION
 
     def to_dict(self) -> dict[str, Any]:
         """The document of `--json`."""
@@ -48,165 +74,86 @@ class Answer:
                 "tried": self.found.num_tried, "notes": list(self.notes),
                 "flips": [{"change": name, "plan": str(one.plan)} for name, one in self.flips],
                 "refused": dict(self.found.refused),
+                "precision": self.advice.to_dict() if self.advice is not None else None,
+                "failures": self.outlook.to_dict() if self.outlook is not None else None,
                 "plans": [self._row(one) for one in (*self.found.ranked, *self.found.too_large)]}
 
     def _row(self, one: Candidate) -> dict[str, Any]:
         found, chosen = one.estimate, self.found.chosen
+        cost = {"cost_per_million_samples": self.million_samples_cost(one)} if self.is_priced else {}
         return {"plan": str(one.plan), "fits": found.fits, "step_s": found.step_s, "step_s_low": found.low_s,
-                "step_s_high": found.high_s, "samples_per_s": self.batch / found.step_s,
-                "memory_bytes": found.peak_memory_bytes, "breakdown": dict(found.breakdown),
+                "step_s_high": found.high_s, "samples_per_s": self.batch / found.step_s, **cost,
+                "measured": found.is_measured, "memory_bytes": found.peak_memory_bytes,
+                "missing_bytes": max(0, one.missing_bytes), "breakdown": dict(found.breakdown),
                 "relaxed": one.plan.relaxed is not None, "reason": reason(one, chosen or one)}
 
     def describe(self) -> str:
         """For people: at most 100 columns."""
-        return "\n".join(_lines(self))
+        from paceline.verbs.planning_table import lines
+
+        return "\n".join(lines(self))
 
 
-def plan(job: Job | JobFile, cluster: Cluster | str = "local") -> Answer:
-    """Rank the plans that a job allows on a cluster by predicted speed.
+def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool = False,
+         price_per_hour: float | None = None, mtbf_hours: float | None = None,
+         checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S, rehearse_s: float = REHEARSE_S) -> Answer:
+    """Rank the plans that a job allows on a cluster by predicted speed, or by cost.
 
     Args:
         cluster: What there is, or a word for it: "local", "2xcpu", "8xH100", "16x8xH100", or a TOML file. On this
             machine plans may leave devices out.
+        relaxed: Whether a plan may be chosen that gives something up against one device.
+        price_per_hour: Of a device. Plans are ranked by what a sample costs, and may leave devices out.
+        mtbf_hours: Mean time between failures of a device, for the best interval between checkpoints.
+        checkpoint_bytes_per_s: That a device writes of a checkpoint.
+        rehearse_s: Seconds after which no further plan is tried on devices that are here. A few steps of the most
+            promising plans, and of one of each kind, correct what is predicted; 0 predicts alone.
 
     Raises:
-        JobError: the job makes no sense. ClusterError: the cluster can't be read.
+        JobError: the job makes no sense. ClusterError: the cluster can't be read. UsageError: a figure is not above 0.
         PlanError: nothing could be priced.
     """
-    from paceline.profile import profile_job
-
+    if price_per_hour is not None and not 0 < price_per_hour < float("inf"):
+        raise UsageError(f"price_per_hour must be a number above 0, got {price_per_hour}")
     loaded = job.load() if isinstance(job, JobFile) else job
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    profile = profile_job(loaded)
-    pieces = Pieces(loaded, profile)
-    num_devices = len(where.devices)
-    limits = Limits(min(loaded.batch, loaded.num_samples or loaded.batch),
-                    layers=pieces.count() if num_devices > 1 else 0,
-                    tensor=MOST_TENSOR if num_devices > 1 and pieces.count() else 1,
-                    parts=num_devices if num_devices > 1 and pieces.count() else 1)
-    per_node = min(len(kind.devices) for kind in where.nodes) if where.nodes else num_devices
-    shape = Shape(num_devices, per_node, may_be_fewer=not where.nodes)
-
-    def priced(on: Cluster) -> Any:
-        return lambda plan: _price(profile, plan, on, loaded, pieces)
-
-    found = search(priced(where), limits, shape)
+    question = Question.of(loaded, price_per_hour)
+    found = question.search(where, may_relax=relaxed)
     if not found.ranked and not found.too_large:
         why = "; ".join(f"{kind}: {text}" for kind, text in found.refused.items())
         raise PlanError(f"no plan could be priced: {why}")
-    changes = [Change(name, priced(changed)) for name, changed in _changes(where)]
-    notes = list(profile.notes)
-    if pieces.problem:
-        notes.append(f"plans that split the model are left out: {pieces.problem}")
-    return Answer(cluster if isinstance(cluster, str) else f"{num_devices} devices", loaded.batch, found,
-                  tuple(flips(found, changes, limits, shape)), tuple(notes))
+    if not where.nodes:
+        found = rehearse_best(found, partial(rehearse, loaded, where), budget_s=rehearse_s)
+    chosen = found.chosen
+    notes = list(dict.fromkeys((*question.profile.notes,
+                                *(note for one in found.ranked for note in one.estimate.notes))))
+    if question.pieces.problem:
+        notes.append(f"plans that split the model are left out: {question.pieces.problem}")
+    return Answer(cluster if isinstance(cluster, str) else f"{len(where.devices)} devices", loaded.batch, found,
+                  tuple(question.flips(found, where)), tuple(notes), question.is_priced(where),
+                  _advice(question, chosen, where),
+                  None if mtbf_hours is None or chosen is None else outlook(
+                      question.profile, chosen, mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s))
 
 
-def _price(profile: Profile, plan: Plan, cluster: Cluster, job: Job, pieces: Pieces) -> Estimate:
-    if cluster.nodes and splits_model(plan) and not profile.by_dimensions:
-        raise NotPriced(f"plan '{plan}' splits the model, which is priced on devices that are here alone")
-    used = cluster if cluster.nodes or plan.world_size >= len(cluster.devices) else replace(
-        cluster, devices=cluster.devices[:plan.world_size])
-    return estimate(profile, plan, used, batch=job.batch, precision=job.precision, split=pieces, snapshot=False)
+def nothing_fits(found: Found, cluster: str) -> PlanError:
+    """Why no plan was chosen: the gap in bytes, and the nearest plans."""
+    nearest = sorted(found.too_large, key=lambda one: one.missing_bytes)[:NEAREST]
+    return PlanError(f"nothing fits on {cluster}: '{nearest[0].plan}' is nearest and is "
+                     f"{nearest[0].missing_bytes:,} bytes over",
+                     hint="\n".join(f"'{one.plan}': {reason(one, one)}" for one in nearest))
 
 
-def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    """The cluster with other links, and with other memory."""
-    if len(cluster.devices) == 1:
-        return
-    for name, times in ((f"links {TIMES} times as fast", TIMES), (f"links a {_PART} as fast", 1 / TIMES)):
-        yield name, _with_links(cluster, times)
-    if cluster.nodes:
-        yield "twice the memory", replace(cluster, nodes=tuple(_with_memory(kind, 2) for kind in cluster.nodes))
-    else:
-        yield "twice the memory", replace(cluster, devices=tuple(
-            replace(device, memory_bytes=2 * device.memory_bytes) for device in cluster.devices))
-
-
-_PART = {4: "quarter"}[TIMES]
-
-
-def _with_links(cluster: Cluster, times: float) -> Cluster:
-    def faster(link: Link) -> Link:
-        return replace(link, bytes_per_s=link.bytes_per_s * times)
-
-    def on(network: Network) -> Network:
-        return replace(network, inside=faster(network.inside), across=network.across and faster(network.across))
-
-    if not cluster.nodes:
-        return replace(cluster, link=faster(cluster.link))
-    return Cluster.of(tuple(replace(kind, network=on(kind.network)) for kind in cluster.nodes))
-
-
-def _with_memory(kind: Nodes, times: float) -> Nodes:
-    return replace(kind, devices=tuple(replace(device, memory_bytes=round(times * device.memory_bytes))
-                                       for device in kind.devices))
-
-
-def _lines(answer: Answer) -> Iterator[str]:
-    found, chosen = answer.found, answer.found.chosen
-    if chosen is None:
-        nearest = found.too_large[0]
-        yield from _wrapped(f"nothing fits on {answer.cluster}; nearest is '{nearest.plan}': "
-                            f"{reason(nearest, nearest)}")
-    else:
-        yield f"chosen: {chosen.plan}"
-        yield from _wrapped(f"  {_speed(chosen, answer.batch)}: {reason(chosen, chosen)}")
-        if found.tied:
-            tied = "; ".join(str(one.plan) for one in found.tied[:4])
-            yield from _wrapped(f"  as fast, for all that is known: {tied}")
-    for name, one in answer.flips:
-        yield from _wrapped(f"  with {name}: {one.plan}")
-    yield ""
-    yield f"{'plan':<44} {'s/step':>8} {'samples/s':>10} {'MiB':>8}  why not"
-    for one in _shown(found):
-        yield from _row(one, chosen or one, answer.batch)
-    yield f"{found.num_tried} plans were priced on {answer.cluster}"
-    for kind, why in found.refused.items():
-        yield from _wrapped(f"not priced: {kind}: {why}")
-    for note in answer.notes:
-        yield from _wrapped(f"rough: {note}")
-
-
-def _shown(found: Found) -> list[Candidate]:
-    """The best of each kind, then the fastest of all, in order."""
-    kept = [*best_of_each_kind(found.ranked), *found.too_large]
-    more = [one for one in found.ranked if one not in kept]
-    listed = [*kept, *more[:max(0, SHOWN - len(kept))]]
-    return sorted(listed, key=lambda one: (not one.estimate.fits, one.estimate.step_s))
-
-
-def _row(one: Candidate, chosen: Candidate, batch: int) -> Iterator[str]:
-    found = one.estimate
-    why = "chosen" if one.plan == chosen.plan and found.fits else reason(one, chosen)
-    mark = "~" if one.plan.relaxed is not None else ""
-    name, rest = _cut(f"{mark}{one.plan}", 44)
-    said, more = _cut(why, 25)
-    yield (f"{name:<44} {found.step_s:>8.3g} {batch / found.step_s:>10.4g} "
-           f"{found.peak_memory_bytes / 2**20:>8.0f}  {said}")
-    while rest or more:
-        name, rest = _cut(rest, 42)
-        said, more = _cut(more, 25)
-        yield f"  {name:<42} {'':>8} {'':>10} {'':>8}  {said}".rstrip()
-
-
-def _cut(text: str, width: int) -> tuple[str, str]:
-    """What fits a column, at a space, and what is left."""
-    if len(text) <= width:
-        return text, ""
-    at = text.rfind(" ", 0, width + 1)
-    return (text[:at], text[at + 1:]) if at > 0 else (text[:width], text[width:])
-
-
-def _wrapped(text: str) -> Iterator[str]:
-    while text:
-        line, text = _cut(text, 98)
-        yield line
-        text = text and f"  {text}"
-
-
-def _speed(one: Candidate, batch: int) -> str:
-    found = one.estimate
-    interval = f" (80 %: {found.low_s:.3g} to {found.high_s:.3g})" if found.low_s < found.high_s else ""
-    return (f"{found.step_s:.3g} s a step{interval}, {batch / found.step_s:.4g} samples/s, "
-            f"{found.peak_memory_bytes / 2**20:,.0f} MiB")
+def _advice(question: Question, chosen: Candidate | None, cluster: Cluster) -> Advice | None:
+    """Of the chosen plan; the job is traced again, for its tensors have other sizes. What was found to be slower than
+    predicted is taken to be as much slower in the other precision."""
+    precision = OTHER_PRECISION.get(question.job.precision)
+    if chosen is None or precision is None:
+        return None
+    try:
+        other = Question.of(replace(question.job, precision=precision)).price(chosen.plan, cluster)
+        off = chosen.estimate.step_s / question.price(chosen.plan, cluster).step_s
+    except (PlanError, NotPriced) as error:
+        return Advice(precision, str(error).partition("\n")[0])
+    return Advice(precision, replace(other, step_s=off * other.step_s, low_s=off * other.low_s,
+                                     high_s=off * other.high_s))

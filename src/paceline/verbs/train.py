@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import PacelineError, PlanError, UsageError
+from paceline.errors import OutOfMemory, UsageError
 from paceline.job import Job
 from paceline.jobfile import JobFile
 from paceline.launch.environment import current
+from paceline.launch.failure import RankFailed
 from paceline.launch.place import Place
 from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
 from paceline.runtime import folder
+from paceline.verbs.auto import Chosen, choose, is_auto
+from paceline.verbs.prediction import predict_once_started, price, sum_up, what_would_fit
 
 if TYPE_CHECKING:
-
-    from paceline.launch.board import Board
     from paceline.launch.context import RankContext
-    from paceline.planner.estimate import Split
-    from paceline.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,9 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
     """Train a job under a plan and leave a run folder.
 
     Args:
-        plan: A plan, its text or a plan file; by default one replica on each local device.
+        plan: A plan, its text or a plan file. By default, or as "auto", the fastest exact plan that fits: predicted,
+            and corrected by short runs where the run is long enough; inside a launcher one replica a rank. A run
+            that is resumed keeps its plan.
         devices: Names such as "cpu:0,cpu:1"; by default this machine's GPUs, else one CPU rank a core.
         procs: Number of ranks, if the plan doesn't say; contradicting it is an error.
         memory: What each CPU rank may use, such as "512MiB", or one size a rank; a rank that needs more is stopped.
@@ -79,10 +79,12 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
     if steps is not None:
         loaded = replace(loaded, steps=steps, epochs=None)
     environment = current()
-    asked = resolve(loaded, plan, devices=devices, procs=procs, memory=memory,
-                    environment=environment)
+    given = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan
+    chosen = choose(loaded, given, devices=devices, procs=procs, memory=memory,
+                    environment=environment) if given is None or is_auto(given) else Chosen(Plan.read(given))
+    asked = resolve(loaded, chosen.plan, devices=devices, procs=procs, memory=memory, environment=environment)
     load(asked.plan)
-    priced = _price(loaded, asked, save_every=save_every)
+    priced = price(loaded, asked, chosen, snapshot=save_every is not None)
     place = Place(environment, asked.cluster.devices, timeout_s=timeout_s)
     with ExitStack() as held:
         stem = Path(source.path).stem if source else "job"
@@ -96,7 +98,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
 
         run_dir = Path(place.agree("run folder", claim))
         if place.is_first:
-            print(_banner(loaded, asked, run_dir), file=sys.stderr, flush=True)
+            print(_banner(loaded, asked, chosen.why, run_dir), file=sys.stderr, flush=True)
         settings = Settings(run_dir=run_dir, shares=asked.shares, save_every=save_every, resume=resume,
                             loader_workers=loader_workers, trace_steps=trace,
                             devices=devices_of(asked.plan, asked.cluster))
@@ -104,10 +106,15 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         def body(context: RankContext) -> Any:
             return train_rank(context, loaded, asked.plan, replace(settings, resume=resume or context.num_starts > 1))
 
-        figures = place.run(body, run_dir=run_dir, idle=lambda board: _predict_once_started(board, priced, run_dir),
-                            crew=crew(asked.plan), restarts=restarts)
+        try:
+            figures = place.run(body, run_dir=run_dir, idle=lambda board: predict_once_started(board, priced, run_dir),
+                                crew=crew(asked.plan), restarts=restarts)
+        except RankFailed as failed:
+            if failed.exit_code == OutOfMemory.exit_code and place.is_first:
+                print(what_would_fit(priced), file=sys.stderr, flush=True)
+            raise
         if place.is_first:
-            figures = _sum_up(run_dir, figures, priced)
+            figures = sum_up(run_dir, figures, priced)
         return Summary(figures, run_dir)
 
 
@@ -129,7 +136,14 @@ def _begin(run_dir: Path, asked: Resolved, source: JobFile | None) -> None:
         write_json(run_dir / folder.JOB, source.to_dict())
 
 
-def _banner(job: Job, asked: Resolved, run_dir: Path) -> str:
+def _plan_of(run: str | Path | None, *, procs: int | None) -> Plan | None:
+    """The plan that a run folder was left with, if it is for as many ranks as were asked for."""
+    path = Path(run or "") / folder.PLAN
+    found = Plan.read(str(path)) if path.exists() else None
+    return found if found is not None and procs in (None, found.world_size) else None
+
+
+def _banner(job: Job, asked: Resolved, why: str, run_dir: Path) -> str:
     """What is about to run, with every derived number."""
     from paceline.runtime.order import split
 
@@ -141,7 +155,7 @@ def _banner(job: Job, asked: Resolved, run_dir: Path) -> str:
         length += f" ({job.epochs} epochs)"
     samples = f"{job.num_samples} samples" if job.num_samples is not None else "a stream of samples"
     devices = ",".join(map(str, asked.cluster.devices))
-    return (f"plan {plan} on {devices}\n"
+    return (f"plan {plan} on {devices}{why and f', chosen: {why}'}\n"
             f"global batch {job.batch} = {plan.replicas} x {shown} samples in {microbatches} micro-batch"
             f"{'es' if microbatches != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
             f"{_idle(plan)}run folder {run_dir}")
@@ -163,109 +177,3 @@ def _idle(plan: Plan) -> str:
     if plan.num_microbatches < 2 * ranks:
         line += f", and {idle(2 * ranks):.0%} with microbatches={2 * ranks}"
     return f"{line}\n"
-
-
-@dataclass(frozen=True)
-class _Priced:
-    """A job's cost, as far as it is known before it runs.
-
-    problem: why it isn't.
-    """
-
-    job: Job
-    asked: Resolved
-    snapshot: bool
-    profile: Profile | None = None
-    split: Split | None = None
-    problem: str = ""
-
-
-def _price(job: Job, asked: Resolved, *, save_every: int | None) -> _Priced:
-    """Refuse a plan that doesn't fit where memory has a limit: one that the user set, or a GPU's.
-
-    Elsewhere nothing of the job runs in this process before its ranks have started.
-
-    Raises:
-        PlanError: a rank needs more memory than its device has; with the ledger and the plans that fit.
-    """
-    from paceline.planner.fit import check_fits
-    from paceline.planner.pieces import Pieces
-
-    priced = _Priced(job, asked, snapshot=save_every is not None)
-    if not any(device.is_limit or device.kind == "cuda" for device in asked.cluster.devices):
-        return priced
-    priced = _profiled(priced)
-    if priced.profile is None:
-        return priced
-    try:
-        check_fits(job, asked.plan, asked.cluster, priced.profile, priced.split or Pieces(job, priced.profile),
-                   snapshot=priced.snapshot)
-    except PlanError:
-        raise
-    except Exception as error:  # pieces of the model are run on fake tensors for their price
-        return _without_price(priced, error)
-    return priced
-
-
-def _without_price(priced: _Priced, error: Exception) -> _Priced:
-    problem = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-    print(f"warning: no prediction: {problem}", file=sys.stderr)
-    return replace(priced, profile=None, problem=problem)
-
-
-def _profiled(priced: _Priced) -> _Priced:
-    """With the job's cost. A job that can't be profiled trains all the same."""
-    from paceline.planner.estimate import splits_model
-    from paceline.profile import profile_job
-    from paceline.strategies.stages.price import SplitJob
-
-    try:
-        profile = profile_job(priced.job)
-        split = SplitJob(priced.job, profile) if splits_model(priced.asked.plan) else None
-    except Exception as error:  # the model may do anything when it is profiled
-        return _without_price(priced, error)
-    return replace(priced, profile=profile, split=split)
-
-
-def _predict_once_started(board: Board, priced: _Priced, run_dir: Path) -> None:
-    """Predict beside the ranks, when the first has taken a step and start-up is over: it takes a device's rates."""
-    while board.read(0).step < 2:
-        if board.over:
-            return
-        time.sleep(0.05)
-    with board.forkable:
-        _predict(priced, run_dir)
-
-
-def _predict(priced: _Priced, run_dir: Path) -> None:
-    """Write the predicted figures into the run folder."""
-    from paceline.planner.estimate import estimate
-    from paceline.runtime.checkpoint.write import write_json
-
-    if priced.profile is None and not priced.problem:
-        priced = _profiled(priced)
-    job, asked, found = priced.job, priced.asked, None
-    try:
-        if priced.profile is not None:
-            found = estimate(priced.profile, asked.plan, asked.cluster, batch=job.batch, precision=job.precision,
-                             split=priced.split, snapshot=priced.snapshot)
-    except Exception as error:  # as above
-        _without_price(priced, error)
-    if found is None:
-        write_json(run_dir / folder.PREDICTED, {"step_s": None, "peak_memory_bytes": None})
-        return
-    write_json(run_dir / folder.PREDICTED, {
-        "step_s": found.step_s, "peak_memory_bytes": found.peak_memory_bytes, "ledger": dict(found.ledger),
-        "breakdown": dict(found.breakdown),
-        "ranks": [{"rank": need.name, "ledger": dict(need.ledger)} for need in found.needs]})
-
-
-def _sum_up(run_dir: Path, figures: dict[str, Any], priced: _Priced) -> dict[str, Any]:
-    from paceline.runtime.checkpoint.write import write_json
-
-    if not (run_dir / folder.PREDICTED).exists():
-        _predict(priced, run_dir)
-    predicted = folder.read_document(run_dir, folder.PREDICTED)
-    figures = {**figures, "predicted": {key: predicted[key] for key in ("step_s", "peak_memory_bytes")}}
-    write_json(run_dir / folder.SUMMARY, figures)
-    return figures

@@ -129,7 +129,7 @@ def _by_dimensions(step: Step) -> dict[int, list[Bucket]]:
     largest = min(LARGEST_BUCKET_BYTES, parts * sum(step.held.gradients[p.name] * p.count for p in trainable.values()))
     found: dict[int, list[Bucket]] = defaultdict(list)
     for number, segment in enumerate(step.profile.segments):
-        for name in segment.gradients:
+        for name in (name for name in segment.gradients if name in trainable):
             num_bytes = step.held.gradients[name] * parts
             found[number].append(Bucket(largest, (shape_of(trainable[name]),), item_bytes(trainable[name]),
                                         times=num_bytes / largest))

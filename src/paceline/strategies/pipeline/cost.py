@@ -6,6 +6,7 @@ no time, and stages that are alike share one profile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -14,8 +15,12 @@ from paceline.errors import PlanError
 from paceline.plans import Plan, ScheduleName
 from paceline.profile.profile import Affine, Parameter, Product, Profile, Segment, Work
 from paceline.software import Software
+from paceline.strategies.pipeline.cut import balance
 from paceline.strategies.pipeline.schedule import Action, schedule, stages_of
 from paceline.strategies.stages.cost import Message, RankCost, StageCost
+
+# Of what a layer moves, in what it computes meanwhile: an accelerator's products take 100 to 300 FLOPs a byte.
+FLOPS_PER_BYTE = 200
 
 
 def deal(num_layers: int, num_stages: int) -> list[int]:
@@ -53,22 +58,21 @@ def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float,
     sent = _boundary_bytes(profile).at(samples)
     if software.cuts_messages or software.sequence_parallel:
         sent /= plan.axes.tensor
-    made: dict[tuple[tuple[tuple[int, int], ...], ...], tuple[Profile, list[range]]] = {}
     homes = _homes(profile, runs, num_ranks)
+    batch_bytes = profile.batch_bytes.at(samples * plan.num_microbatches)
+    tied_stride = (num_ranks - 1) * (plan.world_size // num_ranks)
     found = []
     for place in range(num_ranks):
         stages = stages_of(place, num_ranks=num_ranks, virtual=virtual)
-        key = tuple(runs[stage] for stage in stages)
-        if key not in made:
-            made[key] = _part(profile, key, halves=2 if plan.schedule.schedule == "zero-bubble" else 1)
-        own, spans = made[key]
+        own, spans = _part(profile, tuple(runs[stage] for stage in stages),
+                           halves=2 if plan.schedule.schedule == "zero-bubble" else 1)
         tied = [p for p in own.parameters if len(homes.get(p.name, ())) > 1]
         found.append(RankCost(
             own, {stage: _stage(stage, span, num_ranks, num_ranks * virtual, sent)
                   for stage, span in zip(stages, spans, strict=True)},
-            orders[place], batch_bytes=profile.batch_bytes.at(samples * plan.num_microbatches),
+            orders[place], batch_bytes=batch_bytes,
             tied_bytes=sum(p.gradient_bytes for p in tied) / plan.axes.tensor,
-            tied_stride=(num_ranks - 1) * (plan.world_size // num_ranks), samples=samples))
+            tied_stride=tied_stride, samples=samples))
     return found
 
 
@@ -81,10 +85,11 @@ def orders_of(name: ScheduleName, num_ranks: int, num_microbatches: int, virtual
 Run = tuple[tuple[int, int], ...]  # (segment, how many of its repetitions)
 
 
+@lru_cache(maxsize=256)
 def _cut(profile: Profile, num_stages: int) -> list[Run]:
     """The segments of each stage. Those of the root stay with the layers next to them."""
     counts = [s.repeat if s.unit else 0 for s in profile.segments]
-    dealt = deal(sum(counts), num_stages)
+    dealt = _dealt([s for s in profile.segments if s.unit], num_stages)
     found: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
     stage, room = 0, dealt[0]
     for number, segment in enumerate(profile.segments):
@@ -103,6 +108,18 @@ def _cut(profile: Profile, num_stages: int) -> list[Run]:
     return [tuple(run) for run in found]
 
 
+def _dealt(layers: Sequence[Segment], num_stages: int) -> list[int]:
+    """Layers of each stage: evenly where all are alike, else so that the longest stage is the shortest possible."""
+    if len(layers) == 1:
+        return deal(layers[0].repeat, num_stages)
+    flops = [s.forward.flops.at(1.0) + s.forward.function_bytes.at(1.0) * FLOPS_PER_BYTE
+             for s in layers for _ in range(s.repeat)]
+    nothing, endless = [0.0] * len(flops), [math.inf] * num_stages
+    firsts = balance(flops, nothing, nothing, speeds=[1.0] * num_stages, memory_bytes=endless,
+                     in_flight=[1] * num_stages)
+    return [end - first for first, end in zip(firsts, [*firsts[1:], len(flops)], strict=True)]
+
+
 def _homes(profile: Profile, runs: Sequence[Run], num_ranks: int) -> dict[str, set[int]]:
     """The ranks that use each parameter of the root."""
     found: dict[str, set[int]] = {}
@@ -115,6 +132,7 @@ def _homes(profile: Profile, runs: Sequence[Run], num_ranks: int) -> dict[str, s
     return found
 
 
+@lru_cache(maxsize=1024)
 def _part(profile: Profile, key: tuple[Run, ...], *, halves: int) -> tuple[Profile, list[range]]:
     """The profile of a rank with these runs of segments, and where in it each run is."""
     known = {p.name: p for p in profile.parameters}
@@ -137,9 +155,11 @@ def _part(profile: Profile, key: tuple[Run, ...], *, halves: int) -> tuple[Profi
         spans.append(range(begin, len(segments)))
     held = sum(p.gradient_bytes * p.count for p in parameters.values())
     whole = sum(p.gradient_bytes * p.count for p in profile.parameters)
-    update = _scaled(profile.update, held / whole if whole else 0.0)
+    part = held / whole if whole else 0.0
+    update = _scaled(profile.update, part)
     return replace(profile, parameters=tuple(parameters.values()), segments=tuple(segments), batch_bytes=Affine(),
-                   update=replace(update, operators=profile.update.operators)), spans
+                   update=replace(update, operators=profile.update.operators),
+                   update_peak_bytes=round(part * profile.update_peak_bytes)), spans
 
 
 def _scaled(work: Work, part: float) -> Work:

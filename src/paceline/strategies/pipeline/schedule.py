@@ -6,6 +6,7 @@ interleaved form); Qi et al. 2024 (zero bubble, ZB-H1: backward in two parts, th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -108,27 +109,47 @@ def _forward_backward(name: ScheduleName, rank: int, num_ranks: int, num_microba
 
 
 def _zero_bubble(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Greedy: a free rank takes a gradient that others wait for, else a forward, else a weight gradient."""
-    best = {"I": 0, "F": 1, "W": 2}
-    done: dict[Action, float] = {}
+    """Greedy: a free rank takes a gradient that others wait for, else a forward, else a weight gradient.
+
+    Of each kind a rank takes micro-batches in turn, so that three actions of it are looked at, and again only once
+    it or a neighbour has done something.
+    """
+    best: dict[ActionKind, int] = {"I": 0, "F": 1, "W": 2}
+    ended: dict[ActionKind, list[list[float]]] = {kind: [[] for _ in range(num_ranks)] for kind in best}
     free = [0.0] * num_ranks
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
-    left = [{Action(kind, rank, microbatch) for kind in ("F", "I", "W") for microbatch in range(num_microbatches)}
-            for rank in range(num_ranks)]
-    while any(left):
-        choices = []
-        for rank in range(num_ranks):
-            flying = sum({"F": 1, "I": 0, "W": -1}[action.kind] for action in orders[rank])
-            ready = [(max([free[rank], *(done[n] for n in action.needs(num_ranks))]), best[action.kind],
-                      action.microbatch, rank, action) for action in left[rank]
-                     if all(n in done for n in action.needs(num_ranks))
-                     and (action.kind != "F" or flying < num_ranks)]
-            choices += [min(ready)] if ready else []
-        start, _, _, rank, action = min(choices)
-        done[action] = free[rank] = start + _SECONDS[action.kind]
-        orders[rank].append(action)
-        left[rank].remove(action)
+
+    def ready_at(kind: ActionKind, rank: int, microbatch: int) -> float:
+        """When what an action needs is done; infinite while it is not known. See `Action.needs`."""
+        latest = free[rank]
+        for needed, stage in _NEEDED[kind]:
+            if 0 <= rank + stage < num_ranks:
+                times = ended[needed][rank + stage]
+                latest = max(latest, times[microbatch]) if microbatch < len(times) else math.inf
+        return latest
+
+    def choice(rank: int) -> tuple[float, int, int, int, ActionKind]:
+        found = []
+        for kind, order in best.items():
+            microbatch = len(ended[kind][rank])
+            is_full = kind == "F" and microbatch - len(ended["W"][rank]) >= num_ranks
+            if microbatch < num_microbatches and not is_full:
+                found.append((ready_at(kind, rank, microbatch), order, microbatch, rank, kind))
+        return min(found, default=(math.inf, 0, 0, rank, "F"))
+
+    choices = [choice(rank) for rank in range(num_ranks)]
+    while (first := min(choices))[0] < math.inf:
+        start, _, microbatch, rank, kind = first
+        free[rank] = start + _SECONDS[kind]
+        ended[kind][rank].append(free[rank])
+        orders[rank].append(Action(kind, rank, microbatch))
+        for near in range(max(0, rank - 1), min(num_ranks, rank + 2)):
+            choices[near] = choice(near)
     return orders
+
+
+# What an action of each kind waits for: of its own stage, and of the one before or after.
+_NEEDED: dict[ActionKind, list[tuple[ActionKind, int]]] = {"F": [("F", -1)], "I": [("F", 0), ("I", 1)], "W": [("I", 0)]}
 
 
 def in_flight(order: list[Action]) -> int:

@@ -37,8 +37,12 @@ def enter(step: Step) -> Hooks:
                           servers=sync.server, is_colocated=sync.colocate == "yes")
 
     def start(at: Moment) -> Iterable[Event]:
-        """A second copy of the weights, into which the next ones come."""
+        """A second copy of the weights, into which the next ones come. On a CPU a rank holds its own server's part,
+        too; elsewhere servers are on hosts."""
         yield Allocate("communication", whole)
+        if step.device_kind == "cpu" and sync.colocate == "yes":
+            for name, held_bytes in server_ledger(step.profile, step.plan).items():
+                yield Allocate(name, held_bytes)
 
     def after_backward(at: Moment) -> Iterable[Event]:
         num_bytes = sum(sizes.get(name, 0.0) for name in step.segment(at).gradients)
@@ -54,6 +58,16 @@ def enter(step: Step) -> Hooks:
         yield Compute(moved_bytes=SERVER_PASSES * sync.workers * whole / sync.server, part="optimizer")
 
     return {"start": start, "after_backward": after_backward, "finish": finish}
+
+
+def server_ledger(profile: Profile, plan: Plan) -> dict[str, int]:
+    """What one server holds: its part of the weights, of the sum of their gradients and of the optimizer's state."""
+    sync = plan.sync
+    assert isinstance(sync, Servers)
+    parts = {"parameters": profile.parameter_bytes, "gradients": sum(p.gradient_bytes * p.count for p in
+                                                                     profile.parameters),
+             "optimizer": sum(p.state_bytes * p.count for p in profile.parameters)}
+    return {name: -(-whole // sync.server) for name, whole in parts.items()}
 
 
 def hold(held: Held, plan: Plan, profile: Profile) -> Held:

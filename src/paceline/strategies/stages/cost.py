@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.profile.profile import Profile
-from paceline.simulate.program import COMPUTE, Allocate, Collective, Event, Receive, Repeat, Send, free
+from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Receive, Repeat, Send, free
 from paceline.strategies.costs import Moment, MomentName, backward_moments, compute, forward_moments
 from paceline.strategies.pipeline.schedule import Action
 
@@ -47,7 +47,8 @@ class RankCost:
     profile: of what it holds and runs; its figures are for micro-batches as large as they come.
     stages: by number. order: of actions. batch_bytes: inputs and targets of all micro-batches.
     tied_bytes: gradients of parameters that other ranks use too. tied_stride: how far apart those are
-        numbered. samples: of a micro-batch, in the profile's unit.
+        numbered. samples: of a micro-batch, in the profile's unit. action_s: of the host for an action, beside its
+        operators.
     """
 
     profile: Profile
@@ -57,6 +58,7 @@ class RankCost:
     tied_bytes: float = 0.0
     tied_stride: int = 1
     samples: float = 1.0
+    action_s: float = 0.0
 
 
 def tie(rank: RankCost) -> Event:
@@ -78,6 +80,7 @@ def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, Moment]]:
         arriving = {"F": stage.takes, "B": stage.regains, "I": stage.regains}.get(action.kind, ())
         leaving = {"F": stage.gives, "B": stage.returns, "I": stage.returns}.get(action.kind, ())
         yield from (Receive(message.peer, f"{message.name}.{microbatch}") for message in arriving)
+        yield Compute(fixed_s=rank.action_s)
         if action.kind == "F":
             yield from forward_course(rank, stage, microbatch)
         elif action.kind == "I":

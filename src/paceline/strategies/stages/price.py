@@ -20,12 +20,15 @@ from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.profile.recorder import Place, Recorder, Tallied
 from paceline.profile.trace import as_the_job_takes, autocast, build, first_items, kept_generators, state_factor
-from paceline.strategies.stages.assignment import Assignment, assigned
+from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, Assignment, assigned
 from paceline.strategies.stages.cost import Message, RankCost, StageCost
 from paceline.strategies.stages.engine import Staged, cut
 from paceline.strategies.stages.layout import first_names, renamed
 
-_LOSS = ""
+# What the engine takes for an action beside its operators: messages waited for, bookkeeping. Fitted on a GPT of 128
+# wide in 2 to 16 micro-batches on two CPU ranks; see docs/prediction.md.
+ACTION_S = 1.0e-3
+LOSS = ""  # its key among the pieces
 
 
 class SplitJob:
@@ -62,7 +65,7 @@ class SplitJob:
         """
         found = assigned(self.model, self.example, plan, samples=microbatch_samples, state_factor=self.state_factor,
                          devices=devices)
-        at, costs = self._at(microbatch_samples)
+        at, costs = self.priced(microbatch_samples)
         staged = cut(at, lambda piece: found.stage_of.get(piece.key, 0), found.ranks)
         return [self._rank(place, plan, found, staged, costs, microbatch_samples)
                 for place in range(len(found.orders))]
@@ -80,7 +83,7 @@ class SplitJob:
                 continue
             begin = len(segments)
             segments += [costs[piece.key] for piece in stage.pieces]
-            segments += [costs[_LOSS]] if stage.number == last else []
+            segments += [costs[LOSS]] if stage.number == last else []
             pieces += stage.pieces
             home = {value.name: staged.stages[staged.producer[value.name]].rank for value in stage.inputs}
             away = [(value, staged.stages[k].rank, k) for value in stage.outputs if value.differentiable
@@ -99,7 +102,7 @@ class SplitJob:
         held = self._held(place, plan, found)
         return RankCost(
             self._profile(held, _once(segments, halves), _unit_of(pieces)), stages, found.orders[place],
-            batch_bytes=self.whole.batch_bytes.at(samples * plan.num_microbatches),
+            batch_bytes=self.whole.batch_bytes.at(samples * plan.num_microbatches), action_s=ACTION_S,
             tied_bytes=sum(self._sizes(plan)[name].gradient_bytes for name in held if self._ranks_of(found, name) > 1))
 
     def _profile(self, held: Mapping[str, Parameter], segments: tuple[Segment, ...],
@@ -140,16 +143,17 @@ class SplitJob:
 
         return {p.name: part(p) for p in self.whole.parameters}
 
-    def _at(self, samples: int) -> tuple[Capture, dict[str, Segment]]:
+    def priced(self, samples: int) -> tuple[Capture, dict[str, Segment]]:
         """The capture for so many samples, and what each piece costs; the loss under its own key."""
         if samples not in self._priced:
             inputs, target = self._batch(samples)
             args, kwargs = _arguments(inputs)
             with kept_generators(), autocast(self.job):
-                found = renamed(capture(self.model, args, kwargs, opaque=self.opaque), self.first_name)
+                found = self.example if samples == EXAMPLE_SAMPLES else renamed(
+                    capture(self.model, args, kwargs, opaque=self.opaque), self.first_name)
                 with self.mode:
                     costs = {piece.key: self._price(piece, found) for piece in found.pieces}
-                    costs[_LOSS] = self._price_loss(found, target)
+                    costs[LOSS] = self._price_loss(found, target)
             self._priced[samples] = found, costs
         return self._priced[samples]
 
@@ -199,7 +203,7 @@ class SplitJob:
             loss = loss[0] if isinstance(loss, tuple | list) else loss
             recorder.move_to(Place(0, "backward"))
             loss.backward()
-        return _segment(_LOSS, recorder)
+        return _segment(LOSS, recorder)
 
 
 def _segment(unit: str, recorder: Recorder) -> Segment:
@@ -208,7 +212,8 @@ def _segment(unit: str, recorder: Recorder) -> Segment:
 
     def work(place: Place) -> Work:
         found = recorder.work.get(place, Tallied())
-        return Work(Affine(found.flops), Affine(found.moved_bytes), Affine(found.function_bytes), found.operators)
+        return Work(Affine(found.flops), Affine(found.moved_bytes), Affine(found.function_bytes), found.operators,
+                    tuple(found.products))
 
     return Segment(unit, work(ahead), work(back), Affine(end - start), Affine(recorder.outputs.get(0, 0)),
                    Affine(peak - start), Affine(max(0, levels[back].peak - end) if back in levels else 0),

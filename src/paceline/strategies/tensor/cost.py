@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from paceline.plans import Plan
@@ -20,9 +21,13 @@ from paceline.strategies.costs import Hooks, Moment, Room, Step
 
 def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
     """One rank's part. What is not known of a segment is done whole by every rank."""
-    ranks = plan.axes.tensor
+    return _part(profile, plan.axes.tensor, software.sequence_parallel)
+
+
+@lru_cache(maxsize=1024)  # many plans cut a model alike
+def _part(profile: Profile, ranks: int, along_the_sequence: bool) -> Profile:
     return replace(profile, parameters=tuple(_parameter(p, ranks) for p in profile.parameters),
-                   segments=tuple(_segment(s, ranks, software.sequence_parallel) for s in profile.segments),
+                   segments=tuple(_segment(s, ranks, along_the_sequence) for s in profile.segments),
                    update=_update(profile, ranks))
 
 

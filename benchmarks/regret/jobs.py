@@ -1,0 +1,98 @@
+"""Jobs of different kinds whose every plan is small enough to be measured: what binds a step differs from one to
+another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import paceline as pl
+from paceline.models.convnet import ConvNet
+from paceline.models.convolution import ConvNetSize
+from paceline.models.decoder import Decoder
+from paceline.models.sizes import DecoderSize
+
+STEPS = 1_000_000  # a run says itself how many it takes
+
+
+class Rows(Dataset):
+    """The same few samples over and over: reading them costs next to nothing."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+
+def tokens(size: DecoderSize, *, samples: int = 64) -> Rows:
+    inputs = torch.randint(size.vocab, (samples, size.sequence), generator=torch.Generator().manual_seed(0))
+    return Rows(inputs, inputs.roll(-1, 1))
+
+
+def numbers(*shape: int, classes: int = 10, samples: int = 256) -> Rows:
+    generator = torch.Generator().manual_seed(0)
+    return Rows(torch.randn(samples, *shape, generator=generator),
+                torch.randint(classes, (samples,), generator=generator))
+
+
+def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def adamw(named: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-3)  # type: ignore[arg-type]
+
+
+def momentum(named: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=1e-2, momentum=0.9)  # type: ignore[arg-type]
+
+
+class Branches(nn.Module):
+    """Four branches that need nothing of each other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(4))
+        self.head = nn.Linear(4 * width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([branch(x) for branch in self.branches], -1))
+
+
+def perceptron(width: int, layers: int) -> nn.Sequential:
+    middle = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *middle, nn.Linear(width, 10))
+
+
+def _decoder(size: DecoderSize, batch: int) -> Callable[[], pl.Job]:
+    return lambda: pl.Job(model=lambda: Decoder(size), data=tokens(size), loss=next_token_loss, optimizer=adamw,
+                          batch=batch, steps=STEPS)
+
+
+# By name: how many devices there are, and the job.
+JOBS: dict[str, tuple[int, Callable[[], pl.Job]]] = {
+    "GPT, 128 wide": (2, _decoder(DecoderSize(4, 128, 4, 512, 256, sequence=128), 16)),
+    "GPT, 512 wide": (2, _decoder(DecoderSize(2, 512, 8, 2048, 256, sequence=64), 8)),
+    "Llama, 256 wide": (2, _decoder(DecoderSize(4, 256, 8, 688, 1024, sequence=64, kv_heads=4, form="llama"), 16)),
+    "ConvNet on 32x32": (4, lambda: pl.Job(
+        model=lambda: ConvNet(ConvNetSize(depths=(1, 1, 1, 1), width=16, classes=10, side=32)),
+        data=numbers(3, 32, 32), loss=F.cross_entropy, optimizer=momentum, batch=16, steps=STEPS)),
+    "wide perceptron": (2, lambda: pl.Job(
+        model=lambda: perceptron(2048, 3), data=numbers(64), loss=F.cross_entropy, optimizer=momentum, batch=16,
+        steps=STEPS)),
+    "small perceptron": (4, lambda: pl.Job(
+        model=lambda: perceptron(128, 2), data=numbers(64), loss=F.cross_entropy, optimizer=adamw, batch=64,
+        steps=STEPS)),
+    "four branches": (4, lambda: pl.Job(
+        model=lambda: Branches(768), data=numbers(768), loss=F.cross_entropy, optimizer=adamw, batch=64,
+        steps=STEPS)),
+}

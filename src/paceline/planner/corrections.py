@@ -1,0 +1,103 @@
+"""What steps that were really taken say of predictions: of the plans themselves, and of plans like them.
+
+A rehearsed plan is as fast as it was found to be. A plan that runs the same code on as many ranks is off by the same
+factor, and its memory by the same bytes; any other plan is as far off as those that are most like it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from paceline.planner.estimate import RATES_SPREAD, Estimate, Need
+from paceline.planner.rank import kind_of
+from paceline.plans import Plan, Servers
+
+# Half the width of an 80 % interval around a step's time, as a natural logarithm: of a plan that was rehearsed, of
+# one whose kind was, and of others. Fitted on `benchmarks.regret`; see docs/prediction.md.
+SPREAD = {"itself": 0.06, "kind": 0.15, "nothing": RATES_SPREAD}
+COMMUNICATION = "communication"
+MEASURED = "unaccounted"  # of a ledger: what was measured above everything that is accounted for
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """A few steps of a plan on the devices: the median step, and the fullest rank's peak."""
+
+    step_s: float
+    peak_memory_bytes: int
+
+
+class Corrections:
+    """Rehearsals beside what had been predicted for them."""
+
+    def __init__(self) -> None:
+        self._found: dict[Plan, Rehearsal] = {}
+        self._off: dict[tuple[object, ...], list[_Off]] = {}
+
+    def __contains__(self, plan: Plan) -> bool:
+        return plan in self._found
+
+    def add(self, plan: Plan, predicted: Estimate, found: Rehearsal) -> None:
+        """predicted: without any correction."""
+        self._found[plan] = found
+        for likeness in _likenesses(plan):
+            self._off.setdefault(likeness, []).append(_Off.of(predicted, found))
+
+    def knows_kind_of(self, plan: Plan) -> bool:
+        """Whether a plan was rehearsed that runs the same code on as many ranks."""
+        return _likenesses(plan)[0] in self._off
+
+    def apply(self, plan: Plan, predicted: Estimate) -> Estimate:
+        """The estimate with what is known of plans like it, and how sure that is."""
+        spread = SPREAD["itself" if plan in self else "kind" if self.knows_kind_of(plan) else "nothing"]
+        off = _Off.of(predicted, self._found[plan]) if plan in self else self._of_the_nearest(plan)
+        step_s = self._found[plan].step_s if plan in self else predicted.step_s * off.factor
+        return replace(
+            predicted, step_s=step_s, low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread),
+            peak_memory_bytes=predicted.peak_memory_bytes + off.num_bytes, ledger=_with(predicted.ledger, off),
+            breakdown=self._breakdown(predicted, step_s), is_measured=plan in self,
+            needs=tuple(Need(need.name, need.device, _with(need.ledger, off)) for need in predicted.needs))
+
+    def _of_the_nearest(self, plan: Plan) -> _Off:
+        """What the plans that are most like this one are off by; their memory only if they are of its kind."""
+        for nearness, likeness in enumerate(_likenesses(plan)):
+            if likeness in self._off:
+                known = self._off[likeness]
+                factor = statistics.geometric_mean(off.factor for off in known)
+                return _Off(factor, round(statistics.median(off.num_bytes for off in known)) if nearness < 3 else 0)
+        return _Off(1.0, 0)
+
+    def _breakdown(self, predicted: Estimate, step_s: float) -> dict[str, float]:
+        """Computing is off by the least that any plan is off by; what is left over is waiting for others."""
+        least = min((off.factor for off in self._off.get((), ())), default=1.0)
+        busy = {name: least * seconds for name, seconds in predicted.breakdown.items() if name != COMMUNICATION}
+        shrunk = min(1.0, step_s / sum(busy.values())) if any(busy.values()) else 1.0
+        busy = {name: shrunk * seconds for name, seconds in busy.items()}
+        return {**busy, COMMUNICATION: max(0.0, step_s - sum(busy.values()))}
+
+
+@dataclass(frozen=True, slots=True)
+class _Off:
+    """By what a step is longer, as a factor, and a peak higher."""
+
+    factor: float
+    num_bytes: int
+
+    @classmethod
+    def of(cls, predicted: Estimate, found: Rehearsal) -> _Off:
+        return cls(found.step_s / predicted.step_s, found.peak_memory_bytes - predicted.peak_memory_bytes)
+
+
+def _likenesses(plan: Plan) -> tuple[tuple[object, ...], ...]:
+    """What a plan shares with others, from plans that run the same code to all plans."""
+    kind, ranks = kind_of(plan), plan.world_size
+    servers = (plan.sync.server, plan.sync.colocate) if isinstance(plan.sync, Servers) else ()
+    code = (plan.modifiers.recompute, plan.schedule.schedule == "zero-bubble", servers)
+    return (kind, ranks, *code), (kind, ranks), (kind,), ()
+
+
+def _with(ledger: Mapping[str, int], off: _Off) -> dict[str, int]:
+    return {**ledger, MEASURED: off.num_bytes} if off.num_bytes else dict(ledger)

@@ -1,0 +1,139 @@
+"""What is asked of the planner: a job, its cost, and the plans that it allows on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from paceline.cluster import Cluster, Link, Network, Nodes
+from paceline.job import Job
+from paceline.planner.estimate import Estimate, NotPriced, estimate, least_missing_bytes
+from paceline.planner.pieces import Pieces
+from paceline.planner.rank import Candidate, Change, Found, Rent, flips, search
+from paceline.planner.space import Limits, Shape
+from paceline.plans import Plan, Servers
+from paceline.profile.profile import Profile
+
+MOST_TENSOR = 8
+TIMES = 4  # by which links are made faster and slower, to see what flips the choice
+_PART = {4: "quarter"}[TIMES]
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """A job with its cost.
+
+    price_per_hour: of a device, by which plans are ranked; None ranks them by time, unless all devices of a cluster
+        state theirs.
+    may_be_fewer: whether plans may leave out devices that are here. may_split: whether the model may be cut; finding
+        out how takes seconds.
+    """
+
+    job: Job
+    profile: Profile
+    pieces: Pieces
+    price_per_hour: float | None = None
+    may_be_fewer: bool = True
+    may_split: bool = True
+
+    @classmethod
+    def of(cls, job: Job, price_per_hour: float | None = None) -> Question:
+        """Trace a job. Reads the first samples of its data."""
+        from paceline.profile import profile_job
+
+        profile = profile_job(job)
+        return cls(job, profile, Pieces(job, profile), price_per_hour)
+
+    def limits(self, cluster: Cluster) -> Limits:
+        """What the job allows."""
+        job = self.job
+        batch = min(job.batch, job.num_samples or job.batch)
+        num_devices = len(cluster.devices)
+        if num_devices == 1 or not self.may_split or not self.pieces.count():
+            return Limits(batch)
+        return Limits(batch, layers=self.pieces.count(), tensor=MOST_TENSOR, parts=num_devices)
+
+    def shape(self, cluster: Cluster) -> Shape:
+        """Devices may be left out on this machine, and where they cost something."""
+        num_devices = len(cluster.devices)
+        per_node = min(len(kind.devices) for kind in cluster.nodes) if cluster.nodes else num_devices
+        may_be_fewer = self.is_priced(cluster) if cluster.nodes else self.may_be_fewer
+        return Shape(num_devices, per_node, may_be_fewer=may_be_fewer)
+
+    def is_priced(self, cluster: Cluster) -> bool:
+        return self.price_per_hour is not None or cluster.price_per_hour(len(cluster.devices)) is not None
+
+    def rent(self, cluster: Cluster) -> Rent:
+        """What a plan's devices cost a second; 1 where nothing has a price."""
+        def of(plan: Plan) -> float:
+            count = plan.sync.workers if isinstance(plan.sync, Servers) else plan.world_size
+            stated = cluster.price_per_hour(count) if self.is_priced(cluster) else None
+            if self.price_per_hour is not None:
+                return self.price_per_hour * count / HOUR_S
+            return 1.0 if stated is None else stated / HOUR_S
+
+        return of
+
+    def price(self, plan: Plan, cluster: Cluster) -> Estimate:
+        """
+        Raises:
+            PlanError: the plan can't be on this cluster. NotPriced: it can, and nobody knows what it costs.
+        """
+        if cluster.nodes and plan.axes.parts > 1:
+            raise NotPriced(f"plan '{plan}' places modules, which is priced on devices that are here alone")
+        profile = self.pieces.layers() if cluster.nodes and plan.splits_model else self.profile
+        used = cluster if cluster.nodes or plan.world_size >= len(cluster.devices) else replace(
+            cluster, devices=cluster.devices[:plan.world_size])
+        return estimate(profile, plan, used, batch=self.job.batch, precision=self.job.precision, split=self.pieces,
+                        snapshot=False)
+
+    def least_missing_bytes(self, plan: Plan, cluster: Cluster) -> int:
+        """See `planner.estimate`."""
+        if not cluster.nodes or plan.axes.pipeline == 1:
+            return 0
+        return least_missing_bytes(self.pieces.layers(), plan, cluster, batch=self.job.batch,
+                                   precision=self.job.precision)
+
+    def search(self, cluster: Cluster, *, may_relax: bool = False, most_refined: int | None = None) -> Found:
+        """Rank the plans that the job allows on a cluster."""
+        more = {} if most_refined is None else {"most_refined": most_refined}
+        return search(lambda plan: self.price(plan, cluster), self.limits(cluster), self.shape(cluster),
+                      lambda plan: self.least_missing_bytes(plan, cluster), rent=self.rent(cluster),
+                      may_relax=may_relax, **more)
+
+    def flips(self, found: Found, cluster: Cluster) -> list[tuple[str, Candidate]]:
+        """Changes of hardware, and the plan that then is best."""
+        changes = [Change(name, partial(self.price, cluster=changed)) for name, changed in _changes(cluster)]
+        return flips(found, changes, self.limits(cluster), self.shape(cluster), rent=self.rent(cluster))
+
+
+def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """The cluster with other links, and with other memory."""
+    if len(cluster.devices) == 1:
+        return
+    for name, times in ((f"links {TIMES} times as fast", TIMES), (f"links a {_PART} as fast", 1 / TIMES)):
+        yield name, _with_links(cluster, times)
+    if cluster.nodes:
+        yield "twice the memory", replace(cluster, nodes=tuple(_with_memory(kind, 2) for kind in cluster.nodes))
+    else:
+        yield "twice the memory", replace(cluster, devices=tuple(
+            replace(device, memory_bytes=2 * device.memory_bytes) for device in cluster.devices))
+
+
+def _with_links(cluster: Cluster, times: float) -> Cluster:
+    def faster(link: Link) -> Link:
+        return replace(link, bytes_per_s=link.bytes_per_s * times)
+
+    def on(network: Network) -> Network:
+        return replace(network, inside=faster(network.inside), across=network.across and faster(network.across))
+
+    if not cluster.nodes:
+        return replace(cluster, link=faster(cluster.link))
+    return Cluster.of(tuple(replace(kind, network=on(kind.network)) for kind in cluster.nodes))
+
+
+def _with_memory(kind: Nodes, times: float) -> Nodes:
+    return replace(kind, devices=tuple(replace(device, memory_bytes=round(times * device.memory_bytes))
+                                       for device in kind.devices))

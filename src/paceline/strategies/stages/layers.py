@@ -1,0 +1,127 @@
+"""A captured model as layers that repeat: a profile that can be cut anywhere without another capture.
+
+Pieces that are alike and follow each other are one segment, as in a profile by dimensions (`models/transformer.py`), so
+that a plan for thousands of devices is priced in milliseconds. Figures are lines through two captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.capture.graph import Piece
+from paceline.profile.profile import Affine, Parameter, Product, Profile, Segment, TensorCut, Work, growing
+from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES
+from paceline.strategies.stages.price import LOSS, SplitJob
+
+SAMPLES = (EXAMPLE_SAMPLES, 2 * EXAMPLE_SAMPLES)  # of the two captures
+# Of what a transformer layer keeps and moves for a token, this many times its output is done whole by each rank of a
+# tensor axis: norms, sums and their inputs. As counted for `models/transformer.py`; a rough figure for other layers.
+WHOLE_KEPT, WHOLE_MOVED = 4, 10
+TENSOR_NOTE = ("tensor=N: every matrix that can be is taken to be split, and a layer to exchange its output once, or "
+               "twice if it has attention")
+
+
+def layered(split: SplitJob) -> Profile:
+    """The job's profile, cut at its modules.
+
+    Raises:
+        ValueError: the model is in other pieces for another number of samples.
+    """
+    (found, first), (other, second) = (split.priced(samples) for samples in SAMPLES)
+    if [piece.key for piece in found.pieces] != [piece.key for piece in other.pieces]:
+        raise ValueError("the model is in other pieces for another number of samples")
+    known = {p.name: p for p in split.whole.parameters}
+    units = set(split.whole.units) or {piece.key for piece in found.pieces if piece.parameters}
+    used: set[str] = set()
+    layers: list[_Layer] = []
+    for piece in found.pieces:
+        layer = _layer(piece, _line(first[piece.key], second[piece.key]), known, units, used)
+        used.update(piece.parameters)
+        if layers and layers[-1].is_like(layer):
+            layers[-1] = layers[-1].with_one_more()
+        elif layer.segment != Segment():
+            layers.append(layer)
+    loss = replace(_line(first[LOSS], second[LOSS]), unit="")
+    whole = split.whole
+    return replace(whole, parameters=tuple(p for layer in layers for p in layer.parameters),
+                   segments=(*(layer.segment for layer in layers), loss), by_dimensions=True,
+                   notes=(*whole.notes, TENSOR_NOTE))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Pieces that are alike. parameters: that no piece before them has."""
+
+    segment: Segment
+    parameters: tuple[Parameter, ...]
+
+    def is_like(self, other: _Layer) -> bool:
+        if not self.segment.unit or not other.segment.unit or self.segment.borrows or other.segment.borrows:
+            return False
+        figures, theirs = (replace(layer.segment, unit="", gradients=(), repeat=1) for layer in (self, other))
+        return figures == theirs and [_shape(p) for p in self.parameters] == [_shape(p) for p in other.parameters]
+
+    def with_one_more(self) -> _Layer:
+        return _Layer(replace(self.segment, repeat=self.segment.repeat + 1),
+                      tuple(replace(p, count=p.count + 1) for p in self.parameters))
+
+
+def _shape(p: Parameter) -> tuple[object, ...]:
+    return p.num_bytes, p.rows, p.dtype, p.trainable, p.state_bytes
+
+
+def _layer(piece: Piece, segment: Segment, known: Mapping[str, Parameter], units: set[str],
+           used: set[str]) -> _Layer:
+    unit = piece.key if piece.key in units else ""
+    own = [known[name] for name in dict.fromkeys(piece.parameters) if name not in used]
+    parameters = tuple(replace(p, unit=unit, is_cut=_divides(p)) for p in own)
+    return _Layer(replace(
+        segment, unit=unit, gradients=tuple(p.name for p in own if p.trainable),
+        borrows=(*(name for name in dict.fromkeys(piece.parameters) if name in used),
+                 *(p.name for p in own if not p.trainable)),
+        tensor=_cut(segment) if unit else None), parameters)
+
+
+def _divides(p: Parameter) -> bool:
+    """Matrices; what is rounded up where a side doesn't divide is little."""
+    return p.num_bytes > p.rows * 8
+
+
+def _cut(segment: Segment) -> TensorCut | None:
+    kinds = {product.kind for product in segment.forward.products}
+    if not kinds:
+        return None
+    exchanges = 2 if kinds & {"attention", "full attention"} else 1
+    return TensorCut(_less(segment.forward.function_bytes, segment.output_bytes, WHOLE_MOVED),
+                     _less(segment.backward.function_bytes, segment.output_bytes, WHOLE_MOVED),
+                     _less(segment.kept_bytes, segment.output_bytes, WHOLE_KEPT),
+                     segment.output_bytes, forward_exchanges=exchanges, backward_exchanges=exchanges)
+
+
+def _less(figure: Affine, output: Affine, times: int) -> Affine:
+    return Affine(0.0, max(0.0, figure.per_sample - times * output.per_sample))
+
+
+def _line(first: Segment, second: Segment) -> Segment:
+    """Figures that grow with the samples, from those of two numbers of samples."""
+    def line(one: Affine, other: Affine) -> Affine:
+        return Affine.through((SAMPLES[0], one.fixed), (SAMPLES[1], other.fixed))
+
+    def work(one: Work, other: Work) -> Work:
+        moved, functions = line(one.moved_bytes, other.moved_bytes), line(one.function_bytes, other.function_bytes)
+        return Work(line(one.flops, other.flops), operators=one.operators, function_bytes=Affine(
+            moved.fixed + functions.fixed, moved.per_sample + functions.per_sample),
+            products=_cut_products(growing(one.products, other.products, samples=SAMPLES)))
+
+    return replace(first, forward=work(first.forward, second.forward), backward=work(first.backward, second.backward),
+                   kept_bytes=line(first.kept_bytes, second.kept_bytes),
+                   output_bytes=line(first.output_bytes, second.output_bytes),
+                   forward_peak_bytes=line(first.forward_peak_bytes, second.forward_peak_bytes),
+                   backward_peak_bytes=line(first.backward_peak_bytes, second.backward_peak_bytes))
+
+
+def _cut_products(products: Sequence[Product]) -> tuple[Product, ...]:
+    """Heads are divided, and of other products a side that the samples don't make longer."""
+    return tuple(replace(p, cut="count" if p.kind in ("attention", "full attention")
+                         else "columns" if p.grows != "columns" else "inner") for p in products)

@@ -1,0 +1,87 @@
+"""`plan auto`: the fastest exact plan that fits, found before a run in a small part of the run's own time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from paceline.cluster import Cluster
+from paceline.errors import UsageError
+from paceline.job import Job
+from paceline.launch.environment import Environment
+from paceline.planner.estimate import Estimate
+from paceline.planner.question import Question
+from paceline.planner.rank import Candidate, reason
+from paceline.planner.resolve import default_plan
+from paceline.plans import Plan
+from paceline.profile.profile import Profile
+from paceline.verbs.planning import nothing_fits
+from paceline.verbs.rehearsal import rehearse, rehearse_best
+
+AUTO = "auto"
+PART = 0.1  # of a run's predicted length that finding its plan may take
+LEAST_S, MOST_S = 1.0, 30.0  # of rehearsals; less is worth none
+WORTH = 1.5  # times the best plan's step: what looks slower is not tried
+CUTTING_S = 6.0  # that finding out how a model can be cut must be worth, and trying it
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A plan that nobody gave. estimate: as far as it is known. why: a line for people. profile: the job's."""
+
+    plan: Plan
+    why: str = ""
+    estimate: Estimate | None = None
+    profile: Profile | None = None
+
+
+def is_auto(plan: str | Plan | None) -> bool:
+    """Whether nobody says how to train."""
+    return plan is None or (isinstance(plan, str) and plan.strip() == AUTO)
+
+
+def choose(job: Job, asked: str | Plan | None, *, devices: str | None, procs: int | None, memory: str | None,
+           environment: Environment | None) -> Chosen:
+    """The plan for these devices; all of them are used where the user counted or named them.
+
+    Inside a launcher, whose ranks can't try plans, it is one replica a rank. What can't be priced is trained by
+    replicas, too.
+
+    Raises:
+        UsageError: 'auto' was asked for inside a launcher.
+        PlanError: nothing fits.
+    """
+    if environment is not None:
+        if asked is not None:
+            raise UsageError(f"plan 'auto' inside {environment.launcher}: its ranks have started, and plans are tried "
+                             "before", hint="paceline plan FILE says which plan is the fastest; name it")
+        return Chosen(default_plan(job, environment.world_size))
+    where = Cluster.local(devices, num_ranks=procs, memory=memory)
+    if len(where.devices) == 1:
+        return Chosen(Plan())
+    try:
+        question = Question.of(job)
+    except Exception as error:  # the model may do anything when it is profiled
+        return Chosen(default_plan(job, len(where.devices)), f"it can't be priced: {error}".partition("\n")[0])
+    return _found(replace(question, may_be_fewer=devices is None and procs is None), where)
+
+
+def _found(question: Question, where: Cluster) -> Chosen:
+    """First by prediction alone, among plans that leave the model whole; then, where the run is long enough, by trying
+    the best of all."""
+    found = replace(question, may_split=False).search(where)
+    budget_s = _budget_s(question.job, found.chosen)
+    if found.chosen is None or budget_s >= CUTTING_S:
+        found = question.search(where)
+    if budget_s >= LEAST_S:
+        found = rehearse_best(found, partial(rehearse, question.job, where), budget_s=budget_s, worth=WORTH)
+    if found.chosen is None:
+        raise nothing_fits(found, "these devices")
+    return Chosen(found.chosen.plan, reason(found.chosen, found.chosen), found.chosen.estimate, question.profile)
+
+
+def _budget_s(job: Job, best: Candidate | None) -> float:
+    """Of rehearsals."""
+    if best is None or job.total_steps is None:
+        return MOST_S
+    return min(MOST_S, PART * job.total_steps * best.estimate.step_s)

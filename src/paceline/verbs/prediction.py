@@ -1,0 +1,197 @@
+"""What was predicted of a run, beside what it came to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import PacelineError, PlanError
+from paceline.job import Job
+from paceline.planner.resolve import Resolved
+from paceline.runtime import folder
+
+if TYPE_CHECKING:
+    from paceline.launch.board import Board
+    from paceline.planner.estimate import Estimate, Split
+    from paceline.profile import Profile
+    from paceline.verbs.auto import Chosen
+
+FEW_STEPS = 10  # a run of fewer is mostly its start
+EXPLAINS = 0.5  # of what is missing, that a cause must be
+BUSY = 0.7  # runnable processes above a run's ranks from which others are in the way
+MEMORY_SPREAD, SMALL_BYTES = 0.15, 20 * 2**20  # by which a peak may be off, as a part and at the least
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A job's cost, as far as it is known before it runs.
+
+    estimate: where the planner has made one. problem: why there is no price.
+    """
+
+    job: Job
+    asked: Resolved
+    snapshot: bool
+    profile: Profile | None = None
+    split: Split | None = None
+    estimate: Estimate | None = None
+    problem: str = ""
+
+
+def price(job: Job, asked: Resolved, chosen: Chosen, *, snapshot: bool) -> Priced:
+    """Refuse a plan that doesn't fit where memory has a limit: one that the user set, or a GPU's.
+
+    Elsewhere nothing of the job runs in this process before its ranks have started, but for a plan that was chosen.
+
+    Raises:
+        PlanError: a rank needs more memory than its device has; with the ledger and the plans that fit.
+    """
+    from paceline.planner.fit import check_fits
+    from paceline.planner.pieces import Pieces
+
+    priced = Priced(job, asked, snapshot, chosen.profile, estimate=chosen.estimate)
+    if not any(device.is_limit or device.kind == "cuda" for device in asked.cluster.devices):
+        return priced
+    priced = _profiled(priced)
+    if priced.profile is None:
+        return priced
+    try:
+        check_fits(job, asked.plan, asked.cluster, priced.profile, priced.split or Pieces(job, priced.profile),
+                   snapshot=snapshot)
+    except PlanError:
+        raise
+    except Exception as error:  # pieces of the model are run on fake tensors for their price
+        return _without_price(priced, error)
+    return priced
+
+
+def _without_price(priced: Priced, error: Exception) -> Priced:
+    problem = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+    print(f"warning: no prediction: {problem}", file=sys.stderr)
+    return replace(priced, profile=None, problem=problem)
+
+
+def _profiled(priced: Priced) -> Priced:
+    """With the job's cost. A job that can't be profiled trains all the same."""
+    from paceline.profile import profile_job
+    from paceline.strategies.stages.price import SplitJob
+
+    try:
+        profile = priced.profile or profile_job(priced.job)
+        split = SplitJob(priced.job, profile) if priced.asked.plan.splits_model else None
+    except Exception as error:  # the model may do anything when it is profiled
+        return _without_price(priced, error)
+    return replace(priced, profile=profile, split=split)
+
+
+def predict_once_started(board: Board, priced: Priced, run_dir: Path) -> None:
+    """Predict beside the ranks, when the first has taken a step and start-up is over: it takes a device's rates."""
+    while priced.estimate is None and board.read(0).step < 2:
+        if board.over:
+            return
+        time.sleep(0.05)
+    with board.forkable:
+        _predict(priced, run_dir)
+
+
+def _predict(priced: Priced, run_dir: Path) -> None:
+    """Write the predicted figures into the run folder."""
+    from paceline.runtime.checkpoint.write import write_json
+
+    found = priced.estimate or _estimate(priced)
+    if found is None:
+        write_json(run_dir / folder.PREDICTED, {"step_s": None, "peak_memory_bytes": None})
+        return
+    write_json(run_dir / folder.PREDICTED, {
+        "step_s": found.step_s, "step_s_low": found.low_s, "step_s_high": found.high_s,
+        "peak_memory_bytes": found.peak_memory_bytes, "ledger": dict(found.ledger),
+        "breakdown": dict(found.breakdown),
+        "ranks": [{"rank": need.name, "ledger": dict(need.ledger)} for need in found.needs]})
+
+
+def _estimate(priced: Priced) -> Estimate | None:
+    from paceline.planner.estimate import estimate
+
+    if priced.profile is None and not priced.problem:
+        priced = _profiled(priced)
+    if priced.profile is None:
+        return None
+    job, asked = priced.job, priced.asked
+    try:
+        return estimate(priced.profile, asked.plan, asked.cluster, batch=job.batch, precision=job.precision,
+                        split=priced.split, snapshot=priced.snapshot)
+    except Exception as error:  # as above
+        _without_price(priced, error)
+        return None
+
+
+def sum_up(run_dir: Path, figures: dict[str, Any], priced: Priced) -> dict[str, Any]:
+    """Write the summary, with what was predicted; say so in a line where that was missed."""
+    from paceline.runtime.checkpoint.write import write_json
+
+    if not (run_dir / folder.PREDICTED).exists():
+        _predict(priced, run_dir)
+    predicted = folder.read_document(run_dir, folder.PREDICTED)
+    figures = {**figures, "predicted": {key: predicted.get(key) for key in (
+        "step_s", "step_s_low", "step_s_high", "peak_memory_bytes")}}
+    if missed := miss(figures, load=os.getloadavg()[0]):
+        print(missed, file=sys.stderr, flush=True)
+    write_json(run_dir / folder.SUMMARY, figures)
+    return figures
+
+
+def miss(figures: Mapping[str, Any], *, load: float) -> str:
+    """A line about what was predicted wrongly, with its likeliest cause; empty if all is as it was said.
+
+    load: runnable processes of the machine, a minute's mean.
+    """
+    predicted = figures["predicted"]
+    low_s, high_s, took_s = predicted["step_s_low"], predicted["step_s_high"], figures["step_s"]
+    if low_s is None or low_s <= took_s <= high_s:
+        return _memory_miss(figures)
+    return (f"a step took {1e3 * took_s:.3g} ms and {1e3 * low_s:.3g} to {1e3 * high_s:.3g} ms were predicted: "
+            f"{_cause(figures, load=load, late_s=took_s - high_s)}")
+
+
+def _cause(figures: Mapping[str, Any], *, load: float, late_s: float) -> str:
+    """late_s: by how much a step is longer than was predicted at most; negative if it is shorter."""
+    input_s, is_slower = figures.get("input_s", 0.0), late_s > 0
+    if figures["steps"] <= FEW_STEPS:
+        return f"{figures['steps']} steps are mostly a run's start"
+    if is_slower and input_s > EXPLAINS * late_s:
+        return f"reading data takes {1e3 * input_s:.3g} ms of it, which --loader-workers may hide"
+    if is_slower and load > figures["world_size"] + BUSY:
+        return f"other processes used the cores (a load of {load:.1f} with {figures['world_size']} ranks)"
+    if is_slower and figures.get("save_blocked_s", 0.0) > EXPLAINS * late_s * figures["steps"]:
+        return "checkpoints were written meanwhile"
+    return ("its operators are slower here than their rates say; paceline plan FILE tries plans and corrects them"
+            if is_slower else "the machine was busier, or colder, when its rates were taken")
+
+
+def _memory_miss(figures: Mapping[str, Any]) -> str:
+    said, took = figures["predicted"]["peak_memory_bytes"], figures["peak_memory_bytes"]
+    if said is None or took is None or abs(said - took) <= max(MEMORY_SPREAD * took, SMALL_BYTES):
+        return ""
+    return (f"a rank needed {took / 2**20:,.0f} MiB and {said / 2**20:,.0f} MiB were predicted: "
+            + ("tensors that no operator of the model shows, or holes in the heap" if took > said
+               else "the heap has fewer holes than most have"))
+
+
+def what_would_fit(priced: Priced) -> str:
+    """For a run that ran out of memory: the ledger of its ranks, and the smallest change of plan that needs less."""
+    from paceline.planner.fit import smallest_change
+    from paceline.planner.pieces import Pieces
+
+    priced = _profiled(priced)
+    if priced.profile is None:
+        return f"no ledger: {priced.problem}"
+    try:
+        return smallest_change(priced.job, priced.asked.plan, priced.asked.cluster, priced.profile,
+                               priced.split or Pieces(priced.job, priced.profile), snapshot=priced.snapshot)
+    except Exception as error:  # as above
+        return f"no ledger: {error}"

@@ -1,0 +1,108 @@
+"""Short runs of plans on the devices that are here, which correct what was predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from paceline.cluster import Cluster
+from paceline.errors import PacelineError
+from paceline.job import Job
+from paceline.launch.context import RankContext
+from paceline.planner.corrections import Corrections, Rehearsal
+from paceline.planner.rank import Candidate, Found
+from paceline.plans import Plan
+
+FEWEST_STEPS, MOST_STEPS = 8, 60
+TURN_S = 1.0  # of steps in one rehearsal, as far as the prediction is right
+TIMEOUT_S = 60.0  # without a sign of life
+
+
+def rehearse_best(found: Found, run: Callable[[Plan, float], Rehearsal], *, budget_s: float,
+                  worth: float = math.inf) -> Found:
+    """Rehearse the plan that looks best, correct all others by it, and again, until the best one was itself rehearsed;
+    then one plan of each other kind, those first that look fast.
+
+    run: takes a plan and its predicted step. A plan that fails is refused with its error.
+    worth: plans that look as if they took more than so many times the best one's step are not tried.
+    """
+    corrections, began_s = Corrections(), time.monotonic()
+    predicted = {one.plan: one for one in (*found.ranked, *found.too_large)}
+    while time.monotonic() - began_s < budget_s:
+        one = _next(found, corrections, worth)
+        if one is None:
+            break
+        try:
+            corrections.add(one.plan, predicted[one.plan].estimate, run(one.plan, one.estimate.step_s))
+        except PacelineError as error:
+            found.refused[str(one.plan)] = f"it failed when it was tried: {str(error).partition(chr(10))[0]}"
+            predicted.pop(one.plan)
+        found = _corrected(found, predicted, corrections)
+    return found
+
+
+def _next(found: Found, corrections: Corrections, worth: float) -> Candidate | None:
+    """The fastest exact plan, until it was rehearsed; then the fastest of each other kind, exact ones first."""
+    exact = [one for one in found.ranked if one.plan.relaxed is None]
+    known_s = min((one.estimate.step_s for one in exact if one.plan in corrections), default=math.inf)
+    if exact and exact[0].plan not in corrections and exact[0].estimate.step_s < known_s:
+        return exact[0]
+    return next((one for one in (*exact, *found.ranked) if one.estimate.step_s <= worth * known_s
+                 and not corrections.knows_kind_of(one.plan)), None)
+
+
+def _corrected(found: Found, predicted: dict[Plan, Candidate], corrections: Corrections) -> Found:
+    everything = [replace(one, estimate=corrections.apply(plan, one.estimate)) for plan, one in predicted.items()]
+    ranked = sorted((one for one in everything if one.estimate.fits), key=lambda one: (one.step_cost, str(one.plan)))
+    return replace(found, ranked=ranked, too_large=[one for one in everything if not one.estimate.fits])
+
+
+def rehearse(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Rehearsal:
+    """A few steps of a plan on the cluster's first devices, as `train` would take them; nothing is written.
+
+    expected_s: of a step; says how many are taken.
+
+    Raises:
+        RankFailed: a rank failed.
+    """
+    from paceline.launch.local import run_local
+    from paceline.planner.estimate import devices_of, split_shares
+    from paceline.runtime.drivers import crew, train_rank
+    from paceline.runtime.loop import Settings
+    from paceline.strategies.compose import load
+
+    load(plan)
+    steps = min(MOST_STEPS, max(FEWEST_STEPS, round(TURN_S / expected_s)))
+    short = replace(job, steps=steps, epochs=None, validation=None, metrics={})
+    used = replace(cluster, devices=cluster.devices[:plan.world_size])
+    settings = Settings(run_dir=None, shares=split_shares(plan, used), devices=devices_of(plan, used))
+
+    def body(context: RankContext) -> Any:
+        with _silence():
+            return train_rank(context, short, plan, settings)
+
+    found = run_local(body, used.devices, timeout_s=TIMEOUT_S, crew=crew(plan))[0]
+    return Rehearsal(found["median_step_s"], found["peak_memory_bytes"])
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing that this process says is heard, by whatever way it says it."""
+    kept = {number: os.dup(number) for number in (1, 2)}
+    with open(os.devnull, "w") as nowhere:
+        for number in kept:
+            os.dup2(nowhere.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, own in kept.items():
+            os.dup2(own, number)
+            os.close(own)

@@ -1,0 +1,169 @@
+"""`scale`: the best plan on each number of devices, how fast it is, and what becomes of each device's speed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster import Cluster
+from paceline.errors import ClusterError, PacelineError, UsageError
+from paceline.job import Job
+from paceline.jobfile import JobFile
+from paceline.planner.question import Question
+from paceline.planner.rank import Candidate, amount
+
+MOST_DEVICES = 1_000_000
+# Cuts of the model whose schedules are all tried on each number of devices; `plan` tries more on one.
+REFINED = 4
+SUFFIXES = (".png", ".svg")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One number of devices. best: the plan, or None; problem: then why."""
+
+    num_devices: int
+    best: Candidate | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What `scale` found: the same global batch on every number of devices (strong scaling).
+
+    batch: samples a step. points: in order of devices.
+    """
+
+    cluster: str
+    batch: int
+    points: tuple[Point, ...]
+
+    @property
+    def first(self) -> Point | None:
+        """The fewest devices that anything fits on; efficiency is against each of them."""
+        return next((point for point in self.points if point.best is not None), None)
+
+    def samples_per_s(self, point: Point) -> float | None:
+        return None if point.best is None else self.batch / point.best.estimate.step_s
+
+    def efficiency(self, point: Point) -> float | None:
+        """Samples a second and device, against the fewest devices that anything fits on."""
+        speed, first = self.samples_per_s(point), self.first
+        if speed is None or first is None:
+            return None
+        least = self.samples_per_s(first)
+        assert least is not None
+        return speed / point.num_devices / (least / first.num_devices)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document of `--json`."""
+        return {"cluster": self.cluster, "batch": self.batch, "points": [self._row(point) for point in self.points]}
+
+    def _row(self, point: Point) -> dict[str, Any]:
+        found = None if point.best is None else point.best.estimate
+        return {"devices": point.num_devices, "plan": None if point.best is None else str(point.best.plan),
+                "step_s": found and found.step_s, "step_s_low": found and found.low_s,
+                "step_s_high": found and found.high_s, "samples_per_s": self.samples_per_s(point),
+                "efficiency": self.efficiency(point), "memory_bytes": found and found.peak_memory_bytes,
+                "problem": point.problem or None}
+
+    def describe(self) -> str:
+        """For people: at most 100 columns."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"a global batch of {self.batch} samples on {self.cluster}, resized (strong scaling)"
+        if self.first is not None:
+            yield f"efficiency: of each device, against {self.first.num_devices} of them"
+        yield ""
+        yield f"{'devices':>7} {'s/step':>9} {'samples/s':>10} {'efficiency':>10}  plan"
+        for point in self.points:
+            speed, part = self.samples_per_s(point), self.efficiency(point)
+            if point.best is None or speed is None or part is None:
+                yield f"{point.num_devices:>7}  {point.problem}"[:100]
+                continue
+            yield (f"{point.num_devices:>7} {point.best.estimate.step_s:>9.3g} {speed:>10.4g} {100 * part:>8.0f} %  "
+                   f"{point.best.plan}")[:100]
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw throughput and efficiency over devices.
+
+        Raises:
+            UsageError: the file is no .png or .svg. PacelineError: matplotlib is missing, or nothing fits anywhere.
+        """
+        check_plot(path)
+        from paceline.verbs.scaling_plot import draw
+
+        if self.first is None:
+            raise PacelineError("nothing fits on any number of devices, so there is nothing to draw")
+        return draw(self, Path(path))
+
+
+def scale(job: Job | JobFile, cluster: Cluster | str, counts: str = "1..1024", *, relaxed: bool = False) -> Scaling:
+    """The best plan on each of several numbers of devices, with the global batch of the job.
+
+    Args:
+        cluster: Whose devices, links and nodes are taken: a word such as "8xH100", or a TOML file with nodes that are
+            alike.
+        counts: "1..4096": both, and the powers of two between them.
+        relaxed: Whether a plan may be chosen that gives something up against one device.
+
+    Raises:
+        UsageError: counts can't be read. JobError: the job makes no sense.
+        ClusterError: the cluster can't be read, or not be resized.
+    """
+    numbers = parse_counts(counts)
+    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    where.resized(1)
+    loaded = job.load() if isinstance(job, JobFile) else job
+    question = Question.of(loaded)
+    return Scaling(cluster if isinstance(cluster, str) else "the cluster", loaded.batch,
+                   tuple(_point(question, where, count, relaxed=relaxed) for count in numbers))
+
+
+def parse_counts(text: str) -> list[int]:
+    """
+    Raises:
+        UsageError: it is no range of devices.
+
+    >>> parse_counts("3..20")
+    [3, 4, 8, 16, 20]
+    """
+    match = re.fullmatch(r"(\d+)\.\.(\d+)", text.strip())
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= first <= last <= MOST_DEVICES:
+        raise UsageError(f"can't read the numbers of devices '{text}'",
+                         hint=f"FIRST..LAST, such as 1..4096, from 1 to {MOST_DEVICES:,}")
+    powers = [2**k for k in range(last.bit_length()) if first < 2**k < last]
+    return sorted({first, *powers, last})
+
+
+def check_plot(path: str | Path) -> None:
+    """Whether a plot can be drawn to a file, before the work is done.
+
+    Raises:
+        UsageError: the file is no .png or .svg. PacelineError: matplotlib is missing.
+    """
+    if Path(path).suffix not in SUFFIXES:
+        raise UsageError(f"can't draw to {path}", hint=f"a file that ends in {' or '.join(SUFFIXES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PacelineError("drawing needs matplotlib, which is not installed", hint="pip install 'paceline[plot]'")
+
+
+def _point(question: Question, cluster: Cluster, count: int, *, relaxed: bool) -> Point:
+    try:
+        found = question.search(cluster.resized(count), may_relax=relaxed, most_refined=REFINED)
+    except ClusterError as error:
+        return Point(count, problem=str(error).partition("\n")[0])
+    if found.chosen is not None:
+        return Point(count, found.chosen)
+    if found.too_large:
+        nearest = found.too_large[0]
+        return Point(count, problem=f"nothing fits: {nearest.plan} needs {amount(nearest.missing_bytes)} more")
+    why = "; ".join(dict.fromkeys(found.refused.values()))
+    return Point(count, problem=why or f"no plan: the batch of {question.job.batch} samples is smaller than the "
+                                       "replicas, and the model is cut no further")

@@ -1,0 +1,83 @@
+"""What rehearsals change of predictions, with figures counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.cluster import Device
+from paceline.planner.corrections import MEASURED, Corrections, Rehearsal
+from paceline.planner.estimate import Estimate, Need
+from paceline.plans import Plan
+
+DEVICE = Device("cpu", 0, 1000)
+
+
+def predicted(step_s: float = 2.0, peak_bytes: int = 100) -> Estimate:
+    ledger = {"parameters": peak_bytes}
+    return Estimate(step_s, peak_bytes, ledger, {"compute": step_s, "communication": 0.0},
+                    needs=(Need("each rank", DEVICE, ledger),), low_s=step_s / 2, high_s=2 * step_s)
+
+
+def corrected(corrections: Corrections, text: str, estimate: Estimate | None = None) -> Estimate:
+    return corrections.apply(Plan.parse(text), estimate or predicted())
+
+
+def learnt(*rehearsed: tuple[str, float, int]) -> Corrections:
+    """(plan, measured step, measured bytes) of plans that were all predicted alike."""
+    found = Corrections()
+    for text, step_s, peak_bytes in rehearsed:
+        found.add(Plan.parse(text), predicted(), Rehearsal(step_s, peak_bytes))
+    return found
+
+
+def test_nothing_is_known_without_rehearsals():
+    assert corrected(Corrections(), "data=2").step_s == 2.0
+    assert not Corrections().knows_kind_of(Plan.parse("data=2"))
+
+
+def test_a_rehearsed_plan_is_as_it_was_found():
+    found = corrected(learnt(("data=2", 3.0, 150), ("data=4", 8.0, 90)), "data=2")
+
+    assert (found.step_s, found.peak_memory_bytes) == (3.0, 150)
+    assert found.ledger == {"parameters": 100, MEASURED: 50} and sum(found.needs[0].ledger.values()) == 150
+    assert found.low_s < 3.0 < found.high_s
+
+
+def test_plans_of_its_kind_are_off_by_the_same_factor_and_bytes():
+    """Two rehearsals off by 2 and by 8: the geometric mean is 4; a kind's interval is wider than a plan's own."""
+    known = learnt(("data=2", 4.0, 120), ("data=2 accumulate=2", 16.0, 140))
+    like, own = corrected(known, "data=2 accumulate=4", predicted(1.0)), corrected(known, "data=2")
+
+    assert like.step_s == pytest.approx(4.0) and like.peak_memory_bytes == 130
+    assert like.high_s / like.low_s > own.high_s / own.low_s
+
+
+@pytest.mark.parametrize("other", ["data=4", "data=2 recompute=full", "data=2 compress=int8", "server=2 workers=2"])
+def test_other_code_and_other_counts_are_another_kind(other: str):
+    assert not learnt(("data=2", 4.0, 120)).knows_kind_of(Plan.parse(other))
+
+
+def test_a_kind_that_nobody_tried_is_off_by_what_is_nearest():
+    """Off by 2 on two ranks, by 3 alone: replicas on four ranks follow replicas, anything else the mean of both."""
+    known = learnt(("data=2", 4.0, 200), ("single", 6.0, 100))
+
+    assert corrected(known, "data=4").step_s == pytest.approx(4.0)
+    assert corrected(known, "pipeline=2 microbatches=4").step_s == pytest.approx(2 * 6**0.5)
+    assert corrected(known, "pipeline=2 microbatches=4").peak_memory_bytes == 100
+
+
+def test_what_no_computing_explains_is_waiting():
+    """Computing is off by 1.5, the least of all; a plan that is off by 4 waits for the rest of its 8 s."""
+    known = learnt(("single", 3.0, 100), ("data=2", 8.0, 100))
+
+    assert corrected(known, "data=2").breakdown == pytest.approx({"compute": 3.0, "communication": 5.0})
+    assert corrected(known, "single").breakdown == pytest.approx({"compute": 3.0, "communication": 0.0})
+
+
+def test_a_plan_that_needs_more_than_it_was_said_to_may_not_fit():
+    known = learnt(("data=2", 2.0, 1100))
+
+    assert not corrected(known, "data=2").fits and corrected(known, "single").fits
+    assert replace(predicted(), needs=()).fits

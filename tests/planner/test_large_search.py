@@ -1,0 +1,107 @@
+"""Searches over thousands of devices: Llama 3.1 405B on as many H100 as it was trained on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.catalogue import software
+from paceline.cluster import Cluster
+from paceline.models import DecoderSize, decoder_profile
+from paceline.planner.estimate import Estimate, estimate, least_missing_bytes
+from paceline.planner.rank import Found, search
+from paceline.planner.space import Limits, Shape
+from paceline.plans import Plan
+
+SIZE = DecoderSize(126, 16384, 128, 53248, 128256, sequence=8192, kv_heads=8, form="llama")
+PROGRAM = software("megatron-core")
+PROFILE = decoder_profile(SIZE, PROGRAM.formats, PROGRAM.kernels)
+BATCH = 2048  # 16 million tokens
+NODES = 2048
+# Grattafiori et al. 2024, The Llama 3 Herd of Models, table 4: model TFLOP/s of a GPU on 16,384 of them, with tensor=8
+# pipeline=16 and 128 replicas.
+PUBLISHED = 400.0
+# A multiplication and an addition for each weight and token, three times; attention's products on half of the scores.
+FLOPS_PER_TOKEN = 6 * SIZE.num_parameters + 6 * SIZE.layers * SIZE.hidden * SIZE.sequence
+
+
+def tflops(step_s: float) -> float:
+    """Of one GPU."""
+    return FLOPS_PER_TOKEN * BATCH * SIZE.sequence / (step_s * NODES * 8) / 1e12
+
+
+def searched(nodes: int, limits: Limits, *, prunes: bool = True) -> Found:
+    cluster = Cluster.parse(f"{nodes}x8xH100")
+
+    def price(plan: Plan) -> Estimate:
+        return estimate(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM)
+
+    def least(plan: Plan) -> int:
+        return least_missing_bytes(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM)
+
+    return search(price, limits, Shape(8 * nodes, 8), *((least,) if prunes else ()))
+
+
+def check_published(found: Found) -> None:
+    """The paper's axes are among those within 5 % of the best, and its utilisation is in the interval."""
+    best = found.ranked[0].estimate.step_s
+    near = [one for one in found.ranked if one.estimate.step_s <= 1.05 * best]
+    own = next(one.estimate for one in near if (one.plan.axes.tensor, one.plan.axes.pipeline, one.plan.replicas)
+               == (8, 16, 128))
+    assert tflops(own.high_s) < PUBLISHED < tflops(own.low_s)
+
+
+def test_the_published_layout_is_found():
+    """Among the plans without recomputation."""
+    check_published(searched(NODES, Limits(BATCH, layers=126, tensor=8, recomputes=("none",))))
+
+
+def test_pruning_changes_nothing():
+    """The same plans with the same figures, whether or not what is surely too large was played."""
+    limits = Limits(256, layers=126, tensor=2)
+    pruned, whole = searched(32, limits), searched(32, limits, prunes=False)
+
+    assert pruned.ranked == whole.ranked and pruned.too_large == whole.too_large
+    assert (pruned.num_tried, pruned.refused) == (whole.num_tried, whole.refused)
+    assert pruned.too_large
+
+
+def test_what_is_missing_at_least_is_never_more_than_what_is_missing():
+    """Of plans that fit nothing is."""
+    cluster = Cluster.parse("64x8xH100")
+    for text in ("pipeline=16 shard=4 tensor=8 microbatches=16", "pipeline=8 shard=64 microbatches=8 recompute=full",
+                 "pipeline=2 data=32 tensor=8 microbatches=64", "pipeline=16 data=8 tensor=4 schedule=interleaved "
+                 "virtual=2 microbatches=16", "pipeline=32 shard=16 zero=1 microbatches=32 schedule=gpipe"):
+        plan = Plan.parse(text)
+        exact = estimate(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM)
+        least = least_missing_bytes(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM)
+        assert least <= max(0, *(need.missing_bytes for need in exact.needs))
+        assert exact.fits <= (least == 0)
+
+
+MEASURED = """
+import resource, sys, time
+sys.path.insert(0, sys.argv[1])
+from test_large_search import BATCH, NODES, Limits, check_published, searched
+begin_s = time.process_time()
+found = searched(NODES, Limits(BATCH, layers=126, tensor=8, recomputes=("none", "selective", "full")))
+cpu_s = time.process_time() - begin_s
+check_published(found)
+assert "torch" not in sys.modules
+print(found.num_tried, cpu_s, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_a_search_over_thousands_of_plans_takes_seconds():
+    """16,384 GPUs on one core, without torch: less than 5 s and 2 GB for more than 1,000 plans."""
+    done = subprocess.run([sys.executable, "-c", MEASURED, Path(__file__).parent], capture_output=True, text=True,
+                          timeout=100)
+    assert done.returncode == 0, done.stderr
+    num_plans, cpu_s, memory_bytes = map(float, done.stdout.split())
+    assert num_plans >= 1000
+    assert cpu_s < 5.0
+    assert memory_bytes < 2e9

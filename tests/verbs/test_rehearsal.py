@@ -1,0 +1,94 @@
+"""Which plans are tried, in which order, and what becomes of the ranking; then a real rehearsal on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.cluster import Cluster, Device
+from paceline.errors import PacelineError
+from paceline.planner.corrections import Rehearsal
+from paceline.planner.estimate import Estimate, Need
+from paceline.planner.rank import Candidate, Found
+from paceline.plans import Plan
+from paceline.verbs.rehearsal import rehearse, rehearse_best
+
+DEVICE = Device("cpu", 0, 1000)
+
+
+def found(**predicted_s: float) -> Found:
+    """Plans by their text, with `_` for `=`."""
+    def one(text: str, step_s: float) -> Candidate:
+        ledger = {"parameters": 100}
+        return Candidate(Plan.parse(text.replace("__", " ").replace("_", "=")), Estimate(
+            step_s, 100, ledger, {"compute": step_s}, needs=(Need("each rank", DEVICE, ledger),)))
+
+    return Found([one(text, step_s) for text, step_s in sorted(predicted_s.items(), key=lambda item: item[1])])
+
+
+class Machine:
+    """Measures what it is told to and remembers what it was asked for."""
+
+    def __init__(self, **took_s: float) -> None:
+        self.took_s = {text.replace("__", " ").replace("_", "="): step_s for text, step_s in took_s.items()}
+        self.asked: list[str] = []
+
+    def __call__(self, plan: Plan, expected_s: float) -> Rehearsal:
+        self.asked.append(str(plan))
+        if str(plan) not in self.took_s:
+            raise PacelineError("it broke", hint="mend it")
+        return Rehearsal(self.took_s[str(plan)], 100)
+
+
+def test_the_best_is_tried_until_it_is_the_best():
+    """Replicas are said to be fastest and are not: shards, which then look best, are tried and win."""
+    machine = Machine(data_2=4.0, shard_2=1.5, single=3.0)
+    after = rehearse_best(found(data_2=1.0, shard_2=1.2, single=1.4), machine, budget_s=60)
+
+    assert machine.asked[:2] == ["data=2", "shard=2"] and set(machine.asked) == {"data=2", "shard=2", "single"}
+    assert [(str(one.plan), one.estimate.step_s) for one in after.ranked] == [
+        ("shard=2", 1.5), ("single", 3.0), ("data=2", 4.0)]
+
+
+def test_one_plan_of_a_kind_stands_for_the_others():
+    machine = Machine(data_2=1.0)
+    rehearse_best(found(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_4=1.2), machine, budget_s=60)
+
+    assert machine.asked == ["data=2"]
+
+
+def test_what_looks_much_slower_is_not_tried():
+    machine = Machine(data_2=1.0)
+    rehearse_best(found(data_2=1.0, single=1.9), machine, budget_s=60, worth=1.5)
+
+    assert machine.asked == ["data=2"]
+
+
+def test_nothing_is_tried_without_time():
+    machine = Machine()
+
+    assert rehearse_best(found(data_2=1.0), machine, budget_s=0).ranked[0].estimate.step_s == 1.0
+    assert not machine.asked
+
+
+def test_a_plan_that_fails_is_refused_with_its_reason():
+    after = rehearse_best(found(data_2=1.0, single=2.0), Machine(single=2.5), budget_s=60)
+
+    assert [str(one.plan) for one in after.ranked] == ["single"]
+    assert after.refused == {"data=2": "it failed when it was tried: it broke"}
+
+
+def test_ranks_take_a_few_steps(capfd: pytest.CaptureFixture[str]):
+    """A plan is run as train runs it: a step takes time, a rank needs memory, and nobody hears of it."""
+    x = torch.randn(64, 16)
+    job = paceline.Job(model=lambda: nn.Linear(16, 4), data=TensorDataset(x, x.argmax(1) % 4), loss=F.cross_entropy,
+                       optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=8, steps=1000,
+                       validation=TensorDataset(x, x.argmax(1) % 4))
+    tried = rehearse(job, Cluster.local("cpu:0-1"), Plan.parse("data=2"), 0.05)
+
+    assert tried.step_s > 0 and tried.peak_memory_bytes > 0
+    assert capfd.readouterr() == ("", "")
