@@ -12,8 +12,8 @@ import pytest
 
 import paceline
 
-PUBLIC = ["Cluster", "Device", "Job", "PacelineError", "Plan", "evaluate", "load", "plan", "predict", "scale",
-          "train", "verify"]
+PUBLIC = ["Cluster", "Device", "Job", "Log", "PacelineError", "Plan", "Range", "choice", "evaluate", "load", "plan",
+          "predict", "scale", "search", "train", "verify"]
 
 
 def test_the_public_names_are_these_and_no_others():

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.choices import choice
     from paceline.cluster import Cluster, Device
     from paceline.errors import PacelineError
     from paceline.job import Job
     from paceline.jobfile import load
     from paceline.plans import Plan
+    from paceline.study.space import Log, Range
     from paceline.verbs.inference import evaluate, predict
     from paceline.verbs.planning import plan
     from paceline.verbs.scaling import scale
+    from paceline.verbs.search import search
     from paceline.verbs.train import train
     from paceline.verbs.verify import verify
 
@@ -23,20 +26,24 @@ _HOMES = {
     "Cluster": "paceline.cluster",
     "Device": "paceline.cluster",
     "Job": "paceline.job",
+    "Log": "paceline.study.space",
     "PacelineError": "paceline.errors",
     "Plan": "paceline.plans",
+    "Range": "paceline.study.space",
+    "choice": "paceline.choices",
     "evaluate": "paceline.verbs.inference",
     "load": "paceline.jobfile",
     "plan": "paceline.verbs.planning",
     "predict": "paceline.verbs.inference",
     "scale": "paceline.verbs.scaling",
+    "search": "paceline.verbs.search",
     "train": "paceline.verbs.train",
     "verify": "paceline.verbs.verify",
 }
 
 __all__ = [
-    "Cluster", "Device", "Job", "PacelineError", "Plan", "evaluate", "load", "plan", "predict", "scale", "train",
-    "verify",
+    "Cluster", "Device", "Job", "Log", "PacelineError", "Plan", "Range", "choice", "evaluate", "load", "plan",
+    "predict", "scale", "search", "train", "verify",
 ]
 
 

@@ -37,6 +37,7 @@ RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a 
 OnePlan = Annotated[str | None, typer.Option("--plan", metavar="PLAN", help="'single', 'data=2', ... or a plan.json.")]
 Devices = Annotated[str | None, typer.Option(metavar="NAMES", help="cpu:0,cpu:1 or cuda:0-3, one a rank.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A hyperparameter.")]
+_EXAMPLES = {"--set": "0.01 sets the parameter lr of the job", "--vary": "1e-5..1e-1:log varies the parameter lr"}
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
@@ -195,6 +196,45 @@ def verify(
 
 
 @app.command()
+def search(
+    file: JobSource,
+    trials: Annotated[int, typer.Option(metavar="N", min=1, help="Trials that the study has at its end.")],
+    objectives: Annotated[list[str] | None, typer.Option(
+        "--objective", metavar="NAME[:max]", help="What is made small (or large); may be repeated.")] = None,
+    limits: Annotated[list[str] | None, typer.Option(
+        "--limit", metavar="NAME<=X", help="On parameters, step_ms, memory_mb; may be repeated.")] = None,
+    settings: Settings = None,
+    vary: Annotated[list[str] | None, typer.Option(
+        metavar="NAME=DOMAIN", help="LOW..HIGH, LOW..HIGH:STEP, LOW..HIGH:log, or OPTION,OPTION.")] = None,
+    space: Annotated[str | None, typer.Option(
+        metavar="FUNCTION", help="In the file: gives parameters from Optuna's trial.")] = None,
+    plan: Annotated[str | None, typer.Option(metavar="PLAN", help="Of each trial: 'single', ..., or 'auto'.")] = None,
+    devices: Devices = None,
+    procs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks that run at a time.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of a CPU rank, such as 512MiB.")] = None,
+    sampler: Annotated[str | None, typer.Option(
+        metavar="NAME", help="random, tpe, cmaes, gp, nsga2 or evolution.")] = None,
+    pruner: Annotated[str | None, typer.Option(metavar="NAME", help="none, median, halving or hyperband.")] = None,
+    storage: Annotated[str | None, typer.Option(metavar="URL", help="sqlite:///..., postgresql+psycopg://...")] = None,
+    study: Annotated[str | None, typer.Option(metavar="NAME", help="The study's name in the database.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampler.")] = 0,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where all is written.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the study of the folder.")] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long a rank may hang.")] = 300.0,
+    as_json: Json = False,
+) -> None:
+    """Search hyperparameters and architectures; trials are distributed runs on slices of the devices."""
+    with _reported():
+        job = JobFile.parse(file)
+        found = paceline.search(job, trials, objective=objectives, limits=limits or (),
+                                settings=_parse_settings(settings), vary=_parse_settings(vary, "--vary"), space=space,
+                                plan=plan, devices=devices, procs=procs, memory=memory, sampler=sampler,
+                                pruner=pruner, storage=storage, study=study, seed=seed, run=run, resume=resume,
+                                timeout_s=timeout)
+    typer.echo(_json(found.to_dict()) if as_json else _table(_best_of(found.to_dict())))
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what this machine has and what is wrong with it."""
     with _reported():
@@ -208,14 +248,14 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _parse_settings(words: Iterable[str] | None) -> dict[str, str]:
+def _parse_settings(words: Iterable[str] | None, option: str = "--set") -> dict[str, str]:
     settings: dict[str, str] = {}
     for word in words or ():
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise UsageError(f"--set {word} is not NAME=VALUE", hint="--set lr=0.01 sets the parameter lr of the job")
+            raise UsageError(f"{option} {word} is not NAME=VALUE", hint=f"{option} lr={_EXAMPLES[option]}")
         if name in settings:
-            raise UsageError(f"--set {name} is given twice: {settings[name]} and {value}")
+            raise UsageError(f"{option} {name} is given twice: {settings[name]} and {value}")
         settings[name] = value
     return settings
 
@@ -288,6 +328,15 @@ def _summary_table(summary: Mapping[str, Any]) -> str:
         "predicted memory": _memory(predicted.get("peak_memory_bytes")),
         "run": summary.get("run"),
     })
+
+
+def _best_of(study: Mapping[str, Any]) -> dict[str, Any]:
+    """The winner of a search, for people."""
+    best, states = study["best"], [trial["state"] for trial in study["trials"]]
+    test = {name: value for name, value in (study["test"] or {}).items() if name != "trial"}
+    return {"trials": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
+            "best": f"trial {best['trial']}", **best["figures"], "test": test or None, **best["params"],
+            "plan": best["plan"], "run": study["run"], "train it": best["command"]}
 
 
 def _table(rows: Mapping[str, Any]) -> str:

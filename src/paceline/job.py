@@ -30,6 +30,7 @@ class Job:
         lr_schedule: Builds a learning-rate scheduler from the optimizer; stepped once an optimizer step.
         clip: Greatest global norm of the gradients.
         validation: Dataset that is evaluated at the end of every epoch and of the run, every sample once; not empty.
+        test: Dataset that a search reads once, at its end, for the winner. Training never does.
         metrics: Name to (output, target) -> a mean over dim-0 samples, or (sum, count).
         seed: Of initial weights, data order and random layers; at least 0.
         drop_last: Leave out the short last batch of an epoch.
@@ -49,6 +50,7 @@ class Job:
     lr_schedule: Callable[[Any], Any] | None = None
     clip: float | None = None
     validation: Any = None
+    test: Any = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     seed: int = 0
     drop_last: bool = False
@@ -112,7 +114,8 @@ def _problems(job: Job) -> Iterator[str]:
         yield f"seed must be a whole number, got {job.seed!r}"
     elif job.seed < 0:
         yield f"seed must be at least 0, got {job.seed}"
-    datasets = {"data": job.data} if job.validation is None else {"data": job.data, "validation": job.validation}
+    optional = {"validation": job.validation, "test": job.test}
+    datasets = {"data": job.data} | {name: value for name, value in optional.items() if value is not None}
     for name, value in datasets.items():
         if hasattr(value, "batch_sampler"):
             yield f"{name} must be the dataset itself, not a {type(value).__name__} over it; batch= says how it is cut"
@@ -123,8 +126,9 @@ def _problems(job: Job) -> Iterator[str]:
             yield "data has no samples"
         elif job.num_samples is not None and job.steps_per_epoch == 0:
             yield f"drop_last leaves nothing: data has {job.num_samples} samples and batch is {job.batch}"
-    if _length(job.validation) == 0:
-        yield "validation has no samples: leave it out, or give some"
+    for name, value in optional.items():
+        if _length(value) == 0:
+            yield f"{name} has no samples: leave it out, or give some"
     if not isinstance(job.metrics, Mapping) or not all(callable(f) for f in job.metrics.values()):
         yield "metrics must map names to functions (output, target)"
     elif job.metrics and job.validation is None:

@@ -16,11 +16,12 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from paceline.choices import chosen
 from paceline.errors import JobError, PacelineError, nearest
 from paceline.job import Job
 
@@ -75,15 +76,16 @@ class JobFile:
         Raises:
             JobError: the file, its function, a setting or the job itself is wrong; the message says where.
         """
+        return self.open().job(self.settings)
+
+    def open(self) -> JobFunction:
+        """Run the file afresh, with the modules beside it, and find its function.
+
+        Raises:
+            JobError: the file or its function is wrong; the message says where.
+        """
         _check_file(self.path, str(self.path))
-        function = _function(_run(self.path), self.function, self.path)
-        values = _values(function, self.settings)
-        with _blamed_on(self.path, f"{self.function}() in {self.path.name}"):
-            job = function(**values)
-        if not isinstance(job, Job):
-            raise JobError(f"{self.function}() in {self.path.name} returned {_indefinite(job)}, not a paceline.Job",
-                           hint=f"{self.function}() must end with: return paceline.Job(...)")
-        return job
+        return JobFunction(_function(_run(self.path), self.function, self.path), self.path)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form.
@@ -103,6 +105,49 @@ class JobFile:
     def from_dict(cls, document: Mapping[str, Any]) -> JobFile:
         """The inverse of `to_dict`; the file is looked for when the job is loaded."""
         return cls(Path(document["path"]), document["function"], dict(document["settings"]))
+
+
+@dataclass(frozen=True)
+class JobFunction:
+    """A function that returns a job, found in a file that has been run.
+
+    path: The file, for messages.
+    """
+
+    function: Callable[..., Any]
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", DEFAULT_FUNCTION)
+
+    def parameters(self) -> dict[str, tuple[Any, Any]]:
+        """Each hyperparameter's type and default; `inspect.Parameter.empty` where it has none."""
+        return {name: (_kind(parameter, self.function), parameter.default)
+                for name, parameter in _parameters(self.function).items()}
+
+    def neighbour(self, name: str) -> Callable[..., Any]:
+        """Another function of the same file.
+
+        Raises:
+            JobError: there is none of that name.
+        """
+        return _function(sys.modules[self.function.__module__], name, self.path)
+
+    def job(self, settings: Mapping[str, Any]) -> Job:
+        """The job with these settings. Names with a dot are choices inside its model.
+
+        Raises:
+            JobError: a setting or the job itself is wrong; the message says where.
+        """
+        options = {name: value for name, value in settings.items() if "." in name}
+        values = _values(self.function, {name: value for name, value in settings.items() if name not in options})
+        with _blamed_on(self.path, f"{self.name}() in {self.path.name}"):
+            job = self.function(**values)
+        if not isinstance(job, Job):
+            raise JobError(f"{self.name}() in {self.path.name} returned {_indefinite(job)}, not a paceline.Job",
+                           hint=f"{self.name}() must end with: return paceline.Job(...)")
+        return replace(job, model=chosen(job.model, options)) if options else job
 
 
 def load(source: str, settings: Mapping[str, Any] = {}) -> Job:
@@ -350,8 +395,7 @@ def _indefinite(value: Any) -> str:
 
 def _values(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, converted to what the function's parameters are; all that is wrong is said at once."""
-    named = {p.name: p for p in inspect.signature(function).parameters.values()
-             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named = _parameters(function)
     kinds = {name: _kind(parameter, function) for name, parameter in named.items()}
     values, problems = {}, []
     for name, given in settings.items():
@@ -359,7 +403,7 @@ def _values(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[s
             problems.append(f"unknown hyperparameter '{name}', {nearest(name, named)}")
             continue
         try:
-            values[name] = _convert(given, kinds[name])
+            values[name] = convert(given, kinds[name])
         except (ValueError, OverflowError):
             problems.append(f"{name}={given} must be {_allowed(kinds[name])}")
     problems += [f"hyperparameter '{name}' has no default and is not set" for name, parameter in named.items()
@@ -368,6 +412,11 @@ def _values(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[s
         signature = ", ".join(str(parameter.replace(annotation=kinds[name])) for name, parameter in named.items())
         raise JobError("; ".join(problems), hint=f"the job is {getattr(function, '__name__', 'job')}({signature})")
     return values
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return {p.name: p for p in inspect.signature(function).parameters.values()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def _kind(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
@@ -391,7 +440,7 @@ def _kind_of_default(default: Any) -> Any:
     return next((kind for kind in (bool, int, float, str, tuple, list) if isinstance(default, kind)), Any)
 
 
-def _convert(value: Any, kind: Any) -> Any:
+def convert(value: Any, kind: Any) -> Any:
     """The value as `kind`; text is read, other values are checked.
 
     Raises:
@@ -399,7 +448,7 @@ def _convert(value: Any, kind: Any) -> Any:
     """
     origin, options = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _convert(value, options[0])
+        return convert(value, options[0])
     if origin is Literal:
         return _option(value, options)
     if origin in (Union, types.UnionType):
@@ -480,7 +529,7 @@ def _first_that_fits(value: Any, kinds: Sequence[Any]) -> Any:
 
     for kind in sorted(kinds, key=eagerness):
         with contextlib.suppress(ValueError, OverflowError):
-            return _convert(value, kind)
+            return convert(value, kind)
     raise ValueError(value)
 
 
@@ -491,13 +540,13 @@ def _sequence(value: Any, kind: type, elements: Sequence[Any]) -> Any:
     if not isinstance(value, tuple | list):
         raise ValueError(value)
     if kind is tuple and elements and elements[-1] is not Ellipsis:
-        return tuple(_convert(part, element) for part, element in zip(value, elements, strict=True))
+        return tuple(convert(part, element) for part, element in zip(value, elements, strict=True))
     element = elements[0] if elements else Any
-    return kind(_convert(part, element) for part in value)
+    return kind(convert(part, element) for part in value)
 
 
 def _allowed(kind: Any) -> str:
-    """What `_convert` takes, in words."""
+    """What `convert` takes, in words."""
     origin, options = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _allowed(options[0])

@@ -94,10 +94,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         RankFailed: with the report of the rank whose failure the others followed from.
         PacelineError: CUDA is already in use in this process, which forks can't share.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
-                            hint="call train before anything touches the GPU, or use the paceline command")
+    refuse_used_cuda()
     end_openmp_threads()
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="paceline-") as meetings, _forwarded_signals(ranks) as interrupted:
@@ -157,6 +154,17 @@ def _forking(launch: _Launch, ranks: Sequence[_Rank], interrupted: Sequence[int]
                 rank.process.terminate()
 
 
+def refuse_used_cuda() -> None:
+    """
+    Raises:
+        PacelineError: CUDA is already in use in this process, which forks can't share.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
+                            hint="call train before anything touches the GPU, or use the paceline command")
+
+
 def end_openmp_threads() -> None:
     """End the threads that GNU OpenMP keeps for this one; it starts them again when it needs them.
 
@@ -214,7 +222,7 @@ def _start(launch: _Launch, rank: int) -> _Rank:
 def _child(launch: _Launch, rank: int, send: Connection, parent_pid: int) -> None:
     import torch.distributed as dist
 
-    _die_with(parent_pid)
+    die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
@@ -237,7 +245,7 @@ def _child(launch: _Launch, rank: int, send: Connection, parent_pid: int) -> Non
     report("result", result)
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
     """Ask the kernel to end this process when its parent ends, however that happens."""
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):

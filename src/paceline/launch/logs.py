@@ -90,6 +90,19 @@ def open_log(run_dir: Path | None, rank: int) -> tuple[TextIO, Path | None]:
     return terminal, path
 
 
+def redirect(path: Path | None) -> TextIO:
+    """Send all that this process prints to a file from now on; without one, nowhere."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path or os.devnull, "a", buffering=1)  # noqa: SIM115  # until the next one takes its place
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = file
+    return file
+
+
 def set_up_logging(terminal: TextIO, *, rank: int, store: Store | None) -> None:
     """Route Python's logging and warnings: all to this rank's output, WARNING once over all ranks."""
     root = logging.getLogger()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -40,28 +40,46 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
         The body's result, or its failure; and the rank's log.
     """
     terminal, log = open_log(run_dir, rank)
-    use_threads(local_world_size)
-    where = _claim(device)
-    if where.type == "cpu":
-        set_up_heap(keep=not device.is_limit)
+    where = set_up_device(device, local_world_size)
     context = RankContext(rank, world_size, local_world_size, where, None, board, slot, attempt, secret=secret,
                           host=host, timeout_s=timeout_s, num_starts=num_starts,
                           deaths=deaths or (0,) * world_size, restarts=restarts)
-    result, failure = None, None
-    try:
-        if make_store is not None:
-            context.store = make_store()
-        set_up_logging(terminal, rank=rank, store=context.store)
-        with (Watch(context, timeout_s=timeout_s, report=report), _process_group(context, timeout_s, crew),
-              held_to(device)):
-            result = body(context)
-    except BaseException as error:
-        failure = peer_loss(context, error)
-        _write_trace(error, log)
+    result, failure = run_body(body, context, device=device, make_store=make_store, terminal=terminal, log=log,
+                               report=report, crew=crew)
     sys.stdout.flush()
     sys.stderr.flush()
     sys.stdout = sys.stderr = terminal
     return result, failure, log
+
+
+def set_up_device(device: Device, local_world_size: int) -> torch.device:
+    """Take this process's share of the cores, and its device."""
+    use_threads(local_world_size)
+    where = _claim(device)
+    if where.type == "cpu":
+        set_up_heap(keep=not device.is_limit)
+    return where
+
+
+def run_body(body: Body, context: RankContext, *, device: Device, make_store: Callable[[], dist.Store] | None,
+             terminal: TextIO, log: Path | None, report: Callable[[Failure], None],
+             crew: Crew) -> tuple[Any, Failure | None]:
+    """Run `body` among its peers, watched, held to the device's memory, in a process that is set up.
+
+    Returns:
+        The body's result, or its failure.
+    """
+    try:
+        if make_store is not None:
+            context.store = make_store()
+        set_up_logging(terminal, rank=context.rank, store=context.store)
+        with (Watch(context, timeout_s=context.timeout_s, report=report),
+              _process_group(context, context.timeout_s, crew), held_to(device)):
+            return body(context), None
+    except BaseException as error:
+        failure = peer_loss(context, error)
+        _write_trace(error, log)
+        return None, failure
 
 
 @contextlib.contextmanager

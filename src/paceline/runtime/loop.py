@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -55,18 +55,24 @@ class Settings:
 
     shares: weight of each replica in the global batch.
     devices: of each rank; where a model is cut depends on their memory and speed.
+    save_on_stop: whether a run that is asked to stop saves where it is.
+    keep: asked on every rank after the last evaluation, and answered alike: whether to save what was trained.
     trace_steps: how many steps to trace, after the first of this launch.
     observer: looks on without changing anything; `verify` compares through it.
+    on_evaluation: told of each evaluation on rank 0: the step, and "validation_loss" and every metric.
     """
 
     run_dir: Path | None
     shares: tuple[int, ...]
     save_every: int | None = None
     resume: bool = False
+    save_on_stop: bool = True
+    keep: Callable[[], bool] | None = None
     loader_workers: int = 0
     devices: tuple[Device, ...] = ()
     trace_steps: int = 0
     observer: Observer | None = None
+    on_evaluation: Callable[[int, Mapping[str, float]], None] | None = None
 
 
 def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> Part:
@@ -340,6 +346,15 @@ def _save(run: _Run, *, last: bool = False) -> None:
     run.record(saved=True, blocked_s=blocked_s)
 
 
+def _save_trained(run: _Run) -> None:
+    """Write the last checkpoint, and the model by itself."""
+    assert run.settings.run_dir is not None
+    if run.saved_step != run.step:
+        _save(run, last=True)
+    if run.context.rank == 0:
+        state.export(run.stepper.model, run.settings.run_dir, step=run.step)
+
+
 def _evaluate(run: _Run) -> None:
     if run.job.validation is None:
         return
@@ -351,17 +366,20 @@ def _evaluate(run: _Run) -> None:
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}
     run.record(validation_loss=run.evaluated["validation_loss"], metrics=figures)
     run.display.say(f"step {run.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in run.evaluated.items()))
+    if run.settings.on_evaluation is not None and run.context.rank == 0:
+        run.settings.on_evaluation(run.step, run.evaluated)
 
 
 def _stop(run: _Run) -> None:
     """Save where the run is and leave, because it was asked to."""
-    if run.settings.run_dir is not None:
+    saves = run.settings.run_dir is not None and run.settings.save_on_stop
+    if saves:
         _save(run, last=True)
     number = run.context.stop_signal
     why = signal.Signals(number).name if number else "a signal to another rank"
     raise Preempted(f"stopped by {why} after step {run.step}"
-                    + ("; a checkpoint is saved" if run.settings.run_dir else ""),
-                    hint="the same command with --resume goes on from here" if run.settings.run_dir else None)
+                    + ("; a checkpoint is saved" if saves else ""),
+                    hint="the same command with --resume goes on from here" if saves else None)
 
 
 def _finish(run: _Run, started_s: float) -> dict[str, Any]:
@@ -377,10 +395,8 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
     if run.settings.run_dir is not None:
         assert run.writer is not None
         run.writer.wait()
-        if run.saved_step != run.step:
-            _save(run, last=True)
-        if run.context.rank == 0:
-            state.export(run.stepper.model, run.settings.run_dir, step=run.step)
+        if run.settings.keep is None or run.settings.keep():
+            _save_trained(run)
     run.context.beat("end")
     logs = run.settings.run_dir / "logs" if run.settings.run_dir is not None else None
     if run.stepper.trace is not None and logs is not None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Trained:
+class Trained:
     """A model with a run's weights on one rank."""
 
     model: torch.nn.Module
@@ -56,7 +56,7 @@ def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | 
     def body(context: RankContext) -> dict[str, Any]:
         from paceline.runtime.evaluate import evaluate as evaluate_rank
 
-        trained = _load(context, job, asked, Path(run))
+        trained = load_trained(context, job, asked, Path(run))
         figures = evaluate_rank(trained.model, trained.layout, job, job.validation, part=trained.part,
                                 mesh=trained.mesh, device=context.device, beat=context.beat)
         return {"plan": str(asked.plan), "step": trained.checkpoint.step,
@@ -95,7 +95,7 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
 
             from paceline.runtime.evaluate import outputs
 
-            trained = _load(context, job, asked, Path(run))
+            trained = load_trained(context, job, asked, Path(run))
             for number, found in enumerate(outputs(trained.model, trained.layout, job, data, part=trained.part,
                                                       device=context.device)):
                 save_file(_named(found), Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors")
@@ -122,7 +122,7 @@ def _open(run_dir: Path, plan: str | Plan | None, *, devices: str | None,
     return job, asked, Place(environment, asked.cluster.devices, timeout_s=timeout_s)
 
 
-def _load(context: RankContext, job: Job, asked: Resolved, run_dir: Path) -> _Trained:
+def load_trained(context: RankContext, job: Job, asked: Resolved, run_dir: Path) -> Trained:
     """Build the model under the plan and read the run's newest weights into it; each rank reads what it holds."""
     from paceline.runtime import state
     from paceline.runtime.loop import part_of
@@ -137,7 +137,7 @@ def _load(context: RankContext, job: Job, asked: Resolved, run_dir: Path) -> _Tr
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint", hint="train it first, or longer")
     state.load_weights(model, dict(layout.module.named_parameters()), checkpoint)
-    return _Trained(model, layout, mesh, part_of(asked.plan, mesh, asked.shares), checkpoint)
+    return Trained(model, layout, mesh, part_of(asked.plan, mesh, asked.shares), checkpoint)
 
 
 class _Inputs:

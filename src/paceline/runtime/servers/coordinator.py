@@ -521,6 +521,8 @@ class Coordinator(Server):
         self.evaluated = {"validation_loss": figures.pop("loss"), **figures}
         self._note(step=self.step, validation_loss=self.evaluated["validation_loss"], metrics=figures)
         self.display.say(f"step {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in self.evaluated.items()))
+        if self.settings.on_evaluation is not None:
+            self.settings.on_evaluation(self.step, self.evaluated)
 
     def _part(self) -> None:
         """Send everybody home and hear what they have counted."""

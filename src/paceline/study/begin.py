@@ -1,0 +1,85 @@
+"""Before the first trial: the job is built once, and the study is made or found."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.choices import choosing
+from paceline.errors import UsageError
+from paceline.job import Job
+from paceline.jobfile import JobFunction
+from paceline.plans import Plan
+from paceline.study.controller import Request
+from paceline.study.objectives import check_reported
+from paceline.study.samplers import make_pruner, make_sampler
+from paceline.study.storage import optuna, quiet
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+    from optuna.study import Study
+
+    from paceline.study.trial import TrialBody
+
+_ASKED = "paceline:asked"  # user attribute of a study: what it searches for, the same for all who share it
+
+
+def probe(function: JobFunction, request: Request) -> Job:
+    """Build the job once, with its defaults: refuses what no trial could do, and leaves warm what it loads.
+
+    Raises:
+        UsageError: nothing to vary, or an objective that the job won't report.
+    """
+    import torch
+
+    met: list[str] = []
+
+    def note(name: str, options: Sequence[Any]) -> Any:
+        met.append(name)
+        return options[0]
+
+    job = function.job({name: value for name, value in request.space.example().items() if "." not in name})
+    check_reported(request.objectives, job)
+    with choosing(note), torch.device("meta"):
+        job.model()
+    if not request.space.domains and request.define is None and not set(met) - set(request.space.fixed):
+        raise UsageError(f"there is nothing to search: no parameter of {function.name}() has a range, and its model "
+                         "makes no choice",
+                         hint="lr: Annotated[float, pl.Log(1e-5, 1e-1)] in the signature, or --vary lr=1e-5..1e-1:log")
+    return job
+
+
+def body(function: JobFunction) -> TrialBody:
+    """What ranks do. All that a training imports is loaded here, for forks of this process to have it."""
+    from paceline.strategies.compose import load
+    from paceline.study.trial import TrialBody
+
+    load(Plan())
+    importlib.import_module("paceline.runtime.loop")
+    return TrialBody(function)
+
+
+def open_study(storage: BaseStorage, name: str, request: Request, *, sampler: Any, pruner: Any, seed: int, example: Job,
+                function: JobFunction, joins: bool) -> Study:
+    """The study, made if need be."""
+    known = optuna().study.get_all_study_names(storage)
+    count = len(request.objectives)
+    if name in known and not joins:
+        raise UsageError(f"the database already has a study '{name}'", hint="--resume joins it; --study names another")
+    asked = {"job": function.name, "objectives": [str(each) for each in request.objectives],
+             "fixed": {key: str(value) for key, value in request.space.fixed.items()}}
+    with quiet():
+        begun = optuna().create_study(
+            storage=storage, study_name=name, load_if_exists=True,
+            directions=[each.direction for each in request.objectives] if name not in known else
+            optuna().load_study(study_name=name, storage=storage).directions,
+            pruner=make_pruner(pruner, num_objectives=count, evaluations=example.epochs))
+    before = begun.user_attrs.get(_ASKED)
+    if before is not None and before != asked:
+        wrong = next(key for key in asked if before.get(key) != asked[key])
+        raise UsageError(f"study '{name}' was begun with {wrong} {before.get(wrong)}, not {asked[wrong]}",
+                         hint="ask for the same, or start another study (--run DIR, --study NAME)")
+    begun.set_user_attr(_ASKED, asked)
+    begun.sampler = make_sampler(sampler, num_objectives=count, seed=seed + 7919 * len(begun.get_trials(False)))
+    return begun

@@ -1,0 +1,157 @@
+"""A trial in its ranks: they price or train what the controller says, and choose nothing by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.choices import Chooser, Option, choosing, pick
+from paceline.cluster import Cluster
+from paceline.errors import JobError, PlanError, Preempted
+from paceline.job import Job
+from paceline.jobfile import JobFunction
+from paceline.launch.context import RankContext
+from paceline.launch.pool import Line
+from paceline.planner.resolve import Resolved, resolve
+from paceline.plans import Plan
+
+# Of the planner's ledger of a CPU rank: what libraries take, and what the heap wastes; not the job's.
+_NOT_THE_JOBS = ("runtime", "holes")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The devices of a trial by name, and the limit of each CPU rank."""
+
+    devices: Sequence[str]
+    memory: str | None
+
+    def resolve(self, job: Job, plan: str) -> Resolved:
+        return resolve(job, plan, devices=",".join(self.devices), memory=self.memory)
+
+
+class TrialBody:
+    """What ranks of a pool do in a search.
+
+    Payloads: {"do": "price", "train" or "test", "params", "devices", "memory", "plan", "figures", "run_dir"}.
+    """
+
+    def __init__(self, function: JobFunction) -> None:
+        self.function = function
+
+    def __call__(self, context: RankContext, payload: Mapping[str, Any], line: Line) -> Any:
+        params, where = payload["params"], Slice(payload["devices"], payload["memory"])
+        with choosing(asking(line, {name: value for name, value in params.items() if "." in name})):
+            job = self.function.job({name: value for name, value in params.items() if "." not in name})
+            if payload["do"] == "price":
+                return price(job, payload["plan"], where, payload["figures"])
+            if payload["do"] == "test":
+                return test(context, job, payload["plan"], where, Path(payload["run_dir"]))
+            return train(context, job, payload, where, line)
+
+
+def asking(line: Line, known: Mapping[str, Any]) -> Chooser:
+    """Chooses what is known; asks the controller for the rest, each once."""
+    answers: dict[str, Option] = {}
+
+    def choose(name: str, options: Sequence[Option]) -> Option:
+        if name in known:
+            return pick(name, options, known[name])
+        if name not in answers:
+            answer = line.ask({"choice": name, "options": list(options)})
+            if "error" in answer:
+                raise JobError(answer["error"])
+            answers[name] = answer["option"]
+        return answers[name]
+
+    return choose
+
+
+def train(context: RankContext, job: Job, payload: Mapping[str, Any], where: Slice, line: Line) -> dict[str, Any]:
+    """Train on this rank as `paceline train` would. Returns the summary, or {"stopped": True}."""
+    from paceline.planner.estimate import devices_of
+    from paceline.runtime.drivers import train_rank
+    from paceline.runtime.loop import Settings
+    from paceline.strategies.compose import load
+
+    asked = where.resolve(job, payload["plan"])
+    load(asked.plan)
+
+    def report(step: int, figures: Mapping[str, float]) -> None:
+        line.report({"step": step, "of": job.total_steps, "figures": dict(figures)})
+
+    settings = Settings(run_dir=Path(payload["run_dir"]), shares=asked.shares, on_evaluation=report,
+                        save_on_stop=False, keep=lambda: bool(line.ask({"keep": True})["keep"]),
+                        devices=devices_of(asked.plan, asked.cluster))
+    try:
+        return train_rank(context, job, asked.plan, settings) or {}
+    except Preempted:
+        return {"stopped": True}
+
+
+def test(context: RankContext, job: Job, plan: str, where: Slice, run_dir: Path) -> dict[str, float]:
+    """The loss and metrics of a trained trial on the test data, under a plan of forwards. Collective."""
+    from paceline.runtime.evaluate import evaluate
+    from paceline.verbs.inference import load_trained
+
+    asked = where.resolve(job, plan)
+    trained = load_trained(context, job, asked, run_dir)
+    return evaluate(trained.model, trained.layout, job, job.test, part=trained.part, mesh=trained.mesh,
+                    device=context.device, beat=context.beat)
+
+
+def price(job: Job, plan: str | None, where: Slice, figures: Sequence[str]) -> dict[str, Any]:
+    """Predicted figures of a job, and the plan that they are of.
+
+    plan: None for the planner's choice, on as few of the devices as it needs.
+
+    Raises:
+        PlanError: no plan fits the devices.
+    """
+    found: dict[str, Any] = {"plan": plan, "figures": {}}
+    if "parameters" in figures:
+        found["figures"]["parameters"] = num_parameters(job.model)
+    if plan is not None and not {"step_ms", "memory_mb"} & set(figures):
+        return found
+    chosen, estimate = _priced(job, plan, where) if plan is not None else _chosen(job, where)
+    held = sum(size for name, size in estimate.ledger.items() if name not in _NOT_THE_JOBS)
+    figured = {"step_ms": 1e3 * estimate.step_s, "memory_mb": held / 1e6}
+    found["figures"].update({name: value for name, value in figured.items() if name in figures})
+    return {**found, "plan": str(chosen)}
+
+
+def num_parameters(model: Callable[[], Any]) -> int:
+    """Of a model, each shared one once; nothing of it is allocated."""
+    import torch
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in model().parameters())
+
+
+def _priced(job: Job, plan: str, where: Slice) -> tuple[Plan, Any]:
+    from paceline.planner.estimate import estimate
+    from paceline.planner.pieces import Pieces
+    from paceline.profile import profile_job
+
+    asked = where.resolve(job, plan)
+    profile = profile_job(job)
+    split = Pieces(job, profile) if asked.plan.splits_model else None
+    return asked.plan, estimate(profile, asked.plan, asked.cluster, batch=job.batch, precision=job.precision,
+                                split=split, snapshot=False)
+
+
+def _chosen(job: Job, where: Slice) -> tuple[Plan, Any]:
+    """The planner's fastest plan on the fewest devices that hold the job: trials side by side need no links. Nothing is
+    rehearsed, for other trials run."""
+    from paceline.planner.question import Question
+
+    question = Question.of(job)
+    for count in range(1, len(where.devices) + 1):
+        cluster = Cluster.local(",".join(where.devices[:count]), memory=where.memory)
+        found = question.search(cluster).chosen
+        if found is not None:
+            return found.plan, found.estimate
+    raise PlanError(f"no plan of up to {len(where.devices)} devices has the memory for this trial",
+                    hint="a greater --memory, more --devices, or a limit on memory_mb that refuses such trials")

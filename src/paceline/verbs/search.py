@@ -1,0 +1,246 @@
+"""The verb search: from a job and a budget of trials to the best configuration, trained and tested."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cluster import Cluster
+from paceline.errors import JobError, PlanError, Preempted, UsageError
+from paceline.job import Job
+from paceline.jobfile import JobFile, JobFunction
+from paceline.launch.failure import user_frames
+from paceline.launch.pool import Pool
+from paceline.plans import Plan
+from paceline.runtime import folder
+from paceline.study import report
+from paceline.study.begin import body, open_study, probe
+from paceline.study.controller import AUTO, AllFailed, Controller, PlanOf, Request
+from paceline.study.objectives import Limit, parse_objectives
+from paceline.study.samplers import make_pruner, make_sampler
+from paceline.study.space import read
+from paceline.study.storage import JOURNAL, opened
+from paceline.study.trials import best_trial, counted, state_of
+from paceline.study.winner import read_test_data
+
+if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+
+
+_WRITE_EVERY_S = 10.0  # study.json, while the search runs
+
+@dataclass(frozen=True)
+class StudyResult:
+    """What a search found; `DIR/study.json`."""
+
+    figures: dict[str, Any]
+    run: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.figures, "run": str(self.run)}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.figures[name]
+
+
+def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: str | Sequence[str] | None = None,
+           limits: Sequence[str] = (), settings: Mapping[str, Any] = {}, vary: Mapping[str, str] = {},
+           space: str | Callable[[Any], Mapping[str, Any]] | None = None,
+           plan: str | Plan | Callable[[Mapping[str, Any]], str] | None = None, devices: str | None = None,
+           procs: int | None = None, memory: str | None = None, sampler: str | BaseSampler | None = None,
+           pruner: str | BasePruner | None = None, storage: str | None = None, study: str | None = None, seed: int = 0,
+           run: str | Path | None = None, resume: bool = False, timeout_s: float = 300.0) -> StudyResult:
+    """Search a job's hyperparameters and its model's choices.
+
+    Args:
+        job: A function that returns a Job, or the file of one. What its signature annotates is varied.
+        trials: How many the study has at its end, those of earlier parts and of other machines included.
+        objective: "NAME", made small, or "NAME:max": validation_loss (the default), a metric, loss, samples_per_s,
+            parameters, step_ms, memory_mb. Several give a Pareto front; pruning goes by one.
+        limits: "step_ms<=2": trials beyond are refused before they are trained. Of parameters, step_ms, memory_mb.
+        settings: Parameters and choices that are fixed.
+        vary: Domains by parameter, in place of the signature's: "1e-5..1e-1:log", "2..8", "relu,gelu".
+        space: A function of Optuna's trial, or its name in the job's file, that returns parameters which depend on
+            each other.
+        plan: Of each trial, "auto" for the planner's choice on the fewest devices that hold it, or a function of
+            its parameters. By default one device a trial.
+        devices, procs, memory: What trials share; see `train`.
+        sampler: random, tpe (the default), cmaes, gp, nsga2, evolution, or one of Optuna's.
+        pruner: none, median (the default with one objective), halving, hyperband, or one of Optuna's.
+        storage: A database's URL, which machines may share; by default a journal file in the run folder.
+        study: The study's name in the database; by default the run folder's.
+        seed: Of the sampler.
+        run: Where all is written; by default a new folder in `runs/`.
+        resume: Go on with the study of the run folder. Trials that a killed search left are started again.
+
+    Raises:
+        UsageError: the request makes no sense; nothing was trained.
+        AllFailed: no trial ended well; the message has the common cause. StorageError: the database failed.
+        Preempted: the search was asked to stop; it can be resumed.
+    """
+    if trials < 1:
+        raise UsageError(f"a search needs at least 1 trial, got {trials}")
+    if resume and run is None:
+        raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
+    source, function = _function(job)
+    try:
+        json.dumps(dict(settings))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"settings must be numbers, text, true or false, None, or lists of those: {error}") from error
+    found = read(function, settings=settings, vary=vary)
+    objectives, bounds = parse_objectives(objective), tuple(map(Limit.parse, limits))
+    define = function.neighbour(space) if isinstance(space, str) else space
+    cluster = Cluster.local(devices, num_ranks=procs, memory=memory)
+    request = Request(found, objectives, bounds, trials, _plan_of(plan, len(cluster.devices)),
+                      _checked(define, function), memory, source)
+    make_sampler(sampler, num_objectives=len(objectives), seed=seed)  # a wrong name, before anything takes time
+    make_pruner(pruner, num_objectives=len(objectives), evaluations=None)
+    example = probe(function, request)
+    run_dir = Path(run) if run is not None else folder.fresh_name(f"search-{function.path.stem}")
+    _check_free(run_dir, resume=resume)
+    with (folder.claimed(folder.writable(run_dir)), Pool(body(function), cluster.devices, timeout_s=timeout_s) as pool,
+          opened(storage, run_dir) as database):
+        begun = open_study(database, study or run_dir.resolve().name, request, sampler=sampler,
+                             pruner=pruner, seed=seed, example=example, function=function,
+                             joins=resume or storage is not None)
+        return _run(begun, pool, request, run_dir, example, is_shared=storage is not None)
+
+
+def _function(job: JobFile | str | Callable[..., Job]) -> tuple[JobFile | None, JobFunction]:
+    if isinstance(job, str):
+        job = JobFile.parse(job)
+    if isinstance(job, JobFile):
+        return job, job.open()
+    if not callable(job):
+        raise UsageError(f"search takes a function that returns a Job, or its file, got {type(job).__name__}")
+    return None, JobFunction(job, Path(inspect.getsourcefile(job) or "job"))
+
+
+def _plan_of(plan: str | Plan | Callable[[Mapping[str, Any]], str] | None, num_devices: int) -> PlanOf:
+    if callable(plan):
+        return plan
+    if plan == AUTO:
+        return lambda params: AUTO
+    given = Plan.read(plan) if plan is not None else Plan()
+    if given.world_size > num_devices:
+        raise PlanError(f"plan '{given}' needs {given.world_size} devices a trial and the search has {num_devices}",
+                        hint=f"--procs {given.world_size}, or a smaller plan")
+    return lambda params: str(given)
+
+
+def _checked(define: Callable[[Any], Mapping[str, Any]] | None,
+             function: JobFunction) -> Callable[[Any], Mapping[str, Any]] | None:
+    """The user's space, refused where it gives what the job doesn't take."""
+    if define is None:
+        return None
+
+    def checked(trial: Any) -> Mapping[str, Any]:
+        try:
+            given = define(trial)
+        except Exception as error:  # the user's code may raise anything
+            raise JobError(f"the space raised {type(error).__name__} at {user_frames(error)[0]}: {error}") from error
+        known = function.parameters()
+        if not isinstance(given, Mapping) or (unknown := [name for name in given if name not in known]):
+            what = f"{unknown[0]}" if isinstance(given, Mapping) else type(given).__name__
+            raise JobError(f"the space gave {what}; it must return a dict of parameters of {function.name}(): "
+                           f"{', '.join(known)}")
+        return given
+
+    return checked
+
+
+def _check_free(run_dir: Path, *, resume: bool) -> None:
+    if not resume and any((run_dir / name).exists() for name in (JOURNAL, report.STUDY)):
+        raise UsageError(f"{run_dir} already holds a search",
+                         hint="--resume goes on with it; another --run starts anew")
+    folder.check_free(run_dir, resume=False)
+
+
+# --- Running ------------------------------------------------------------------------------------------------------
+
+
+def _run(study: Any, pool: Pool, request: Request, run_dir: Path, example: Job, *, is_shared: bool) -> StudyResult:
+    from paceline.study.display import StudyDisplay
+
+    objectives = request.objectives
+    print(f"study {study.study_name}: {request.num_trials} trials on {', '.join(map(str, pool.devices))}, "
+          f"{' and '.join(map(str, objectives))}\nrun folder {run_dir}", file=sys.stderr, flush=True)
+    display, written_s = StudyDisplay(request.num_trials), time.monotonic()
+    with _stoppable() as signals:
+        def heed(controller: Controller) -> bool:
+            nonlocal written_s
+            display.update(controller)
+            if time.monotonic() - written_s > _WRITE_EVERY_S:
+                _write(study, request, run_dir, final=False)
+                written_s = time.monotonic()
+            return bool(signals)
+
+        controller = Controller(study, pool, request, run_dir, heed=heed, is_shared=is_shared,
+                                owner=f"{socket.gethostname()}:{run_dir.resolve()}")
+        try:
+            controller.run()
+        finally:
+            display.close()
+            _write(study, request, run_dir, final=False)
+    if signals:
+        raise Preempted(f"stopped by {signal.Signals(signals[0]).name}: {controller.num_done} of {request.num_trials} "
+                        "trials are done", hint=f"the same command with --run {run_dir} --resume goes on")
+    read_test_data(study, pool, example, memory=request.memory)
+    return _finish(study, request, run_dir, controller)
+
+
+def _finish(study: Any, request: Request, run_dir: Path, controller: Controller) -> StudyResult:
+    if best_trial(study) is None:
+        states = [state_of(trial) for trial in counted(study)]
+        shown = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        why = report.failure_summary(controller.failures)
+        raise AllFailed(f"no trial was trained to its end: {shown}{f'; {why}' if why else ''}",
+                        hint=f"the logs are in {run_dir / 'trials'}")
+    found = _write(study, request, run_dir, final=True)
+    report.draw(study, request.objectives, run_dir)
+    if controller.failures:
+        print(report.failure_summary(controller.failures), file=sys.stderr)
+    return StudyResult(found, run_dir)
+
+
+def _write(study: Any, request: Request, run_dir: Path, *, final: bool) -> dict[str, Any]:
+    from paceline.runtime.checkpoint.write import write_json
+
+    found = report.document(study, objectives=request.objectives, source=request.source, fixed=request.space.fixed,
+                            final=final)
+    write_json(run_dir / report.STUDY, found)
+    if found["best"] is not None:
+        write_json(run_dir / report.BEST, found["best"])
+    return found
+
+
+@contextmanager
+def _stoppable() -> Iterator[list[int]]:
+    """While the block runs, SIGINT and SIGTERM are noted; a second one takes its default course."""
+    received: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = {number: signal.signal(number, note) for number in numbers}
+    except ValueError:  # not the main thread: signals are the caller's business
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,190 @@
+"""A whole search: trials of one and of many ranks, pruning, failures, and what is left of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from study_jobs import WORKS
+
+import paceline as pl
+from paceline.errors import JobError, PacelineError, UsageError
+from paceline.jobfile import JobFile
+
+
+def states(found: Any) -> list[str]:
+    return [trial["state"] for trial in found["trials"]]
+
+
+def test_a_search_finds_the_best_and_leaves_all_that_is_promised(job: str, tmp_path: Path):
+    """study.json, the winner's test figures, figures to look at, and a configuration that trains to the same value."""
+    run = tmp_path / "run"
+    found = pl.search(job, 8, settings=WORKS, procs=2, run=run, seed=1)
+    document = json.loads((run / "study.json").read_text())
+    assert len(document["trials"]) == 8 and set(states(document)) <= {"complete", "pruned"}
+    complete = [trial for trial in document["trials"] if trial["state"] == "complete"]
+    best = document["best"]
+    assert best["value"] == min(trial["value"] for trial in complete)
+    assert set(best["params"]) == {"lr", "width", "net.act"} and found["best"]["params"] == best["params"]
+    assert document["test"]["loss"] > 0 and set(document["importances"]) == {"lr", "width", "net.act"}
+    assert {path.name for path in run.glob("*.svg")} == {"history.svg", "importances.svg", "parallel.svg"}
+
+    trained = pl.train(JobFile.parse(job, best["settings"]), best["plan"], run=tmp_path / "again")
+    assert trained["validation_loss"] == best["value"]
+    assert pl.evaluate(run / "trials" / str(best["trial"]))["validation_loss"] == pytest.approx(best["value"])
+
+
+def test_trials_of_one_and_of_two_ranks_see_the_same_parameters_on_every_rank(job: str, tmp_path: Path):
+    """Three devices, packed; what each rank built is in its log."""
+    run = tmp_path / "run"
+    found = pl.search(job, 8, settings=WORKS, procs=3, run=run, pruner="none",
+                      plan=lambda params: "data=2" if params["width"] % 2 else "single")
+    assert states(found) == ["complete"] * 8
+    plans = {trial["number"]: trial["plan"] for trial in found["trials"]}
+    assert set(plans.values()) == {"data=2", "single"}
+    for trial in found["trials"]:
+        logs = sorted((run / "trials" / str(trial["number"]) / "logs").glob("rank-*.log"))
+        built = {line for log in logs for line in log.read_text().splitlines() if line.startswith("built")}
+        kind = {"relu": "ReLU", "tanh": "Tanh"}[trial["params"]["net.act"]]
+        assert len(logs) == (2 if plans[trial["number"]] == "data=2" else 1)
+        assert built == {f"built {trial['params']['width']} {kind}"}
+
+
+@pytest.mark.parametrize("plan", ["single", "data=2"])
+def test_a_pruned_trial_ends_on_all_ranks_within_a_second(job: str, tmp_path: Path, plan: str):
+    """It was far from its end, and the next trial begins on the same devices."""
+    from optuna.pruners import ThresholdPruner
+
+    run = tmp_path / "run"
+    began_s = time.monotonic()
+    with pytest.raises(PacelineError, match="no trial was trained to its end: 3 pruned"):
+        pl.search(job, 3, settings={**WORKS, "epochs": 10_000, "pause_s": 0.005}, procs=2, plan=plan, run=run,
+                  pruner=ThresholdPruner(upper=1e-9))
+    assert time.monotonic() - began_s < 20
+    found = json.loads((run / "study.json").read_text())
+    assert states(found) == ["pruned"] * 3
+    for number in range(3):
+        lines = [*map(json.loads, (run / "trials" / str(number) / "metrics.jsonl").read_text().splitlines())]
+        evaluated = next(line["time"] for line in lines if "validation_loss" in line)
+        assert lines[-1]["time"] - evaluated < 1.0
+
+
+@pytest.mark.parametrize(("how", "cause"), [("nan", "not a number|nan"), ("error", "no such luck"),
+                                            ("dies", "SIGKILL")])
+def test_trials_that_fail_are_marked_and_the_others_go_on(job: str, tmp_path: Path, how: str, cause: str):
+    """Under one rank and under two."""
+    import re
+
+    found = pl.search(job, 6, vary={"fails": f"no,{how}"}, sampler="random", procs=2, run=tmp_path / "run", seed=4,
+                      plan=lambda params: "data=2" if params["width"] % 2 else "single", pruner="none")
+    for trial in found["trials"]:
+        assert trial["state"] == ("complete" if trial["params"]["fails"] == "no" else "failed")
+        assert trial["state"] == "complete" or re.search(cause, trial["reason"])
+    assert {"complete", "failed"} == set(states(found))
+
+
+def test_when_all_trials_fail_their_common_cause_is_told_once(job: str, tmp_path: Path):
+    """And the search gives up before its budget is spent."""
+    with pytest.raises(PacelineError) as caught:
+        pl.search(job, 50, settings={"fails": "error"}, procs=2, run=tmp_path / "run")
+    said = str(caught.value)
+    assert "trials all failed" in said and said.count("no such luck") == 1 and "net.py:" in said
+    assert len(json.loads((tmp_path / "run" / "study.json").read_text())["trials"]) < 12
+
+
+def test_limits_refuse_before_training_and_predictions_are_objectives(job: str, tmp_path: Path):
+    """A refused trial has no training in its folder; the Pareto front weighs loss and size."""
+    run = tmp_path / "run"
+    found = pl.search(job, 10, settings=WORKS, procs=2, run=run, objective=["validation_loss", "parameters"],
+                      limits=["parameters<=60", "step_ms<=1000"], sampler="random")
+    for trial in found["trials"]:
+        size = 6 * trial["params"]["width"] + 1
+        assert trial["figures"]["parameters"] == size and trial["state"] == ("complete" if size <= 60 else "refused")
+        assert (run / "trials" / str(trial["number"]) / "metrics.jsonl").exists() == (size <= 60)
+        assert size <= 60 or trial["refused"] == f"parameters is {size} and may be 60 at most"
+    assert {"complete", "refused"} == set(states(found))
+    front = [trial["values"] for trial in found["pareto"]]
+    assert front and not any(a[0] < b[0] and a[1] < b[1] for a in front for b in front)
+    assert (run / "pareto.svg").exists()
+
+
+def test_a_space_can_have_conditions(job: str, tmp_path: Path):
+    """A function of Optuna's trial, in the job's file, gives what depends on each other."""
+    found = pl.search(job, 6, settings=WORKS, space="space", procs=2, run=tmp_path / "run", sampler="random")
+    for trial in found["trials"]:
+        assert trial["params"]["width"] <= 4
+        assert (trial["params"]["lr"] == 0.05) == (trial["params"]["width"] == 2)
+
+
+@pytest.mark.parametrize(("space", "message"), [
+    (lambda trial: {"width": trial.suggest_int("width", 8, 2)}, "the space raised ValueError at .*test_search.py"),
+    (lambda trial: {"widht": 3}, "the space gave widht; it must return a dict of parameters of job"),
+    (lambda trial: 3, "the space gave int"),
+])
+def test_a_space_that_is_wrong_is_blamed(job: str, tmp_path: Path, space: Any, message: str):
+    """With its place, or with what it may give."""
+    with pytest.raises(JobError, match=message):
+        pl.search(job, 2, settings=WORKS, space=space, procs=1, run=tmp_path / "run")
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"trials": 0}, "at least 1 trial"),
+    ({"objective": "accuracy"}, "reports no 'accuracy'.*Known: validation_loss, worst, loss"),
+    ({"objective": "worst:most"}, "NAME, NAME:min or NAME:max"),
+    ({"objective": ["worst", "worst:max"]}, "given twice"),
+    ({"limits": ["worst<=1"]}, "a limit on 'worst'"), ({"limits": ["step_ms"]}, "NAME<=NUMBER"),
+    ({"settings": {"lr": 1, "width": 2, "fails": "no", "net.act": "relu"}}, "nothing to search"),
+    ({"settings": {"lrr": 1}}, "did you mean 'lr'"), ({"vary": {"lr": "1..0"}}, "low is above high"),
+    ({"sampler": "tpf"}, "did you mean 'tpe'"), ({"pruner": "medien"}, "did you mean 'median'"),
+    ({"objective": ["worst", "loss"], "pruner": "median"}, "goes by one objective"),
+    ({"objective": ["worst", "loss"], "sampler": "cmaes"}, "can't weigh 2 objectives"),
+    ({"plan": "data=4"}, "needs 4 devices a trial and the search has 2"), ({"plan": "dada=2"}, "dada"),
+    ({"storage": "study.db"}, "not a URL"),
+    ({"settings": {"fails": object()}}, "settings must be numbers"),
+    ({"resume": True}, "needs the run folder"), ({"space": "spaces"}, "did you mean 'space'"),
+])
+def test_requests_that_make_no_sense(job: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch,
+                                     tmp_path: Path):
+    """Each is refused with what was given and what is allowed; nothing is trained."""
+    monkeypatch.chdir(tmp_path)
+    asked = {"trials": 2, "procs": 2, **options}
+    with pytest.raises(UsageError, match=message):
+        pl.search(job, asked.pop("trials"), **asked)
+    assert not list(tmp_path.glob("runs/*/trials/*/metrics.jsonl"))
+
+
+def test_the_planner_gives_a_trial_the_devices_whose_memory_holds_it(job: str, tmp_path: Path):
+    """A wide net is sharded over both; without the planner it runs out of memory, and the others go on."""
+    options = {"settings": {**WORKS, "epochs": 1, "net.act": "relu", "lr": 0.01}, "vary": {"width": "8,1200000"},
+               "procs": 2, "memory": "200MiB", "sampler": "random", "seed": 2}
+    found = pl.search(job, 4, plan="auto", run=tmp_path / "auto", **options)
+    plans = {trial["params"]["width"]: trial["plan"] for trial in found["trials"]}
+    assert states(found) == ["complete"] * 4 and set(plans) == {8, 1200000}
+    assert plans[8] == "single" and plans[1200000] != "single"
+
+    found = pl.search(job, 4, run=tmp_path / "single", **{**options, "memory": "60MiB"})
+    for trial in found["trials"]:
+        small = trial["params"]["width"] == 8
+        assert (trial["state"], trial.get("kind")) == (("complete", None) if small else ("failed", "OutOfMemory"))
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "server=1 workers=1"])
+def test_a_trial_equals_the_training_of_its_settings(job: str, tmp_path: Path, plan: str):
+    """To the last bit, under the same plan; the process that runs it has run others before."""
+    found = pl.search(job, 3, settings=WORKS, plan=plan, procs=2, run=tmp_path / "run", pruner="none")
+    assert states(found) == ["complete"] * 3
+    trained = pl.train(JobFile.parse(job, found["best"]["settings"]), plan, run=tmp_path / "again")
+    assert trained["validation_loss"] == found["best"]["value"]
+
+
+def test_many_short_trials_of_one_and_of_two_ranks_leave_no_device_idle_for_ever(job: str, tmp_path: Path):
+    """With pruning, failures and deaths among them."""
+    began_s = time.monotonic()
+    found = pl.search(job, 40, settings={"epochs": 2}, vary={"fails": "no,nan,dies"}, procs=3,
+                      run=tmp_path / "run", sampler="random",
+                      plan=lambda params: "data=2" if params["width"] % 2 else "single")
+    assert len(found["trials"]) == 40 and set(states(found)) >= {"complete", "failed"}
+    assert time.monotonic() - began_s < 100
