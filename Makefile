@@ -6,7 +6,7 @@ RANKS ?= $$($(BIN)/python -c "import paceline; print(len(paceline.Cluster.local(
 
 .PHONY: demo verify test slow check bench clean
 
-demo: $(VENV)/installed  ## Train a net on handwritten digits on every local device
+demo: $(VENV)/installed  ## Train a net on handwritten digits under the plan that is found
 	$(BIN)/paceline train examples/01_digits.py --plan data=$(RANKS)
 
 verify: $(VENV)/installed  ## Prove that many devices compute what one does
