@@ -2,12 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-RANKS ?= $$($(BIN)/python -c "import paceline; print(len(paceline.Cluster.local().devices))")
 
 .PHONY: demo verify test slow check bench clean
 
 demo: $(VENV)/installed  ## Train a net on handwritten digits under the plan that is found
-	$(BIN)/paceline train examples/01_digits.py --plan data=$(RANKS)
+	$(BIN)/paceline train examples/01_digits.py
 
 verify: $(VENV)/installed  ## Prove that many devices compute what one does
 	$(BIN)/paceline verify examples/01_digits.py
