@@ -341,7 +341,7 @@ def test_plan_hands_every_option_on(verb: Any, job_file: str):
 
 def test_plan_draws_a_scale(verb: Any, job_file: str, tmp_path: Path):
     """The drawing's place goes to stderr, the table or the document to stdout."""
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'paceline[plot]'")
     scale, file = verb("scale", Planned(FIGURES)), tmp_path / "scale.svg"
     result = call("plan", job_file, "--cluster", "8xH100", "--scale", "1..64", "--plot", str(file), "--relaxed")
     assert (result.stdout, file.read_text()) == ("a table\n", "drawn") and f"drawn {file}" in result.stderr

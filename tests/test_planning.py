@@ -76,7 +76,7 @@ def test_devices_that_are_not_here():
 @pytest.mark.parametrize("cluster", ["8xA100", "2x8xH100"])
 def test_a_model_of_transformers_is_split_where_it_is_not(cluster: str):
     """From its configuration, as it is: it also returns a cache, which no plan passes on."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=4, n_head=4, resid_pdrop=0,
                                      embd_pdrop=0, attn_pdrop=0)
 

@@ -237,7 +237,7 @@ def test_a_plan_that_the_model_brings(plan: dict[str, str], expected: dict[str, 
 
 def test_transformers_plans_are_read() -> None:
     """Patterns of modules and of parameters, with a base model's prefix."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                                       num_attention_heads=4, num_key_value_heads=2)
     found = published(transformers.LlamaForCausalLM(config))

@@ -6,7 +6,9 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.launch import signals
 
 if TYPE_CHECKING:
     import torch
@@ -64,15 +66,9 @@ class RankContext:
 
         A second one takes the default course at once.
         """
-        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-
-        def request(number: int, frame: Any) -> None:
+        def request(number: int) -> None:
             self.stop_signal = self.stop_signal or number  # Ctrl-C reaches a rank twice: itself and by its parent
             signal.signal(number, signal.SIG_DFL)
 
-        before = {number: signal.signal(number, request) for number in signals}
-        try:
+        with signals.handled((*signals.STOPPING, signal.SIGUSR1, signal.SIGUSR2), request):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

@@ -22,12 +22,12 @@ from typing import Any
 
 from paceline.cluster import Device
 from paceline.errors import PacelineError, PeerLost, Preempted
+from paceline.launch import signals
 from paceline.launch.board import Board
 from paceline.launch.crew import PEERS, Crew
 from paceline.launch.failure import Failure, RankFailed, cause_of, killed, stopped
 from paceline.launch.process import Body, run_rank
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
 _BESIDE_NICE = 10  # a tenth of a rank's share: at 19 a second of work lasted for 17 steps of the byte GPT
 _GRACE_S = 5.0  # after a first failure, for the other ranks to report and leave
 _SPEAK_S = 5.0  # after the timeout, for a rank that hangs to say where
@@ -101,7 +101,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         launch = _Launch(body, devices, Board(len(devices)), uuid.uuid4().hex[:12], Path(meetings), run_dir, timeout_s,
                          crew, secrets.token_bytes(32), restarts, [0] * len(devices))
         try:
-            with _held_signals():
+            with signals.held():
                 _start_all(launch, ranks)
             with run_beside(idle, launch.board):
                 _collect(launch, ranks, interrupted)
@@ -147,7 +147,7 @@ def _tell_restart(launch: _Launch, failure: Failure, what: str) -> None:
 @contextmanager
 def _forking(launch: _Launch, ranks: Sequence[_Rank], interrupted: Sequence[int]) -> Iterator[None]:
     """Start ranks while no other thread of this process computes. They hear of a signal that came just before."""
-    with launch.board.forkable, _held_signals():
+    with launch.board.forkable, signals.held():
         yield
         if interrupted:
             for rank in ranks:
@@ -225,7 +225,7 @@ def _child(launch: _Launch, rank: int, send: Connection, parent_pid: int) -> Non
     die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPPING)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     world_size = len(launch.devices)
 
@@ -259,32 +259,14 @@ def _forwarded_signals(ranks: list[_Rank]) -> Iterator[list[int]]:
     """While the ranks run, SIGINT and SIGTERM ask them to stop; a second one kills them."""
     received: list[int] = []
 
-    def forward(number: int, frame: Any) -> None:
+    def forward(number: int) -> None:
         received.append(number)
         for rank in ranks:
             if rank.process.is_alive():
                 (rank.process.terminate if len(received) == 1 else rank.process.kill)()
 
-    try:
-        before = {number: signal.signal(number, forward) for number in _STOPPING}
-    except ValueError:  # not the main thread: signals are the caller's business
+    with signals.handled(signals.STOPPING, forward):
         yield received
-        return
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _held_signals() -> Iterator[None]:
-    """Keep requests to stop until the block ends: a fork must not meet one with its parent's handler."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _collect(launch: _Launch, ranks: list[_Rank], interrupted: list[int]) -> None:

@@ -8,9 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +16,7 @@ from paceline.cluster import Cluster
 from paceline.errors import JobError, PlanError, Preempted, UsageError
 from paceline.job import Job
 from paceline.jobfile import JobFile, JobFunction
+from paceline.launch import signals
 from paceline.launch.failure import user_frames
 from paceline.launch.pool import Pool
 from paceline.plans import Plan
@@ -31,26 +30,17 @@ from paceline.study.space import read
 from paceline.study.storage import JOURNAL, opened
 from paceline.study.trials import best_trial, counted, state_of
 from paceline.study.winner import read_test_data
+from paceline.verbs.outcome import Outcome
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
 
-
 _WRITE_EVERY_S = 10.0  # study.json, while the search runs
 
-@dataclass(frozen=True)
-class StudyResult:
+
+class StudyResult(Outcome):
     """What a search found; `DIR/study.json`."""
-
-    figures: dict[str, Any]
-    run: Path
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**self.figures, "run": str(self.run)}
-
-    def __getitem__(self, name: str) -> Any:
-        return self.figures[name]
 
 
 def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: str | Sequence[str] | None = None,
@@ -176,14 +166,20 @@ def _run(study: Any, pool: Pool, request: Request, run_dir: Path, example: Job, 
     print(f"study {study.study_name}: {request.num_trials} trials on {', '.join(map(str, pool.devices))}, "
           f"{' and '.join(map(str, objectives))}\nrun folder {run_dir}", file=sys.stderr, flush=True)
     display, written_s = StudyDisplay(request.num_trials), time.monotonic()
-    with _stoppable() as signals:
+    stopped: list[int] = []
+
+    def note(number: int) -> None:
+        stopped.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one takes its default course
+
+    with signals.handled(signals.STOPPING, note):
         def heed(controller: Controller) -> bool:
             nonlocal written_s
             display.update(controller)
             if time.monotonic() - written_s > _WRITE_EVERY_S:
                 _write(study, request, run_dir, final=False)
                 written_s = time.monotonic()
-            return bool(signals)
+            return bool(stopped)
 
         controller = Controller(study, pool, request, run_dir, heed=heed, is_shared=is_shared,
                                 owner=f"{socket.gethostname()}:{run_dir.resolve()}")
@@ -192,8 +188,8 @@ def _run(study: Any, pool: Pool, request: Request, run_dir: Path, example: Job, 
         finally:
             display.close()
             _write(study, request, run_dir, final=False)
-    if signals:
-        raise Preempted(f"stopped by {signal.Signals(signals[0]).name}: {controller.num_done} of {request.num_trials} "
+    if stopped:
+        raise Preempted(f"stopped by {signal.Signals(stopped[0]).name}: {controller.num_done} of {request.num_trials} "
                         "trials are done", hint=f"the same command with --run {run_dir} --resume goes on")
     read_test_data(study, pool, example, memory=request.memory)
     return _finish(study, request, run_dir, controller)
@@ -222,25 +218,3 @@ def _write(study: Any, request: Request, run_dir: Path, *, final: bool) -> dict[
     if found["best"] is not None:
         write_json(run_dir / report.BEST, found["best"])
     return found
-
-
-@contextmanager
-def _stoppable() -> Iterator[list[int]]:
-    """While the block runs, SIGINT and SIGTERM are noted; a second one takes its default course."""
-    received: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        received.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    try:
-        before = {number: signal.signal(number, note) for number in numbers}
-    except ValueError:  # not the main thread: signals are the caller's business
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

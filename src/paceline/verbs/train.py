@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,24 +18,15 @@ from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.verbs.auto import Chosen, choose, is_auto
+from paceline.verbs.outcome import Outcome
 from paceline.verbs.prediction import predict_once_started, price, sum_up, what_would_fit
 
 if TYPE_CHECKING:
     from paceline.launch.context import RankContext
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(Outcome):
     """What a run came to; `DIR/summary.json`. Times in seconds, memory of the fullest rank in bytes."""
-
-    figures: dict[str, Any]
-    run: Path
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**self.figures, "run": str(self.run)}
-
-    def __getitem__(self, name: str) -> Any:
-        return self.figures[name]
 
 
 def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | None = None,

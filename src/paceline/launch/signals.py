@@ -1,0 +1,39 @@
+"""Signals that ask a process to stop, handled or held back while a block runs."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def handled(numbers: Sequence[signal.Signals], handle: Callable[[int], None]) -> Iterator[None]:
+    """While the block runs, these signals call `handle(number)`. Only in the main thread: elsewhere they are the
+    caller's business, and nothing is changed."""
+    def call(number: int, frame: Any) -> None:
+        handle(number)
+
+    try:
+        before = {number: signal.signal(number, call) for number in numbers}
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Keep requests to stop until the block ends: a fork must not meet one with its parent's handler."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
