@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.regret.jobs import JOBS
 from benchmarks.turns import warn_if_busy
 from paceline import Cluster, Job
-from paceline.errors import PacelineError, Preempted
+from paceline.errors import PacelineError
 from paceline.launch.failure import RankFailed
 from paceline.launch.local import run_local
 from paceline.planner.estimate import devices_of
@@ -144,7 +144,7 @@ def _run(one: Measured, job: Job, seconds: float) -> None:
             summary = run_local(lambda rank: train_rank(rank, short, asked.plan, settings), asked.cluster.devices,
                                 run_dir=Path(run), crew=crew(asked.plan))[0]
     except PacelineError as error:
-        if isinstance(error, RankFailed) and error.failure.kind == Preempted.__name__:
+        if isinstance(error, RankFailed) and error.failure.is_stop:
             raise  # the benchmark itself was asked to stop
         one.failed = str(error).partition("\n")[0]
         print(f"{one.plan}: {one.failed}", file=sys.stderr)

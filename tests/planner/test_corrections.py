@@ -46,17 +46,37 @@ def test_a_rehearsed_plan_is_as_it_was_found():
 
 
 def test_plans_of_its_kind_are_off_by_the_same_factor_and_bytes():
-    """Two rehearsals off by 2 and by 8: the geometric mean is 4; a kind's interval is wider than a plan's own."""
-    known = learnt(("data=2", 4.0, 120), ("data=2 accumulate=2", 16.0, 140))
+    """A kind's interval is wider than a plan's own."""
+    known = learnt(("data=2", 4.0, 120))
     like, own = corrected(known, "data=2 accumulate=4", predicted(1.0)), corrected(known, "data=2")
 
-    assert like.step_s == pytest.approx(4.0) and like.peak_memory_bytes == 130
+    assert like.step_s == pytest.approx(2.0) and like.peak_memory_bytes == 120
     assert like.high_s / like.low_s > own.high_s / own.low_s
+
+
+@pytest.mark.parametrize(("count", "factor", "more_bytes"), [(1, 2.0, 20), (2, 4.0, 30), (4, 8.0, 40), (16, 8.0, 40)])
+def test_between_two_of_its_kind_lies_what_lies_between(count: int, factor: float, more_bytes: int):
+    """Off by 2 and 20 bytes with 1 micro-batch, by 8 and 40 with 4: a line over the logarithm, level beyond it."""
+    known = learnt(("data=2", 4.0, 120), ("data=2 accumulate=4", 16.0, 140))
+    found = corrected(known, f"data=2 accumulate={count}")
+
+    assert found.step_s == pytest.approx(2.0 * factor) and found.peak_memory_bytes == 100 + more_bytes
+
+
+def test_many_more_micro_batches_are_far():
+    known = learnt(("data=2", 4.0, 120), ("data=2 accumulate=16", 4.0, 120))
+
+    assert not known.is_far(Plan.parse("data=2 accumulate=8"))
+    assert known.is_far(Plan.parse("data=2 accumulate=4")) and known.is_far(Plan.parse("data=2 accumulate=64"))
 
 
 @pytest.mark.parametrize("other", ["data=4", "data=2 recompute=full", "data=2 compress=int8", "server=2 workers=2"])
 def test_other_code_and_other_counts_are_another_kind(other: str):
     assert not learnt(("data=2", 4.0, 120)).knows_kind_of(Plan.parse(other))
+
+
+def test_stages_of_sharding_are_kinds_of_their_own():
+    assert not learnt(("shard=2 zero=1", 4.0, 120)).knows_kind_of(Plan.parse("shard=2"))
 
 
 def test_a_kind_that_nobody_tried_is_off_by_what_is_nearest():

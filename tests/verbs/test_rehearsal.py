@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.cluster import Cluster, Device
 from paceline.errors import PacelineError
+from paceline.launch.board import Sign
+from paceline.launch.failure import RankFailed, stopped
 from paceline.planner.corrections import Rehearsal
 from paceline.planner.estimate import Estimate, Need
 from paceline.planner.rank import Candidate, Found
@@ -25,7 +29,8 @@ def found(**predicted_s: float) -> Found:
     def one(text: str, step_s: float) -> Candidate:
         ledger = {"parameters": 100}
         return Candidate(Plan.parse(text.replace("__", " ").replace("_", "=")), Estimate(
-            step_s, 100, ledger, {"compute": step_s}, needs=(Need("each rank", DEVICE, ledger),)))
+            step_s, 100, ledger, {"compute": step_s}, needs=(Need("each rank", DEVICE, ledger),),
+            low_s=step_s / 5, high_s=5 * step_s))
 
     return Found([one(text, step_s) for text, step_s in sorted(predicted_s.items(), key=lambda item: item[1])])
 
@@ -56,9 +61,29 @@ def test_the_best_is_tried_until_it_is_the_best():
 
 def test_one_plan_of_a_kind_stands_for_the_others():
     machine = Machine(data_2=1.0)
-    rehearse_best(found(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_4=1.2), machine, budget_s=60)
+    rehearse_best(found(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_3=1.2), machine, budget_s=60)
 
     assert machine.asked == ["data=2"]
+
+
+def test_a_kind_is_tried_again_with_many_more_micro_batches():
+    machine = Machine(data_2=1.0, single=2.0, data_2__accumulate_4=1.3)
+    rehearse_best(found(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_4=1.2, single=1.3), machine,
+                  budget_s=60)
+
+    assert machine.asked == ["data=2", "single", "data=2 accumulate=4"]
+
+
+def test_a_surprise_is_tried_again_and_the_faster_counts():
+    """Something else used the machine while the first plan was tried."""
+    took_s = [7.0, 1.5]
+
+    def run(plan: Plan, expected_s: float) -> Rehearsal:
+        return Rehearsal(took_s.pop(0), 100)
+
+    after = rehearse_best(found(data_2=1.0), run, budget_s=60)
+
+    assert after.ranked[0].estimate.step_s == 1.5 and not took_s
 
 
 def test_what_looks_much_slower_is_not_tried():
@@ -80,6 +105,14 @@ def test_a_plan_that_fails_is_refused_with_its_reason():
 
     assert [str(one.plan) for one in after.ranked] == ["single"]
     assert after.refused == {"data=2": "it failed when it was tried: it broke"}
+
+
+def test_a_request_to_stop_is_not_a_plan_that_failed():
+    def run(plan: Plan, expected_s: float) -> Rehearsal:
+        raise RankFailed(stopped(0, signal.SIGTERM, Sign(1, "forward", 0.0)))
+
+    with pytest.raises(RankFailed, match="SIGTERM"):
+        rehearse_best(found(data_2=1.0, single=2.0), run, budget_s=60)
 
 
 def test_ranks_take_a_few_steps(capfd: pytest.CaptureFixture[str]):

@@ -47,6 +47,11 @@ class Failure:
     trace: str
     time_s: float
 
+    @property
+    def is_stop(self) -> bool:
+        """Nothing failed: the run was asked to stop."""
+        return self.kind == Preempted.__name__
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -56,7 +61,7 @@ class Failure:
 
     def describe(self, log: Path | None = None) -> str:
         """The message a user reads: where, what, what next."""
-        if self.kind == Preempted.__name__:  # nothing failed
+        if self.is_stop:
             return self.message
         place = f"rank {self.rank} on {self.host} failed in {Sign(self.step, self.phase, 0.0)}"
         shown = f"{place}, at {self.where}:\n{self.message}" if self.where else f"{place}:\n{self.message}"
@@ -144,4 +149,4 @@ def stopped(rank: int, number: int, sign: Sign) -> Failure:
 
 def cause_of(failures: Sequence[Failure]) -> Failure:
     """The failure that the others follow from: real ones before those who only heard, then the earliest."""
-    return min(failures, key=lambda failure: (failure.heard, failure.kind == Preempted.__name__, failure.time_s))
+    return min(failures, key=lambda failure: (failure.heard, failure.is_stop, failure.time_s))

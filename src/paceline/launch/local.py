@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster import Device
-from paceline.errors import PacelineError, PeerLost, Preempted
+from paceline.errors import PacelineError, PeerLost
 from paceline.launch import signals
 from paceline.launch.board import Board
 from paceline.launch.crew import PEERS, Crew
@@ -119,7 +119,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
             _end(ranks)
     if (cause := _cause(launch, ranks)) is not None:
         error = RankFailed(cause, ranks[cause.rank].log)
-        if interrupted and cause.kind == Preempted.__name__ and interrupted[0] == signal.SIGINT:
+        if interrupted and cause.is_stop and interrupted[0] == signal.SIGINT:
             error.exit_code = 128 + signal.SIGINT
         raise error
     return [rank.result for rank in ranks]

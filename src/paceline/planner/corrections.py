@@ -1,7 +1,8 @@
 """What steps that were really taken say of predictions: of the plans themselves, and of plans like them.
 
 A rehearsed plan is as fast as it was found to be. A plan that runs the same code on as many ranks is off by the same
-factor, and its memory by the same bytes; any other plan is as far off as those that are most like it.
+factor, and its memory by the same bytes: between two that were rehearsed, by what lies between, as its number of
+micro-batches does. Any other plan is as far off as those that are most like it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from paceline.plans import Plan, Servers
 # Half the width of an 80 % interval around a step's time, as a natural logarithm: of a plan that was rehearsed, of
 # one whose kind was, and of others. Fitted on `benchmarks.regret`; see docs/prediction.md.
 SPREAD = {"itself": 0.06, "kind": 0.2, "nothing": RATES_SPREAD}
+FAR = 4  # times as many micro-batches, or as few, from which a plan of the same kind is worth a rehearsal of its own
 COMMUNICATION = "communication"
 MEASURED = "unaccounted"  # of a ledger: what was measured above everything that is accounted for
 
@@ -35,7 +37,7 @@ class Corrections:
 
     def __init__(self) -> None:
         self._found: dict[Plan, Rehearsal] = {}
-        self._off: dict[tuple[object, ...], list[_Off]] = {}
+        self._off: dict[tuple[object, ...], dict[Plan, _Off]] = {}
 
     def __contains__(self, plan: Plan) -> bool:
         return plan in self._found
@@ -44,11 +46,17 @@ class Corrections:
         """predicted: without any correction."""
         self._found[plan] = found
         for likeness in _likenesses(plan):
-            self._off.setdefault(likeness, []).append(_Off.of(predicted, found))
+            self._off.setdefault(likeness, {})[plan] = _Off.of(predicted, found)
 
     def knows_kind_of(self, plan: Plan) -> bool:
         """Whether a plan was rehearsed that runs the same code on as many ranks."""
         return _likenesses(plan)[0] in self._off
+
+    def is_far(self, plan: Plan) -> bool:
+        """Whether all of its kind that were rehearsed have many more or many fewer micro-batches."""
+        known = self._off.get(_likenesses(plan)[0], {})
+        return all(max(plan.num_microbatches / one.num_microbatches,
+                       one.num_microbatches / plan.num_microbatches) >= FAR for one in known)
 
     def apply(self, plan: Plan, predicted: Estimate) -> Estimate:
         """The estimate with what is known of plans like it, and how sure that is."""
@@ -66,13 +74,16 @@ class Corrections:
         for nearness, likeness in enumerate(_likenesses(plan)):
             if likeness in self._off:
                 known = self._off[likeness]
-                factor = statistics.geometric_mean(off.factor for off in known)
-                return _Off(factor, round(statistics.median(off.num_bytes for off in known)) if nearness < 3 else 0)
+                if nearness == 0:
+                    return _between(known, plan)
+                factor = statistics.geometric_mean(off.factor for off in known.values())
+                return _Off(factor, round(statistics.median(off.num_bytes for off in known.values()))
+                            if nearness < 3 else 0)
         return _Off(1.0, 0)
 
     def _breakdown(self, predicted: Estimate, step_s: float) -> dict[str, float]:
         """Computing is off by the least that any plan is off by; what is left over is waiting for others."""
-        least = min((off.factor for off in self._off.get((), ())), default=1.0)
+        least = min((off.factor for off in self._off.get((), {}).values()), default=1.0)
         busy = {name: least * seconds for name, seconds in predicted.breakdown.items() if name != COMMUNICATION}
         shrunk = min(1.0, step_s / sum(busy.values())) if any(busy.values()) else 1.0
         busy = {name: shrunk * seconds for name, seconds in busy.items()}
@@ -91,11 +102,26 @@ class _Off:
         return cls(found.step_s / predicted.step_s, found.peak_memory_bytes - predicted.peak_memory_bytes)
 
 
+def _between(known: Mapping[Plan, _Off], plan: Plan) -> _Off:
+    """A line through what is known, over the logarithm of the number of micro-batches; level beyond its ends."""
+    def at(one: Plan) -> float:
+        return math.log(one.num_microbatches)
+
+    below = [one for one in known if at(one) <= at(plan)]
+    above = [one for one in known if at(one) >= at(plan)]
+    low = max(below, key=at, default=min(above, key=at, default=plan))
+    high = min(above, key=at, default=low)
+    part = (at(plan) - at(low)) / (at(high) - at(low)) if at(high) > at(low) else 0.0
+    first, second = known[low], known[high]
+    return _Off(first.factor ** (1 - part) * second.factor ** part,
+                round((1 - part) * first.num_bytes + part * second.num_bytes))
+
+
 def _likenesses(plan: Plan) -> tuple[tuple[object, ...], ...]:
     """What a plan shares with others, from plans that run the same code to all plans."""
     kind, ranks = kind_of(plan), plan.world_size
     servers = (plan.sync.server, plan.sync.colocate) if isinstance(plan.sync, Servers) else ()
-    code = (plan.modifiers.recompute, plan.schedule.schedule == "zero-bubble", servers)
+    code = (plan.modifiers.recompute, plan.schedule.schedule == "zero-bubble", plan.zero, servers)
     return (kind, ranks, *code), (kind, ranks), (kind,), ()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PlanError, Preempted, UsageError
+from paceline.errors import PlanError, UsageError
 from paceline.job import Job, Precision
 from paceline.jobfile import JobFile
 from paceline.plans import Plan
@@ -213,7 +213,7 @@ def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, t
         ranks = run_local(_recorded(job, asked, list(reference["figures"]), folder), Cluster.local(devices).devices,
                           timeout_s=timeout_s, crew=crew(asked.plan))
     except RankFailed as error:
-        if error.failure.kind == Preempted.__name__:
+        if error.failure.is_stop:
             raise
         if error.failure.kind in _REFUSALS and not asked_for:
             return Certificate(str(plan), (), refused=error.failure.message)
