@@ -34,7 +34,7 @@ from paceline.strategies.compose import load
 from paceline.verbs.planning import Answer, plan
 
 MOST_PLANS = 20  # of a job
-REHEARSE_S = 240.0  # enough for a plan of each kind
+REHEARSE_S = 120.0  # enough for a plan of each kind, and some far from those
 WARM_UP_STEPS = 10  # that a run leaves out of its speed
 
 
