@@ -58,6 +58,24 @@ def test_the_mean_is_weighted_by_samples(run_ranks: Callable[..., Any]):
         assert names == ["in_place", "replaced", "count"]
 
 
+def test_many_buffers_meet_together(run_ranks: Callable[..., Any]):
+    """One collective for all floats and one for all whole numbers, whatever the number of layers."""
+    def body(context: Any) -> int:
+        model = nn.Sequential(*(Counting() for _ in range(5)))
+        buffers = ChangingBuffers(model)
+        counts = []
+        reduce = dist.all_reduce
+        dist.all_reduce = lambda *args, **kwargs: (counts.append(1), reduce(*args, **kwargs))[1]
+        for _ in range(2):
+            for one in model:
+                one.see(2.0)
+            counts.clear()
+            buffers.meet(0.5, dist.group.WORLD)
+        return len(counts)
+
+    assert run_ranks(body, 2) == [2, 2]
+
+
 def test_what_one_rank_changes_all_ranks_meet(run_ranks: Callable[..., Any]):
     """A buffer that changed on one rank only is met by all, so that none waits alone."""
     def body(context: Any) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -26,15 +28,10 @@ class ChangingBuffers:
             self._before = None
         if not self.names:
             return
-        buffers = dict(self._model.named_buffers())  # asked again: a model may put new tensors in their places
-        for name in self.names:
-            buffer = buffers[name].detach()
-            if buffer.is_floating_point():
-                mixed = buffer.double() * weight
-                dist.all_reduce(mixed, group=group)
-                buffer.copy_(mixed)
-            else:
-                dist.all_reduce(buffer, dist.ReduceOp.MAX, group=group)
+        named = dict(self._model.named_buffers())  # asked again: a model may put new tensors in their places
+        buffers = [named[name].detach() for name in self.names]
+        _meet([b for b in buffers if b.is_floating_point()], torch.float64, weight, dist.ReduceOp.SUM, group)
+        _meet([b for b in buffers if not b.is_floating_point()], torch.int64, 1, dist.ReduceOp.MAX, group)
 
     def _find(self, before: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
         if not before:
@@ -44,3 +41,14 @@ class ChangingBuffers:
                                device=next(iter(before.values())).device)
         dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
         self.names = [name for name, flag in zip(before, changed.tolist(), strict=True) if flag]
+
+
+def _meet(buffers: Sequence[torch.Tensor], dtype: torch.dtype, factor: float, op: dist.ReduceOp.RedOpType,
+          group: dist.ProcessGroup) -> None:
+    """All together: a model has many small ones, and each collective waits for all ranks."""
+    if not buffers:
+        return
+    together = torch.cat([buffer.to(dtype).flatten() for buffer in buffers]) * factor
+    dist.all_reduce(together, op, group=group)
+    for buffer, mixed in zip(buffers, together.split([buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(mixed.view_as(buffer))
