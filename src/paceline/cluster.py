@@ -24,10 +24,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two devices."""
+    """One direction between two devices.
+
+    wait_s: What a collective takes beside its messages: ranks that share cores wait for each other to get one.
+    """
 
     bytes_per_s: float
     latency_s: float
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +149,19 @@ class Cluster:
     """The devices of a run, one a rank, in rank order, and the slowest link between them.
 
     nodes: of a cluster that is described; none of this machine.
+    links: as measured between so many ranks, from the fewest to the most; none were if it is empty.
     """
 
     devices: Sequence[Device]
     link: Link = LOOPBACK
     nodes: tuple[Nodes, ...] = ()
+    links: tuple[tuple[int, Link], ...] = ()
+
+    @property
+    def link_of_all(self) -> Link:
+        """The link between as many ranks as there are devices, as far as it was measured."""
+        enough = [link for count, link in self.links if count >= len(self.devices)]
+        return (enough or [link for _, link in self.links[-1:]] or [self.link])[0]
 
     @classmethod
     def parse(cls, text: str) -> Cluster:

@@ -182,7 +182,8 @@ def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: in
     places = [device for device in weakest(plan, devices) if device is not None]
     programs = [stage_program(rank, plan, device.kind, snapshot=snapshot)
                 for rank, device in zip(ranks, places, strict=True)]
-    played = play_together(programs, [_rates_of(device, own) for device in places], cluster.link, precision=precision)
+    played = play_together(programs, [_rates_of(device, own) for device in places], cluster.link_of_all,
+                           precision=precision)
     played = [_resident(timeline, device) if device.kind == "cpu" else timeline
               for timeline, device in zip(played, places, strict=True)]
     slowest = max(played, key=lambda timeline: timeline.step_s)
@@ -314,7 +315,7 @@ def _play(profile: Profile, plan: Plan, cluster: Cluster, rank: _Rank, *, precis
     """A rank's step. Micro-batches between the first two and the last are alike and are played once."""
     # A rank without samples of its own runs one that doesn't count.
     sizes = [max(1.0, len(part)) for part in split(rank.samples, (1,) * plan.num_microbatches)]
-    network = PACELINE.on(Network(cluster.link))
+    network = PACELINE.on(Network(cluster.link_of_all))
 
     def played(sizes: Sequence[float]) -> Timeline:
         program = step_program(profile, plan, rank.device.kind, sizes, snapshot=snapshot)

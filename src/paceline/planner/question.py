@@ -130,7 +130,8 @@ def _with_links(cluster: Cluster, times: float) -> Cluster:
         return replace(network, inside=faster(network.inside), across=network.across and faster(network.across))
 
     if not cluster.nodes:
-        return replace(cluster, link=faster(cluster.link))
+        return replace(cluster, link=faster(cluster.link),
+                       links=tuple((count, faster(link)) for count, link in cluster.links))
     return Cluster.of(tuple(replace(kind, network=on(kind.network)) for kind in cluster.nodes))
 
 

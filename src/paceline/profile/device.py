@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cluster import DeviceKind, usable_cores
+from paceline.cluster import DeviceKind
 from paceline.job import Precision
+from paceline.profile import cache
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +28,6 @@ TINY = 64
 MEASURED_S = 0.04  # of each of the seven kernels that are timed
 # What a second thread brings of what a first one does; see docs/prediction.md.
 THREAD_EFFICIENCY = 0.9
-CACHE_VERSION = 2
 ITEM_BYTES: Mapping[Precision, int] = {"float32": 4, "bf16": 2, "float64": 8}
 
 
@@ -105,11 +98,10 @@ def measure_device(kind: DeviceKind, num_threads: int = 1) -> DeviceRates:
     several would leave threads behind that children forked later wait for without end. The rates are those of a
     rank alone; ranks that share a memory bus or a power limit are slower.
     """
-    path = _cache_path(kind)
-    rates = _read(path)
+    rates = _read(kind)
     if rates is None:
         rates = _measure(kind)
-        _write(path, rates)
+        cache.write("device", kind, asdict(rates))
     return rates.with_threads(num_threads) if kind == "cpu" else rates
 
 
@@ -194,42 +186,11 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return fastest
 
 
-def _cache_path(kind: DeviceKind) -> Path:
-    """The file of this machine and this torch."""
-    identity = "\n".join(map(str, (CACHE_VERSION, kind, usable_cores(), _processor(kind), version("torch"))))
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "paceline" / f"device-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
-
-
-def _processor(kind: DeviceKind) -> str:
-    if kind == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name()
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _read(path: Path) -> DeviceRates | None:
-    """The rates in a file; None if it isn't there or is damaged."""
+def _read(kind: DeviceKind) -> DeviceRates | None:
+    """The rates in the cache; None if they aren't there or make no sense."""
+    found = cache.read("device", kind)
     try:
-        found = json.loads(path.read_text())
         rates = DeviceRates(**{field.name: float(found[field.name]) for field in fields(DeviceRates)})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
     return rates if all(0 < value < math.inf for value in asdict(rates).values()) else None
-
-
-def _write(path: Path, rates: DeviceRates) -> None:
-    """Keep the rates; several processes may do so at once. A cache that can't be written is no reason to stop."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(asdict(rates), indent=1))
-        part.replace(path)
-    except OSError:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)

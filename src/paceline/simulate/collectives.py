@@ -12,10 +12,10 @@ from paceline.simulate.program import Collective
 def collective_s(event: Collective, network: Network | Link) -> float:
     """Seconds of a collective on a ring of equal links.
 
-    Each of its steps sends 1/n of the tensor to the next rank; contention is left out. Across nodes a group's members
-    in a node each drive their own share of its network, so that the slower of the link in the node and these shares
-    together sets the pace; each hop waits for its own link's latency, and an all-reduce crosses nodes on a tree where
-    that is faster than around the ring.
+    Ranks first wait for each other, as far as they are known to (`Link.wait_s`). Each of its steps sends 1/n of the
+    tensor to the next rank; contention is left out. Across nodes a group's members in a node each drive their own share
+    of its network, so that the slower of the link in the node and these shares together sets the pace; each hop waits
+    for its own link's latency, and an all-reduce crosses nodes on a tree where that is faster than around the ring.
     Sources: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in MPICH;
     NCCL's rings with one channel a network card, and its double trees (Sanders, Speck and Träff 2009).
 
@@ -32,7 +32,8 @@ def collective_s(event: Collective, network: Network | Link) -> float:
     inside, across = network.inside, network.across
     together = network.in_a_node(event.group, event.stride)
     if across is None or together == event.group:
-        return event.times * steps * (inside.latency_s + event.num_bytes / event.group / inside.bytes_per_s)
+        return event.times * (inside.wait_s + steps * (
+            inside.latency_s + event.num_bytes / event.group / inside.bytes_per_s))
     bytes_per_s = across.bytes_per_s * together
     if together > 1:
         bytes_per_s = min(bytes_per_s, inside.bytes_per_s)

@@ -15,6 +15,7 @@ from paceline.planner.rank import Candidate, reason
 from paceline.planner.resolve import default_plan
 from paceline.plans import Plan
 from paceline.profile.profile import Profile
+from paceline.verbs.links import with_links
 from paceline.verbs.planning import nothing_fits
 from paceline.verbs.rehearsal import rehearse, rehearse_best
 
@@ -56,7 +57,7 @@ def choose(job: Job, asked: str | Plan | None, *, devices: str | None, procs: in
             raise UsageError(f"plan 'auto' inside {environment.launcher}: its ranks have started, and plans are tried "
                              "before", hint="paceline plan FILE says which plan is the fastest; name it")
         return Chosen(default_plan(job, environment.world_size))
-    where = Cluster.local(devices, num_ranks=procs, memory=memory)
+    where = with_links(Cluster.local(devices, num_ranks=procs, memory=memory))
     if len(where.devices) == 1:
         return Chosen(Plan())
     try:

@@ -17,6 +17,7 @@ from paceline.planner.question import Question
 from paceline.planner.rank import Candidate, Found, reason
 from paceline.plans import Plan
 from paceline.simulate.failures import CHECKPOINT_BYTES_PER_S
+from paceline.verbs.links import with_links
 from paceline.verbs.rehearsal import rehearse, rehearse_best
 
 REHEARSE_S = 20.0
@@ -116,7 +117,7 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
     if price_per_hour is not None and not 0 < price_per_hour < float("inf"):
         raise UsageError(f"price_per_hour must be a number above 0, got {price_per_hour}")
     loaded = job.load() if isinstance(job, JobFile) else job
-    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    where = with_links(Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
     question = Question.of(loaded, price_per_hour)
     found = question.search(where, may_relax=relaxed)
     if not found.ranked and not found.too_large:

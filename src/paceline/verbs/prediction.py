@@ -14,6 +14,7 @@ from paceline.errors import PacelineError, PlanError
 from paceline.job import Job
 from paceline.planner.resolve import Resolved
 from paceline.runtime import folder
+from paceline.verbs.links import with_links
 
 if TYPE_CHECKING:
     from paceline.launch.board import Board
@@ -123,8 +124,8 @@ def _estimate(priced: Priced) -> Estimate | None:
         return None
     job, asked = priced.job, priced.asked
     try:
-        return estimate(priced.profile, asked.plan, asked.cluster, batch=job.batch, precision=job.precision,
-                        split=priced.split, snapshot=priced.snapshot)
+        return estimate(priced.profile, asked.plan, with_links(asked.cluster, measure=False), batch=job.batch,
+                        precision=job.precision, split=priced.split, snapshot=priced.snapshot)
     except Exception as error:  # as above
         _without_price(priced, error)
         return None

@@ -1,0 +1,81 @@
+"""How long ranks wait for each other: measured once, kept, and counted in every collective."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster import LOOPBACK, Cluster, Link
+from paceline.planner.question import _with_links
+from paceline.profile import cache
+from paceline.simulate.collectives import collective_s
+from paceline.simulate.program import Collective
+from paceline.verbs import links
+from paceline.verbs.links import with_links
+
+TWO, FOUR = Link(1e9, 1e-4, 2e-3), Link(5e8, 1e-4, 8e-3)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """An empty cache, and what is measured, without ranks."""
+    counts: list[int] = []
+
+    def measure(cluster: Cluster, num_ranks: int) -> Link:
+        counts.append(num_ranks)
+        return {2: TWO, 4: FOUR}.get(num_ranks, LOOPBACK)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(links, "measure_link", measure)
+    return counts
+
+
+def test_links_are_measured_once(measured: list[int]):
+    found = with_links(Cluster.local("cpu:0-3"))
+
+    assert found.links == ((2, TWO), (4, FOUR)) and measured == [2, 4]
+    assert with_links(Cluster.local("cpu:0-3")) == found and measured == [2, 4]
+    assert [count for count, _ in with_links(Cluster.local("cpu:0-2")).links] == [2, 3] and measured == [2, 4, 3]
+
+
+def test_nothing_is_measured_where_ranks_are_at_work(measured: list[int]):
+    assert with_links(Cluster.local("cpu:0-3"), measure=False) == Cluster.local("cpu:0-3") and not measured
+
+
+@pytest.mark.parametrize("cluster", [Cluster.local("cpu:0"), Cluster.parse("8xH100")])
+def test_one_device_and_described_ones_stay(cluster: Cluster, measured: list[int]):
+    assert with_links(cluster) == cluster and not measured
+
+
+@pytest.mark.parametrize("damage", [{"2": [0, 1e-4, 0]}, {"2": [1e9]}, [1], {"two": [1, 2, 3]}])
+def test_a_damaged_cache_is_measured_again(measured: list[int], damage: object):
+    cache.write(links.CACHED, "cpu", damage)
+
+    assert with_links(Cluster.local("cpu:0-1")).links == ((2, TWO),) and measured == [2]
+
+
+def test_as_many_ranks_as_there_are_wait():
+    cluster = replace(Cluster.local("cpu:0-3"), links=((2, TWO), (4, FOUR)))
+    few, many = replace(cluster, devices=cluster.devices[:2]), Cluster.local("cpu:0-7")
+
+    assert (cluster.link_of_all, few.link_of_all) == (FOUR, TWO)
+    assert replace(many, links=cluster.links).link_of_all == FOUR and many.link_of_all == LOOPBACK
+
+
+def test_a_collective_waits_once():
+    """2 ms of waiting, 0.2 ms of latency and a byte's 1 ns: 1e6 bytes twice through half of a link."""
+    assert collective_s(Collective("all_reduce", 1e6, group=2), TWO) == pytest.approx(2e-3 + 0.2e-3 + 1e-3)
+
+
+def test_faster_links_carry_more_and_wait_as_long():
+    changed = _with_links(replace(Cluster.local("cpu:0-1"), links=((2, TWO),)), 4)
+
+    assert changed.links == ((2, replace(TWO, bytes_per_s=4e9)),)
+
+
+def test_two_ranks_are_measured():
+    found = links.measure_link(Cluster.local("cpu:0-1"), 2)
+
+    assert 1e6 < found.bytes_per_s < 1e12 and 0 <= found.wait_s < 1
