@@ -116,10 +116,10 @@ class Speed:
         return self.warm_s / self.warm_steps if self.warm_steps else self.all_s / max(self.steps, 1)
 
     @property
-    def median_step_s(self) -> float:
-        """Of the later half of the latest steps."""
+    def later_step_s(self) -> float:
+        """The mean of the later half of the latest steps."""
         later = list(self.latest_s)[len(self.latest_s) // 2:]
-        return statistics.median(later) if later else 0.0
+        return statistics.fmean(later) if later else 0.0
 
 
 @dataclass
@@ -411,7 +411,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "samples": run.samples,
         "samples_per_s": run.speed.samples_per_s,
         "step_s": run.speed.step_s,
-        "median_step_s": run.speed.median_step_s,
+        "later_step_s": run.speed.later_step_s,
         "input_s": run.speed.input_s / max(run.speed.steps, 1),
         "final_loss": run.loss,
         "validation_loss": run.evaluated.get("validation_loss"),

@@ -560,7 +560,7 @@ class Coordinator(Server):
             "samples": self.samples,
             "samples_per_s": self.speed.samples_per_s,
             "step_s": self.speed.step_s,
-            "median_step_s": self.speed.median_step_s,
+            "later_step_s": self.speed.later_step_s,
             "final_loss": self.loss,
             "validation_loss": self.evaluated.get("validation_loss"),
             "metrics": {name: value for name, value in self.evaluated.items() if name != "validation_loss"},
