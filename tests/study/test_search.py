@@ -181,6 +181,18 @@ def _apart(job: str, trials: int, **options: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])  # what ranks print comes before it
 
 
+def test_a_sampler_that_has_no_more_ends_the_study(job: str, tmp_path: Path):
+    """As Optuna's grid does, before the budget is used up; a device that is free first takes a point of it again."""
+    from optuna.samplers import GridSampler
+
+    grid = {"width": [2, 4], "net.act": ["relu", "tanh"]}
+    found = pl.search(job, 9, settings={**WORKS, "lr": 0.01}, procs=2, run=tmp_path / "run",
+                      sampler=GridSampler(grid, seed=0), pruner="none")
+    assert states(found) in (["complete"] * 4, ["complete"] * 5)
+    assert {(trial["params"]["width"], trial["params"]["net.act"]) for trial in found["trials"]} == {
+        (width, act) for width in grid["width"] for act in grid["net.act"]}
+
+
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "server=1 workers=1"])
 def test_a_trial_equals_the_training_of_its_settings(job: str, tmp_path: Path, plan: str):
     """To the last bit, under the same plan; the process that runs it has run others before."""

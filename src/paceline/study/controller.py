@@ -11,7 +11,8 @@ import shutil
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -118,11 +119,17 @@ class Controller:
         self._figures = sorted(figures & set(PREDICTED))
 
     def run(self) -> None:
-        """Run trials until there are as many as were asked for, or `heed` says to stop; trials that run then stay so.
+        """Run trials until there are as many as were asked for, or the sampler has no more.
+
+        Where `heed` says to stop, trials that run stay so.
 
         Raises:
             AllFailed: trial after trial failed, and none ended well.
         """
+        with _loop_of(self.study):
+            self._run()
+
+    def _run(self) -> None:
         trials = counted(self.study)
         self.num_done = sum(trial.state.is_finished() for trial in trials)
         self.has_success = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in trials)
@@ -178,7 +185,7 @@ class Controller:
             return self._prepare(adopted.popleft())
         import optuna
 
-        if len(counted(self.study)) >= self.request.num_trials:
+        if self.study._stop_flag or len(counted(self.study)) >= self.request.num_trials:
             return None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Heartbeat of storage")  # `Heartbeats` keeps it
@@ -353,6 +360,16 @@ class Controller:
             self.failures.append(told["reason"])
         else:
             self.has_success = True
+
+
+@contextmanager
+def _loop_of(study: optuna.Study) -> Iterator[None]:
+    """While the block runs, a sampler or a pruner may stop the study, as GridSampler does at the end of its grid."""
+    study._thread_local.in_optimize_loop, study._stop_flag = True, False
+    try:
+        yield
+    finally:
+        study._thread_local.in_optimize_loop = False
 
 
 def suggest(trial: optuna.trial.Trial, name: str, domain: Numbers | Options) -> Any:
