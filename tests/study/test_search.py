@@ -210,3 +210,20 @@ def test_many_short_trials_of_one_and_of_two_ranks_leave_no_device_idle_for_ever
                       plan=lambda params: "data=2" if params["width"] % 2 else "single")
     assert len(found["trials"]) == 40 and set(states(found)) >= {"complete", "failed"}
     assert time.monotonic() - began_s < 100
+
+
+@pytest.mark.parametrize(("plan", "reason"), [
+    ("data=3", "plan 'data=3' needs 3 devices and 2 is the most that a trial can have"), ("dada=2", "dada"),
+    (lambda: 1 / 0, "plan= raised ZeroDivisionError at .*test_search.py"),
+])
+def test_a_plan_that_makes_no_sense_fails_its_own_trial(job: str, tmp_path: Path, plan: Any, reason: str):
+    """Of a function of the parameters; the others go on."""
+    import re
+
+    found = pl.search(job, 6, settings=WORKS, vary={"width": "2,3"}, procs=2, run=tmp_path / "run", sampler="random",
+                      seed=1, pruner="none", plan=lambda params: (plan() if callable(plan) else plan)
+                      if params["width"] == 2 else "data=2")
+    for trial in found["trials"]:
+        assert trial["state"] == ("failed" if trial["params"]["width"] == 2 else "complete")
+        assert trial["state"] == "complete" or re.search(reason, trial["reason"])
+    assert {"complete", "failed"} == set(states(found))
