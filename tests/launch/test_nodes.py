@@ -50,7 +50,7 @@ def made(*devices: int) -> tuple[Wire, NodesPool]:
 def test_slots_are_numbered_node_by_node_and_a_task_has_those_of_one():
     """Of the node with the fewest to spare, under the numbers that the node itself has for them."""
     wire, pool = made(3, 2)
-    assert pool.nodes == [range(0, 3), range(3, 5)] and list(pool.free) == [0, 1, 2, 3, 4] and largest(pool) == 3
+    assert pool.nodes == [range(3), range(3, 5)] and list(pool.free) == [0, 1, 2, 3, 4] and largest(pool) == 3
     assert pool.place(4) == "node1 cpu:1" and pool.describe() == "node0 (cpu:0 cpu:1 cpu:2), node1 (cpu:0 cpu:1)"
     assert room(pool, 1) == (3,) and room(pool, 2) == (3, 4) and room(pool, 3) == (0, 1, 2) and room(pool, 4) is None
     assert node_of(pool, 4) == range(3, 5)
@@ -83,7 +83,7 @@ def test_the_tasks_of_a_node_that_goes_are_lost_and_its_slots_gone():
     tasks = [pool.start({}, (slot,), crew=PEERS) for slot in range(3)]
     wire.lines.append((1, None))
     assert pool.wait(1) == [Event(tasks[1], "lost", 0), Event(tasks[2], "lost", 0)]
-    assert wire.dropped == [1] and pool.nodes == [range(0, 1), range(3, 4)] and pool.free == [3]
+    assert wire.dropped == [1] and pool.nodes == [range(1), range(3, 4)] and pool.free == [3]
     pool.start({}, (3,), crew=PEERS)
     assert wire.told[-1][0] == 2 and wire.told[-1][1]["slots"] == [0]
     wire.lines += [(0, None), (2, None)]
@@ -94,15 +94,26 @@ def test_the_tasks_of_a_node_that_goes_are_lost_and_its_slots_gone():
 
 @pytest.mark.parametrize(("line", "message"), [
     (json.dumps({"error": "no such file", "hint": "share it"}), "(?s)node1: no such file.*share it"),
-    (None, "node1: it was lost while it started"), ("", "node1 gave no devices within 0 s"),
+    ("", "node1 gave no devices within 0 s"),
 ])
-def test_a_node_that_can_not_start_is_named(line: str | None, message: str):
+def test_a_node_that_can_not_start_is_named(line: str, message: str):
     """With what it said, if it said anything."""
     wire = Wire(1)
     wire.names.append("node1")
     wire.lines += [(1, line)] if line != "" else []
     with pytest.raises(NodeRefused, match=message):
         NodesPool(wire, [{}, {}], timeout_s=0.05)
+
+
+def test_a_node_that_is_lost_while_it_starts_is_left_out():
+    """Unless there is no other."""
+    wire = Wire(1, 1)
+    wire.lines[0] = (1, None)
+    pool = NodesPool(wire, [{}, {}], timeout_s=1)
+    assert pool.nodes == [range(1)] and wire.dropped == [1]
+    wire.lines += [(0, None), (1, None)]
+    with pytest.raises(NodeRefused, match="all nodes were lost"):
+        NodesPool(wire, [{}, {}], timeout_s=1)
 
 
 def test_lines_are_whole():

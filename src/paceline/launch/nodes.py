@@ -61,7 +61,7 @@ class NodesPool:
         timeout_s: For all nodes to answer.
 
     Raises:
-        NodeRefused: a node said why it can't, was lost or did not answer in time.
+        NodeRefused: a node said why it can't, or did not answer in time; or all are lost. One that is lost is left out.
     """
 
     def __init__(self, wire: Wire, greetings: Sequence[Any], *, timeout_s: float) -> None:
@@ -74,7 +74,8 @@ class NodesPool:
         self._homes = [node for node in sorted(found) for _ in found[node]]
         counts = itertools.accumulate((len(found[node]) for node in sorted(found)), initial=0)
         self._slots = {node: range(first, last)
-                       for node, (first, last) in enumerate(itertools.pairwise(counts))}  # of nodes that are there
+                       for node, (first, last) in enumerate(itertools.pairwise(counts))
+                       if last > first}  # of nodes that are there
 
     def _greetings(self, timeout_s: float) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
@@ -86,10 +87,16 @@ class NodesPool:
                 raise NodeRefused(f"{' and '.join(silent)} gave no devices within {timeout_s:.0f} s",
                                   hint="is other work holding the node? a smaller --procs takes less of each")
             for node, line in self._wire.hear(left_s):
-                said = json.loads(line) if line is not None else {"error": "it was lost while it started"}
+                said: dict[str, Any] = {"devices": []} if line is None else json.loads(line)
                 if "error" in said:
                     raise NodeRefused(f"{self._wire.names[node]}: {said['error']}", hint=said.get("hint"))
+                if line is None:
+                    print(f"node {self._wire.names[node]} was lost while it started, and is left out", file=sys.stderr,
+                          flush=True)
+                    self._wire.drop(node)
                 found[node] = said["devices"]
+        if not any(found.values()):
+            raise NodeRefused("all nodes were lost while they started", hint="Ray's logs of its workers say why")
         return found
 
     @property
@@ -162,14 +169,11 @@ class Lines:
     """Whole lines from a pipe."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._rest = descriptor, b""
-
-    def fileno(self) -> int:
-        return self._descriptor
+        self.descriptor, self._rest = descriptor, b""
 
     def read(self) -> list[str] | None:
         """The lines that are there, at least a part of one; None at the pipe's end."""
-        given = os.read(self._descriptor, 2**16)
+        given = os.read(self.descriptor, 2**16)
         if not given:
             return None
         *lines, self._rest = (self._rest + given).split(b"\n")
@@ -180,13 +184,13 @@ def serve(pool: Pool, asked: Lines, out: int) -> None:
     """Do what is asked line by line, and say what happens, until the pipe of requests ends."""
     numbers: dict[int, int] = {}  # of the pool's tasks, by those of the other end
     while True:
-        for event in pool.wait(_LONG_S, also=[asked]):
+        for event in pool.wait(_LONG_S, also=[asked.descriptor]):
             theirs = next(number for number, ours in numbers.items() if ours == event.task)
             if event.kind == "end":
                 del numbers[theirs]
             say(out, {"task": theirs, "kind": event.kind, "rank": event.rank, "value": event.value,
                       "failure": event.failure.to_json() if event.failure is not None else None})
-        while wait([asked], 0):
+        while wait([asked.descriptor], 0):
             lines = asked.read()
             if lines is None:
                 return

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.cluster import Device
 from paceline.launch.board import Board
@@ -58,12 +58,6 @@ class Line:
         with self._lock, suppress(BrokenPipeError):  # the pool has ended, and this process ends with it
             self._connection.send_bytes(json.dumps(
                 {"task": self._task, "kind": kind, "value": value, "failed": failed}).encode())
-
-
-class HasFileno(Protocol):
-    """What can be waited for."""
-
-    def fileno(self) -> int: ...
 
 
 TaskBody = Callable[[RankContext, Any, Line], Any]
@@ -186,8 +180,11 @@ class Pool:
                 if member is not None:
                     os.kill(member.pid, _STOP_SIGNAL)
 
-    def wait(self, timeout_s: float, *, also: Sequence[HasFileno] = ()) -> list[Event]:
-        """What happened, at once if something has, else within the timeout; nothing if one of `also` can be read."""
+    def wait(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[Event]:
+        """What happened, at once if something has, else within the timeout.
+
+        also: descriptors; nothing happened, at once, when one of them can be read.
+        """
         kills = [task.kill_at_s for task in self._tasks.values() if task.kill_at_s is not None]
         left_s = min([timeout_s, *(max(0.0, at_s - time.monotonic()) for at_s in kills)])
         places = {self._member(slot).connection: (task, rank) for task in self._tasks.values()

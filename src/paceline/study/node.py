@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,4 +115,4 @@ def digest(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -103,8 +103,10 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
     found = read(function, settings=settings, vary=vary)
     objectives, bounds = parse_objectives(objective), tuple(map(Limit.parse, limits))
     define = function.neighbour(space) if isinstance(space, str) else space
-    given = {"devices": devices, "procs": procs, "memory": memory, "timeout_s": timeout_s}
-    site = here(function, **given) if ray is None else on_ray(ray, source, **given)
+    if ray is None:
+        site = here(function, devices=devices, procs=procs, memory=memory, timeout_s=timeout_s)
+    else:
+        site = on_ray(ray, source, devices=devices, procs=procs, memory=memory, timeout_s=timeout_s)
     request = Request(found, objectives, bounds, trials, _plan_of(plan, site),
                       _checked(define, function), memory, source)
     make_sampler(sampler, num_objectives=len(objectives), seed=seed)  # a wrong name, before anything takes time
