@@ -212,6 +212,8 @@ def search(
     devices: Devices = None,
     procs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks that run at a time.")] = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of a CPU rank, such as 512MiB.")] = None,
+    ray: Annotated[str | None, typer.Option(
+        metavar="ADDRESS", help="Ray places trials on its nodes: auto, or HOST:PORT.")] = None,
     sampler: Annotated[str | None, typer.Option(
         metavar="NAME", help="random, tpe, cmaes, gp, nsga2 or evolution.")] = None,
     pruner: Annotated[str | None, typer.Option(metavar="NAME", help="none, median, halving or hyperband.")] = None,
@@ -228,7 +230,7 @@ def search(
         job = JobFile.parse(file)
         found = paceline.search(job, trials, objective=objectives, limits=limits or (),
                                 settings=_parse_settings(settings), vary=_parse_settings(vary, "--vary"), space=space,
-                                plan=plan, devices=devices, procs=procs, memory=memory, sampler=sampler,
+                                plan=plan, devices=devices, procs=procs, memory=memory, ray=ray, sampler=sampler,
                                 pruner=pruner, storage=storage, study=study, seed=seed, run=run, resume=resume,
                                 timeout_s=timeout)
     typer.echo(_json(found.to_dict()) if as_json else _table(_best_of(found.to_dict())))

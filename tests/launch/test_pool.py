@@ -17,7 +17,8 @@ import torch.distributed as dist
 from paceline.cluster import Cluster
 from paceline.launch.context import RankContext
 from paceline.launch.crew import PEERS
-from paceline.launch.pool import Event, Line, Pool
+from paceline.launch.pool import Line, Pool
+from paceline.launch.warm import Event
 
 
 def body(context: RankContext, payload: dict[str, Any], line: Line) -> Any:

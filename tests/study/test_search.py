@@ -181,6 +181,18 @@ def _apart(job: str, trials: int, **options: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])  # what ranks print comes before it
 
 
+def test_a_sampler_that_has_no_more_ends_the_study(job: str, tmp_path: Path):
+    """As Optuna's grid does, before the budget is used up; a device that is free first takes a point of it again."""
+    from optuna.samplers import GridSampler
+
+    grid = {"width": [2, 4], "net.act": ["relu", "tanh"]}
+    found = pl.search(job, 9, settings={**WORKS, "lr": 0.01}, procs=2, run=tmp_path / "run",
+                      sampler=GridSampler(grid, seed=0), pruner="none")
+    assert states(found) in (["complete"] * 4, ["complete"] * 5)
+    assert {(trial["params"]["width"], trial["params"]["net.act"]) for trial in found["trials"]} == {
+        (width, act) for width in grid["width"] for act in grid["net.act"]}
+
+
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "server=1 workers=1"])
 def test_a_trial_equals_the_training_of_its_settings(job: str, tmp_path: Path, plan: str):
     """To the last bit, under the same plan; the process that runs it has run others before."""
@@ -198,3 +210,20 @@ def test_many_short_trials_of_one_and_of_two_ranks_leave_no_device_idle_for_ever
                       plan=lambda params: "data=2" if params["width"] % 2 else "single")
     assert len(found["trials"]) == 40 and set(states(found)) >= {"complete", "failed"}
     assert time.monotonic() - began_s < 100
+
+
+@pytest.mark.parametrize(("plan", "reason"), [
+    ("data=3", "plan 'data=3' needs 3 devices and 2 is the most that a trial can have"), ("dada=2", "dada"),
+    (lambda: 1 / 0, "plan= raised ZeroDivisionError at .*test_search.py"),
+])
+def test_a_plan_that_makes_no_sense_fails_its_own_trial(job: str, tmp_path: Path, plan: Any, reason: str):
+    """Of a function of the parameters; the others go on."""
+    import re
+
+    found = pl.search(job, 6, settings=WORKS, vary={"width": "2,3"}, procs=2, run=tmp_path / "run", sampler="random",
+                      seed=1, pruner="none", plan=lambda params: (plan() if callable(plan) else plan)
+                      if params["width"] == 2 else "data=2")
+    for trial in found["trials"]:
+        assert trial["state"] == ("failed" if trial["params"]["width"] == 2 else "complete")
+        assert trial["state"] == "complete" or re.search(reason, trial["reason"])
+    assert {"complete", "failed"} == set(states(found))

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.cluster import Device
 from paceline.launch.board import Board
@@ -28,30 +28,13 @@ from paceline.launch.context import RankContext
 from paceline.launch.crew import Crew
 from paceline.launch.failure import Failure, cause_of, killed
 from paceline.launch.nursery import Member, Nursery
+from paceline.launch.warm import STOP_S, Event, Kind
 
 if TYPE_CHECKING:
     import torch
 
-STOP_S = 0.7  # for ranks that are asked to stop to finish their step; then they are killed
 _CAUSE_S = 5.0  # for the cause of a failure to be told, once a rank has only heard of it
 _STOP_SIGNAL = signal.SIGUSR1
-
-Kind = Literal["report", "question", "end"]
-
-
-@dataclass(frozen=True)
-class Event:
-    """What happened to a task. value: of a report or a question; of an end, rank 0's result or None.
-
-    failure: why it ended, if it failed.
-    """
-
-    task: int
-    kind: Kind
-    rank: int
-    value: Any = None
-    failure: Failure | None = None
-
 
 class Line:
     """A rank's end of the connection to the pool, for the time of one task."""
@@ -99,7 +82,7 @@ class _Task:
 
 
 class Pool:
-    """A warm process on each device. Not for use by several threads at once.
+    """A warm process on each device of this machine; see `WarmRanks`. Not for use by several threads at once.
 
     Args:
         body: What a task does: `body(context, payload, line)` in every rank of it.
@@ -133,6 +116,20 @@ class Pool:
             member.connection.close()
         self._nursery.close()
         self._meetings.cleanup()
+
+    @property
+    def names(self) -> list[str]:
+        return list(map(str, self.devices))
+
+    @property
+    def nodes(self) -> list[range]:
+        return [range(len(self.devices))]
+
+    def place(self, slot: int) -> str:
+        return str(self.devices[slot])
+
+    def describe(self) -> str:
+        return ", ".join(self.names)
 
     @property
     def free(self) -> list[int]:
@@ -183,13 +180,16 @@ class Pool:
                 if member is not None:
                     os.kill(member.pid, _STOP_SIGNAL)
 
-    def wait(self, timeout_s: float) -> list[Event]:
-        """What happened, at once if something has, else within the timeout."""
+    def wait(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[Event]:
+        """What happened, at once if something has, else within the timeout.
+
+        also: descriptors; nothing happened, at once, when one of them can be read.
+        """
         kills = [task.kill_at_s for task in self._tasks.values() if task.kill_at_s is not None]
         left_s = min([timeout_s, *(max(0.0, at_s - time.monotonic()) for at_s in kills)])
         places = {self._member(slot).connection: (task, rank) for task in self._tasks.values()
                   for rank, slot in enumerate(task.slots) if rank in task.running}
-        events = [event for connection in wait(list(places), left_s) if isinstance(connection, Connection)
+        events = [event for connection in wait([*places, *also], left_s) if isinstance(connection, Connection)
                   for event in self._hear(*places[connection], connection)]
         return events + self._ended()
 

@@ -11,7 +11,8 @@ import shutil
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.choices import pick
 from paceline.errors import JobError, PacelineError, PlanError
 from paceline.jobfile import JobFile
-from paceline.launch.failure import Failure
-from paceline.launch.pool import Event, Pool
+from paceline.launch.failure import user_frames
+from paceline.launch.warm import Event, WarmRanks, largest, node_of, room
 from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.runtime.drivers import crew
@@ -47,6 +48,7 @@ class Running:
 
     params: Settings of the job, and choices of its model so far.
     plan: None until the planner has chosen.
+    wrong: Why no plan can be had of `plan_of`, if so.
     predicted: What was priced; None before.
     num_reported: Evaluations that Optuna has already, from before this controller.
     curious: Ranks that asked whether the trial's weights are worth keeping. keeps: what they were told.
@@ -55,6 +57,7 @@ class Running:
     trial: optuna.trial.Trial
     params: dict[str, Any]
     plan: str | None
+    wrong: str | None = None
     predicted: dict[str, float] | None = None
     slots: tuple[int, ...] = ()
     began_s: float = field(default_factory=time.monotonic)
@@ -103,13 +106,14 @@ class Controller:
         heed: Called after each change, with the trials that run; returns whether to stop.
     """
 
-    def __init__(self, study: optuna.Study, pool: Pool, request: Request, run_dir: Path, *, owner: str,
+    def __init__(self, study: optuna.Study, pool: WarmRanks, request: Request, run_dir: Path, *, owner: str,
                  is_shared: bool, heed: Callable[[Controller], bool]) -> None:
         self.study, self.pool, self.request, self.run_dir = study, pool, request, run_dir
         self.owner, self.is_shared, self.heed = owner, is_shared, heed
         self._beats = Heartbeats(study) if is_shared else None
         self.running: dict[int, Running] = {}  # by the pool's number
         self.waiting: deque[Running] = deque()  # for enough free devices
+        self.adopted: deque[optuna.trial.Trial] = deque()  # begun before, and to be started anew
         self.num_done = 0
         self.failures: list[str] = []
         self.has_success = False
@@ -118,22 +122,28 @@ class Controller:
         self._figures = sorted(figures & set(PREDICTED))
 
     def run(self) -> None:
-        """Run trials until there are as many as were asked for, or `heed` says to stop; trials that run then stay so.
+        """Run trials until there are as many as were asked for, or the sampler has no more.
+
+        Where `heed` says to stop, trials that run stay so.
 
         Raises:
             AllFailed: trial after trial failed, and none ended well.
         """
+        with _loop_of(self.study):
+            self._run()
+
+    def _run(self) -> None:
         trials = counted(self.study)
         self.num_done = sum(trial.state.is_finished() for trial in trials)
         self.has_success = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in trials)
-        adopted = deque(self._left_running())
+        self.adopted.extend(self._left_running())
         while True:
-            self._fill(adopted)
+            self._fill()
             if self.heed(self):
                 return
             if not (self.running or self.waiting):
-                adopted.extend(self._left_running())  # nobody came to claim them meanwhile
-                if not adopted and not self._ownerless():
+                self.adopted.extend(self._left_running())  # nobody came to claim them meanwhile
+                if not self.adopted and not self._ownerless():
                     return
             if self._beats is not None:
                 self._beats.beat([each.trial._trial_id for each in (*self.running.values(), *self.waiting)])
@@ -161,11 +171,11 @@ class Controller:
         return [trial for trial in self._ownerless()
                 if not self.is_shared or now - (trial.datetime_start or now) > _OWNED_WITHIN]
 
-    def _fill(self, adopted: deque[optuna.trial.Trial]) -> None:
+    def _fill(self) -> None:
         """Start trials while there are devices for them."""
         while self.pool.free:
             if not self.waiting:
-                running = self._next(adopted)
+                running = self._next()
                 if running is None:
                     return
                 self.waiting.append(running)
@@ -173,12 +183,12 @@ class Controller:
                 return
             self.waiting.popleft()
 
-    def _next(self, adopted: deque[optuna.trial.Trial]) -> Running | None:
-        if adopted:
-            return self._prepare(adopted.popleft())
+    def _next(self) -> Running | None:
+        if self.adopted:
+            return self._prepare(self.adopted.popleft())
         import optuna
 
-        if len(counted(self.study)) >= self.request.num_trials:
+        if self.study._stop_flag or len(counted(self.study)) >= self.request.num_trials:
             return None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Heartbeat of storage")  # `Heartbeats` keeps it
@@ -196,28 +206,42 @@ class Controller:
         params = dict(self.request.define(trial)) if self.request.define is not None else {}
         params = {**params, **{name: suggest(trial, name, domain)
                                for name, domain in self.request.space.domains.items() if name not in params}, **fixed}
-        plan = self.request.plan_of(params)
+        plan, wrong = self._plan_of(params)
         reported = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
-        return Running(trial, params, None if plan == AUTO else str(Plan.read(plan)), num_reported=len(reported))
+        return Running(trial, params, plan, wrong, num_reported=len(reported))
+
+    def _plan_of(self, params: Mapping[str, Any]) -> tuple[str | None, str | None]:
+        """The plan, None if the planner chooses it; and what is wrong with it."""
+        try:
+            plan = self.request.plan_of(params)
+            return (None if plan == AUTO else str(Plan.read(plan))), None
+        except PlanError as error:
+            return None, str(error)
+        except Exception as error:  # the user's code may raise anything
+            return None, f"plan= raised {type(error).__name__} at {user_frames(error)[0]}: {error}"
 
     def _start(self, running: Running) -> bool:
-        """Start a trial, or its pricing, if the devices that it needs are free."""
+        """Start a trial, or its pricing, if the devices that it needs are free; fail it if there are none."""
+        needed = Plan.read(running.plan).world_size if running.plan is not None else 1
+        wrong = running.wrong
+        if needed > largest(self.pool):
+            wrong = (f"plan '{running.plan}' needs {needed} devices and {largest(self.pool)} is the most that a trial "
+                     "can have")
+        if wrong is not None:
+            self._fail(running, wrong, PlanError.__name__)
+            return True
         prices = running.predicted is None and bool(running.plan is None or self._figures)
-        ranks = 1 if prices else Plan.read(running.plan or "single").world_size
-        free = self.pool.free
-        if ranks > len(self.pool.devices):
-            raise PlanError(f"plan '{running.plan}' of trial {running.number} needs {ranks} devices and the search has "
-                            f"{len(self.pool.devices)}", hint="--procs N or --devices NAMES gives it more")
-        if ranks > len(free):
+        slots = room(self.pool, 1 if prices else needed)
+        if slots is None:
             return False
-        running.slots = tuple(free[:ranks])
+        running.slots = slots
         trial_dir = self._begin(running)
-        names = [str(device) for device in self.pool.devices]
-        payload = {"do": "price" if prices else "train", "params": running.params, "plan": running.plan,
-                   "devices": names if prices and running.plan is None else [names[slot] for slot in running.slots],
-                   "memory": self.request.memory, "figures": self._figures, "run_dir": str(trial_dir)}
+        names = [self.pool.names[slot] for slot in (node_of(self.pool, slots[0]) if prices else slots)]
         if prices and running.plan is not None:
-            payload["devices"] = names[:Plan.read(running.plan).world_size]
+            names = names[:Plan.read(running.plan).world_size]
+        payload = {"do": "price" if prices else "train", "params": running.params, "plan": running.plan,
+                   "devices": names, "memory": self.request.memory, "figures": self._figures,
+                   "run_dir": str(trial_dir)}
         group = crew(Plan.read(running.plan)) if running.plan is not None and not prices else crew(Plan())
         number = self.pool.start(payload, running.slots, crew=group, log_dir=trial_dir / "logs")
         self.running[number] = running
@@ -244,9 +268,22 @@ class Controller:
             self.pool.answer(event, self._choose(running, event.value["choice"], event.value["options"]))
         elif event.kind == "report":
             self._report(event.task, running, event.value)
+        elif event.kind == "lost":
+            del self.running[event.task]
+            self._again(running)
         else:
             del self.running[event.task]
             self._end(running, event)
+
+    def _again(self, running: Running) -> None:
+        """Start a trial anew whose node was lost, as after a kill: under its number and with its parameters."""
+        import optuna
+
+        shutil.rmtree(self._trial_dir(running.number), ignore_errors=True)
+        if running.is_pruned:
+            self._tell(running, "PRUNED", {})
+        else:
+            self.adopted.append(optuna.trial.Trial(self.study, running.trial._trial_id))
 
     def _choose(self, running: Running, name: str, options: list[Any]) -> dict[str, Any]:
         """The option of a choice inside the model, the same for every rank of the trial."""
@@ -286,7 +323,8 @@ class Controller:
 
     def _end(self, running: Running, event: Event) -> None:
         if event.failure is not None:
-            self._fail(running, event.failure)
+            where = f"{event.failure.where}: " if event.failure.where else ""
+            self._fail(running, f"{where}{event.failure.message}", event.failure.kind)
         elif "figures" in (event.value or {}):
             self._price(running, event.value)
         elif event.value and not event.value.get("stopped"):
@@ -333,9 +371,8 @@ class Controller:
                 (trial_dir / folder.MODEL).unlink()
                 shutil.rmtree(trial_dir / folder.CHECKPOINTS, ignore_errors=True)
 
-    def _fail(self, running: Running, failure: Failure) -> None:
-        reason = f"{failure.where}: {failure.message}" if failure.where else failure.message
-        self._tell(running, "FAIL", {"reason": reason.partition("\n\nhint:")[0], "kind": failure.kind})
+    def _fail(self, running: Running, reason: str, kind: str) -> None:
+        self._tell(running, "FAIL", {"reason": reason.partition("\n\nhint:")[0], "kind": kind})
         if not self.has_success and len(self.failures) >= _FAILURES_TO_GIVE_UP:
             raise AllFailed(f"the first {len(self.failures)} trials all failed; {common_cause(self.failures)}",
                             hint=f"the logs are in {self.run_dir / 'trials'}")
@@ -344,8 +381,10 @@ class Controller:
               values: Sequence[float] | None = None) -> None:
         import optuna
 
-        record = {"params": running.params, "plan": running.plan, "seconds": time.monotonic() - running.began_s,
-                  "steps": running.step, "figures": {**(running.predicted or {}), **running.figures}, **told}
+        record = {"params": running.params, "plan": running.plan,
+                  "devices": [self.pool.place(slot) for slot in running.slots],
+                  "seconds": time.monotonic() - running.began_s, "steps": running.step,
+                  "figures": {**(running.predicted or {}), **running.figures}, **told}
         running.trial.set_user_attr(RECORD, record)
         self.study.tell(running.trial, values, state=optuna.trial.TrialState[state])
         self.num_done += 1
@@ -353,6 +392,16 @@ class Controller:
             self.failures.append(told["reason"])
         else:
             self.has_success = True
+
+
+@contextmanager
+def _loop_of(study: optuna.Study) -> Iterator[None]:
+    """While the block runs, a sampler or a pruner may stop the study, as GridSampler does at the end of its grid."""
+    study._thread_local.in_optimize_loop, study._stop_flag = True, False
+    try:
+        yield
+    finally:
+        study._thread_local.in_optimize_loop = False
 
 
 def suggest(trial: optuna.trial.Trial, name: str, domain: Numbers | Options) -> Any:

@@ -109,7 +109,7 @@ class StudyDisplay:
 def _row(running: Running, controller: Controller) -> tuple[str, ...]:
     value = running.figures.get(controller.request.objectives[0].name)
     of = f"/{running.total_steps}" if running.total_steps else ""
-    return (str(running.number), running.plan or "to be planned", ",".join(map(str, running.slots)),
+    return (str(running.number), running.plan or "to be planned", ", ".join(map(controller.pool.place, running.slots)),
             f"{running.step}{of}", "" if value is None else f"{value:.5g}", settings(running.params))
 
 

@@ -1,6 +1,7 @@
 """Regularised evolution as an Optuna sampler.
 
-The population is the youngest trials, so that each dies of age, however good it was by luck.
+The population is the youngest trials, so that each dies of age, however good it was by luck. It begins with as many as
+a tournament has, and grows; in the source it is drawn whole at random, which would use up a budget of tens of trials.
 Source: Real et al. 2019, "Regularized Evolution for Image Classifier Architecture Search" (AAAI).
 """
 
@@ -26,8 +27,8 @@ class EvolutionSampler(BaseSampler):
     A parameter that the parent doesn't have, as in a space with conditions, is drawn at random.
 
     Args:
-        population: Trials that are alive; as many are drawn at random at first.
-        tournament: Of which the best becomes a parent.
+        population: Trials that are alive at most.
+        tournament: Of which the best becomes a parent; as many trials are drawn at random at first.
     """
 
     def __init__(self, *, population: int = 20, tournament: int = 5, seed: int | None = None) -> None:
@@ -69,7 +70,7 @@ class EvolutionSampler(BaseSampler):
         """The best of a few of the living; none while the first are drawn at random."""
         done = [trial for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
                 if trial.value is not None]
-        if len(done) < self.population:
+        if len(done) < self.tournament:
             return None
         by_age = sorted(done, key=lambda trial: (trial.datetime_complete or datetime.max, trial.number))
         living = by_age[-self.population:]

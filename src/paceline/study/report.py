@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import optuna
 
 STUDY, BEST = "study.json", "best.json"
+_RECORDED = ("plan", "devices", "seconds", "steps", "figures", "reason", "refused", "kind")  # as the controller has it
 
 
 def document(study: optuna.Study, *, objectives: Sequence[Objective], source: JobFile | None,
@@ -49,8 +50,7 @@ def _trial(trial: optuna.trial.FrozenTrial, fixed: Mapping[str, Any], began: dat
     values = {"value": trial.values[0]} if trial.values and len(trial.values) == 1 else {"values": trial.values}
     return {"number": trial.number, "state": state_of(trial), "params": _varied(trial, fixed), **values,
             "ended_s": (trial.datetime_complete - began).total_seconds() if trial.datetime_complete and began else None,
-            **{key: record[key] for key in ("plan", "seconds", "steps", "figures", "reason", "refused", "kind")
-               if key in record}}
+            **{key: record[key] for key in _RECORDED if key in record}}
 
 
 def _varied(trial: optuna.trial.FrozenTrial, fixed: Mapping[str, Any]) -> dict[str, Any]:

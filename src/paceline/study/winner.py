@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.job import Job
 from paceline.launch.crew import PEERS
 from paceline.launch.failure import RankFailed
-from paceline.launch.pool import Pool
+from paceline.launch.warm import WarmRanks, room
 from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.study.trials import OWNER, RECORD, TEST, best_trial, counted
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optuna.study import Study
 
 
-def read_test_data(study: Study, pool: Pool, job: Job, *, memory: str | None) -> None:
+def read_test_data(study: Study, pool: WarmRanks, job: Job, *, memory: str | None) -> None:
     """Read the test data once, for the winner, with the weights that its trial has left.
 
     Raises:
@@ -35,9 +35,10 @@ def read_test_data(study: Study, pool: Pool, job: Job, *, memory: str | None) ->
         print(f"the test data was not read: the winner, trial {best.number}, is in {home}", file=sys.stderr)
         return
     plan = Plan.read(record["plan"]).of_forwards().with_microbatches(1)
-    slots = pool.free[:plan.world_size]
+    slots = room(pool, plan.world_size)
+    assert slots is not None  # the winner was trained by as many ranks at least
     payload = {"do": "test", "params": record["params"], "plan": str(plan), "memory": memory,
-               "devices": [str(pool.devices[slot]) for slot in slots],
+               "devices": [pool.names[slot] for slot in slots],
                "run_dir": str(trial_dir)}
     pool.start(payload, slots, crew=PEERS, log_dir=trial_dir / "logs")
     while not (ended := [event for event in pool.wait(60.0) if event.kind == "end"]):

@@ -12,20 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cluster import Cluster
-from paceline.errors import JobError, PlanError, Preempted, UsageError
+from paceline.errors import JobError, Preempted, UsageError
 from paceline.job import Job
 from paceline.jobfile import JobFile, JobFunction
 from paceline.launch import signals
 from paceline.launch.failure import user_frames
-from paceline.launch.pool import Pool
+from paceline.launch.warm import WarmRanks
 from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.study import report
-from paceline.study.begin import body, open_study, probe
+from paceline.study.begin import open_study, probe
 from paceline.study.controller import AUTO, AllFailed, Controller, PlanOf, Request
 from paceline.study.objectives import Limit, parse_objectives
 from paceline.study.samplers import make_pruner, make_sampler
+from paceline.study.site import Site, here, on_ray
 from paceline.study.space import read
 from paceline.study.storage import JOURNAL, opened
 from paceline.study.trials import best_trial, counted, state_of
@@ -47,8 +47,9 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
            limits: Sequence[str] = (), settings: Mapping[str, Any] = {}, vary: Mapping[str, str] = {},
            space: str | Callable[[Any], Mapping[str, Any]] | None = None,
            plan: str | Plan | Callable[[Mapping[str, Any]], str] | None = None, devices: str | None = None,
-           procs: int | None = None, memory: str | None = None, sampler: str | BaseSampler | None = None,
-           pruner: str | BasePruner | None = None, storage: str | None = None, study: str | None = None, seed: int = 0,
+           procs: int | None = None, memory: str | None = None, ray: str | None = None,
+           sampler: str | BaseSampler | None = None, pruner: str | BasePruner | None = None,
+           storage: str | None = None, study: str | None = None, seed: int = 0,
            run: str | Path | None = None, resume: bool = False, timeout_s: float = 300.0) -> StudyResult:
     """Search a job's hyperparameters and its model's choices.
 
@@ -64,7 +65,9 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
             each other.
         plan: Of each trial, "auto" for the planner's choice on the fewest devices that hold it, or a function of
             its parameters. By default one device a trial.
-        devices, procs, memory: What trials share; see `train`.
+        devices, procs, memory: What trials share; see `train`. With `ray`, procs are of each node.
+        ray: "auto" or HOST:PORT of a Ray cluster, on a machine of it: trials run on its nodes, each within one. The
+            job's file and the run folder must be where all nodes see them.
         sampler: random, tpe (the default), cmaes, gp, nsga2, evolution, or one of Optuna's.
         pruner: none, median (the default with one objective), halving, hyperband, or one of Optuna's.
         storage: A database's URL, which machines may share; by default a journal file in the run folder.
@@ -90,15 +93,18 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
     found = read(function, settings=settings, vary=vary)
     objectives, bounds = parse_objectives(objective), tuple(map(Limit.parse, limits))
     define = function.neighbour(space) if isinstance(space, str) else space
-    cluster = Cluster.local(devices, num_ranks=procs, memory=memory)
-    request = Request(found, objectives, bounds, trials, _plan_of(plan, len(cluster.devices)),
+    if ray is None:
+        site = here(function, devices=devices, procs=procs, memory=memory, timeout_s=timeout_s)
+    else:
+        site = on_ray(ray, source, devices=devices, procs=procs, memory=memory, timeout_s=timeout_s)
+    request = Request(found, objectives, bounds, trials, _plan_of(plan, site),
                       _checked(define, function), memory, source)
     make_sampler(sampler, num_objectives=len(objectives), seed=seed)  # a wrong name, before anything takes time
     make_pruner(pruner, num_objectives=len(objectives), evaluations=None)
     example = probe(function, request)
     run_dir = Path(run) if run is not None else folder.fresh_name(f"search-{function.path.stem}")
     _check_free(run_dir, resume=resume)
-    with (folder.claimed(folder.writable(run_dir)), Pool(body(function), cluster.devices, timeout_s=timeout_s) as pool,
+    with (folder.claimed(folder.writable(run_dir)), site.open(run_dir) as pool,
           opened(storage, run_dir) as database):
         begun = open_study(database, study or run_dir.resolve().name, request, sampler=sampler,
                              pruner=pruner, seed=seed, example=example, function=function,
@@ -116,15 +122,13 @@ def _function(job: JobFile | str | Callable[..., Job]) -> tuple[JobFile | None, 
     return None, JobFunction(job, Path(inspect.getsourcefile(job) or "job"))
 
 
-def _plan_of(plan: str | Plan | Callable[[Mapping[str, Any]], str] | None, num_devices: int) -> PlanOf:
+def _plan_of(plan: str | Plan | Callable[[Mapping[str, Any]], str] | None, site: Site) -> PlanOf:
     if callable(plan):
         return plan
     if plan == AUTO:
         return lambda params: AUTO
     given = Plan.read(plan) if plan is not None else Plan()
-    if given.world_size > num_devices:
-        raise PlanError(f"plan '{given}' needs {given.world_size} devices a trial and the search has {num_devices}",
-                        hint=f"--procs {given.world_size}, or a smaller plan")
+    site.check(given)
     return lambda params: str(given)
 
 
@@ -159,11 +163,11 @@ def _check_free(run_dir: Path, *, resume: bool) -> None:
 # --- Running ------------------------------------------------------------------------------------------------------
 
 
-def _run(study: Any, pool: Pool, request: Request, run_dir: Path, example: Job, *, is_shared: bool) -> StudyResult:
+def _run(study: Any, pool: WarmRanks, request: Request, run_dir: Path, example: Job, *, is_shared: bool) -> StudyResult:
     from paceline.study.display import StudyDisplay
 
     objectives = request.objectives
-    print(f"study {study.study_name}: {request.num_trials} trials on {', '.join(map(str, pool.devices))}, "
+    print(f"study {study.study_name}: {request.num_trials} trials on {pool.describe()}, "
           f"{' and '.join(map(str, objectives))}\nrun folder {run_dir}", file=sys.stderr, flush=True)
     display, written_s = StudyDisplay(request.num_trials), time.monotonic()
     stopped: list[int] = []

@@ -1,0 +1,105 @@
+"""Where the trials of a search run: on this machine, or on nodes where Ray places them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import paceline
+from paceline.cluster import Cluster
+from paceline.errors import PlanError, UsageError
+from paceline.jobfile import JobFile, JobFunction
+from paceline.launch.nodes import NodesPool
+from paceline.launch.on_ray import Node, RayWire, connected, find_nodes
+from paceline.launch.pool import Pool
+from paceline.launch.warm import WarmRanks
+from paceline.plans import Plan
+from paceline.study.node import Greeting, digest, marked, unmark
+
+_START_S = 90.0  # for nodes to give CPUs or GPUs, import torch and load the job
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where trials can run.
+
+    most: Ranks that a trial can have. open: Makes the warm ranks of a run folder.
+    """
+
+    most: int
+    open: Callable[[Path], AbstractContextManager[WarmRanks]]
+    hint: str
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan of more ranks than a trial can have.
+
+        Raises:
+            PlanError
+        """
+        if plan.world_size > self.most:
+            raise PlanError(f"plan '{plan}' needs {plan.world_size} devices a trial and the search has {self.most}",
+                            hint=self.hint.format(plan.world_size))
+
+
+def here(function: JobFunction, *, devices: str | None, procs: int | None, memory: str | None,
+         timeout_s: float) -> Site:
+    """This machine.
+
+    Raises:
+        ClusterError: a device doesn't exist.
+    """
+    from paceline.study.begin import body
+
+    cluster = Cluster.local(devices, num_ranks=procs, memory=memory)
+    return Site(len(cluster.devices), lambda run_dir: Pool(body(function), cluster.devices, timeout_s=timeout_s),
+                "--procs {}, or a smaller plan")
+
+
+def on_ray(address: str, source: JobFile | None, *, devices: str | None, procs: int | None, memory: str | None,
+           timeout_s: float) -> Site:
+    """The nodes of a Ray cluster.
+
+    procs: Ranks at a time of each node; by default one a GPU, or one a CPU where no node has GPUs.
+
+    Raises:
+        UsageError: Ray is not installed, the address is none, or the request is one that Ray can't serve.
+        ClusterError: no cluster answers there.
+    """
+    if source is None:
+        raise UsageError("ray= needs the job's file, which the nodes load; a function can't be sent to them",
+                         hint='search("job.py", ...)')
+    if devices is not None:
+        raise UsageError(f"devices '{devices}' are of this machine; on Ray's nodes a trial runs on what Ray gives it",
+                         hint="--procs N: ranks at a time of each node")
+    nodes = find_nodes(address)
+    counts = [procs if procs is not None and (node.kind == "cpu" or procs <= node.count) else node.count
+              for node in nodes]
+
+    @contextmanager
+    def opened(run_dir: Path) -> Iterator[WarmRanks]:
+        take = [min(count, node.count) for count, node in zip(counts, nodes, strict=True)]
+        mark = marked(run_dir)
+        greetings = [asdict(Greeting(paceline.__version__, source.to_dict(), digest(source.path),
+                                     str(run_dir.resolve()), mark, node.kind, count, _threads(node, count), memory,
+                                     timeout_s))
+                     for node, count in zip(nodes, counts, strict=True)]
+        with connected(address):
+            wire = RayWire(nodes, take, ["-m", "paceline.study.node"])
+            try:
+                pool = NodesPool(wire, greetings, timeout_s=_START_S)
+                unmark(run_dir)
+                yield pool
+            finally:
+                unmark(run_dir)
+                wire.close()
+
+    return Site(max(counts), opened, "a plan of fewer ranks: a trial runs within one node; or --procs {} ranks a node")
+
+
+def _threads(node: Node, count: int) -> str | None:
+    """Of each rank: what the user says here; else of CPU ranks, their share of what Ray gives."""
+    share = str(max(1, node.count // count)) if node.kind == "cpu" else None
+    return os.environ.get("OMP_NUM_THREADS", share)
