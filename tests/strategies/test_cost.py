@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.planner.program import ROOMS, moments, step_program
+from paceline.planner.program import HOLES_ADDED, ROOMS, moments, step_program
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
@@ -267,3 +267,10 @@ def test_rooms_hook_into_moments_that_exist():
         plan = next(plan for plan in plans if room.is_active(plan))
         step = Step(PROFILE, plan, "cpu", (1.0,), held)
         assert set(room.enter(step)) <= {name for name, _ in moments(step)}
+
+
+def test_gradients_that_are_added_leave_holes_in_a_heap_that_is_kept():
+    """As much for every later micro-batch."""
+    alone, twice, thrice = (highest("single", *[1.0] * count).get(HOLES_ADDED, 0) for count in (1, 2, 3))
+
+    assert alone == 0 < twice and thrice == pytest.approx(2 * twice)

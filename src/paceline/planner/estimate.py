@@ -11,7 +11,7 @@ from paceline.cluster import Cluster, Device, Network, usable_cores
 from paceline.errors import PacelineError, PlanError
 from paceline.job import Precision
 from paceline.planner.described import least_bytes, play_described
-from paceline.planner.program import stage_program, step_program
+from paceline.planner.program import HOLES_ADDED, stage_program, step_program
 from paceline.plans import Plan, Servers
 from paceline.profile.device import DeviceRates, measure_device
 from paceline.profile.profile import Profile
@@ -333,8 +333,10 @@ def _resident(timeline: Timeline, device: Device) -> Timeline:
     """What a process holds for the tensors of a timeline. One with a limit keeps no heap, and few holes."""
     ledger = dict(timeline.ledger)
     ledger["runtime"] = ledger.get("runtime", 0) + CPU_RUNTIME_BYTES
-    ledger["holes"] = ledger.get("holes", 0) + round((CPU_HOLES_LEAN if device.is_limit else CPU_HOLES)
-                                                     * timeline.highest.get("activations", 0))
+    added = ledger.pop(HOLES_ADDED, 0)
+    ledger["holes"] = (ledger.get("holes", 0) + (0 if device.is_limit else added)
+                       + round((CPU_HOLES_LEAN if device.is_limit else CPU_HOLES)
+                               * timeline.highest.get("activations", 0)))
     return replace(timeline, peak_memory_bytes=sum(ledger.values()), ledger=ledger)
 
 

@@ -36,8 +36,10 @@ from paceline.strategies.tensor.cost import ROOM as TENSOR
 MICROBATCH_S = 0.6e-3
 # Innermost first, as on the running side (`strategies/compose.py`).
 ROOMS: tuple[Room, ...] = (RECOMPUTE, TENSOR, SHARD, DATA, LOCAL, SERVER)
-# Holes that a gradient leaves in the C library's heap when it was added to another and is given back: smaller things
-# are put into its place. Measured with glibc 2.36; see docs/prediction.md.
+# Holes that a gradient leaves in a heap that is kept, when it was added to another and is given back: smaller things
+# are put into its place. Measured with glibc 2.36; see docs/prediction.md. They have a name of their own, as ranks with
+# a limit keep no heap.
+HOLES_ADDED = "holes of gradients"
 CPU_HOLES_ADDED = 0.1
 ADDED = 3  # bytes moved a byte of gradient that is added to another: both are read, one is written
 Item = Event | tuple[MomentName, Moment]
@@ -176,7 +178,7 @@ def _one_device(step: Step) -> Hooks:
         yield compute(segment.backward, samples)
         if not stay and step.device_kind == "cpu":  # on accelerators the products add to it themselves
             yield Compute(moved_bytes=ADDED * sum(made), operators=len(made))
-            yield Allocate("holes", CPU_HOLES_ADDED * passing)
+            yield Allocate(HOLES_ADDED, CPU_HOLES_ADDED * passing)
         yield free("activations", peak + segment.kept_bytes.at(samples))
         yield free("gradients", passing)
 
