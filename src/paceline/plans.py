@@ -244,7 +244,7 @@ class Plan:
             if key in ("single", "auto"):
                 raise PlanError(f"'{key}' takes no value, got '{word}'")
             if key not in _KEYS:
-                raise PlanError(f"unknown plan key '{key}', {nearest(key, [*_KEYS, 'single'])}")
+                raise PlanError(f"unknown plan key '{key}', {nearest(key, [*_KEYS, 'single', 'auto'])}")
             if not equals or not value:
                 raise PlanError(f"plan key '{key}' needs a value", hint=f"{key}={_KEYS[key].allowed}")
             if key in given:
