@@ -6,15 +6,18 @@ import json
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from study_jobs import WORKS
 
 import paceline as pl
 from paceline.errors import JobError, PacelineError, UsageError
 from paceline.jobfile import JobFile
+from paceline.study.storage import open_storage
 
 
 def states(found: Any) -> list[str]:
@@ -39,12 +42,15 @@ def test_a_search_finds_the_best_and_leaves_all_that_is_promised(job: str, tmp_p
     assert pl.evaluate(run / "trials" / str(best["trial"]))["validation_loss"] == pytest.approx(best["value"])
 
 
-def test_trials_of_one_and_of_two_ranks_see_the_same_parameters_on_every_rank(job: str, tmp_path: Path):
+@pytest.mark.parametrize("trials", [
+    8, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(550)])])
+def test_trials_of_one_and_of_two_ranks_see_the_same_parameters_on_every_rank(job: str, tmp_path: Path, trials: int):
     """Three devices, packed; what each rank built is in its log."""
-    run = tmp_path / "run"
-    found = pl.search(job, 8, settings=WORKS, procs=3, run=run, pruner="none",
+    run, began_s = tmp_path / "run", time.monotonic()
+    found = pl.search(job, trials, settings=WORKS, procs=3, run=run, pruner="none", sampler="random",
                       plan=lambda params: "data=2" if params["width"] % 2 else "single")
-    assert states(found) == ["complete"] * 8
+    print(f"{trials} trials in {time.monotonic() - began_s:.1f} s")
+    assert states(found) == ["complete"] * trials
     plans = {trial["number"]: trial["plan"] for trial in found["trials"]}
     assert set(plans.values()) == {"data=2", "single"}
     for trial in found["trials"]:
@@ -72,6 +78,34 @@ def test_a_pruned_trial_ends_on_all_ranks_within_a_second(job: str, tmp_path: Pa
         lines = [*map(json.loads, (run / "trials" / str(number) / "metrics.jsonl").read_text().splitlines())]
         evaluated = next(line["time"] for line in lines if "validation_loss" in line)
         assert lines[-1]["time"] - evaluated < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause_s", [0.005, 0.4, 1.5])
+@pytest.mark.parametrize("plan", ["single", "data=2", "data=3"])
+def test_all_ranks_of_a_pruned_trial_have_ended_a_second_after_the_pruner_said_so(job: str, tmp_path: Path, plan: str,
+                                                                                pause_s: float):
+    """Whether a step takes them less or more than they have."""
+    from optuna.pruners import ThresholdPruner
+
+    said: dict[int, datetime] = {}
+
+    class Noted(ThresholdPruner):
+        def prune(self, study: Any, trial: Any) -> bool:
+            found = super().prune(study, trial)
+            if found:
+                said[trial.number] = datetime.now()
+            return found
+
+    run, num_trials = tmp_path / "run", 3
+    with pytest.raises(PacelineError, match=f"{num_trials} pruned"):
+        pl.search(job, num_trials, settings={**WORKS, "epochs": 10_000, "pause_s": pause_s}, procs=3, plan=plan,
+                  run=run, pruner=Noted(upper=1e-9))
+    ended = {trial.number: trial.datetime_complete for trial in optuna.load_study(
+        study_name="run", storage=open_storage(None, run)).trials}
+    slowest_s = max((ended[number] - said[number]).total_seconds() for number in range(num_trials))
+    print(f"{plan}, {pause_s} s a batch: ended {slowest_s:.3f} s after the pruner said so, at most")
+    assert slowest_s < 1.0
 
 
 @pytest.mark.parametrize(("how", "cause"), [("nan", "not a number|nan"), ("error", "no such luck"),

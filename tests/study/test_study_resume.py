@@ -41,18 +41,39 @@ def kill_after(child: Any, seconds: float, wait_for: Callable[..., None]) -> Non
                              for process in everyone), timeout_s=10)
 
 
-@pytest.mark.parametrize("storage", [None, "sqlite"])
+def finished(run: Path, storage: str | None) -> dict[int, Any]:
+    """When each trial that has ended did so, and with which value."""
+    try:
+        study = optuna.load_study(study_name="run", storage=open_storage(storage, run))
+    except KeyError:  # killed before the study was made
+        return {}
+    return {trial.number: (trial.datetime_complete, trial.values) for trial in study.trials
+            if trial.state.is_finished()}
+
+
+@pytest.mark.parametrize(("kills", "trials", "storage"), [
+    (4, 8, None), (4, 8, "sqlite"),
+    pytest.param(10, 30, None, marks=[pytest.mark.slow, pytest.mark.timeout(550)]),
+])
 def test_a_study_whose_controller_is_killed_again_and_again_ends_with_the_right_number_of_trials(
-        job: str, tmp_path: Path, start_child: Callable[..., Any], wait_for: Callable[..., None], storage: str | None):
+        job: str, tmp_path: Path, start_child: Callable[..., Any], wait_for: Callable[..., None], kills: int,
+        trials: int, storage: str | None):
     """Wherever it was: between asking and telling, in the middle of a line of the journal, or at the end."""
     run, rng = tmp_path / "run", random.Random(0)
     options = {"settings": SLOW, "procs": 2, "run": run, "resume": True,
                "storage": f"sqlite:///{tmp_path}/study.db" if storage else None,
                "plan": lambda params: "data=2" if params["width"] % 2 else "single"}
-    for _ in range(4):
-        kill_after(start_child(lambda: pl.search(job, 8, **options)), rng.uniform(0.2, 1.2), wait_for)
-    found = pl.search(job, 8, **options)
-    assert [trial["number"] for trial in found["trials"]] == list(range(8))
+    ended: dict[int, Any] = {}
+    for _ in range(kills):
+        kill_after(start_child(lambda: pl.search(job, trials, **options)), rng.uniform(0.2, 1.2), wait_for)
+        now = finished(run, options["storage"])
+        assert ended.items() <= now.items()  # none ran twice
+        ended = now
+    assert len(ended) < trials  # or the kills met nothing
+    found = pl.search(job, trials, **options)
+    assert ended.items() <= finished(run, options["storage"]).items()
+    assert [trial["number"] for trial in found["trials"]] == list(range(trials))
+    print(f"{kills} kills: {len(ended)} of {trials} trials had ended when the last one came")
     assert {trial["state"] for trial in found["trials"]} <= {"complete", "pruned"}
     assert all(trial["plan"] == ("data=2" if trial["params"]["width"] % 2 else "single") for trial in found["trials"])
 
