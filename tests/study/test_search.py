@@ -131,6 +131,14 @@ def test_when_all_trials_fail_their_common_cause_is_told_once(job: str, tmp_path
     assert len(json.loads((tmp_path / "run" / "study.json").read_text())["trials"]) < 12
 
 
+def test_trials_that_fail_at_once_do_not_end_a_search_while_an_older_one_runs(job: str, tmp_path: Path):
+    """A trial that works takes longer than ten that fail."""
+    found = pl.search(job, 10, procs=2, run=tmp_path / "run", vary={"lr": "0.01,0.02"}, pruner="none",
+                      space=lambda trial: {"fails": "error", "pause_s": 0.0} if trial.number else
+                      {"fails": "no", "pause_s": 0.3})
+    assert states(found) == ["complete"] + ["failed"] * 9
+
+
 def test_limits_refuse_before_training_and_predictions_are_objectives(job: str, tmp_path: Path):
     """A refused trial has no training in its folder; the Pareto front weighs loss and size."""
     run = tmp_path / "run"
@@ -240,7 +248,7 @@ def test_many_short_trials_of_one_and_of_two_ranks_leave_no_device_idle_for_ever
     """With pruning, failures and deaths among them."""
     began_s = time.monotonic()
     found = pl.search(job, 40, settings={"epochs": 2}, vary={"fails": "no,nan,dies"}, procs=3,
-                      run=tmp_path / "run", sampler="random",
+                      run=tmp_path / "run", sampler="random", seed=1,
                       plan=lambda params: "data=2" if params["width"] % 2 else "single")
     assert len(found["trials"]) == 40 and set(states(found)) >= {"complete", "failed"}
     assert time.monotonic() - began_s < 100

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 AUTO = "auto"
 _LOOK_S = 0.25  # for what ranks say, between looks at requests to stop
 _OWNED_WITHIN = timedelta(seconds=10)
-_FAILURES_TO_GIVE_UP = 5  # trials that all fail before one has ended well: so will the others
+_ALIKE_TO_GIVE_UP = 5  # trials that all fail of one cause before one has ended well: so will the others
+_FAILED_TO_GIVE_UP = 20  # of different causes
 
 PlanOf = Callable[[Mapping[str, Any]], str]
 
@@ -115,7 +116,7 @@ class Controller:
         self.waiting: deque[Running] = deque()  # for enough free devices
         self.adopted: deque[optuna.trial.Trial] = deque()  # begun before, and to be started anew
         self.num_done = 0
-        self.failures: list[str] = []
+        self.failures: dict[int, str] = {}  # why a trial failed, by its number
         self.has_success = False
         self.choices_met: set[str] = set()
         figures = {limit.name for limit in request.limits} | {each.name for each in request.objectives}
@@ -373,8 +374,16 @@ class Controller:
 
     def _fail(self, running: Running, reason: str, kind: str) -> None:
         self._tell(running, "FAIL", {"reason": reason.partition("\n\nhint:")[0], "kind": kind})
-        if not self.has_success and len(self.failures) >= _FAILURES_TO_GIVE_UP:
-            raise AllFailed(f"the first {len(self.failures)} trials all failed; {common_cause(self.failures)}",
+        if not self.has_success:
+            self._give_up_if_hopeless()
+
+    def _give_up_if_hopeless(self) -> None:
+        """A trial that fails does so sooner than one that works: those begun before one that runs are counted alone."""
+        oldest = min((running.number for running in self.running.values()), default=math.inf)
+        first = [reason for number, reason in self.failures.items() if number < oldest]
+        enough = _ALIKE_TO_GIVE_UP if len({_head(reason) for reason in first}) == 1 else _FAILED_TO_GIVE_UP
+        if len(first) >= enough:
+            raise AllFailed(f"the first {len(first)} trials all failed; {common_cause(first)}",
                             hint=f"the logs are in {self.run_dir / 'trials'}")
 
     def _tell(self, running: Running, state: str, told: Mapping[str, Any],
@@ -389,7 +398,7 @@ class Controller:
         self.study.tell(running.trial, values, state=optuna.trial.TrialState[state])
         self.num_done += 1
         if state == "FAIL":
-            self.failures.append(told["reason"])
+            self.failures[running.number] = told["reason"]
         else:
             self.has_success = True
 
@@ -416,7 +425,11 @@ def suggest(trial: optuna.trial.Trial, name: str, domain: Numbers | Options) -> 
 
 def common_cause(reasons: Sequence[str]) -> str:
     """What most of the failed trials failed of, said once."""
-    heads = [reason.partition("\n")[0] for reason in reasons]
+    heads = [_head(reason) for reason in reasons]
     most = max(heads, key=heads.count)
     count = heads.count(most)
     return f"{count} of them of this: {next(reason for reason in reasons if reason.startswith(most))}"
+
+
+def _head(reason: str) -> str:
+    return reason.partition("\n")[0]

@@ -65,7 +65,7 @@ class StudyDisplay:
             values = ", ".join(f"{each.name} {value:.5g}" for each, value in
                                zip(controller.request.objectives, best.values, strict=True))
             self._say(f"trial {best.number}: best so far, {values}  {settings(best.params)}")
-        for reason in controller.failures:
+        for reason in controller.failures.values():
             head = reason.partition("\n")[0]
             if head not in self.told:
                 self.told.add(head)

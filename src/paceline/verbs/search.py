@@ -203,13 +203,13 @@ def _finish(study: Any, request: Request, run_dir: Path, controller: Controller)
     if best_trial(study) is None:
         states = [state_of(trial) for trial in counted(study)]
         shown = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-        why = report.failure_summary(controller.failures)
+        why = report.failure_summary(list(controller.failures.values()))
         raise AllFailed(f"no trial was trained to its end: {shown}{f'; {why}' if why else ''}",
                         hint=f"the logs are in {run_dir / 'trials'}")
     found = _write(study, request, run_dir, final=True)
     report.draw(study, request.objectives, run_dir)
     if controller.failures:
-        print(report.failure_summary(controller.failures), file=sys.stderr)
+        print(report.failure_summary(list(controller.failures.values())), file=sys.stderr)
     return StudyResult(found, run_dir)
 
 
