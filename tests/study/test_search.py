@@ -81,7 +81,7 @@ def test_a_pruned_trial_ends_on_all_ranks_within_a_second(job: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pause_s", [0.005, 0.4, 1.5])
+@pytest.mark.parametrize("pause_s", [0.005, 0.2, 0.4, 1.5])
 @pytest.mark.parametrize("plan", ["single", "data=2", "data=3"])
 def test_all_ranks_of_a_pruned_trial_have_ended_a_second_after_the_pruner_said_so(job: str, tmp_path: Path, plan: str,
                                                                                 pause_s: float):

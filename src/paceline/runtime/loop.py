@@ -255,7 +255,7 @@ def _steps(run: _Run) -> bool:
         observer = run.settings.observer
         if observer is not None:
             observer.samples(run.step, batches)
-        result = run.stepper.step(window, batches, step=run.step, stop=context.stop_signal is not None,
+        result = run.stepper.step(window, batches, step=run.step, stop=lambda: context.stop_signal is not None,
                                   beat=beat,
                                   observe=partial(observer.gradients, run.step) if observer else None)
         step_s = time.perf_counter() - began_s

@@ -214,7 +214,7 @@ class Stepper:
         self.saw_unused = False
         self.trace: Recorder | None = None
 
-    def step(self, window: Window, batches: list[MicroBatch], *, step: int, stop: bool = False,
+    def step(self, window: Window, batches: list[MicroBatch], *, step: int, stop: Callable[[], bool] = lambda: False,
              beat: Callable[[str], None] = lambda phase: None,
              observe: Callable[[Stepper], None] | None = None) -> StepResult:
         """Forward and backward of every micro-batch, reduction, clipping, update.
@@ -223,7 +223,7 @@ class Stepper:
 
         Args:
             step: Number of the step, from 0; keys the random streams.
-            stop: This rank was asked to stop; every rank learns of it in the result.
+            stop: Whether this rank was asked to stop, asked after the backward; every rank learns of it in the result.
             beat: Told which phase begins.
             observe: Called when gradients are complete, before clipping.
 
@@ -233,7 +233,7 @@ class Stepper:
         """
         part = self.mesh.rank // self.mesh.sizes["tensor"]  # ranks that compute one layer together draw alike
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
-        figures = self.meetings.agree(self._figures(tallies, used, stop))
+        figures = self.meetings.agree(self._figures(tallies, used, stop()))
         loss, count, _, summed, *users = figures.tolist()
         # Whether anything counts is known of all replicas together.
         check_loss(loss, max(count, 1.0) if self.meetings.has_own_steps else count, tallies, step)
