@@ -76,6 +76,15 @@ class Served:
         sock.settimeout(5)
         return sock
 
+    def loses(self) -> tuple[Peer, WireError]:
+        """Who is gone next, once it may come back: that is a moment after it was told."""
+        peer, error = self.lost.get(timeout=5)
+        deadline_s = time.monotonic() + 5
+        while peer in self.exchange.connections:
+            assert time.monotonic() < deadline_s, f"{peer} is never forgotten"
+            time.sleep(0.001)
+        return peer, error
+
     def close(self) -> None:
         self.door.close()
         self.exchange.close()
@@ -123,7 +132,7 @@ def _works(served: Served, update: int = 0) -> None:
     assert all(bool((g == 2).all()) for g in served.exchange.gradients(update)[0].values())
     served.exchange.drop(update)
     link.close()
-    assert served.lost.get(timeout=5)[0] == WORKER
+    assert served.loses()[0] == WORKER
 
 
 def test_a_worker_pushes_and_pulls(served: Served):
@@ -143,7 +152,7 @@ def test_without_shared_memory_elements_travel_in_frames(served: Served, monkeyp
     link = Link(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink())
     assert link.shared is None
     link.close()
-    assert served.lost.get(timeout=5)[0] == WORKER
+    assert served.loses()[0] == WORKER
     _works(served)
 
 
@@ -272,7 +281,7 @@ def test_a_worker_that_breaks_the_rules(served: Served, header: dict[str, Any], 
     """Its connection ends, whoever coordinates learns why, nothing is allocated for it, others are served."""
     connection = served.reach()
     connection.send(Header(**header))
-    peer, error = served.lost.get(timeout=5)
+    peer, error = served.loses()
     assert peer == WORKER and why in str(error)
     _works(served)
 
@@ -285,7 +294,7 @@ def test_a_chunk_twice_and_a_chunk_cut_off(served: Served):
             connection.send(Header(**_GOOD, step=4), bytes(size))
         if len(payloads) == 1:
             connection.close()
-        assert why in str(served.lost.get(timeout=5)[1])
+        assert why in str(served.loses()[1])
         served.exchange.drop(4)
         connection.close()
         served.exchange.closed.discard(4)
@@ -480,7 +489,7 @@ def test_what_is_left_of_a_worker_that_is_given_up(served: Served):
                             bytes(chunk.num_bytes))
     assert [served.held.get(timeout=5)[0] for _ in range(2)] == [4, 5]
     served.exchange.dismiss(0, 77, keeps=[4])
-    assert served.lost.get(timeout=5)[0] == WORKER
+    assert served.loses()[0] == WORKER
     deadline_s = time.monotonic() + 5
     while served.exchange.gatherings.keys() != {4}:
         assert time.monotonic() < deadline_s
