@@ -26,6 +26,14 @@ class UsageError(PacelineError, ValueError):
     exit_code = 2
 
 
+class MissingPackage(UsageError):
+    """A package that is not installed. what: the thing that needs it. install: what pip is to be given."""
+
+    def __init__(self, what: str, package: str | None, *, install: str) -> None:
+        super().__init__(f"{what} needs the package '{package}', which is not installed",
+                         hint=f"pip install {install}")
+
+
 class JobError(UsageError):
     """A job that can't be loaded, built or trained as it is written."""
 

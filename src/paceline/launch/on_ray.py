@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.errors import ClusterError, UsageError
+from paceline.errors import ClusterError, MissingPackage, UsageError
 
 _CONNECT_S = 30.0
 _LINE_BYTES = 2**26  # the longest line
@@ -187,11 +187,10 @@ def _ray() -> Any:
     """The package.
 
     Raises:
-        UsageError: it is not installed.
+        MissingPackage: it is not installed.
     """
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise UsageError("placing trials by Ray needs the package 'ray', which is not installed",
-                         hint="pip install 'paceline[ray]', on all nodes") from error
+        raise MissingPackage("placing trials by Ray", "ray", install="'paceline[ray]' (on all nodes)") from error
     return ray

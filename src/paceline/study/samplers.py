@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import UsageError, nearest
+from paceline.errors import MissingPackage, UsageError, nearest
 from paceline.study.storage import optuna, quiet
 
 if TYPE_CHECKING:
@@ -94,5 +94,4 @@ def make_pruner(given: str | BasePruner | None, *, num_objectives: int, evaluati
 
 def _needs(package: str, what: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise UsageError(f"{what} needs the package '{package}', which is not installed",
-                         hint="pip install 'paceline[search]'")
+        raise MissingPackage(what, package, install="'paceline[search]'")

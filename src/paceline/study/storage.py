@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import MissingPackage, PacelineError, UsageError
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage, RDBStorage
@@ -31,13 +31,12 @@ def optuna() -> Any:
     """The package, its log quiet.
 
     Raises:
-        UsageError: it is not installed.
+        MissingPackage: it is not installed.
     """
     try:
         import optuna
     except ModuleNotFoundError as error:
-        raise UsageError("a search needs the package 'optuna', which is not installed",
-                         hint="pip install 'paceline[search]'") from error
+        raise MissingPackage("a search", "optuna", install="'paceline[search]'") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
@@ -64,8 +63,7 @@ def open_storage(url: str | None, run_dir: Path) -> BaseStorage:
                 url, engine_kwargs=options, heartbeat_interval=round(HEARTBEAT_S), grace_period=round(_GRACE_S),
                 heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback()))
         except ImportError as error:
-            raise UsageError(f"storage '{url}' needs the package '{error.name}', which is not installed",
-                             hint=f"pip install {error.name}") from error
+            raise MissingPackage(f"storage '{url}'", error.name, install=str(error.name)) from error
 
 
 @contextlib.contextmanager

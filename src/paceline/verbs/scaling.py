@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster import Cluster
-from paceline.errors import ClusterError, PacelineError, UsageError
+from paceline.errors import ClusterError, MissingPackage, PacelineError, UsageError
 from paceline.job import Job
 from paceline.jobfile import JobFile
 from paceline.planner.question import Question
@@ -93,7 +93,7 @@ class Scaling:
         """Draw throughput and efficiency over devices.
 
         Raises:
-            UsageError: the file is no .png or .svg. PacelineError: matplotlib is missing, or nothing fits anywhere.
+            UsageError: the file is no .png or .svg, or matplotlib is missing. PacelineError: nothing fits anywhere.
         """
         check_plot(path)
         from paceline.verbs.scaling_plot import draw
@@ -146,12 +146,12 @@ def check_plot(path: str | Path) -> None:
     """Whether a plot can be drawn to a file, before the work is done.
 
     Raises:
-        UsageError: the file is no .png or .svg. PacelineError: matplotlib is missing.
+        UsageError: the file is no .png or .svg, or matplotlib is missing.
     """
     if Path(path).suffix not in SUFFIXES:
         raise UsageError(f"can't draw to {path}", hint=f"a file that ends in {' or '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise PacelineError("drawing needs matplotlib, which is not installed", hint="pip install 'paceline[plot]'")
+        raise MissingPackage("drawing", "matplotlib", install="'paceline[plot]'")
 
 
 def _point(question: Question, cluster: Cluster, count: int, *, relaxed: bool) -> Point:
