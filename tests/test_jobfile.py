@@ -106,7 +106,7 @@ def test_a_file_without_the_function_lists_candidates(write: Write):
     """)
     message = refusal(source)
     assert "no function 'job'" in message
-    assert "Known: digits_job, helper" in message
+    assert "known: digits_job, helper" in message
     assert "did you mean 'digits_job'?" in refusal(f"{source}:digit_job")
     assert "dedent" not in message
 

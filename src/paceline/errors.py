@@ -88,5 +88,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     close = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
-    listed = f"Known: {', '.join(known)}" if known else "none are known"
-    return f"did you mean '{close[0]}'? {listed}" if close else listed
+    if not known:
+        return "none are known"
+    listed = f"nown: {', '.join(known)}"
+    return f"did you mean '{close[0]}'? K{listed}" if close else f"k{listed}"

@@ -122,6 +122,12 @@ def test_trials_that_fail_are_marked_and_the_others_go_on(job: str, tmp_path: Pa
     assert {"complete", "failed"} == set(states(found))
 
 
+def test_when_all_trials_are_refused_a_limit_is_named(job: str, tmp_path: Path):
+    """With what it was of the last one."""
+    with pytest.raises(PacelineError, match=r"3 refused, the last because parameters is .* and may be 1 at most"):
+        pl.search(job, 3, settings=WORKS, procs=2, run=tmp_path / "run", limits=["parameters<=1"])
+
+
 def test_when_all_trials_fail_their_common_cause_is_told_once(job: str, tmp_path: Path):
     """And the search gives up before its budget is spent."""
     with pytest.raises(PacelineError) as caught:
@@ -176,10 +182,10 @@ def test_a_space_that_is_wrong_is_blamed(job: str, tmp_path: Path, space: Any, m
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"trials": 0}, "at least 1 trial"),
-    ({"objective": "accuracy"}, "reports no 'accuracy'.*Known: validation_loss, worst, loss"),
+    ({"objective": "accuracy"}, "reports no 'accuracy', known: validation_loss, worst, loss"),
     ({"objective": "worst:most"}, "NAME, NAME:min or NAME:max"),
     ({"objective": ["worst", "worst:max"]}, "given twice"),
-    ({"limits": ["worst<=1"]}, "a limit on 'worst'"), ({"limits": ["step_ms"]}, "NAME<=NUMBER"),
+    ({"limits": ["worst<=1"]}, "limits can't be on 'worst'"), ({"limits": ["step_ms"]}, "NAME<=NUMBER"),
     ({"settings": {"lr": 1, "width": 2, "fails": "no", "net.act": "relu"}}, "nothing to search"),
     ({"settings": {"lrr": 1}}, "did you mean 'lr'"), ({"vary": {"lr": "1..0"}}, "low is above high"),
     ({"sampler": "tpf"}, "did you mean 'tpe'"), ({"pruner": "medien"}, "did you mean 'median'"),

@@ -44,8 +44,8 @@ def probe(function: JobFunction, request: Request) -> Job:
     with choosing(note), torch.device("meta"):
         job.model()
     if not request.space.domains and request.define is None and not set(met) - set(request.space.fixed):
-        raise UsageError(f"there is nothing to search: no parameter of {function.name}() has a range, and its model "
-                         "makes no choice",
+        raise UsageError(f"there is nothing to search: each parameter of {function.name}() with a range and each "
+                         "choice in its model is set, or there are none",
                          hint="lr: Annotated[float, pl.Log(1e-5, 1e-1)] in the signature, or --vary lr=1e-5..1e-1:log")
     return job
 

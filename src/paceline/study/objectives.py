@@ -69,7 +69,7 @@ class Limit:
         if found is None or math.isnan(bound):
             raise UsageError(f"limit '{text}' must be NAME<=NUMBER or NAME>=NUMBER", hint="--limit 'step_ms<=2'")
         if found[1] not in PREDICTED:
-            raise UsageError(f"a limit on '{found[1]}', {nearest(found[1], PREDICTED)}",
+            raise UsageError(f"limits can't be on '{found[1]}', {nearest(found[1], PREDICTED)}",
                              hint="limits are on what is known before training")
         return cls(found[1], bound, found[2] == "<=")
 

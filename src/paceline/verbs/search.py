@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,13 @@ from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.study import report
 from paceline.study.begin import open_study, probe
-from paceline.study.controller import AUTO, AllFailed, Controller, PlanOf, Request
+from paceline.study.controller import AUTO, AllFailed, Controller, PlanOf, Request, common_cause
 from paceline.study.objectives import Limit, parse_objectives
 from paceline.study.samplers import make_pruner, make_sampler
 from paceline.study.site import Site, here, on_ray
 from paceline.study.space import read
 from paceline.study.storage import JOURNAL, opened
-from paceline.study.trials import best_trial, counted, state_of
+from paceline.study.trials import RECORD, best_trial, counted, state_of
 from paceline.study.winner import read_test_data
 from paceline.verbs.outcome import Outcome
 
@@ -199,12 +199,23 @@ def _run(study: Any, pool: WarmRanks, request: Request, run_dir: Path, example: 
     return _finish(study, request, run_dir, controller)
 
 
+def _what_became_of_all(study: Any, controller: Controller) -> Iterator[str]:
+    """Of trials in each state their number, and why they are in it."""
+    trials = counted(study)
+    states = [state_of(trial) for trial in trials]
+    for state in dict.fromkeys(states):
+        why = ""
+        if state == "failed" and controller.failures:
+            why = f", {common_cause(list(controller.failures.values()))}"
+        if state == "refused":
+            last = next(trial for trial in reversed(trials) if state_of(trial) == "refused")
+            why = f", the last because {last.user_attrs[RECORD]['refused']}"
+        yield f"{states.count(state)} {state}{why}"
+
+
 def _finish(study: Any, request: Request, run_dir: Path, controller: Controller) -> StudyResult:
     if best_trial(study) is None:
-        states = [state_of(trial) for trial in counted(study)]
-        shown = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-        why = report.failure_summary(list(controller.failures.values()))
-        raise AllFailed(f"no trial was trained to its end: {shown}{f'; {why}' if why else ''}",
+        raise AllFailed(f"no trial was trained to its end: {'; '.join(_what_became_of_all(study, controller))}",
                         hint=f"the logs are in {run_dir / 'trials'}")
     found = _write(study, request, run_dir, final=True)
     report.draw(study, request.objectives, run_dir)
