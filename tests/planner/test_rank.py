@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from paceline.cluster import Device
 from paceline.errors import PlanError
 from paceline.planner.estimate import Estimate, Need
-from paceline.planner.rank import Candidate, Change, best_of_each_kind, flips, kind_of, reason, search, ties
+from paceline.planner.rank import Candidate, Change, best_of_each_kind, binding, flips, kind_of, reason, search, ties
 from paceline.planner.space import Limits, Shape
 from paceline.plans import Plan
 
@@ -51,6 +52,15 @@ def test_the_fastest_exact_plan_that_fits_is_chosen():
     assert data.missing_bytes > 0 and "too much for a H1" in reason(data, chosen)
     assert found.refused == {"tensor": "a model of 4 heads can't be cut into 8 parts"}
     assert found.num_tried > 50
+
+
+def test_what_binds_a_step_is_said_with_the_next_if_that_is_a_tenth():
+    """By their parts of the step."""
+    one = price(Plan())
+    said = {share: binding(replace(one, step_s=10.0, breakdown={"optimizer": share, "compute": 10 - share}))
+            for share in (0.9, 1.3, 6.0)}
+    assert said == {0.9: "computing is 91 % of the step", 1.3: "computing is 87 % of the step, the optimizer 13 %",
+                    6.0: "the optimizer is 60 % of the step, computing 40 %"}
 
 
 def test_every_cut_of_the_model_is_refined():

@@ -199,13 +199,20 @@ def kind_of(plan: Plan) -> str:
     return " ".join(words) or "single"
 
 
-def bound(estimate: Estimate) -> tuple[str, float]:
-    """What takes most of a step beside computing, and its part of the step; computing itself where that is less than a
-    tenth."""
-    rest = {name: seconds for name, seconds in estimate.breakdown.items() if name != "compute"}
-    name = max(rest, key=lambda key: rest[key], default="compute")
-    part = rest.get(name, 0.0) / estimate.step_s if estimate.step_s else 0.0
-    return (name, part) if part >= 0.1 else ("compute", estimate.breakdown.get("compute", 0.0) / estimate.step_s)
+def binding(estimate: Estimate) -> str:
+    """The part that takes most of a step, and the next one where it takes a tenth or more."""
+    first, *rest = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
+    said = _share(first[0], estimate)
+    if rest and rest[0][1] >= 0.1 * estimate.step_s:
+        name, seconds = rest[0]
+        said += f", {_WORDS.get(name, name)} {100 * seconds / estimate.step_s:.0f} %"
+    return said
+
+
+def _share(name: str, estimate: Estimate) -> str:
+    percent = 100 * estimate.breakdown[name] / estimate.step_s
+    verb = "are" if name in ("communication", "bubble") else "is"
+    return f"{_WORDS.get(name, name)} {verb} {percent:.0f} % of the step"
 
 
 def reason(one: Candidate, chosen: Candidate) -> str:
@@ -220,25 +227,19 @@ def reason(one: Candidate, chosen: Candidate) -> str:
     slower = theirs.step_s / ours.step_s - 1
     more = {name: seconds - ours.breakdown.get(name, 0.0) for name, seconds in theirs.breakdown.items()}
     if one.plan == chosen.plan:
-        name, part = bound(ours)
-        return f"{_WORDS.get(name, name)} {_is_or_are(name)} {100 * part:.0f} % of the step"
+        return binding(ours)
     if ties(one, chosen):
         return f"as {'fast' if chosen.rent_per_s == 1.0 else 'cheap'}, for all that is known"
     if one.rent_per_s != 1.0 and (dearer := one.step_cost / chosen.step_cost - 1) > 0:
         return f"costs {100 * dearer:.0f} % more, {100 * abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}"
     name = max(more, key=lambda key: more[key])
-    part = theirs.breakdown[name] / theirs.step_s
     if slower < 0:
         return f"{-100 * slower:.0f} % faster, and relaxed" if one.plan.relaxed else f"{-100 * slower:.0f} % faster"
-    return f"{_WORDS.get(name, name)} {_is_or_are(name)} {100 * part:.0f} % of the step"
+    return _share(name, theirs)
 
 
 _WORDS = {"compute": "computing", "communication": "messages that nothing hides", "bubble": "idle pipeline ranks",
           "optimizer": "the optimizer", "input": "reading data"}
-
-
-def _is_or_are(name: str) -> str:
-    return "are" if name in ("communication", "bubble") else "is"
 
 
 def worst_device(one: Candidate) -> str:
