@@ -17,6 +17,7 @@ from study_jobs import WORKS
 import paceline as pl
 from paceline.errors import JobError, PacelineError, UsageError
 from paceline.jobfile import JobFile
+from paceline.runtime import folder
 from paceline.study.storage import open_storage
 
 
@@ -34,6 +35,8 @@ def test_a_search_finds_the_best_and_leaves_all_that_is_promised(job: str, tmp_p
     best = document["best"]
     assert best["value"] == min(trial["value"] for trial in complete)
     assert set(best["params"]) == {"lr", "width", "net.act"} and found["best"]["params"] == best["params"]
+    kept = [path.parent.name for path in run.glob(f"trials/*/{folder.MODEL}")]
+    assert kept == [str(best["trial"])]  # the weights of the best alone
     assert document["test"]["loss"] > 0 and set(document["importances"]) == {"lr", "width", "net.act"}
     assert {path.name for path in run.glob("*.svg")} == {"history.svg", "importances.svg", "parallel.svg"}
 
@@ -135,6 +138,25 @@ def test_when_all_trials_fail_their_common_cause_is_told_once(job: str, tmp_path
     said = str(caught.value)
     assert "trials all failed" in said and said.count("no such luck") == 1 and "net.py:" in said
     assert len(json.loads((tmp_path / "run" / "study.json").read_text())["trials"]) < 12
+
+
+def test_a_figure_that_is_not_a_number_for_a_while_does_not_prune(job: str, tmp_path: Path):
+    """A pruner would give it up; its last value counts."""
+    text = Path(job).read_text()
+    early = text.replace('{"worst": lambda output, target: (output[:, 0] - target).abs().mean()}',
+                         '{"worst": Early()}') + """
+class Early:
+    seen = 0
+
+    def __call__(self, output, target):
+        self.seen += 1
+        return (output[:, 0] - target).abs().mean() + (float("nan") if self.seen < 3 else 0.0)
+"""
+    assert early.count("Early()") == 1
+    Path(job).write_text(early)
+    found = pl.search(job, 6, settings={**WORKS, "epochs": 4}, procs=1, run=tmp_path / "run", objective="worst",
+                      pruner=optuna.pruners.ThresholdPruner(upper=1e9))
+    assert states(found) == ["complete"] * 6
 
 
 def test_trials_that_fail_at_once_do_not_end_a_search_while_an_older_one_runs(job: str, tmp_path: Path):
