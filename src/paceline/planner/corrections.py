@@ -12,13 +12,13 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from paceline.planner.estimate import RATES_SPREAD, Estimate, Need
+from paceline.planner.estimate import Estimate, Need
 from paceline.planner.rank import kind_of
 from paceline.plans import Plan, Servers
 
 # Half the width of an 80 % interval around a step's time, as a natural logarithm: of a plan that was rehearsed, of
 # one whose kind was, and of others. Fitted on `benchmarks.regret`; see docs/prediction.md.
-SPREAD = {"itself": 0.075, "kind": 0.13, "nothing": RATES_SPREAD}
+SPREAD = {"itself": 0.075, "kind": 0.13, "nothing": 0.5}
 FAR = 4  # times as many micro-batches, or as few, from which a plan of the same kind is worth a rehearsal of its own
 COMMUNICATION = "communication"
 MEASURED = "unaccounted"  # of a ledger: what was measured above everything that is accounted for

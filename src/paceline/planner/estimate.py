@@ -30,7 +30,7 @@ CPU_HOLES_LEAN = 0.1  # of a rank with a memory limit, whose large tensors have 
 ROUNDED_BYTES = 16  # a ledger's entries are whole bytes, and may be less than their sum before
 # Half the width of an 80 % interval around a step that is predicted from this machine's rates alone, as a natural
 # logarithm. Fitted on `benchmarks.regret`; see docs/prediction.md.
-RATES_SPREAD = 0.5
+RATES_SPREAD = 1.05
 # Rates that only stand in where nothing but memory is asked for.
 ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)
 
