@@ -86,7 +86,8 @@ def test_what_can_not_be_drawn(found: Scaling, monkeypatch: pytest.MonkeyPatch):
         found.plot("scale.pdf")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PacelineError, match=r"needs the package 'matplotlib'.*\n\nhint: .*'paceline\[plot\]'"):
+    with pytest.raises(PacelineError, match=r"drawing needs the package 'matplotlib', which is not installed\n\n"
+                                            r"hint: pip install 'paceline\[plot\]'$"):
         found.plot("scale.png")
 
 

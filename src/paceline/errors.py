@@ -27,7 +27,7 @@ class UsageError(PacelineError, ValueError):
 
 
 class MissingPackage(UsageError):
-    """A package that is not installed. what: the thing that needs it. install: what pip is to be given."""
+    """A package that is not installed. what: the thing that needs it. install: what follows 'pip install'."""
 
     def __init__(self, what: str, package: str | None, *, install: str) -> None:
         super().__init__(f"{what} needs the package '{package}', which is not installed",
@@ -90,5 +90,5 @@ def nearest(given: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
     if not known:
         return "none are known"
-    listed = f"nown: {', '.join(known)}"
-    return f"did you mean '{close[0]}'? K{listed}" if close else f"k{listed}"
+    listed = ", ".join(known)
+    return f"did you mean '{close[0]}'? Known: {listed}" if close else f"known: {listed}"

@@ -192,5 +192,5 @@ def _ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise MissingPackage("placing trials by Ray", "ray", install="'paceline[ray]' (on all nodes)") from error
+        raise MissingPackage("placing trials by Ray", "ray", install="'paceline[ray]', on all nodes") from error
     return ray
