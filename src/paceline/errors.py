@@ -42,6 +42,13 @@ class PlanError(UsageError):
     """A plan that is unknown, contradictory, or doesn't suit this job or these devices."""
 
 
+class PlanRefused(PlanError):
+    """A plan under which this job would not compute what one device computes; said before the first step.
+
+    The message names the module, parameter or function that stands in the way, and `hint` the plans that work.
+    """
+
+
 class ClusterError(UsageError):
     """Devices that don't exist or can't be read."""
 

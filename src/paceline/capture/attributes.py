@@ -1,0 +1,106 @@
+"""What modules keep in plain attributes and a forward may change: counters, temperatures, tensors beside buffers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_OF_TORCH = frozenset(nn.Module().__dict__)
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_CONTAINERS = (list, tuple, dict, set, deque)
+
+
+def plain_attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Each attribute of each module that holds numbers, text, tensors, or lists, tuples, dicts, sets and deques of
+    these, parameters and buffers left out: its name in the model, the module, its own name and its value."""
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute not in _OF_TORCH and _is_plain(value):
+                yield f"{path}.{attribute}" if path else attribute, module, attribute, value
+
+
+class AttributeSnapshot:
+    """The plain attributes of a model at one moment.
+
+    values: copies, by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._originals = {name: value for name, _, _, value in plain_attributes(model)}
+        self.values = {name: _copied(value) for name, value in self._originals.items()}
+
+    def changed(self) -> list[str]:
+        """Names of attributes that are new or hold something else now, in the model's order."""
+        return [name for name, _, _, value in plain_attributes(self.model)
+                if name not in self.values or not is_same(value, self.values[name])]
+
+    def restore(self) -> None:
+        """Put every attribute back as it was: the same objects with their former contents; new ones are deleted."""
+        for name, module, attribute, _ in list(plain_attributes(self.model)):
+            if name not in self.values:
+                delattr(module, attribute)
+        for path, module in self.model.named_modules():
+            prefix = f"{path}." if path else ""
+            for attribute in [key for key in vars(module) if f"{prefix}{key}" in self.values]:
+                name = f"{prefix}{attribute}"
+                if not is_same(vars(module)[attribute], self.values[name]):
+                    vars(module)[attribute] = _refilled(self._originals[name], self.values[name])
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Whether two plain values are equal, element by element and in type; NaN equals NaN."""
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, torch.Tensor):
+        return value is other or (value.shape == other.shape and value.dtype == other.dtype
+                                  and value.device == other.device
+                                  and bool(((value == other) | ((value != value) & (other != other))).all()))
+    if isinstance(value, dict):
+        return list(value) == list(other) and all(is_same(value[key], other[key]) for key in value)
+    if isinstance(value, list | tuple | deque):
+        return len(value) == len(other) and all(map(is_same, value, other))
+    return bool(value == other or (value != value and other != other))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, nn.Parameter):
+        return False
+    if isinstance(value, torch.Tensor) or type(value) in _SCALARS:
+        return True
+    if isinstance(value, dict):
+        return all(type(key) in _SCALARS and _is_plain(item) for key, item in value.items())
+    return isinstance(value, _CONTAINERS) and all(map(_is_plain, value))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return type(value)((key, _copied(item)) for key, item in value.items()) if type(value) is not dict else {
+            key: _copied(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return type(value)(*map(_copied, value)) if hasattr(value, "_fields") else type(value)(map(_copied, value))
+    if isinstance(value, deque):
+        return deque(map(_copied, value), maxlen=value.maxlen)
+    return type(value)(map(_copied, value)) if isinstance(value, list | set) else value
+
+
+def _refilled(original: Any, copy: Any) -> Any:
+    """The original object with the contents of its copy, for others may refer to it."""
+    if isinstance(original, torch.Tensor):
+        with torch.no_grad():
+            return original if is_same(original, copy) else original.copy_(copy)
+    if isinstance(original, dict | set):
+        original.clear()
+        original.update(_copied(copy))
+    elif isinstance(original, list | deque):
+        original.clear()
+        original.extend(_copied(copy))
+    else:
+        return _copied(copy)
+    return original
