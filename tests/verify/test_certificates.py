@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +102,18 @@ def test_a_batch_norm_is_named() -> None:
 
     assert not certificate.passed
     assert "couples the samples" in certificate.describe() and "BatchNorm" in certificate.describe()
+
+
+@pytest.mark.parametrize("plan", ["shard=2 zero=1", "shard=2 zero=2", "data=2 shard=2 zero=1",
+                                  "pipeline=2 shard=2 zero=1"])
+def test_an_evaluation_leaves_no_old_weights_behind(plan: str, tmp_path: Path) -> None:
+    """Weights that were gathered to evaluate, between two epochs, are not those of the steps after it."""
+    job = make_job(precision="float64", epochs=2, validation=make_job().data)
+
+    one, other = (paceline.train(job, each, run=tmp_path / each.split()[0]).to_dict() for each in ("single", plan))
+
+    assert other["final_loss"] == pytest.approx(one["final_loss"], rel=1e-12)
+    assert other["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-12)
 
 
 def test_dropout_is_compared_switched_off() -> None:
