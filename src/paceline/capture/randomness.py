@@ -41,6 +41,8 @@ class WithoutRandomness(TorchDispatchMode):
     are seen too, and in the second forward of a recomputed block.
 
     left: names of random operators that were called and have no mean here.
+    drawn: for each call that gave a mean, in order, what torch's generator would have drawn there: one number that
+        tells streams apart.
     off: names of those that gave their mean, by the path of the module that called them; "" for none.
     """
 
@@ -48,8 +50,14 @@ class WithoutRandomness(TorchDispatchMode):
         super().__init__()
         self.left: set[str] = set()
         self.off: dict[str, set[str]] = {}
+        self.drawn: list[int] = []
         self._building = False
         self._inside: list[str] = []
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything that was called so far draws."""
+        return bool(self.off or self.left)
 
     def building(self, build: Callable[[], Any]) -> Callable[[], Any]:
         """The same function with its draws left alone, for initial weights."""
@@ -83,6 +91,7 @@ class WithoutRandomness(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _MEANS:
             self.off.setdefault(self._inside[-1] if self._inside else "", set()).add(name)
+            self.drawn.append(int(torch.empty((), dtype=torch.int64).random_()))
             return _MEANS[name](*args, **{key: value for key, value in kwargs.items() if key != "generator"})
         if "scaled_dot_product" not in name:  # on the CPU it draws nothing itself
             self.left.add(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,67 +11,138 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from paceline.proof.reference import KINDS, sample_marks
-from paceline.runtime.checkpoint.pieces import pieces_of
+from paceline.capture.randomness import WithoutRandomness
+from paceline.proof.plain import distance, rates_of, sample_marks
+from paceline.proof.reference import KINDS
+from paceline.runtime import state
+from paceline.runtime.checkpoint.pieces import Piece, pieces_of
+from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.feed import MicroBatch
-from paceline.runtime.state import Holder
 from paceline.strategies.layout import Extent
+
+_STORED = {"parameters": "weight", "buffers": "buffer", "optimizer": "state"}  # kinds of what a checkpoint names
+SAME_RATE = 1e-9  # relative; a schedule is a formula, computed by the same code on every rank
 
 
 class Recorder:
-    """An observer on one rank: how far what it holds, whole tensors or shards, is from one device's."""
+    """An observer on one rank: how far what it holds, whole tensors or shards, is from one device's.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: of the reference. random: switched-off random layers; tells which streams they would have drawn from.
+    first_step: of the run that is watched; above 0 for one that was resumed.
+    ready: returns when the reference is in the folder.
+    """
+
+    def __init__(self, folder: Path, random: WithoutRandomness | None = None, *, first_step: int = 0,
+                 ready: Callable[[], None] = lambda: None) -> None:
+        self.folder, self.random, self.first_step, self.ready = folder, random, first_step, ready
         self.replica = 0
         self.held: list[str] = []
         self.marks: list[list[float]] = []
         self.losses: list[float] = []
-        self.distances: dict[str, list[dict[str, float]]] = {kind: [] for kind in ("initial", *KINDS)}
+        self.rates: list[list[float]] = []
+        self.drawn: list[list[int]] = []
+        self.stored_elements: dict[str, int] = {}
+        self.evaluated: dict[str, float] = {}
+        self.distances: dict[str, list[dict[str, float]]] = {kind: [] for kind in ("initial", *KINDS, "stored")}
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         self.marks.append([mark for batch in batches for mark in sample_marks(batch).tolist()])
+        if self.random is not None:
+            self.random.drawn.clear()
 
-    def gradients(self, step: int, stepper: Holder) -> None:
-        if step == 0:
+    def gradients(self, step: int, stepper: state.Holder) -> None:
+        if step == self.first_step:
+            self.ready()
             self.replica, self.held = stepper.replica, list(stepper.held)
-            self._compare("initial", step, stepper.held, stepper.layout.extents)
+            if step == 0:
+                self._compare("initial", step, stepper.held, stepper.layout.extents)
+        if self.random is not None:
+            self.drawn.append(sorted(set(self.random.drawn)))
         self._compare("gradient", step, {name: p.grad.to_dense() if p.grad.is_sparse else p.grad
                                          for name, p in stepper.parameters.items() if p.grad is not None},
                       stepper.layout.extents)
 
-    def weights(self, step: int, stepper: Holder, loss: float) -> None:
+    def weights(self, step: int, stepper: state.Holder, loss: float) -> None:
         self.losses.append(loss)
-        self._compare("weight", step, stepper.parameters, stepper.layout.extents)
+        self._compare("weight", step, getattr(stepper, "held", stepper.parameters), stepper.layout.extents)
+        if not hasattr(stepper, "optimizer"):  # a worker: servers have the rest
+            return
+        self.rates.append(rates_of(stepper.optimizer))
+        answered = stepper.layout.owned_buffers
+        buffers = {name: buffer for name, buffer in stepper.model.named_buffers() if name in answered}
+        self._compare("buffer", step, buffers, {})
+        self._compare_stored(step, state.pieces(stepper))
+
+    def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
+        """What the run says of an evaluation; told on rank 0."""
+        self.evaluated = {"loss" if name == "validation_loss" else name: value for name, value in figures.items()}
 
     def _compare(self, kind: str, step: int, tensors: Mapping[str, torch.Tensor],
                  extents: Mapping[str, Extent]) -> None:
         """The greatest distance of each tensor's elements on this rank; one that only one side has counts as zeros."""
-        found = {}
+        distances = {}
         with safe_open(self.folder / f"{kind}-{step}.safetensors", framework="pt") as reference:
             known = set(reference.keys())
             for name, tensor in tensors.items():
-                found[name] = 0.0
+                distances[name] = 0.0
                 for piece in pieces_of(name, tensor, extents.get(name)):
-                    theirs = torch.zeros(())
-                    if name in known:
-                        theirs = (reference.get_slice(name)[piece.region.slices((0,) * tensor.ndim)] if tensor.ndim
-                                  else reference.get_tensor(name))
-                    found[name] = max(found[name], _greatest(piece.tensor.cpu() - theirs))
-            found |= {name: _greatest(reference.get_tensor(name))
-                      for name in known - tensors.keys() if name in self.held}
-        self.distances[kind].append(found)
+                    theirs = _region(reference, piece) if name in known else torch.zeros(())
+                    distances[name] = max(distances[name], _greatest(piece.tensor.cpu(), theirs))
+            distances |= {name: _greatest(reference.get_tensor(name), None)
+                          for name in known - tensors.keys() if name in self.held}
+        self.distances[kind].append(distances)
+
+    def _compare_stored(self, step: int, pieces: Iterator[Piece]) -> None:
+        """What this rank would write into a checkpoint."""
+        distances: dict[str, float] = {}
+        elements: dict[str, int] = {}
+        files = {kind: safe_open(self.folder / f"{kind}-{step}.safetensors", framework="pt")
+                 for kind in _STORED.values()}
+        names = {kind: set(file.keys()) for kind, file in files.items()}
+        for piece in pieces:
+            section, _, name = piece.name.partition("/")
+            kind = _STORED.get(section, "")
+            if name in names.get(kind, ()):
+                off = _greatest(piece.tensor.cpu(), _region(files[kind], piece))
+                distances[piece.name] = max(distances.get(piece.name, 0.0), off)
+                elements[piece.name] = elements.get(piece.name, 0) + piece.tensor.numel()
+        self.distances["stored"].append(distances)
+        self.stored_elements = elements
 
     def to_dict(self) -> dict[str, Any]:
         return {"replica": self.replica, "held": self.held, "marks": self.marks, "losses": self.losses,
-                **self.distances}
+                "rates": self.rates, "drawn": self.drawn, "stored_elements": self.stored_elements,
+                "evaluated": self.evaluated, "first_step": self.first_step, **self.distances}
 
 
-def _greatest(difference: torch.Tensor) -> float:
-    if not difference.numel():
-        return 0.0
-    greatest = float(difference.abs().max())
+def _region(file: Any, piece: Piece) -> torch.Tensor:
+    """The reference's elements of a piece."""
+    name = piece.name if piece.name in file.keys() else piece.name.partition("/")[2]  # noqa: SIM118  # no mapping
+    found: torch.Tensor = (file.get_slice(name)[piece.region.slices((0,) * piece.tensor.ndim)] if piece.tensor.ndim
+                           else file.get_tensor(name))
+    return found
+
+
+def _greatest(mine: torch.Tensor, theirs: torch.Tensor | None) -> float:
+    greatest = distance(mine, theirs)
     return greatest if math.isfinite(greatest) else math.inf
+
+
+def file_difference(checkpoint: Checkpoint, folder: Path, reference: Mapping[str, Any], *, step: int) -> str | None:
+    """What in the files of a checkpoint after `step` steps is not one device's, in words; None if nothing.
+
+    folder: of the reference. Every tensor is read whole, as another plan's ranks together would read it.
+    """
+    for section, kind in _STORED.items():
+        limits = reference[f"{kind}_limit"][step - 1]
+        with safe_open(folder / f"{kind}-{step - 1}.safetensors", framework="pt") as file:
+            stored = {name.partition("/")[2]: name for name in checkpoint.tensors if name.startswith(f"{section}/")}
+            for name in set(file.keys()) & stored.keys():
+                off = _greatest(checkpoint.read(stored[name]), file.get_tensor(name))
+                if not off <= limits[name]:
+                    return (f"the checkpoint after step {step} has another '{stored[name]}': off by {off:.3g}, "
+                            f"{limits[name]:.3g} is allowed")
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +165,16 @@ class Furthest:
         return _excess(self.off, self.allowed)
 
     def describe(self, kind: str, *, num_ranks: int) -> str:
+        after = f" after step {self.step + 1}"
         what, when = {"initial": ("initial weight", ""), "gradient": ("gradient", f" in step {self.step + 1}"),
-                      "weight": ("weight", f" after step {self.step + 1}")}[kind]
-        module = self.name.rpartition(".")[0] or "the model itself"
+                      "weight": ("weight", after), "buffer": ("buffer", after),
+                      "stored": ("what a checkpoint would hold", after)}[kind]
+        name = self.name.partition("/")[2].rpartition("/")[0] or self.name if "/" in self.name else self.name
+        module = name.rpartition(".")[0] or "the model itself"
         where = ("" if num_ranks == 1 else " on every rank" if len(self.ranks) == num_ranks
                  else f" on rank {', '.join(map(str, self.ranks))}")
-        rest = f", and so are {self.others} other parameters" if self.others else ""
+        others = "parameters" if kind in ("initial", "gradient", "weight") else "tensors"
+        rest = f", and so are {self.others} other {others}" if self.others else ""
         return (f"{what} of '{self.name}' (module {module}) is off by {self.off:.3g}{when}{where}, "
                 f"{self.allowed:.3g} is allowed{rest}")
 
@@ -108,7 +183,7 @@ class Furthest:
 class Verdict:
     """One plan in one precision against one device.
 
-    max_loss_diff, max_gradient_diff, max_param_diff: the greatest difference of all.
+    max_loss_diff, max_gradient_diff, max_param_diff, max_buffer_diff: the greatest difference of all.
     loss, gradient, weight: what used up most of what it may differ by, which need not be the greatest difference.
     difference: The first thing that differs by more than it may, in words; None if nothing does.
     """
@@ -118,6 +193,7 @@ class Verdict:
     max_loss_diff: float
     max_gradient_diff: float
     max_param_diff: float
+    max_buffer_diff: float
     loss: Furthest
     gradient: Furthest
     weight: Furthest
@@ -138,26 +214,32 @@ class Verdict:
         return self.difference is None
 
 
-def judge(reference: dict[str, Any], ranks: list[dict[str, Any]], *, precision: str) -> Verdict:
-    """Hold every rank's record against the reference, step by step: samples, initial weights, loss, gradients, weights.
+def judge(reference: dict[str, Any], ranks: list[dict[str, Any]], *, precision: str, microbatches: int = 1) -> Verdict:
+    """Hold every rank's record against the reference: samples, initial weights, then step by step loss, gradients,
+    weights, buffers, what a checkpoint would hold and learning rates; then the evaluation and the random streams.
 
-    reference: what `write_reference` gave, with the `marks` of every step's samples.
-    ranks: `Recorder.to_dict()` of every rank, in order.
+    Args:
+        reference: what `write_reference` gave.
+        ranks: `Recorder.to_dict()` of every rank, in order.
+        microbatches: of a rank; each may draw once what one device draws for the whole batch.
     """
-    steps = len(reference["losses"])
-    differing = ("; ".join(said) for step in range(steps) if (said := list(_differences(reference, ranks, step))))
-    furthest = {kind: max((_furthest(reference[f"{kind}_limit"][step], [rank[kind][step] for rank in ranks], step)
-                           for step in range(steps)), key=lambda item: item.excess) for kind in KINDS}
-    losses = [Furthest("", step, _loss_off(reference, ranks, step), reference["loss_limit"][step])
-              for step in range(steps)]
+    first, steps = ranks[0]["first_step"], len(reference["losses"])
+    span = range(first, steps)
+    found = next((text for step in span if (text := "; ".join(_differences(reference, ranks, step)))), None)
+    found = found or _evaluation_difference(reference, ranks) or _stream_difference(reference, ranks, microbatches)
+    furthest = {kind: max((_furthest(reference[f"{kind}_limit"][step], _at(ranks, kind, step), step)
+                           for step in span), key=lambda item: item.excess) for kind in ("gradient", "weight")}
+    losses = [Furthest("", step, _loss_off(reference, ranks, step), reference["loss_limit"][step]) for step in span]
     return Verdict(
-        precision=precision, steps=steps, max_loss_diff=max(loss.off for loss in losses),
+        precision=precision, steps=len(span), max_loss_diff=max(loss.off for loss in losses),
         max_gradient_diff=_most(ranks, "gradient"), max_param_diff=_most(ranks, "weight"),
-        loss=max(losses, key=lambda item: item.excess), **furthest, difference=next(differing, None))
+        max_buffer_diff=_most(ranks, "buffer"), loss=max(losses, key=lambda item: item.excess), **furthest,
+        difference=found)
 
 
 def _differences(reference: dict[str, Any], ranks: list[dict[str, Any]], step: int) -> Iterator[str]:
     """What is wrong in a step: where it begins, and how the loss shows it."""
+    first = ranks[0]["first_step"]
     samples = _sample_difference(reference["marks"][step], ranks, step)
     if samples:
         yield samples
@@ -168,18 +250,80 @@ def _differences(reference: dict[str, Any], ranks: list[dict[str, Any]], step: i
         return
     limits = [("initial", {name: 0.0 for rank in ranks for name in rank["held"]})] if step == 0 else []
     limits += [(kind, reference[f"{kind}_limit"][step]) for kind in KINDS]
+    limits.append(("stored", {f"{section}/{name}": limit for section, kind in _STORED.items()
+                              for name, limit in reference[f"{kind}_limit"][step].items()}))
     for kind, limit in limits:
-        found = _furthest(limit, [rank[kind][step] for rank in ranks], step)
-        if found.excess > 1.0:
-            yield found.describe(kind, num_ranks=len(ranks))
+        furthest = _furthest(limit, _at(ranks, kind, step), step)
+        if furthest.excess > 1.0:
+            yield furthest.describe(kind, num_ranks=len(ranks))
             break
     allowed, off = reference["loss_limit"][step], _loss_off(reference, ranks, step)
     if not off <= allowed:
         yield f"the loss of step {step + 1} is off by {off:.3g}, {allowed:.3g} is allowed"
+    for number, rank in enumerate(ranks):
+        rates = rank["rates"][step - first] if rank["rates"] else reference["rates"][step]
+        if any(abs(a - b) > SAME_RATE * abs(b) for a, b in zip(rates, reference["rates"][step], strict=True)):
+            yield (f"the learning rate after step {step + 1} is {rates} on rank {number} and "
+                   f"{reference['rates'][step]} on one device")
+            break
+    if step == len(reference["losses"]) - 1 and any(rank["stored"] for rank in ranks):
+        yield from _lost_elements(reference, ranks, step)
+
+
+def _lost_elements(reference: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], step: int) -> Iterator[str]:
+    """Tensors of one device's optimizer of which no rank, or more than one, would write some elements."""
+    for name, size in reference["state_sizes"][step].items():
+        elements = sum(rank["stored_elements"].get(f"optimizer/{name}", 0) for rank in ranks)
+        if elements != size:
+            yield f"a checkpoint would hold {elements} of {size} elements of the optimizer's '{name}'"
+            return
+
+
+def _evaluation_difference(reference: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> str | None:
+    figures: dict[str, float] = next((rank["evaluated"] for rank in ranks if rank["evaluated"]), {})
+    for name, value in figures.items():
+        if name not in reference["evaluation"]:
+            continue
+        off, allowed = abs(value - reference["evaluation"][name]), reference["evaluation_limit"][name]
+        if not off <= allowed:
+            what = "loss" if name == "loss" else f"metric '{name}'"
+            return (f"the {what} of the evaluation after the last step is {value:.6g} and "
+                    f"{reference['evaluation'][name]:.6g} on one device; {allowed:.3g} is allowed")
+    return None
+
+
+def _stream_difference(reference: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]],
+                       microbatches: int) -> str | None:
+    """Where random layers would draw the same in two steps or on two replicas, or draw anew what they recompute."""
+    for number, rank in enumerate(ranks):
+        seen: dict[int, int] = {}
+        for step, drawn in enumerate(rank["drawn"], rank["first_step"]):
+            most = reference["draws"][step] * microbatches
+            if len(drawn) > most:
+                return (f"random layers on rank {number} draw {len(drawn)} times in step {step + 1}, and its "
+                        f"{microbatches} forwards need {most}: what is recomputed must draw the same again")
+            again = next((seen[value] for value in drawn if value in seen), None)
+            if again is not None:
+                return (f"random layers on rank {number} draw the same in steps {again + 1} and {step + 1}: their "
+                        "streams must be keyed by the step")
+            seen |= dict.fromkeys(drawn, step)
+    for first, mine in enumerate(ranks):
+        for second, theirs in enumerate(ranks[:first]):
+            if mine["replica"] != theirs["replica"] and any(
+                    set(a) & set(b) for a, b in zip(mine["drawn"], theirs["drawn"], strict=False)):
+                return (f"random layers draw the same on ranks {second} and {first}, which see other samples: their "
+                        "streams must be keyed by the replica")
+    return None
+
+
+def _at(ranks: Sequence[Mapping[str, Any]], kind: str, step: int) -> list[dict[str, float]]:
+    """What each rank recorded of a step; nothing where it doesn't hold such tensors."""
+    return [rank[kind][step - rank["first_step"]] if len(rank[kind]) > step - rank["first_step"] else {}
+            for rank in ranks]
 
 
 def _loss_off(reference: dict[str, Any], ranks: list[dict[str, Any]], step: int) -> float:
-    return max(abs(rank["losses"][step] - reference["losses"][step]) for rank in ranks)
+    return max(abs(rank["losses"][step - rank["first_step"]] - reference["losses"][step]) for rank in ranks)
 
 
 def _excess(off: float, allowed: float) -> float:
@@ -192,6 +336,8 @@ def _furthest(limits: dict[str, float], ranks: list[dict[str, float]], step: int
         return max(_excess(rank.get(name, 0.0), limits.get(name, 0.0)) for rank in ranks)
 
     names = list(dict.fromkeys(name for rank in ranks for name in rank))
+    if not names:
+        return Furthest("", step, 0.0, 0.0)
     excesses = {name: excess(name) for name in names}
     name = max(names, key=lambda name: excesses[name])
     allowed = limits.get(name, 0.0)
@@ -206,13 +352,14 @@ def _most(ranks: list[dict[str, Any]], kind: str) -> float:
 
 def _sample_difference(expected: list[float], ranks: list[dict[str, Any]], step: int) -> str | None:
     """Which rank was fed other samples than its replica's part of the window. Replicas take theirs in order."""
+    at = step - ranks[0]["first_step"]
     starts, start = {}, 0
     for rank in sorted(ranks, key=lambda rank: rank["replica"]):
         if rank["replica"] not in starts:
             starts[rank["replica"]] = start
-            start += len(rank["marks"][step])
+            start += len(rank["marks"][at])
     for number, rank in enumerate(ranks):
-        first, own = starts[rank["replica"]], rank["marks"][step]
+        first, own = starts[rank["replica"]], rank["marks"][at]
         theirs = expected[first:first + len(own)]
         if len(theirs) < len(own) or not all(map(_same_mark, own, theirs)):
             return f"rank {number} was fed other samples in step {step + 1} than its part of the global batch"

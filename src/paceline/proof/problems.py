@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import TrainingError
 from paceline.job import Job
-from paceline.proof.reference import (
-    EXACT,
+from paceline.proof.order import whole_batches
+from paceline.proof.plain import (
+    autocast,
     backward,
     build_plain,
     cut_batch,
@@ -27,8 +28,8 @@ from paceline.proof.reference import (
     gradients_of,
     greatest,
     rows,
-    whole_batches,
 )
+from paceline.proof.reference import EXACT
 from paceline.runtime.feed import MicroBatch, map_tensors
 
 UNCUT = "plans that don't cut the batch, such as tensor=N and place=auto parts=N, are exact as it is"
@@ -89,7 +90,7 @@ def _loss_problem(job: Job, *, steps: int) -> Problem | None:
     for batch in whole_batches(job, steps):
         if batch.samples < 2:
             continue
-        with torch.no_grad(), _autocast(job):
+        with torch.no_grad(), autocast(job):
             output = batch.call(model)
         for check in (_comparing, _no_mean):
             with suppress(*_NOT_CUT):
@@ -113,7 +114,7 @@ def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
         values = map_tensors(lambda t: t.detach().clone().requires_grad_() if _by_sample(t, batch.samples) else t,
                              values)
         leaves = [t for t in _tensors(values) if t.requires_grad]
-        with torch.enable_grad(), _autocast(job):
+        with torch.enable_grad(), autocast(job):
             value = job.loss(values, batch.target)
         total = value[0] if isinstance(value, tuple | list) else value
         if not leaves or not total.requires_grad:
@@ -133,7 +134,7 @@ def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
 def _no_mean(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
     """Whether a scalar loss is no mean over its samples: computed whole and in two uneven parts of one output."""
     first = max(1, batch.samples // 3)
-    with torch.no_grad(), _autocast(job):
+    with torch.no_grad(), autocast(job):
         value = job.loss(output, batch.target)
         if isinstance(value, tuple | list):
             return None
@@ -212,7 +213,7 @@ def _outputs(job: Job, model: nn.Module, batch: MicroBatch) -> list[tuple[str, l
         return lambda module, given, output: found.append((path, [t.detach().clone() for t in _tensors(output)]))
 
     handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules()]
-    with torch.no_grad(), _autocast(job):
+    with torch.no_grad(), autocast(job):
         batch.call(model)
     for handle in handles:
         handle.remove()
@@ -242,7 +243,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_tensors(found.append, value)
     return found or [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _autocast(job: Job) -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16")

@@ -1,15 +1,18 @@
-"""One device: a plain training loop that shares nothing with the distributed path but the order of data.
+"""The reference of a proof: one device's figures on disk, and the yardstick, how far mere rounding moves each of them.
 
-It also measures the yardstick, how far mere rounding moves each tensor: the same loop with every batch cut into 2 and
-4 micro-batches, and with its gradients shaken by a unit in the last place. The shaking shows what the optimizer makes
-of rounding: Adam turns the noise of a gradient that is zero in exact arithmetic into steps of the learning rate.
+The same loop runs again with its gradients shaken and its initial weights nudged by a unit in the last place, with the
+samples of each batch in another order, and with every batch cut into 2 and 4 micro-batches. Shaking shows what the
+optimizer makes of rounding: Adam turns the noise of a gradient that is zero in exact arithmetic into steps of the
+learning rate. A reordered or cut batch may be computed by other kernels; where it moves a figure much further than
+rounding does, the samples of the batch are coupled, and that is no yardstick: such variations count up to a bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,168 +20,284 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import Subset
 
+from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
-from paceline.runtime.feed import MicroBatch, Part, is_stream, map_tensors, training_feed
-from paceline.runtime.order import Order
-from paceline.runtime.streams import seed_streams
+from paceline.proof.order import whole_batches
+from paceline.proof.plain import (
+    PlainRun,
+    StepRecord,
+    Variation,
+    autocast,
+    backward,
+    build_plain,
+    cut_batch,
+    distance,
+    gradients_of,
+    greatest,
+    sample_marks,
+)
+from paceline.runtime.feed import is_stream
 
 ALLOWED = 10.0  # times the yardstick; see DESIGN: how equal is equal
-# (micro-batches a batch, roundings added to its gradients)
-VARIANTS: tuple[tuple[int, float], ...] = ((2, 0.0), (4, 0.0), (1, 1.0), (1, -1.0))
-KINDS = ("gradient", "weight")
+KINDS = ("gradient", "weight", "buffer")
+ALL_KINDS = (*KINDS, "state")
+# A unit in the last place moves one figure of the run, none of its samples: what that does is rounding's doing.
+ROUNDING = (Variation(shake=1.0), Variation(shake=-1.0), Variation(nudge=1.0))
+# Other kernels, or other sums of the same terms; a coupling of samples shows here, too.
+REORDERED = (Variation(permuted=True), Variation(cuts=2), Variation(cuts=4))
+# A reordering may move a figure so many times as far as shaking does before it is taken for a coupling: sums of n terms
+# in another order differ by up to about sqrt(n) roundings, and a batch has some thousand terms.
+REORDERED_AT_MOST = 100.0
 # How far a job that is exact may move when it is cut, relative to its size. Losses and layers may compute in float32
 # whatever they are given.
 EXACT = {"bf16": 0.1, "float32": 1e-3, "float64": 1e-5}
 EPSILON = {"bf16": torch.finfo(torch.bfloat16).eps, "float32": torch.finfo(torch.float32).eps,
            "float64": torch.finfo(torch.float64).eps}
+PLANTED = 1e-3  # relative error of one gradient that a comparison must notice to prove anything
+_KEPT_BYTES = 2**22  # of a file that stays in memory once it was read; 128 of them are half a GiB
+
+Named = dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """What one device has after the gradients and after the update of a step, by parameter name."""
+def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandomness, evaluation: Any = None,
+                    judges_power: bool = True,
+                    variations: Sequence[Variation] = (*ROUNDING, *REORDERED)) -> dict[str, Any]:
+    """Run the plain loop, then its variations. Its tensors go to files in `folder`, named by kind and step.
 
-    loss: float
-    gradients: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
-
-    def tensors(self, kind: str) -> dict[str, torch.Tensor]:
-        return self.gradients if kind == "gradient" else self.weights
-
-
-def build_plain(job: Job) -> torch.nn.Module:
-    """The job's model in training mode with the seed's initial weights, on the CPU."""
-    seed_streams(job.seed, "model")
-    model = job.model()
-    if job.precision == "float64":
-        model = model.double()
-    return model.train()
-
-
-def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
-    """The first windows of the job, each as one batch."""
-    order = None if is_stream(job.data) else Order(len(job.data), job.batch, job.seed, job.drop_last)
-    for _, batches in training_feed(job.data, order=order, batch=job.batch, seed=job.seed, drop_last=job.drop_last,
-                                    part=Part((1,), 0, 1), steps=range(steps), epochs=None, loader_workers=0):
-        yield batches[0].to(torch.device("cpu"), torch.float64 if job.precision == "float64" else None)
-
-
-def cut_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
-    """The batch in consecutive pieces along dim 0, as equal as can be; fewer if it has fewer samples."""
-    edges = sorted({batch.samples * i // pieces for i in range(pieces + 1)})
-    return [MicroBatch(rows(batch.input, range(a, b), batch.samples), rows(batch.target, range(a, b), batch.samples),
-                       b - a) for a, b in pairwise(edges)]
-
-
-def plain_steps(job: Job, *, steps: int, cuts: int = 1, shake: float = 0.0) -> Iterator[StepRecord]:
-    """Train on one device as one would by hand, each batch in `cuts` pieces.
-
-    shake: added to or taken from every gradient, by a fixed draw, in units of the largest gradient.
-    """
-    model = build_plain(job)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = job.optimizer(named)
-    schedule = job.lr_schedule(optimizer) if job.lr_schedule else None
-    signs = torch.Generator().manual_seed(0)
-    for batch in whole_batches(job, steps):
-        loss = backward(job, model, cut_batch(batch, cuts))
-        gradients = gradients_of(model)
-        if shake:
-            largest = greatest(gradients.values())
-            _shake([p.grad for _, p in named if p.grad is not None], shake * largest, signs)
-        if job.clip is not None:
-            torch.nn.utils.clip_grad_norm_([p for _, p in named], job.clip)
-        optimizer.step()
-        if schedule is not None:
-            schedule.step()
-        yield StepRecord(loss, gradients, {name: p.detach().clone() for name, p in named})
-
-
-def backward(job: Job, model: torch.nn.Module, pieces: list[MicroBatch]) -> float:
-    """Leave the gradients of a batch, given in pieces, in the model, and return its loss."""
-    model.zero_grad()
-    samples = sum(piece.samples for piece in pieces)
-    loss, count = 0.0, 0.0
-    for piece in pieces:
-        with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
-            value = job.loss(piece.call(model), piece.target)
-        if isinstance(value, tuple | list):
-            value[0].backward()
-            loss, count = loss + value[0].item(), count + float(value[1])
-        else:
-            (value * (piece.samples / samples)).backward()
-            loss, count = loss + value.item() * piece.samples / samples, 1.0
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad /= count
-    return loss / count
-
-
-def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the gradients that are there, by parameter name."""
-    return {name: p.grad.to_dense() if p.grad.is_sparse else p.grad.clone()
-            for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _shake(gradients: Iterable[torch.Tensor], size: float, signs: torch.Generator) -> None:
-    for gradient in gradients:
-        if not gradient.is_sparse:
-            sign = torch.randint(2, gradient.shape, generator=signs) * 2 - 1
-            gradient += sign.to(gradient.dtype) * size
-
-
-def write_reference(job: Job, folder: Path, *, steps: int) -> dict[str, Any]:
-    """Run the plain loop, then its variants. Its tensors go to files in `folder`, named by kind and step.
+    Args:
+        random: Switches random layers off; entered here, after the plain loop only if the job draws at all.
+        evaluation: Data to evaluate on after the last step, samples with an index; None for no evaluation.
+        judges_power: Whether to find out which planted errors would be noticed.
 
     Returns:
-        losses: of each step. loss_limit: what they may differ by. gradient_limit and weight_limit: of each step, what
-        any element of a parameter may differ by, by name. yardstick: of losses, gradients and weights, the largest
-        spread over the variants, what plans may differ by there, the parameter, and the step from 1.
+        draws: of each step: how often random layers draw.
+        losses, rates, marks, state_sizes: of each step: the loss, the learning rates, a mark for each sample, the
+        elements of the optimizer's tensors by name.
+        loss_limit: what losses may differ by. gradient_limit, weight_limit, buffer_limit: of each step, what any
+        element of a tensor may differ by, by name. state_limit: the same of the optimizer's state, after each step.
+        evaluation, evaluation_limit: figures by name after the last step, and what they may differ by.
+        yardstick: of losses, gradients and weights, the largest spread over the variations, what plans may differ by
+        there, the parameter, and the step from 1.
+        power: which planted errors the limits would have caught.
     """
-    _save(folder, "initial", 0, {name: p.detach() for name, p in build_plain(job).named_parameters()})
-    epsilon = coarsest(job)
-    losses, floors = [], []
-    for step, record in enumerate(plain_steps(job, steps=steps)):
-        losses.append(record.loss)
-        for kind in KINDS:
-            _save(folder, kind, step, record.tensors(kind))
-        # A gradient's own size says nothing about its rounding: terms that cancel leave noise of the terms' size.
-        largest = greatest(record.gradients.values())
-        floors.append({
-            "loss": {"": epsilon * max(map(abs, losses))},
-            "gradient": dict.fromkeys(record.gradients, epsilon * largest),
-            "weight": {name: torch.finfo(w.dtype).eps * greatest([w]) for name, w in record.weights.items()}})
-    spreads: list[dict[str, dict[str, float]]] = [
-        {kind: dict.fromkeys(names, 0.0) for kind, names in floor.items()} for floor in floors]
-    for cuts, shake in VARIANTS:
-        for step, record in enumerate(plain_steps(job, steps=steps, cuts=cuts, shake=shake * epsilon)):
-            _widen(spreads[step]["loss"], {"": abs(record.loss - losses[step])})
-            for kind in KINDS:
-                whole = load_file(folder / f"{kind}-{step}.safetensors")
-                _widen(spreads[step][kind], {name: distance(tensor, record.tensors(kind).get(name))
-                                             for name, tensor in whole.items()})
+    folder.mkdir(exist_ok=True)
+    reference: dict[str, Any] = {"losses": [], "rates": [], "marks": [], "state_sizes": [], "draws": []}
+    with random:
+        epsilon = coarsest(job)
+        floors, figures = _write_plain(job, folder, reference, steps, random, evaluation, epsilon)
+    with random if random.is_needed else nullcontext():
+        rounding, reordered = (_spreads(job, folder, reference["losses"], floors, figures, evaluation, group, epsilon)
+                               for group in ([v for v in variations if v in ROUNDING],
+                                             [v for v in variations if v in REORDERED]))
+    spreads = [{kind: {name: _spread(rounding[step][kind][name], reordered[step][kind][name], least)
+                       for name, least in named.items()} for kind, named in floor.items()}
+               for step, floor in enumerate(floors)]
     limits = [{kind: {name: ALLOWED * max(spread[kind][name], least) for name, least in named.items()}
                for kind, named in floor.items()} for spread, floor in zip(spreads, floors, strict=True)]
-    return {"losses": losses, "loss_limit": [limit["loss"][""] for limit in limits],
-            **{f"{kind}_limit": [limit[kind] for limit in limits] for kind in KINDS},
-            "yardstick": {kind: _widest(spreads, limits, kind) for kind in ("loss", *KINDS)}}
+    return {**reference, "evaluation": figures, "evaluation_limit": limits[-1]["evaluation"],
+            "loss_limit": [limit["loss"][""] for limit in limits],
+            **{f"{kind}_limit": [limit[kind] for limit in limits] for kind in ALL_KINDS},
+            "yardstick": {kind: _widest(spreads, limits, kind) for kind in ("loss", "gradient", "weight")},
+            "power": _power(job, folder, limits) if judges_power else None}
 
 
-def _widest(spreads: list[dict[str, dict[str, float]]], limits: list[dict[str, dict[str, float]]],
-            kind: str) -> dict[str, Any]:
+def _write_plain(job: Job, folder: Path, reference: dict[str, Any], steps: int, random: WithoutRandomness,
+                 evaluation: Any, epsilon: float) -> tuple[list[dict[str, Named]], Named]:
+    """The plain loop: tensors go to files, figures into `reference`. Returns floors by step, and the evaluation."""
+    run = PlainRun(job)
+    _save(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
+    floors: list[dict[str, Named]] = []
+    for step, batch in enumerate(whole_batches(job, steps)):
+        random.drawn.clear()
+        record = run.step(batch)
+        reference["draws"].append(len(random.drawn))
+        reference["losses"].append(record.loss)
+        reference["rates"].append(record.rates)
+        reference["marks"].append(sample_marks(batch).tolist())
+        reference["state_sizes"].append({name: tensor.numel() for name, tensor in record.state.items()})
+        for kind in ALL_KINDS:
+            _save(folder, kind, step, record.tensors(kind))
+        floors.append(_floors(record, epsilon, largest_loss=max(map(abs, reference["losses"]))))
+    figures = _evaluated(run, evaluation)
+    floors[-1]["evaluation"] = {name: max(epsilon, 0.0 if name == "loss" else EPSILON["float32"]) * abs(value)
+                                for name, value in figures.items()}  # metrics are often means of float32
+    return floors, figures
+
+
+def _floors(record: StepRecord, epsilon: float, *, largest_loss: float) -> dict[str, Named]:
+    """What no plan has to be nearer than, before it is multiplied by `ALLOWED`."""
+    # A gradient's own size says nothing about its rounding: terms that cancel leave noise of the terms' size.
+    noise = epsilon * greatest(record.gradients.values())
+    return {
+        "loss": {"": epsilon * largest_loss},
+        "gradient": dict.fromkeys(record.gradients, noise),
+        "weight": {name: _eps(w, epsilon) * greatest([w]) for name, w in record.weights.items()},
+        "buffer": {name: _eps(b, epsilon) * greatest([b]) for name, b in record.buffers.items()},
+        "state": {name: max(_eps(s, epsilon) * greatest([s]), noise if s.is_floating_point() else 0.0)
+                  if s.numel() > 1 else _eps(s, epsilon) * greatest([s]) for name, s in record.state.items()}}
+
+
+def _eps(tensor: torch.Tensor, epsilon: float) -> float:
+    """The rounding of a tensor's elements; 0 for whole numbers, which are equal or not."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    return max(torch.finfo(tensor.dtype).eps, epsilon if tensor.dtype != torch.float64 else 0.0)
+
+
+def _spreads(job: Job, folder: Path, losses: list[float], floors: list[dict[str, Named]], figures: Named,
+             evaluation: Any, variations: Sequence[Variation], epsilon: float) -> list[dict[str, Named]]:
+    """How far the variations move each figure at most, by step, kind and name."""
+    spreads: list[dict[str, Named]] = [{kind: dict.fromkeys(names, 0.0) for kind, names in floor.items()}
+                                       for floor in floors]
+    for variation in variations:
+        scaled = replace(variation, shake=variation.shake * epsilon, nudge=variation.nudge * epsilon)
+        try:
+            _vary(PlainRun(job, variation=scaled), folder, losses, figures, evaluation, spreads)
+        except Exception:
+            if variation not in REORDERED:
+                raise
+            # A model may refuse so small a piece of a batch: a BatchNorm can't take one sample.
+    return spreads
+
+
+def _vary(run: PlainRun, folder: Path, losses: list[float], figures: Named, evaluation: Any,
+          spreads: list[dict[str, Named]]) -> None:
+    """Widen the spreads by what one more run gives."""
+    for step, batch in enumerate(whole_batches(run.job, len(losses))):
+        record = run.step(batch)
+        _widen(spreads[step]["loss"], {"": abs(record.loss - losses[step])})
+        for kind in ALL_KINDS:
+            theirs = record.tensors(kind)
+            _widen(spreads[step][kind], {name: distance(tensor, theirs.get(name))
+                                         for name, tensor in _load(folder, kind, step).items()})
+    moved = _evaluated(run, evaluation)
+    _widen(spreads[-1]["evaluation"], {name: abs(moved[name] - value) for name, value in figures.items()})
+
+
+def _spread(rounding: float, reordered: float, least: float) -> float:
+    """reordered: counts up to a bound, beyond which it is a coupling of samples and no rounding."""
+    return max(rounding, min(reordered, REORDERED_AT_MOST * max(rounding, least)))
+
+
+def _widest(spreads: list[dict[str, Named]], limits: list[dict[str, Named]], kind: str) -> dict[str, Any]:
     """Where rounding moves one device's own figures furthest, and what plans may differ by there."""
-    spread, step, name = max((spread, -step, name) for step, found in enumerate(spreads)
-                             for name, spread in found[kind].items())
+    spread, step, name = max((spread, -step, name) for step, kinds in enumerate(spreads)
+                             for name, spread in kinds[kind].items())
     return {"spread": spread, "tolerance": limits[-step][kind][name], "name": name or None, "step": 1 - step}
 
 
-def _widen(spread: dict[str, float], distances: dict[str, float]) -> None:
-    for name, distance in distances.items():
-        spread[name] = max(spread[name], distance)
+def _widen(spread: Named, distances: Mapping[str, float]) -> None:
+    for name, moved in distances.items():
+        spread[name] = max(spread[name], moved)
+
+
+def _evaluated(run: PlainRun, data: Any) -> Named:
+    return run.evaluate(data) if data is not None else {}
+
+
+def evaluation_data(job: Job) -> Any:
+    """Samples that a proof evaluates on: the first of the job's validation data, else of its training data.
+
+    Two batches but for one sample, so that ranks get unequal parts; None for streams.
+    """
+    data = job.data if job.validation is None else job.validation
+    return None if is_stream(data) else Subset(data, range(min(len(data), max(1, 2 * job.batch - 1))))
+
+
+# --- Other ways to cut a batch -------------------------------------------------------------------------------------
+
+
+def write_cut(job: Job, folder: Path, whole: Mapping[str, Any], *, beside: Path, shares: Sequence[int],
+              microbatches: int) -> dict[str, Any]:
+    """One device that cuts every batch as a plan with these shares and micro-batches would. Tensors go to `folder`.
+
+    beside: The folder of `whole`.
+
+    Returns:
+        A reference like `whole`, with its limits but without an evaluation (a loss that couples samples depends on how
+        ranks cut them there, too), and in `coupling` what is further from `whole` than rounding allows, in words; None
+        if nothing is.
+    """
+    run, losses, coupling = PlainRun(job, shares=shares, microbatches=microbatches), [], None
+    folder.mkdir(exist_ok=True)
+    _save(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
+    for step, batch in enumerate(whole_batches(job, len(whole["losses"]))):
+        record = run.step(batch)
+        losses.append(record.loss)
+        for kind in ALL_KINDS:
+            _save(folder, kind, step, record.tensors(kind))
+        if coupling is None:
+            coupling = _coupled(beside, step, record, whole)
+    return {**whole, "losses": losses, "evaluation": {}, "coupling": coupling}
+
+
+def _coupled(folder: Path, step: int, record: StepRecord, whole: Mapping[str, Any]) -> str | None:
+    """Where a step with a cut batch differs from the one without."""
+    for kind in KINDS:
+        theirs = _load(folder, kind, step)
+        for name, tensor in record.tensors(kind).items():
+            limit = whole[f"{kind}_limit"][step].get(name, 0.0)
+            off = distance(tensor, theirs.get(name))
+            if not off <= limit:
+                return f"{kind} of '{name}' in step {step + 1} by {off:.2g}"
+    if not abs(record.loss - whole["losses"][step]) <= whole["loss_limit"][step]:
+        return f"loss of step {step + 1} by {abs(record.loss - whole['losses'][step]):.2g}"
+    return None
+
+
+# --- Power ---------------------------------------------------------------------------------------------------------
+
+
+def _power(job: Job, folder: Path, limits: Sequence[Mapping[str, Named]]) -> dict[str, Any]:
+    """Which errors would have been caught, had a plan made them.
+
+    gradients, caught: parameters whose gradient is more than noise in some step, and those of them of which an error of
+    `PLANTED` of the gradient is beyond its limit. missed: the others. dropped: whether a window without its last
+    quarter is; None where every window has one sample.
+    """
+    noticed: dict[str, bool] = {}
+    for step, limit in enumerate(limits):
+        gradients = _load(folder, "gradient", step)
+        largest = greatest(gradients.values())
+        for name, gradient in gradients.items():
+            size = greatest([gradient])
+            if size > largest * EPSILON[job.precision] * 1e3:
+                noticed[name] = noticed.get(name, False) or PLANTED * size > limit["gradient"][name]
+    missed = [name for name, is_caught in noticed.items() if not is_caught]
+    return {"planted": PLANTED, "gradients": len(noticed), "caught": len(noticed) - len(missed), "missed": missed,
+            "dropped": _drop_is_noticed(job, folder, limits[0]["gradient"])}
+
+
+def _drop_is_noticed(job: Job, folder: Path, limit: Named) -> bool | None:
+    batch = next(whole_batches(job, 1))
+    if batch.samples < 2:
+        return None
+    model, pieces = build_plain(job), cut_batch(batch, 4)
+    kept = sum(piece.samples for piece in pieces[:-1]) / batch.samples
+    backward(job, model, pieces[:-1])
+    gradients = gradients_of(model)
+    return any(distance(whole, gradients[name] * kept if name in gradients else None) > limit[name]
+               for name, whole in _load(folder, "gradient", 0).items())
+
+
+# --- Files and precision -------------------------------------------------------------------------------------------
 
 
 def _save(folder: Path, kind: str, step: int, tensors: dict[str, torch.Tensor]) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{kind}-{step}.safetensors")
+    save_file({name: tensor.detach().clone(memory_format=torch.contiguous_format)
+               for name, tensor in tensors.items()}, folder / f"{kind}-{step}.safetensors")
+
+
+def _load(folder: Path, kind: str, step: int) -> dict[str, torch.Tensor]:
+    path = folder / f"{kind}-{step}.safetensors"
+    return _kept(path) if path.stat().st_size <= _KEPT_BYTES else load_file(path)
+
+
+@lru_cache(maxsize=128)
+def _kept(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path)
 
 
 def coarsest(job: Job) -> float:
@@ -189,7 +308,7 @@ def coarsest(job: Job) -> float:
     model = build_plain(job)
     seen = _Dtypes({p.dtype for p in model.parameters() if p.requires_grad})
     for batch in whole_batches(job, 1):
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"), seen:
+        with torch.no_grad(), autocast(job), seen:
             job.loss(batch.call(model), batch.target)
     return max(EPSILON[job.precision], *(torch.finfo(dtype).eps for dtype in seen.found))
 
@@ -206,35 +325,3 @@ class _Dtypes(TorchDispatchMode):
         self.found |= {leaf.dtype for leaf in tree_leaves(result)
                        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim}
         return result
-
-
-def greatest(tensors: Iterable[torch.Tensor]) -> float:
-    """The largest absolute value of any element; 0.0 without elements."""
-    return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
-
-
-def distance(mine: torch.Tensor, theirs: torch.Tensor | None) -> float:
-    """How far two tensors are apart at most; a missing one counts as zeros."""
-    if not mine.numel():
-        return 0.0
-    return float((mine if theirs is None else mine - theirs).abs().max())
-
-
-def sample_marks(batch: MicroBatch) -> torch.Tensor:
-    """A number for each sample of a batch that tells it from the others, whatever its shape; float64 (samples,)."""
-    marks = torch.zeros(max(batch.samples, 1), dtype=torch.float64)
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim and tensor.shape[0] == len(marks):
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            rows = real.reshape(len(marks), -1).double()
-            marks.add_(rows @ torch.sin(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64)))
-        return tensor
-
-    map_tensors(add, (batch.input, batch.target))
-    return marks[: batch.samples]
-
-
-def rows(value: Any, part: range, samples: int) -> Any:
-    """Some samples of tensors that have all of them along dim 0."""
-    return map_tensors(lambda t: t[part.start:part.stop] if t.ndim and t.shape[0] == samples else t, value)

@@ -13,7 +13,8 @@ from torch import nn
 import paceline
 from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
-from paceline.proof.reference import build_plain, whole_batches
+from paceline.proof.order import whole_batches
+from paceline.proof.plain import autocast, build_plain
 
 
 def subject(job: Job) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def _randomness(job: Job, model: nn.Module) -> dict[str, Any]:
     """Which modules draw in a training step and what is switched off in them; seen in the first step."""
     random = WithoutRandomness()
     for batch in whole_batches(job, 1):
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
+        with torch.no_grad(), autocast(job):
             with random, random.watching(model):
                 output = batch.call(model)
             with random:

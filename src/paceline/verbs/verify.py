@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from paceline.errors import PlanError, UsageError
+from paceline.errors import PlanError, PlanRefused, UsageError, nearest
 from paceline.job import Job, Precision
 from paceline.jobfile import JobFile
 from paceline.plans import Plan
 from paceline.proof import certificate
-from paceline.proof.compare import Furthest, Recorder, Verdict, judge
+from paceline.proof.compare import Furthest, Verdict, judge
+from paceline.runtime.feed import is_stream
 from paceline.runtime.folder import writable
+
+if TYPE_CHECKING:
+    from paceline.planner.resolve import Resolved
+    from paceline.proof.ranks import Proof
 
 # What is tried when no plan is named: every axis, its stages, their products, uneven numbers, accumulation.
 EXACT_PLANS = (
     "single accumulate=4", "data=2", "data=3", "data=2 shares=3:1", "shard=2 zero=1", "shard=2 zero=2", "shard=2",
-    "data=2 shard=2", "data=2 accumulate=2 recompute=full", "pipeline=2", "pipeline=2 schedule=gpipe",
+    "data=2 shard=2", "data=2 accumulate=2 recompute=full", "pipeline=2", "pipeline=3 schedule=gpipe",
     "pipeline=2 schedule=interleaved", "pipeline=2 schedule=zero-bubble", "tensor=2", "place=auto parts=2",
     "pipeline=2 data=2", "pipeline=2 shard=2", "data=2 tensor=2", "pipeline=2 data=2 tensor=2")
-_REFUSALS = (PlanError.__name__, "CaptureFailed")
+Resume = Literal["short", "full", "no"]
+_REFUSALS = (PlanError.__name__, PlanRefused.__name__, "CaptureFailed")
+_MARKS = {"passed": "passed", "failed": "FAILED", "coupled": "COUPLED", "inconclusive": "UNCLEAR"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +37,11 @@ class Certificate:
     """The verdict on one plan: in the job's own precision, and in float64, which tells a bug from rounding.
 
     problem: what keeps the plan from being judged or the job from being exact under any plan; None if nothing.
+    coupling: why the plan computes something else than one device although it equals one that cuts the batch alike.
+    weakness: why the comparison would not have noticed an error; None if it would.
     note: what the verdict does not cover; None if nothing.
     refused: why the plan is none for this model, where it was not asked for; it neither passes nor fails.
+    resumed_from: the plan that wrote the checkpoint from which this one went on; None if it did not.
     """
 
     plan: str
@@ -39,10 +49,25 @@ class Certificate:
     problem: str | None = None
     note: str | None = None
     refused: str | None = None
+    coupling: str | None = None
+    weakness: str | None = None
+    resumed_from: str | None = None
+    power: dict[str, Any] | None = field(default=None)
+
+    @property
+    def verdict(self) -> str:
+        """"passed", "failed", "coupled", "inconclusive" or "refused"."""
+        if self.refused is not None:
+            return "refused"
+        if self.problem is not None or not self.verdicts or not all(verdict.passed for verdict in self.verdicts):
+            return "failed"
+        if self.coupling is not None:
+            return "coupled"
+        return "passed" if self.weakness is None else "inconclusive"
 
     @property
     def passed(self) -> bool:
-        return self.problem is None and bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
+        return self.verdict == "passed"
 
     def to_dict(self) -> dict[str, Any]:
         """The contract's fields, of the job's precision; `precisions` holds them for each.
@@ -51,27 +76,29 @@ class Certificate:
         """
         shown = [{"precision": v.precision, "passed": v.passed, "max_loss_diff": v.max_loss_diff,
                   "max_gradient_diff": v.max_gradient_diff, "max_param_diff": v.max_param_diff,
+                  "max_buffer_diff": v.max_buffer_diff,
                   "worst_param": v.worst_param, "steps": v.steps, "tolerance": v.tolerance, "difference": v.difference,
                   "worst": {"loss": _where(v.loss), "gradient": _where(v.gradient), "weight": _where(v.weight)}}
                  for v in self.verdicts]
         empty = {"max_loss_diff": None, "max_param_diff": None, "worst_param": None, "steps": 0, "tolerance": None}
         main = {key: shown[0][key] for key in empty} if shown else empty
-        return {"plan": self.plan, "passed": self.passed, **main, "reason": self.reason, "note": self.note,
-                "refused": self.refused, "precisions": shown}
+        return {"plan": self.plan, "passed": self.passed, "verdict": self.verdict, **main, "reason": self.reason,
+                "note": self.note, "refused": self.refused, "resumed_from": self.resumed_from, "power": self.power,
+                "precisions": shown}
 
     @property
     def reason(self) -> str | None:
-        """Why the plan failed; None if it passed."""
-        return self.problem or next((f"{v.precision}: {v.difference}" for v in self.verdicts if v.difference), None)
+        """Why the plan did not pass; None if it did."""
+        differences = (f"{v.precision}: {v.difference}" for v in self.verdicts if v.difference)
+        return self.problem or next(differences, None) or self.coupling or self.weakness
 
     def describe(self) -> str:
         """A line for the verdict, and lines for what differs."""
         if self.refused is not None:
             return f"no plan {self.plan:<36} {self.refused.splitlines()[0]}"
-        mark = "passed" if self.passed else "FAILED"
         figures = "; ".join(f"{v.precision}: loss {v.max_loss_diff:.1e}, weights {v.max_param_diff:.1e}"
                             for v in self.verdicts)
-        lines = [f"{mark}  {self.plan:<36} {figures}".rstrip()]
+        lines = [f"{_MARKS[self.verdict]:<7} {self.plan:<36} {figures}".rstrip()]
         for remark in (self.reason, self.note):
             lines += [f"        {line}".rstrip() for line in (remark or "").splitlines()]
         return "\n".join(lines)
@@ -83,8 +110,8 @@ def _where(furthest: Furthest) -> dict[str, Any]:
 
 
 def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int = 4, run: str | Path | None = None,
-           timeout_s: float = 120.0) -> list[Certificate]:
-    """Run the job for some steps on one device and under each plan, and compare losses, gradients and weights.
+           resume: Resume = "short", timeout_s: float = 120.0) -> list[Certificate]:
+    """Run the job for some steps on one device and under each plan, and compare what they compute and keep.
 
     Both start from the same initial weights and use the same global batches. Random layers are switched off. A
     difference may be ten times as large as what rounding does on one device; docs/verify.md says how it is measured.
@@ -92,44 +119,56 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
     Args:
         plans: Plans or their texts; by default those of `EXACT_PLANS` that the job has samples for.
         run: A folder, made if need be, for `certificate.json` and `certificate.txt`; without it none is written.
+        resume: Which plans also go on from a checkpoint that another plan wrote at an odd step: of the default plans
+            the first on each axis ("short"), all ("full"), or none ("no"). Plans that are named all do unless "no".
 
     Raises:
         UsageError: a plan that can't be read or doesn't suit the job, or a folder that can't be written.
         PacelineError: the job fails on one device.
     """
+    from paceline.proof.ranks import Proof, reference_of
     from paceline.strategies.compose import load
 
     source = job.to_dict() if run is not None and isinstance(job, JobFile) else None
     loaded = job.load() if isinstance(job, JobFile) else job
-    if steps < 1:
-        raise UsageError(f"steps must be at least 1, got {steps}")
-    if loaded.total_steps is not None:
-        steps = min(steps, loaded.total_steps)
-    loaded = replace(loaded, steps=steps, epochs=None, validation=None, metrics={})
+    _check(steps, resume)
     chosen = [Plan.read(plan) for plan in plans] or _plans_that_fit(loaded)
     for plan in chosen:
         load(plan)
+    num_samples, loaded = loaded.num_samples, _shortened(loaded, steps)
+    length = loaded.total_steps
+    assert length is not None
+    saved_step = max((step for step in range(1, length) if step % 2), default=0) if resume != "no" else 0
     written = writable(Path(run)) if run is not None else None
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
-        reference = _reference(loaded, Path(folder), timeout_s=timeout_s)
-        found = [_certify(loaded, plan, reference, Path(folder), timeout_s=timeout_s, asked_for=bool(plans))
-                 for plan in chosen]
+        reference = reference_of(loaded, Path(folder), saved_step=saved_step, timeout_s=timeout_s)
+        proof = Proof(loaded, Path(folder), saved_step, reference["figures"], timeout_s)
+        hops = _hopping(chosen) if resume == "short" and not plans else set(range(len(chosen)))
+        found = list(_certificates(proof, chosen, reference, hops=hops if saved_step else set(), asked_for=bool(plans)))
     if written is not None:
-        certificate.write(written, _document(loaded, source, reference, found, steps))
+        certificate.write(written, _document(loaded, source, reference, found, num_samples))
     return found
 
 
-def _document(job: Job, source: dict[str, Any] | None, reference: dict[str, Any], found: Sequence[Certificate],
-              steps: int) -> dict[str, Any]:
-    """All that the certificates stand on, for a file."""
-    problem = reference["problem"]
-    subject = dict(reference["subject"])
-    return certificate.document(
-        subject, [each.to_dict() for each in found], job=source,
-        run={"steps": steps, "batch": job.batch, "seed": job.seed, "precision": job.precision, "clip": job.clip,
-             "optimizer": subject.pop("optimizer"), "samples": job.num_samples},
-        yardstick={precision: figures["yardstick"] for precision, figures in reference["figures"].items()},
-        coupling=None if problem is None else problem.to_dict(), note=reference["note"])
+def _check(steps: int, resume: str) -> None:
+    if steps < 1:
+        raise UsageError(f"steps must be at least 1, got {steps}")
+    if resume not in get_args(Resume):
+        raise UsageError(f"resume {resume!r}: {nearest(resume, get_args(Resume))}")
+
+
+def _shortened(job: Job, steps: int) -> Job:
+    """The job's first steps, on so few of its samples that the short last batch of an epoch is among them."""
+    from torch.utils.data import Subset
+
+    if job.total_steps is not None:
+        steps = min(steps, job.total_steps)
+    job = replace(job, steps=steps, epochs=None)
+    rest = 0 if job.num_samples is None or job.drop_last else job.num_samples % job.batch
+    samples = (min(steps, 3) - 1) * job.batch + rest
+    if rest and steps > 1 and not is_stream(job.data) and job.num_samples is not None and samples < job.num_samples:
+        return replace(job, data=Subset(job.data, range(samples)))
+    return job
 
 
 def _plans_that_fit(job: Job) -> list[Plan]:
@@ -137,107 +176,142 @@ def _plans_that_fit(job: Job) -> list[Plan]:
     return [plan for plan in map(Plan.parse, EXACT_PLANS) if plan.replicas <= most]
 
 
-def _in_precision(job: Job, precision: Precision, random: Any) -> Job:
-    """The job as it is compared: in a precision, its random layers off but for the initial weights."""
-    from paceline.capture.randomness import WithoutRandomness
-
-    assert isinstance(random, WithoutRandomness)
-    return replace(job, precision=precision, model=random.building(job.model))
-
-
-def _reference(job: Job, folder: Path, *, timeout_s: float) -> dict[str, Any]:
-    """One device's figures by precision, computed in a process of its own so that this one stays free to fork.
-
-    Returns:
-        figures: of each precision that the job runs in. problem: of the job itself. note: why float64 is missing.
-        subject: what was compared.
-    """
-    from paceline.capture.randomness import WithoutRandomness
-    from paceline.cluster import Cluster
-    from paceline.launch.local import run_local
-    from paceline.proof.problems import Problem, job_problem
-    from paceline.proof.reference import sample_marks, whole_batches, write_reference
-    from paceline.proof.subject import subject
-    from paceline.runtime.stepper import Stepper
-    from paceline.strategies.mesh import Mesh
-
-    steps = job.total_steps
-    assert steps is not None
-
-    def run(precision: Precision) -> dict[str, Any]:
-        (folder / precision).mkdir()
-        with WithoutRandomness() as random:
-            exact = _in_precision(job, precision, random)
-            figures = write_reference(exact, folder / precision, steps=steps)
-            problem = job_problem(exact, steps=steps)
-            figures["problem"] = None if problem is None else problem.to_dict()
-            figures["marks"] = [sample_marks(batch).tolist() for batch in whole_batches(exact, steps)]
-        return {**figures, "left": sorted(random.left)}
-
-    def body(context: Any) -> dict[str, Any]:
-        Stepper(job, Plan(), Mesh(Plan().axes.sizes(), 0), context.device)  # refuses in words what can't be trained
-        figures, note = {job.precision: run(job.precision)}, None
-        if job.precision != "float64":
-            try:
-                figures["float64"] = run("float64")
-            except Exception as error:
-                note = f"not judged in float64, where the job fails: {type(error).__name__}: {error}"
-        finest = list(figures.values())[-1]
-        if note is None and finest["left"]:
-            note = f"the job draws random numbers that can't be switched off ({', '.join(finest['left'])})"
-        return {"figures": figures, "problem": finest["problem"], "note": note, "subject": subject(job)}
-
-    found: dict[str, Any] = run_local(body, Cluster.local("cpu:0").devices, timeout_s=timeout_s)[0]
-    if found["problem"] is not None:
-        found["problem"] = Problem.from_dict(found["problem"])
-    return found
+def _hopping(plans: Sequence[Plan]) -> set[int]:
+    """Of the plans with at most one axis the first on each: what they save and restore, products do as well."""
+    first: dict[tuple[str, ...], int] = {}
+    for number, plan in enumerate(plans):
+        axes = tuple(axis for axis, size in plan.axes.sizes().items() if size > 1)
+        if len(axes) <= 1:
+            first.setdefault(axes, number)
+    return set(first.values())
 
 
-def _certify(job: Job, plan: Plan, reference: dict[str, Any], folder: Path, *, timeout_s: float,
-             asked_for: bool) -> Certificate:
+def _document(job: Job, source: dict[str, Any] | None, reference: dict[str, Any], found: Sequence[Certificate],
+              num_samples: int | None) -> dict[str, Any]:
+    """All that the certificates stand on, for a file."""
+    subject = dict(reference["subject"])
+    return certificate.document(
+        subject, [each.to_dict() for each in found], job=source,
+        run={"steps": job.steps, "batch": job.batch, "seed": job.seed, "precision": job.precision, "clip": job.clip,
+             "optimizer": subject.pop("optimizer"), "samples": num_samples},
+        yardstick={precision: figures["yardstick"] for precision, figures in reference["figures"].items()},
+        coupling=reference["problem"], note=reference["note"])
+
+
+def _certificates(proof: Proof, plans: Sequence[Plan], reference: dict[str, Any], *, hops: set[int],
+                  asked_for: bool) -> Iterator[Certificate]:
+    from paceline.proof.ranks import RUNS
+
+    checkpoint = ("single", proof.folder / RUNS / "single")
+    for number, plan in enumerate(plans):
+        if reference["order"] is not None:
+            yield Certificate(str(plan), (), f"the order of data is not the documented one: {reference['order']}")
+            continue
+        found = _certify(proof, plan, reference, number=number, asked_for=asked_for,
+                         checkpoint=checkpoint if number in hops else None)
+        if found.passed and proof.saved_step:
+            checkpoint = (str(plan), proof.folder / RUNS / str(number))
+        yield found
+
+
+def _certify(proof: Proof, plan: Plan, reference: dict[str, Any], *, number: int, asked_for: bool,
+             checkpoint: tuple[str, Path] | None) -> Certificate:
     """Train under the plan with a recorder on every rank. A rank that fails is a problem, not an error."""
-    from paceline.cluster import Cluster
     from paceline.launch.failure import RankFailed
-    from paceline.launch.local import run_local
     from paceline.planner.resolve import resolve
-    from paceline.runtime.drivers import crew
+    from paceline.proof.problems import Problem
 
     if plan.relaxed is not None:
         return Certificate(str(plan), (), f"not compared: the plan is relaxed ({plan.relaxed}) and can't equal one "
                                           f"device; '{plan.exact}' can")
-    devices = f"cpu:0-{plan.world_size - 1}"
-    asked = resolve(job, plan, devices=devices)
-    cuts = asked.plan.replicas > 1 or asked.plan.num_microbatches != 1
-    problem = reference["problem"] if cuts else None
+    asked = resolve(proof.job, plan, devices=f"cpu:0-{plan.world_size - 1}")
+    problem = Problem.from_dict(reference["problem"]) if reference["problem"] is not None else None
+    trial = _Trial(proof, asked, number, checkpoint, reference["note"])
     try:
-        ranks = run_local(_recorded(job, asked, list(reference["figures"]), folder), Cluster.local(devices).devices,
-                          timeout_s=timeout_s, crew=crew(asked.plan))
+        return trial.certificate(problem)
     except RankFailed as error:
         if error.failure.is_stop:
             raise
         if error.failure.kind in _REFUSALS and not asked_for:
             return Certificate(str(plan), (), refused=error.failure.message)
-        why = "\n".join(str(cause) for cause in (problem, error) if cause is not None)
+        why = "\n".join(str(cause) for cause in (problem if trial.cuts else None, error) if cause is not None)
         return Certificate(str(plan), (), why, reference["note"])
-    verdicts = tuple(judge(figures, [rank[precision] for rank in ranks], precision=precision)
-                     for precision, figures in reference["figures"].items())
-    return Certificate(str(plan), verdicts, None if problem is None else str(problem), reference["note"])
 
 
-def _recorded(job: Job, asked: Any, precisions: Sequence[Precision], folder: Path) -> Callable[[Any], dict[str, Any]]:
-    """What each rank runs: the job in every precision, one after the other."""
-    from paceline.capture.randomness import WithoutRandomness
-    from paceline.runtime.drivers import train_rank
-    from paceline.runtime.loop import Settings
+@dataclass
+class _Trial:
+    """One plan under proof. checkpoint: the plan that wrote it, and its run folder."""
 
-    def body(context: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for precision in precisions:
-            recorder = Recorder(folder / precision)
-            with WithoutRandomness() as random:
-                train_rank(context, _in_precision(job, precision, random), asked.plan,
-                           Settings(None, asked.shares, observer=recorder))
-            found[precision] = recorder.to_dict()
-        return found
+    proof: Proof
+    asked: Resolved
+    number: int
+    checkpoint: tuple[str, Path] | None
+    note: str | None
 
-    return body
+    @property
+    def cuts(self) -> bool:
+        """Whether the plan cuts the batch."""
+        return self.asked.plan.replicas > 1 or self.asked.plan.num_microbatches != 1
+
+    def certificate(self, problem: Any) -> Certificate:
+        """Held against one device; where the job couples samples and the plan cuts, against one that cuts alike."""
+        whole = {precision: self.proof.folder / precision for precision in self.proof.figures}
+        if not (self.cuts and problem is not None):
+            found = self._judged(self.proof.figures, whole, resumes=True)
+            if found.passed or not self.cuts:
+                return found
+        figures, folders = self._cut_alike()
+        coupled = next((f["coupling"] for f in reversed(figures.values()) if f["coupling"]), None)
+        if coupled is None and problem is None:
+            return found
+        if coupled is None:
+            found = self._judged(self.proof.figures, whole, resumes=True)
+            return found if found.passed else replace(found, problem=f"{problem}\n{found.reason}")
+        return replace(self._judged(figures, folders, resumes=False), coupling=_coupling(problem, coupled))
+
+    def _cut_alike(self) -> tuple[dict[Precision, dict[str, Any]], dict[Precision, Path]]:
+        from paceline.proof.ranks import cut_folder, cut_reference
+
+        shares, microbatches = self.asked.shares, self.asked.plan.num_microbatches
+        figures = cut_reference(self.proof, shares=shares, microbatches=microbatches)
+        return figures, {precision: cut_folder(self.proof.folder / precision, shares, microbatches)
+                         for precision in figures}
+
+    def _judged(self, figures: Any, folders: Any, *, resumes: bool) -> Certificate:
+        from paceline.proof.ranks import watched
+
+        name, folder = self.checkpoint if self.checkpoint and resumes else (None, None)
+        ranks = watched(self.proof, self.asked, folders, number=self.number, resumed_from=folder)
+        finest, count = self.proof.finest, self.asked.plan.num_microbatches
+        verdicts = [judge(each, [rank[precision] for rank in ranks], precision=precision, microbatches=count)
+                    for precision, each in figures.items()]
+        last = verdicts[-1]
+        if last.passed and (changed := ranks[0].get("file")):
+            verdicts[-1] = replace(last, difference=changed)
+        elif last.passed and folder is not None:
+            resumed = judge(figures[finest], [rank["resumed"] for rank in ranks], precision=finest, microbatches=count)
+            if resumed.difference is not None:
+                verdicts[-1] = replace(last, difference=(
+                    f"resumed after step {self.proof.saved_step} from a checkpoint that '{name}' wrote: "
+                    f"{resumed.difference}"))
+        power = figures[finest]["power"]
+        return Certificate(str(self.asked.plan), tuple(verdicts), note=self.note, weakness=_weakness(power, finest),
+                           resumed_from=name, power=power)
+
+
+def _coupling(problem: Any, seen: str) -> str:
+    """Why a plan that does what it should computes something else than one device."""
+    return ("the plan equals one device that cuts each batch alike, but not one that doesn't: cutting moves the "
+            f"{seen} on one device already. {problem or 'The job couples the samples of a batch'}")
+
+
+def _weakness(power: dict[str, Any], precision: str) -> str | None:
+    """Why a comparison proves nothing; None if planted errors would have been noticed."""
+    if 2 * power["caught"] >= power["gradients"] > 0 and power["dropped"] is not False:
+        return None
+    if power["gradients"] and 2 * power["caught"] < power["gradients"]:
+        return (f"the comparison has no power: an error of {power['planted']:.1%} would have been noticed in "
+                f"{power['caught']} of {power['gradients']} gradients alone, for rounding moves the others as far in "
+                f"{precision}; not in '{power['missed'][0]}', for one")
+    return ("the comparison has no power: a window without its last quarter gives the same gradients"
+            if power["gradients"] else "the comparison has no power: every gradient is noise or zero")

@@ -69,7 +69,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Sharding:
         # Gradients are sums: the loss is already divided by the whole window's count.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.register_forward_hook(_let_go_without_gradients)
+        unit.register_forward_hook(_let_go_without_gradients)
         # Ranks may use different parameters of a unit (experts): all take part in its reduction.
         if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
             module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -80,7 +80,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Sharding:
     return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard")), zero=plan.zero)
 
 
-def _let_go_without_gradients(module: FSDPModule, inputs: Any, output: Any) -> None:
+def _let_go_without_gradients(module: Any, inputs: Any, output: Any) -> None:
     """Below stage 3 FSDP2 keeps gathered weights for a backward. An evaluation has none: they would outlive the next
     update, and the forward after it would still use them."""
     if not torch.is_grad_enabled():

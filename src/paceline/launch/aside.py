@@ -1,0 +1,55 @@
+"""Work in a fork of this process, beside what goes on here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from paceline.launch import signals
+from paceline.launch.local import die_with, end_openmp_threads, refuse_used_cuda
+
+
+@contextmanager
+def aside(work: Callable[[], None]) -> Iterator[None]:
+    """Run `work()` in a fork while the block runs; the fork is ended with the block, if it isn't done by then.
+
+    An error of the work is printed and ends the fork; the block learns nothing of it.
+
+    Raises:
+        PacelineError: CUDA is already in use in this process, which forks can't share.
+    """
+    refuse_used_cuda()
+    end_openmp_threads()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent_pid, pid = os.getpid(), os.fork()
+    if pid == 0:
+        _be_fork(work, parent_pid)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _be_fork(work: Callable[[], None], parent_pid: int) -> None:
+    code = 1
+    try:
+        die_with(parent_pid)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPPING)
+        import torch
+
+        torch.set_num_threads(1)
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)

@@ -1,0 +1,126 @@
+"""The order of data once more, written plainly: the second implementation that the first one is held against.
+
+It follows the contract (docs/tour.md, "The order of data") with whole numbers and loops, and shares with
+`runtime/order.py` and `runtime/feed.py` nothing but the seeds of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from paceline.job import Job
+from paceline.runtime.feed import MicroBatch, is_stream
+from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
+
+_WORD = (1 << 64) - 1
+_ROUNDS = 8
+
+
+def shuffled(position: int, size: int, seed: int) -> int:
+    """Which of `size` samples stands at a position of the permutation that the seed fixes.
+
+    A Feistel network of eight rounds over the next power of four; what lands outside goes through again.
+
+    >>> sorted(shuffled(position, 5, seed=3) for position in range(5))
+    [0, 1, 2, 3, 4]
+    """
+    bits = 1
+    while 4**bits < max(size, 2):
+        bits += 1
+    mask = 2**bits - 1
+    while True:
+        left, right = position >> bits, position & mask
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (_mixed(right, key_to_seed(seed, turn)) & mask)
+        position = (left << bits) | right
+        if position < size:
+            return position
+
+
+def _mixed(value: int, key: int) -> int:
+    """The finaliser of splitmix64 (Steele et al. 2014), keyed."""
+    value = (value + key) & _WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
+    return value ^ (value >> 31)
+
+
+def windows(num_samples: int, job: Job) -> Iterator[tuple[int, list[int], list[int]]]:
+    """For every optimizer step its epoch, the positions of its samples in the epoch, and their indices; endless."""
+    epoch = 0
+    while True:
+        start, seed = 0, key_to_seed(job.seed, "order", epoch)
+        while start < num_samples:
+            positions = [position for position in range(start, start + job.batch) if position < num_samples]
+            if len(positions) == job.batch or not job.drop_last:
+                yield epoch, positions, [shuffled(position, num_samples, seed) for position in positions]
+            start += job.batch
+        epoch += 1
+
+
+def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
+    """The first windows of the job on the CPU, each as one batch; fewer if a stream ends."""
+    dtype = torch.float64 if job.precision == "float64" else None
+    for inputs, targets, count in islice(_stream(job) if is_stream(job.data) else _indexed(job), steps):
+        yield MicroBatch(inputs, targets, count).to(torch.device("cpu"), dtype)
+
+
+def _indexed(job: Job) -> Iterator[tuple[Any, Any, int]]:
+    for epoch, positions, indices in windows(len(job.data), job):
+        items = []
+        for position, index in zip(positions, indices, strict=True):
+            seed_sample(key_to_seed(job.seed, "sample", epoch), position)
+            items.append(tuple(job.data[index]))
+        inputs, targets = default_collate(items)
+        yield inputs, targets, len(items)
+
+
+def _stream(job: Job) -> Iterator[tuple[Any, Any, int]]:
+    epoch = 0
+    while job.epochs is None or epoch < job.epochs:
+        if hasattr(job.data, "set_epoch"):
+            job.data.set_epoch(epoch)
+        seed_streams(job.seed, "stream", epoch, -1)
+        items, start = iter(job.data), 0
+        while True:
+            seed_streams(job.seed, "stream", epoch, start)
+            taken = [tuple(item) for item in islice(items, job.batch)]
+            if len(taken) == job.batch or (taken and not job.drop_last):
+                inputs, targets = default_collate(taken)
+                yield inputs, targets, len(taken)
+            start += len(taken)
+            if len(taken) < job.batch:
+                break
+        epoch += 1
+
+
+def order_difference(job: Job, *, steps: int) -> str | None:
+    """Where a run would read other samples than the contract says, in words; None if nowhere.
+
+    The job's whole data set is looked at, though a proof trains on its first samples alone: the first steps, the last
+    step of the first epoch and the first of the second.
+    """
+    from paceline.runtime.order import Order
+
+    if is_stream(job.data):
+        return None
+    order = Order(len(job.data), job.batch, job.seed, job.drop_last)
+    last = order.steps_per_epoch
+    wanted = sorted({*range(min(steps, last + 1)), *((last - 1, last) if last * job.batch <= _FEW else ())})
+    for step, (epoch, positions, indices) in enumerate(islice(windows(len(job.data), job), wanted[-1] + 1)):
+        if step not in wanted:
+            continue
+        window = order.window(step)
+        if (window.epoch, list(window.positions)) != (epoch, positions):
+            return f"step {step + 1} would read positions {window.positions} of epoch {window.epoch}"
+        if order.indices(epoch, positions) != indices:
+            return f"step {step + 1} would read other samples than the seed fixes"
+    return None
+
+
+_FEW = 20_000  # samples that are put in order twice by hand; 0.1 s

@@ -1,0 +1,330 @@
+"""One device: a plain training loop that shares nothing with the distributed path but the seeds of random streams.
+
+It can train as one would by hand, or cut every batch as a plan would cut it over replicas and micro-batches. Where the
+samples of a batch are coupled the two differ, and that is the job's own doing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from paceline.capture.attributes import AttributeSnapshot, plain_attributes
+from paceline.job import Job
+from paceline.proof.order import whole_batches
+from paceline.runtime.feed import MicroBatch, map_tensors
+from paceline.runtime.order import split
+from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
+
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """How a run differs from the plain one: a change that exact arithmetic would not notice, or a cut.
+
+    cuts: micro-batches a batch. shake: added to or taken from every gradient, by a fixed draw, in units of the largest.
+    permuted: whether the samples of each batch come in another order. nudge: relative change of every initial weight.
+    """
+
+    cuts: int = 1
+    shake: float = 0.0
+    permuted: bool = False
+    nudge: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one device has after a step, by name: gradients before clipping, the rest after the update.
+
+    rates: the next step's learning rate of each group of the optimizer.
+    state: the optimizer's tensors as `NAME/KEY`, not copied.
+    """
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    rates: list[float]
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def tensors(self, kind: str) -> dict[str, torch.Tensor]:
+        return {"gradient": self.gradients, "weight": self.weights, "buffer": self.buffers, "state": self.state}[kind]
+
+
+def build_plain(job: Job) -> torch.nn.Module:
+    """The job's model in training mode with the seed's initial weights, on the CPU."""
+    seed_streams(job.seed, "model")
+    model = job.model()
+    if job.precision == "float64":
+        model = model.double()
+    return model.train()
+
+
+class PlainRun:
+    """The plain loop, step by step. model: after the steps so far."""
+
+    def __init__(self, job: Job, *, variation: Variation = Variation(), shares: Sequence[int] = (1,),
+                 microbatches: int = 1) -> None:
+        self.job, self.variation, self.shares, self.microbatches = job, variation, shares, microbatches
+        self.model = build_plain(job)
+        self.draws = torch.Generator().manual_seed(0)
+        self.named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.optimizer = job.optimizer(self.named)
+        self.schedule = job.lr_schedule(self.optimizer) if job.lr_schedule else None
+        self.num_steps = 0
+        if variation.nudge:
+            _nudge([p for _, p in self.named], variation.nudge, self.draws)
+
+    def steps(self, steps: int) -> Iterator[StepRecord]:
+        """The first steps of the job."""
+        for batch in whole_batches(self.job, steps):
+            yield self.step(batch)
+
+    def step(self, batch: MicroBatch) -> StepRecord:
+        """Forward, backward, clipping, update and schedule for one batch."""
+        if self.variation.permuted:
+            batch = permuted(batch, self.draws)
+        replicas = ([cut_batch(batch, self.variation.cuts)] if self.variation.cuts > 1
+                    else as_planned(batch, self.shares, self.microbatches))
+        loss = backward(self.job, self.model, *replicas, step=self.num_steps)
+        gradients = gradients_of(self.model)
+        if self.variation.shake:
+            size = self.variation.shake * greatest(gradients.values())
+            _shake([p.grad for _, p in self.named if p.grad is not None], size, self.draws)
+        if self.job.clip is not None:
+            torch.nn.utils.clip_grad_norm_([_real(p) for _, p in self.named], self.job.clip)
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        self.num_steps += 1
+        return StepRecord(
+            loss, gradients, {name: p.detach().clone() for name, p in self.model.named_parameters()},
+            {name: b.detach().clone() for name, b in self.model.named_buffers()}, rates_of(self.optimizer),
+            {f"{name}/{key}": value.detach() for name, p in self.named
+             for key, value in self.optimizer.state.get(p, {}).items() if isinstance(value, torch.Tensor)})
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """The loss (as "loss") and every metric over all samples of the data, in batches of the job's size."""
+        job = self.job
+        functions = {"loss": job.loss, **job.metrics}
+        sums, counts = dict.fromkeys(functions, 0.0), dict.fromkeys(functions, 0.0)
+        self.model.eval()
+        for start in range(0, len(data), job.batch):
+            batch = self._evaluation_batch(data, range(start, min(start + job.batch, len(data))))
+            with torch.no_grad(), autocast(job):
+                output = batch.call(self.model)
+                for name, function in functions.items():
+                    value = function(output, batch.target)
+                    total, count = value if isinstance(value, tuple | list) else (value, 1)
+                    factor = 1 if isinstance(value, tuple | list) else batch.samples
+                    sums[name] += float(total) * factor
+                    counts[name] += float(count) * factor
+        self.model.train()
+        return {name: sums[name] / counts[name] for name in functions if counts[name]}
+
+    def _evaluation_batch(self, data: Any, indices: range) -> MicroBatch:
+        items = []
+        for index in indices:
+            seed_sample(key_to_seed(self.job.seed, "evaluation"), index)
+            items.append(tuple(data[index]))
+        inputs, targets = default_collate(items)
+        dtype = torch.float64 if self.job.precision == "float64" else None
+        return MicroBatch(inputs, targets, len(items)).to(torch.device("cpu"), dtype)
+
+
+def autocast(job: Job) -> torch.autocast:
+    """The numeric context of the job's forward passes on the CPU."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16")
+
+
+# --- Cutting a batch -----------------------------------------------------------------------------------------------
+
+
+def cut_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
+    """The batch in consecutive pieces along dim 0, as equal as can be; fewer if it has fewer samples."""
+    edges = sorted({batch.samples * i // pieces for i in range(pieces + 1)})
+    return [_part(batch, range(first, last)) for first, last in pairwise(edges)]
+
+
+def as_planned(batch: MicroBatch, shares: Sequence[int], microbatches: int) -> list[list[MicroBatch]]:
+    """The micro-batches of every replica that has samples, as a plan with these shares cuts a window."""
+    if len(shares) == 1 and microbatches == 1:
+        return [[batch]]
+    replicas = []
+    for own in split(batch.samples, shares):
+        parts = [range(own.start + part.start, own.start + part.stop) for part in split(len(own), [1] * microbatches)]
+        replicas.append([_part(batch, part) for part in parts if len(part)])
+    return [replica for replica in replicas if replica]
+
+
+def permuted(batch: MicroBatch, draws: torch.Generator) -> MicroBatch:
+    """The batch with its samples in another order."""
+    order = torch.randperm(batch.samples, generator=draws)
+    change = lambda t: t[order] if t.ndim and t.shape[0] == batch.samples else t  # noqa: E731
+    return MicroBatch(map_tensors(change, batch.input), map_tensors(change, batch.target), batch.samples)
+
+
+def _part(batch: MicroBatch, part: range) -> MicroBatch:
+    return MicroBatch(rows(batch.input, part, batch.samples), rows(batch.target, part, batch.samples), len(part))
+
+
+def rows(value: Any, part: range, samples: int) -> Any:
+    """Some samples of tensors that have all of them along dim 0."""
+    return map_tensors(lambda t: t[part.start:part.stop] if t.ndim and t.shape[0] == samples else t, value)
+
+
+# --- Backward ------------------------------------------------------------------------------------------------------
+
+
+def backward(job: Job, model: torch.nn.Module, *replicas: list[MicroBatch], step: int = 0) -> float:
+    """Leave the gradients of a batch in the model, and return its loss.
+
+    step: keys the random streams of what can't be switched off, as in a run.
+
+    Each replica starts from the state that the model is in now; what they make of buffers, of tensors in attributes and
+    of weights that a forward changes is then brought together (docs/verify.md).
+    """
+    model.zero_grad()
+    samples = sum(piece.samples for pieces in replicas for piece in pieces)
+    together = _Replicas(model) if len(replicas) > 1 else None
+    loss, count = 0.0, 0.0
+    for replica, pieces in enumerate(replicas):
+        if together is not None:
+            together.begin()
+        for number, piece in enumerate(pieces):
+            seed_streams(job.seed, "step", step, replica, number)
+            with autocast(job):
+                value = job.loss(piece.call(model), piece.target)
+            if isinstance(value, tuple | list):
+                total = torch.as_tensor(value[0])
+                loss, count = loss + total.item(), count + float(value[1])
+            else:
+                total = value * (piece.samples / samples)
+                loss, count = loss + value.item() * piece.samples / samples, 1.0
+            if total.requires_grad:  # a piece in which nothing counts may have no graph
+                total.backward()
+        if together is not None:
+            together.add(sum(piece.samples for piece in pieces) / samples)
+    if together is not None:
+        together.finish()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= count
+    return loss / count
+
+
+class _Replicas:
+    """State that forwards change, over replicas that start alike: means of buffers, and changes of weights once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.before = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.attributes = AttributeSnapshot(model)
+        self.sums: dict[str, torch.Tensor] = {}
+        self.changes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.is_first = True
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        found = dict(self.model.named_buffers())
+        return found | {f"attribute {name}": value for name, _, _, value in plain_attributes(self.model)
+                        if isinstance(value, torch.Tensor)}
+
+    def begin(self) -> None:
+        if self.is_first:
+            self.is_first = False
+            return
+        self.attributes.restore()
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self.before[name])
+            for name, p in self.model.named_parameters():
+                p.copy_(self.weights[name])
+
+    def add(self, share: float) -> None:
+        """A replica with this share of the samples is done."""
+        for name, tensor in self._tensors().items():
+            if tensor.is_floating_point() or tensor.is_complex():
+                self.sums[name] = self.sums.get(name, 0.0) + tensor.detach() * share
+            else:
+                self.sums[name] = torch.maximum(self.sums.get(name, tensor), tensor).detach().clone()
+        for name, p in self.model.named_parameters():
+            change = p.detach() - self.weights[name]
+            total, users = self.changes.get(name, (torch.zeros_like(change), torch.zeros(change.shape)))
+            self.changes[name] = total + change, users + (change != 0)
+
+    def finish(self) -> None:
+        with torch.no_grad():
+            for name, tensor in self._tensors().items():
+                if not torch.equal(self.sums[name], self.before.get(name, self.sums[name])):
+                    tensor.copy_(self.sums[name])
+            for name, p in self.model.named_parameters():
+                total, users = self.changes[name]
+                p.copy_(self.weights[name] + total / users.clamp(min=1).to(total.dtype))
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rate of each group that has one."""
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the gradients that are there, by parameter name."""
+    return {name: p.grad.to_dense() if p.grad.is_sparse else p.grad.clone()
+            for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _real(parameter: torch.Tensor) -> torch.Tensor:
+    """A complex parameter as pairs of real numbers, with its gradient: what a norm is taken of."""
+    if not parameter.is_complex():
+        return parameter
+    pairs = torch.view_as_real(parameter.detach())
+    pairs.grad = None if parameter.grad is None else torch.view_as_real(parameter.grad)
+    return pairs
+
+
+def _shake(gradients: Iterable[torch.Tensor], size: float, draws: torch.Generator) -> None:
+    for gradient in gradients:
+        if not gradient.is_sparse:
+            sign = torch.randint(2, gradient.shape, generator=draws) * 2 - 1
+            gradient += sign.to(gradient.dtype) * size
+
+
+def _nudge(weights: Iterable[torch.Tensor], relative: float, draws: torch.Generator) -> None:
+    with torch.no_grad():
+        for weight in weights:
+            sign = torch.randint(2, weight.shape, generator=draws) * 2 - 1
+            weight += weight * sign.to(weight.dtype) * relative
+
+
+def greatest(tensors: Iterable[torch.Tensor]) -> float:
+    """The largest absolute value of any element; 0.0 without elements."""
+    return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+
+
+def distance(mine: torch.Tensor, theirs: torch.Tensor | None) -> float:
+    """How far two tensors are apart at most; a missing one counts as zeros."""
+    if not mine.numel():
+        return 0.0
+    if mine.dtype == torch.bool:
+        return float((mine.int() if theirs is None else mine.int() - theirs.int()).abs().max())
+    return float((mine if theirs is None else mine - theirs).abs().max())
+
+
+def sample_marks(batch: MicroBatch) -> torch.Tensor:
+    """A number for each sample of a batch that tells it from the others, whatever its shape; float64 (samples,)."""
+    marks = torch.zeros(max(batch.samples, 1), dtype=torch.float64)
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim and tensor.shape[0] == len(marks):
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            flat = real.reshape(len(marks), -1).double()
+            marks.add_(flat @ torch.sin(torch.arange(1, flat.shape[1] + 1, dtype=torch.float64)))
+        return tensor
+
+    map_tensors(add, (batch.input, batch.target))
+    return marks[: batch.samples]

@@ -1,0 +1,209 @@
+"""The processes of a proof: one that computes the reference on one device, and the ranks of a plan, watched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster import Cluster
+from paceline.errors import CheckpointError
+from paceline.job import Job, Precision
+from paceline.launch.local import run_local
+from paceline.planner.resolve import Resolved
+
+RUNS = "runs"  # below the folder of a proof: a run folder for each plan, with its checkpoint
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What all plans of a proof are held against.
+
+    job: as it is trained for the proof. folder: of the reference; one for each precision.
+    saved_step: after which runs save; 0 if they don't.
+    figures: of `write_reference`, by precision; the last one is the finest.
+    """
+
+    job: Job
+    folder: Path
+    saved_step: int
+    figures: Mapping[Precision, dict[str, Any]]
+    timeout_s: float
+
+    @property
+    def finest(self) -> Precision:
+        return list(self.figures)[-1]
+
+
+def in_precision(job: Job, precision: Precision, random: Any) -> Job:
+    """The job as it is compared: in a precision, its random layers off but for the initial weights."""
+    return replace(job, precision=precision, model=random.building(job.model))
+
+
+def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float) -> dict[str, Any]:
+    """One device's figures by precision, computed in a process of its own so that this one stays free to fork.
+
+    A checkpoint of one device after `saved_step` steps is left in `folder`/runs/single.
+
+    Returns:
+        figures: of each precision that the job runs in. problem: of the job itself, as a document; None if there is
+        none. note: what the proof does not cover. subject: what was compared.
+
+    Raises:
+        PacelineError: the job fails on one device.
+    """
+    from paceline.capture.randomness import WithoutRandomness
+    from paceline.plans import Plan
+    from paceline.proof.order import order_difference
+    from paceline.proof.problems import job_problem
+    from paceline.proof.reference import evaluation_data, write_reference
+    from paceline.proof.subject import subject
+    from paceline.runtime.stepper import Stepper
+    from paceline.strategies.mesh import Mesh
+
+    steps = job.total_steps
+    assert steps is not None
+
+    def run(precision: Precision) -> dict[str, Any]:
+        random = WithoutRandomness()
+        exact = in_precision(job, precision, random)
+        figures = write_reference(exact, folder / precision, steps=steps, evaluation=evaluation_data(job),
+                                  random=random)
+        with random if random.is_needed else nullcontext():
+            problem = job_problem(exact, steps=steps)
+        return {**figures, "problem": None if problem is None else problem.to_dict(), "left": sorted(random.left),
+                "is_random": random.is_needed}
+
+    def body(context: Any) -> dict[str, Any]:
+        Stepper(job, Plan(), Mesh(Plan().axes.sizes(), 0), context.device)  # refuses in words what can't be trained
+        figures, note = {job.precision: run(job.precision)}, None
+        if job.precision != "float64":
+            try:
+                figures["float64"] = run("float64")
+            except Exception as error:
+                note = f"not judged in float64, where the job fails: {type(error).__name__}: {error}"
+        finest = list(figures)[-1]
+        if note is None and figures[finest]["left"]:
+            note = f"the job draws random numbers that can't be switched off ({', '.join(figures[finest]['left'])})"
+        if saved_step:
+            _save_single(context, job, finest, folder, saved_step)
+        return {"figures": figures, "problem": figures[finest]["problem"], "note": note, "subject": subject(job)}
+
+    found: dict[str, Any] = run_local(body, Cluster.local("cpu:0").devices, timeout_s=timeout_s)[0]
+    found["order"] = order_difference(job, steps=steps)
+    return found
+
+
+def _save_single(context: Any, job: Job, precision: Precision, folder: Path, saved_step: int) -> None:
+    """A checkpoint that a plan without ranks wrote, for others to go on from."""
+    from paceline.capture.randomness import WithoutRandomness
+    from paceline.plans import Plan
+    from paceline.runtime.drivers import train_rank
+    from paceline.runtime.loop import Settings
+
+    run_dir = folder / RUNS / "single"
+    run_dir.mkdir(parents=True)
+    with WithoutRandomness() as random:
+        exact = replace(in_precision(job, precision, random), steps=saved_step, validation=None, metrics={})
+        train_rank(context, exact, Plan(), Settings(run_dir, (1,), save_every=saved_step))
+
+
+def cut_reference(proof: Proof, *, shares: Sequence[int], microbatches: int) -> dict[Precision, dict[str, Any]]:
+    """One device that cuts every batch as a plan does; tensors are beside the reference's. See `write_cut`."""
+    from paceline.capture.randomness import WithoutRandomness
+    from paceline.proof.reference import write_cut
+
+    def body(context: Any) -> dict[Any, Any]:
+        found = {}
+        for precision, whole in proof.figures.items():
+            random = WithoutRandomness()
+            with random if whole["is_random"] else nullcontext():
+                found[precision] = write_cut(in_precision(proof.job, precision, random),
+                                             cut_folder(proof.folder / precision, shares, microbatches), whole,
+                                             beside=proof.folder / precision, shares=shares, microbatches=microbatches)
+        return found
+
+    found: dict[Precision, dict[str, Any]] = run_local(body, Cluster.local("cpu:0").devices,
+                                                       timeout_s=proof.timeout_s)[0]
+    return found
+
+
+def cut_folder(folder: Path, shares: Sequence[int], microbatches: int) -> Path:
+    """Where the tensors of such a reference are."""
+    return folder / f"cut-{'-'.join(map(str, shares))}-{microbatches}"
+
+
+def watched(proof: Proof, asked: Resolved, folders: Mapping[Precision, Path], *, number: int,
+            resumed_from: Path | None) -> list[dict[str, Any]]:
+    """What every rank records of the job under a plan, by precision; `resumed` holds a resumed run's, where asked for.
+
+    Args:
+        folders: Of the reference that the ranks are held against.
+        number: Of the plan in the proof; its run folder is named by it.
+        resumed_from: A run folder of another plan to go on from in a run of its own.
+
+    Raises:
+        RankFailed: a rank failed.
+    """
+    from paceline.runtime.drivers import crew
+
+    run_dir = proof.folder / RUNS / str(number)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if resumed_from is not None:
+        onward = proof.folder / RUNS / f"{number}-resumed"
+        onward.mkdir(exist_ok=True)
+        with suppress(FileExistsError):
+            (onward / "checkpoints").symlink_to(resumed_from / "checkpoints")
+
+    def body(context: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for precision in proof.figures:
+            is_finest = precision == proof.finest
+            found[precision] = _watch(context, proof, asked, folders[precision], precision,
+                                      run_dir if is_finest else None)
+            if is_finest and resumed_from is not None:
+                found["resumed"] = _watch(context, proof, asked, folders[precision], precision, onward, resume=True)
+        if context.rank == 0 and proof.saved_step:
+            found["file"] = _file_difference(proof, run_dir, folders[proof.finest])
+        return found
+
+    devices = Cluster.local(f"cpu:0-{asked.plan.world_size - 1}").devices
+    return run_local(body, devices, timeout_s=proof.timeout_s, crew=crew(asked.plan))
+
+
+def _watch(context: Any, proof: Proof, asked: Resolved, folder: Path, precision: Precision, run_dir: Path | None, *,
+           resume: bool = False) -> dict[str, Any]:
+    """The job in one precision. With a run folder it also evaluates, and saves on its way or goes on from there."""
+    from paceline.capture.randomness import WithoutRandomness
+    from paceline.proof.compare import Recorder
+    from paceline.proof.reference import evaluation_data
+    from paceline.runtime.drivers import train_rank
+    from paceline.runtime.loop import Settings
+
+    random = WithoutRandomness()
+    with random if proof.figures[precision]["is_random"] else nullcontext():
+        recorder = Recorder(folder, random, first_step=proof.saved_step if resume else 0)
+        job = in_precision(proof.job, precision, random)
+        data = evaluation_data(job) if run_dir is not None and not resume else None
+        job = replace(job, validation=data, metrics=job.metrics if data is not None else {})
+        train_rank(context, job, asked.plan, Settings(
+            run_dir, asked.shares, observer=recorder, resume=resume, keep=lambda: False,
+            save_every=proof.saved_step if run_dir is not None and not resume and proof.saved_step else None,
+            on_evaluation=recorder.evaluation))
+    return recorder.to_dict()
+
+
+def _file_difference(proof: Proof, run_dir: Path, folder: Path) -> str | None:
+    from paceline.proof.compare import file_difference
+    from paceline.runtime.checkpoint.read import open_checkpoint
+
+    path = run_dir / "checkpoints" / f"step-{proof.saved_step}"
+    try:
+        checkpoint = open_checkpoint(path)
+    except CheckpointError as error:
+        return f"the checkpoint after step {proof.saved_step} can't be read: {error}"
+    return file_difference(checkpoint, folder, proof.figures[proof.finest], step=proof.saved_step)
+
+
