@@ -39,6 +39,13 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True)
+def unchecked_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs inside of tests are not held against one device first, but in tests that are marked for it."""
+    if not request.node.get_closest_marker("checked_runs"):
+        monkeypatch.setattr("paceline.verbs.checks.first_update", lambda *args, **options: None)
+
+
 @pytest.fixture
 def run_ranks() -> Callable[..., list[Any]]:
     """`run_ranks(body, 2)` runs `body(context)` as two CPU ranks and returns the results in rank order."""

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -38,6 +38,7 @@ OnePlan = Annotated[str | None, typer.Option("--plan", metavar="PLAN", help="'si
 Devices = Annotated[str | None, typer.Option(metavar="NAMES", help="cpu:0,cpu:1 or cuda:0-3, one a rank.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A hyperparameter.")]
 _EXAMPLES = {"--set": "0.01 sets the parameter lr of the job", "--vary": "1e-5..1e-1:log varies the parameter lr"}
+YesOrNo = Literal["yes", "no"]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
@@ -75,6 +76,7 @@ def train(
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long a rank may hang.")] = 300.0,
     restarts: Annotated[int | None, typer.Option(
         metavar="N", min=0, help="Restarts of ranks that died; 3 with staleness, else 0.")] = None,
+    check: Annotated[YesOrNo, typer.Option(help="Hold the first update against one device before training.")] = "yes",
     as_json: Json = False,
 ) -> None:
     """Train a job on one device or many."""
@@ -82,7 +84,8 @@ def train(
         job = JobFile.parse(file, _parse_settings(settings))
         summary = paceline.train(job, plan, devices=devices, procs=procs, memory=memory, steps=steps,
                                  save_every=save_every, trace=trace, run=run, resume=resume,
-                                 loader_workers=loader_workers, timeout_s=timeout, restarts=restarts)
+                                 loader_workers=loader_workers, timeout_s=timeout, restarts=restarts,
+                                 check=check == "yes")
         speaks = _is_first_rank()
     if speaks:
         figures = summary.to_dict()
@@ -178,6 +181,8 @@ def verify(
     plans: Annotated[list[str] | None, typer.Option("--plan", metavar="PLAN", help="A plan; may be repeated.")] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Optimizer steps that are compared.")] = 4,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the certificate is written.")] = None,
+    resume: Annotated[Literal["short", "full", "no"], typer.Option(
+        help="Which plans also go on from another plan's checkpoint: one an axis, all, none.")] = "short",
     as_json: Json = False,
 ) -> None:
     """Prove that plans compute what one device computes."""
@@ -185,7 +190,7 @@ def verify(
         job = JobFile.parse(file, _parse_settings(settings))
         speaks = _is_first_rank()
         written = (run or fresh_name(f"verify-{job.path.stem}")) if speaks else None
-        certificates = paceline.verify(job, plans or (), steps=steps, run=written)
+        certificates = paceline.verify(job, plans or (), steps=steps, run=written, resume=resume)
         if speaks:
             typer.echo(f"certificate {written}/certificate.txt", err=True)
     if speaks:
@@ -325,11 +330,21 @@ def _summary_table(summary: Mapping[str, Any]) -> str:
         "validation loss": summary.get("validation_loss"),
         **(summary.get("metrics") or {}),
         "time": f"{_number(summary['wall_s'])} s",
+        "first update": _checked(summary.get("check")),
         "peak memory": _memory(summary["peak_memory_bytes"]),
         "predicted step": f"{_number(predicted['step_s'])} s" if predicted.get("step_s") else None,
         "predicted memory": _memory(predicted.get("peak_memory_bytes")),
         "run": summary.get("run"),
     })
+
+
+def _checked(check: Mapping[str, Any] | None) -> str | None:
+    """What the check before the run said, for people; nothing on one device."""
+    if check is None:
+        return None
+    verdict = {"passed": "one device's", "coupled": "one device's that cuts the batch alike",
+               "unchecked": "not checked"}[check["verdict"]]
+    return f"{verdict} (checked in {check['seconds']:.2g} s)" if check["seconds"] else verdict
 
 
 def _best_of(study: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def _watched(job: Job, asked: Resolved, folder: Path, devices: Any) -> Callable[
 
         def wait() -> None:
             while not (folder / _REFERENCE).exists():
-                context.beat("check")
+                context.beat("reduce")
                 time.sleep(_POLL_S)
             if "error" in json.loads((folder / _REFERENCE).read_text()):
                 raise _NoReferenceError

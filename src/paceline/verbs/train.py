@@ -23,6 +23,8 @@ from paceline.verbs.prediction import predict_once_started, price, sum_up, what_
 
 if TYPE_CHECKING:
     from paceline.launch.context import RankContext
+    from paceline.launch.environment import Environment
+    from paceline.proof.first_update import FirstUpdate
 
 
 class Summary(Outcome):
@@ -32,7 +34,8 @@ class Summary(Outcome):
 def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | None = None,
           procs: int | None = None, memory: str | None = None, steps: int | None = None,
           save_every: int | None = None, trace: int = 0, run: str | Path | None = None, resume: bool = False,
-          loader_workers: int = 0, timeout_s: float = 300.0, restarts: int | None = None) -> Summary:
+          loader_workers: int = 0, timeout_s: float = 300.0, restarts: int | None = None,
+          check: bool = True) -> Summary:
     """Train a job under a plan and leave a run folder.
 
     Args:
@@ -51,9 +54,11 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         timeout_s: How long a rank may give no sign of life before the run is ended and the rank named.
         restarts: How often in a run ranks that were killed, or hang, are started again: a worker alone where the
             others go on without it, else all ranks, from the newest checkpoint. By default 3 with staleness, else 0.
+        check: Whether ranks of their own first take one step, held against one device; `proof/first_update.py`.
 
     Raises:
         UsageError: the request makes no sense (job, plan or cluster); nothing was started or written.
+        PlanRefused: the plan's first update is not what one device computes; nothing was trained.
         RankFailed: a rank failed; its report names rank, step and line.
     """
     from paceline.planner.estimate import devices_of
@@ -90,6 +95,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         run_dir = Path(place.agree("run folder", claim))
         if place.is_first:
             print(_banner(loaded, asked, chosen.why, run_dir), file=sys.stderr, flush=True)
+        checked = _checked(loaded, source, asked, environment, timeout_s=timeout_s) if check else None
         settings = Settings(run_dir=run_dir, shares=asked.shares, save_every=save_every, resume=resume,
                             loader_workers=loader_workers, trace_steps=trace,
                             devices=devices_of(asked.plan, asked.cluster))
@@ -105,8 +111,21 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
                 print(what_would_fit(priced), file=sys.stderr, flush=True)
             raise
         if place.is_first:
-            figures = sum_up(run_dir, figures, priced)
+            figures = sum_up(run_dir, {**figures, "check": checked and checked.to_dict()}, priced)
         return Summary(figures, run_dir)
+
+
+def _checked(job: Job, source: JobFile | None, asked: Resolved, environment: Environment | None, *,
+             timeout_s: float) -> FirstUpdate | None:
+    """What the check before the run found; says so where the run is not what one device computes, or may not be."""
+    from paceline.verbs import checks
+
+    found = checks.first_update(job, source, asked, environment=environment, timeout_s=timeout_s)
+    if found is not None and (found.verdict == "coupled"
+                              or (found.verdict == "unchecked" and asked.plan.relaxed is None)):
+        word = "note" if found.verdict == "coupled" else "not checked against one device"
+        print(f"{word}: {found.reason}", file=sys.stderr, flush=True)
+    return found
 
 
 def _check(**counts: float | None) -> None:

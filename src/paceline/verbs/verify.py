@@ -145,9 +145,23 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
         proof = Proof(loaded, Path(folder), saved_step, reference["figures"], timeout_s)
         hops = _hopping(chosen) if resume == "short" and not plans else set(range(len(chosen)))
         found = list(_certificates(proof, chosen, reference, hops=hops if saved_step else set(), asked_for=bool(plans)))
+    if isinstance(job, JobFile):
+        _remember(job, loaded, found)
     if written is not None:
         certificate.write(written, _document(loaded, source, reference, found, num_samples))
     return found
+
+
+def _remember(source: JobFile, job: Job, found: Sequence[Certificate]) -> None:
+    """Runs under plans that were proved need no check of their first update."""
+    from paceline.planner.resolve import resolve
+    from paceline.verbs import checks
+
+    for each in found:
+        if each.verdict in ("passed", "coupled"):
+            plan = Plan.parse(each.plan)
+            asked = resolve(job, plan, devices=f"cpu:0-{plan.world_size - 1}")
+            checks.remember(source, asked, verdict=each.verdict, reason=each.coupling or "")
 
 
 def _check(steps: int, resume: str) -> None:

@@ -1,0 +1,104 @@
+"""The check before a run: whether the plan's first update is one device's, and what is known of it from before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.job import Job
+from paceline.jobfile import JobFile
+from paceline.launch.environment import Environment
+from paceline.planner.resolve import Resolved
+from paceline.plans import Plan
+from paceline.profile import cache
+
+if TYPE_CHECKING:
+    from paceline.proof.first_update import FirstUpdate
+
+_DOCUMENT, _REMEMBERED = "checks", 1000  # in the cache of this machine; the latest so many
+
+
+def first_update(job: Job, source: JobFile | None, asked: Resolved, *, environment: Environment | None,
+                 timeout_s: float) -> FirstUpdate | None:
+    """Check the plan's first update where that is possible and not known yet. None: one device does the job as it is.
+
+    Raises:
+        PlanRefused: it is not one device's.
+        RankFailed: a rank failed, as it would have in the run.
+    """
+    from paceline.proof.first_update import FirstUpdate, check_first_update
+
+    if asked.plan == Plan():
+        return None
+    if (reason := _unchecked(asked, environment)) is not None:
+        return FirstUpdate("unchecked", reason)
+    key = _key(source, asked) if source is not None else None
+    if key is not None and (known := _read().get(key)):
+        return FirstUpdate(known["verdict"], known["reason"])
+    found = check_first_update(job, asked, timeout_s=timeout_s)
+    if key is not None and found.verdict != "unchecked":
+        _remember(key, found.verdict, found.reason)
+    return found
+
+
+def remember(source: JobFile, asked: Resolved, *, verdict: str, reason: str) -> None:
+    """Note what a certificate says, so that runs of the same job under the plan need no check."""
+    _remember(_key(source, asked), verdict, reason)
+
+
+def _unchecked(asked: Resolved, environment: Environment | None) -> str | None:
+    """Why a plan is not checked; None if it is."""
+    if asked.plan.relaxed is not None:
+        return f"the plan is relaxed ({asked.plan.relaxed}) and can't equal one device"
+    if environment is not None:
+        return f"{environment.launcher} started the ranks, and a check needs ranks of its own"
+    if any(device.kind != "cpu" for device in asked.cluster.devices):
+        return "one device is compared on CPUs alone"
+    return None
+
+
+def _key(source: JobFile, asked: Resolved) -> str:
+    """A digest of all that decides what a first update is: the job's files and settings, the plan, the versions.
+
+    The files are the job's own and the modules beside it that are loaded; data files that it reads are not looked at.
+    """
+    digest = hashlib.sha256()
+    identity = {"file": str(source.path), "function": source.function, "settings": dict(source.settings),
+                "plan": str(asked.plan), "shares": list(asked.shares), "python": platform.python_version(),
+                "torch": version("torch"), "numpy": version("numpy"), "paceline": _own_files()}
+    digest.update(json.dumps(identity, sort_keys=True, default=str).encode())
+    for path in sorted(_files_of(source)):
+        digest.update(str(path).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _files_of(source: JobFile) -> set[Path]:
+    folder = source.path.parent
+    loaded = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    beside = {Path(file) for file in loaded if file and file.endswith(".py") and Path(file).is_relative_to(folder)}
+    return {source.path, *(path for path in beside if "site-packages" not in path.parts and path.exists())}
+
+
+def _own_files() -> str:
+    """Sizes and times of this package's files: an edited one is another version."""
+    package = Path(__file__).parent.parent
+    stats = [(str(path.relative_to(package)), path.stat()) for path in sorted(package.rglob("*.py"))]
+    text = "\n".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read() -> dict[str, Any]:
+    document = cache.read(_DOCUMENT, "cpu")
+    return document if isinstance(document, dict) else {}
+
+
+def _remember(key: str, verdict: str, reason: str) -> None:
+    known = {**_read(), key: {"verdict": verdict, "reason": reason, "time": time.time()}}
+    latest = sorted(known, key=lambda key: known[key]["time"])[-_REMEMBERED:]
+    cache.write(_DOCUMENT, "cpu", {key: known[key] for key in latest})

@@ -1,0 +1,142 @@
+"""A run holds its first update against one device before it trains; a wrong one is never trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.errors import PlanRefused
+from paceline.jobfile import JobFile
+from paceline.strategies.data.run import GradientBuckets
+
+pytestmark = pytest.mark.checked_runs
+
+
+def make_job(model: Any = None, **changes: Any) -> paceline.Job:
+    x = torch.randn(25, 6, generator=torch.Generator().manual_seed(1))
+    fields: dict[str, Any] = {
+        "model": model or (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))),
+        "data": TensorDataset(x, (x[:, 0] > 0).long()), "loss": F.cross_entropy, "batch": 8, "steps": 3,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2)}
+    return paceline.Job(**{**fields, **changes})
+
+
+FILE = """
+import torch, torch.nn.functional as F, paceline as pl
+def job(width: int = 8):
+    return pl.Job(model=lambda: torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.Linear(width, 3)), batch=8,
+                  data=[(torch.full((6,), i / 9), i % 3) for i in range(20)], steps=2, loss=F.cross_entropy,
+                  optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=2 zero=2", "pipeline=2", "tensor=2", "single recompute=full"])
+def test_a_plan_that_is_exact_trains(plan: str, tmp_path: Path) -> None:
+    """The summary says that it was checked, and the run is as one that was not."""
+    checked = paceline.train(make_job(), plan, run=tmp_path / "checked")
+    unchecked = paceline.train(make_job(), plan, run=tmp_path / "unchecked", check=False)
+
+    assert checked["check"]["verdict"] == "passed" and checked["check"]["seconds"] > 0
+    assert unchecked["check"] is None and checked["final_loss"] == unchecked["final_loss"]
+    assert (tmp_path / "checked" / "model.safetensors").read_bytes() == (
+        tmp_path / "unchecked" / "model.safetensors").read_bytes()
+
+
+def test_a_wrong_gradient_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousandth of one weight's gradient is enough, and no step of the run is taken."""
+    finish = GradientBuckets.finish
+
+    def bent(self: GradientBuckets) -> None:
+        finish(self)
+        self.buckets[0][1].grad *= 1.001
+
+    monkeypatch.setattr(GradientBuckets, "finish", bent)
+
+    with pytest.raises(PlanRefused, match=r"first update under 'data=2'.*gradient of '3\.weight'"):
+        paceline.train(make_job(), "data=2", run=tmp_path / "run")
+
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() and not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_model_that_knows_its_rank_is_refused(tmp_path: Path) -> None:
+    """Weights built otherwise on another rank are named."""
+    def model() -> nn.Module:
+        net = nn.Linear(6, 3)
+        if dist.is_initialized() and dist.get_rank():
+            net.weight.data += 1e-3
+        return net
+
+    with pytest.raises(Exception, match="weight"):
+        paceline.train(make_job(model), "data=2", run=tmp_path)
+
+
+def test_coupled_samples_are_told_and_trained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A BatchNorm over parts of a batch is the job's own doing."""
+    job = make_job(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+
+    found = paceline.train(job, "data=2", run=tmp_path)
+
+    assert found["check"]["verdict"] == "coupled" and found["steps"] == 3
+    assert "samples are coupled" in capfd.readouterr().err
+
+
+def test_what_is_known_is_not_checked_again(tmp_path: Path) -> None:
+    """A second run of the same file, plan and settings goes straight on; another setting does not."""
+    path = tmp_path / "job.py"
+    path.write_text(FILE)
+
+    def check(number: int, **settings: Any) -> dict[str, Any]:
+        return paceline.train(JobFile(path, settings=settings), "data=2", run=tmp_path / str(number))["check"]
+
+    first, second, other = check(1), check(2), check(3, width=4)
+    path.write_text(path.read_text().replace("lr=0.1", "lr=0.2"))
+    edited = check(4)
+
+    assert [found["verdict"] for found in (first, second, other, edited)] == ["passed"] * 4
+    assert second["seconds"] == 0 and min(first["seconds"], other["seconds"], edited["seconds"]) > 0
+
+
+def test_a_certificate_makes_the_check_unnecessary(tmp_path: Path) -> None:
+    """`verify` of the same file has said it already."""
+    path = tmp_path / "job.py"
+    path.write_text(FILE)
+    assert all(certificate.passed for certificate in paceline.verify(JobFile(path), ["data=2"], steps=2))
+
+    assert paceline.train(JobFile(path), "data=2", run=tmp_path / "run")["check"]["seconds"] == 0
+
+
+class Noisy(nn.Module):
+    """Its own state, in the process that builds it, must be as if nothing had happened."""
+
+    built = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).built += 1
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * type(self).built
+
+
+def test_the_check_leaves_the_job_alone(tmp_path: Path) -> None:
+    """It runs in processes of its own: what user code counts there is not counted in the run."""
+    losses = []
+    for check in (True, False):
+        Noisy.built = 0  # a run's prediction builds one in this process
+        losses.append(paceline.train(make_job(Noisy), "data=2", run=tmp_path / str(check), check=check)["final_loss"])
+
+    assert losses[0] == losses[1]
