@@ -153,9 +153,10 @@ def watched(proof: Proof, asked: Resolved, folders: Mapping[Precision, Path], *,
     run_dir.mkdir(parents=True, exist_ok=True)
     if resumed_from is not None:
         onward = proof.folder / RUNS / f"{number}-resumed"
-        onward.mkdir(exist_ok=True)
+        step = Path("checkpoints") / f"step-{proof.saved_step}"
+        (onward / step.parent).mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            (onward / "checkpoints").symlink_to(resumed_from / "checkpoints")
+            (onward / step).symlink_to(resumed_from / step)
 
     def body(context: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}

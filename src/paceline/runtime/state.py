@@ -345,7 +345,11 @@ def _read_like(parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint,
         target = torch.zeros_like(parameter)
         checkpoint.read_into(name, target)
         return target
-    return checkpoint.read(name)
+    stored = checkpoint.read(name)
+    if stored.shape != parameter.shape:
+        return stored
+    # Fused kernels walk through a parameter and its state alike, so both must lie in memory in one order.
+    return torch.empty_like(parameter, dtype=stored.dtype).copy_(stored)
 
 
 def _unplain(value: Any, like: Any) -> Any:
