@@ -118,7 +118,8 @@ class Worker:
         observer = self.settings.observer
         if observer is not None and self.observed_step is not None:
             self.arrivals.settle()
-            observer.weights(self.observed_step, self.stepper, self.inbox.loss(self.observed_step))
+            observer.weights(self.observed_step, _Weights(self.stepper),  # type: ignore[arg-type]
+                             self.inbox.loss(self.observed_step))
             self.observed_step = None
 
     def _compute(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -288,6 +289,14 @@ class _Elsewhere:
         self.held: dict[str, torch.nn.Parameter] = {}
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.layout = _Nothing()
+
+
+class _Weights:
+    """What a worker has of a step's update: weights. Optimizer, schedule and buffers are the servers'."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.replica, self.layout = stepper.replica, stepper.layout
+        self.held, self.parameters = stepper.held, stepper.parameters
 
 
 class _Nothing:

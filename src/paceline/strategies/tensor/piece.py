@@ -146,6 +146,8 @@ class SplitPiece:
         from torch.distributed.tensor import Replicate
 
         tensor = tensor if _is_distributed(tensor) else self.replicate(tensor)
+        if tensor.requires_grad and not torch.is_grad_enabled():
+            tensor = tensor.detach()  # else torch warns of it
         return tensor.redistribute(placements=[Replicate() if cut is None else cut.placement()])  # type: ignore
 
     def part(self, local: torch.Tensor, cut: Cut) -> torch.Tensor:
