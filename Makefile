@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo verify test slow check bench clean
+.PHONY: demo verify test slow check bench trainers clean
 
 demo: $(VENV)/installed  ## Train a net on handwritten digits under the plan that is found
 	$(BIN)/paceline train examples/01_digits.py
@@ -23,6 +23,9 @@ check: $(VENV)/installed  ## Linter, import order, types
 bench: $(VENV)/bench-installed  ## Throughput and start-up beside other tools
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/python -m benchmarks.startup
+
+trainers: $(VENV)/bench-installed  ## Six jobs through seven trainers against one device: docs/who-is-right.md
+	$(BIN)/python -m benchmarks.trainers
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
