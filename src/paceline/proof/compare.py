@@ -214,19 +214,21 @@ class Verdict:
         return self.difference is None
 
 
-def judge(reference: dict[str, Any], ranks: list[dict[str, Any]], *, precision: str, microbatches: int = 1) -> Verdict:
+def judge(reference: dict[str, Any], ranks: list[dict[str, Any]], *, precision: str,
+          forwards: int | None = None) -> Verdict:
     """Hold every rank's record against the reference: samples, initial weights, then step by step loss, gradients,
     weights, buffers, what a checkpoint would hold and learning rates; then the evaluation and the random streams.
 
     Args:
         reference: what `write_reference` gave.
         ranks: `Recorder.to_dict()` of every rank, in order.
-        microbatches: of a rank; each may draw once what one device draws for the whole batch.
+        forwards: Of the whole model on a rank in a step, where it computes some of them again: what it draws may be
+            no more than one device draws in so many. None where nothing is computed again.
     """
     first, steps = ranks[0]["first_step"], len(reference["losses"])
     span = range(first, steps)
     found = next((text for step in span if (text := "; ".join(_differences(reference, ranks, step)))), None)
-    found = found or _evaluation_difference(reference, ranks) or _stream_difference(reference, ranks, microbatches)
+    found = found or _evaluation_difference(reference, ranks) or _stream_difference(reference, ranks, forwards)
     furthest = {kind: max((_furthest(reference[f"{kind}_limit"][step], _at(ranks, kind, step), step)
                            for step in span), key=lambda item: item.excess) for kind in ("gradient", "weight")}
     losses = [Furthest("", step, _loss_off(reference, ranks, step), reference["loss_limit"][step]) for step in span]
@@ -296,15 +298,15 @@ def _evaluation_difference(reference: Mapping[str, Any], ranks: Sequence[Mapping
 
 
 def _stream_difference(reference: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]],
-                       microbatches: int) -> str | None:
+                       forwards: int | None) -> str | None:
     """Where random layers would draw the same in two steps or on two replicas, or draw anew what they recompute."""
     for number, rank in enumerate(ranks):
         seen: dict[int, int] = {}
         for step, drawn in enumerate(rank["drawn"], rank["first_step"]):
-            most = reference["draws"][step] * microbatches
-            if len(drawn) > most:
+            most = reference["draws"][step] * (forwards or 0)
+            if forwards is not None and len(drawn) > most:
                 return (f"random layers on rank {number} draw {len(drawn)} times in step {step + 1}, and its "
-                        f"{microbatches} forwards need {most}: what is recomputed must draw the same again")
+                        f"{forwards} forwards need {most}: what is recomputed must draw the same again")
             again = next((seen[value] for value in drawn if value in seen), None)
             if again is not None:
                 return (f"random layers on rank {number} draw the same in steps {again + 1} and {step + 1}: their "

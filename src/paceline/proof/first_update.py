@@ -72,8 +72,9 @@ def check_first_update(job: Job, asked: Resolved, *, timeout_s: float) -> FirstU
 def _judged(job: Job, asked: Resolved, reference: dict[str, Any], ranks: list[dict[str, Any]],
             seconds: float) -> FirstUpdate:
     from paceline.proof.compare import judge
+    from paceline.proof.ranks import recomputed_forwards
 
-    verdict = judge(reference, ranks, precision=job.precision, microbatches=asked.plan.num_microbatches)
+    verdict = judge(reference, ranks, precision=job.precision, forwards=recomputed_forwards(asked.plan))
     if verdict.difference is not None:
         raise PlanRefused(
             f"the first update under '{asked.plan}' is not what one device computes: {verdict.difference}",

@@ -13,6 +13,7 @@ from paceline.errors import CheckpointError
 from paceline.job import Job, Precision
 from paceline.launch.local import run_local
 from paceline.planner.resolve import Resolved
+from paceline.plans import Plan
 
 RUNS = "runs"  # below the folder of a proof: a run folder for each plan, with its checkpoint
 
@@ -55,7 +56,6 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float) -
         PacelineError: the job fails on one device.
     """
     from paceline.capture.randomness import WithoutRandomness
-    from paceline.plans import Plan
     from paceline.proof.order import order_difference
     from paceline.proof.problems import job_problem
     from paceline.proof.reference import evaluation_data, write_reference
@@ -99,7 +99,6 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float) -
 def _save_single(context: Any, job: Job, precision: Precision, folder: Path, saved_step: int) -> None:
     """A checkpoint that a plan without ranks wrote, for others to go on from."""
     from paceline.capture.randomness import WithoutRandomness
-    from paceline.plans import Plan
     from paceline.runtime.drivers import train_rank
     from paceline.runtime.loop import Settings
 
@@ -128,6 +127,11 @@ def cut_reference(proof: Proof, *, shares: Sequence[int], microbatches: int) -> 
     found: dict[Precision, dict[str, Any]] = run_local(body, Cluster.local("cpu:0").devices,
                                                        timeout_s=proof.timeout_s)[0]
     return found
+
+
+def recomputed_forwards(plan: Plan) -> int | None:
+    """Forwards of the whole model on a rank in a step, if the plan computes some again; None if not, or not known."""
+    return plan.num_microbatches if plan.modifiers.recompute != "none" and not plan.splits_model else None
 
 
 def cut_folder(folder: Path, shares: Sequence[int], microbatches: int) -> Path:

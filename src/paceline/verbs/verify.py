@@ -292,18 +292,18 @@ class _Trial:
                          for precision in figures}
 
     def _judged(self, figures: Any, folders: Any, *, resumes: bool) -> Certificate:
-        from paceline.proof.ranks import watched
+        from paceline.proof.ranks import recomputed_forwards, watched
 
         name, folder = self.checkpoint if self.checkpoint and resumes else (None, None)
         ranks = watched(self.proof, self.asked, folders, number=self.number, resumed_from=folder)
-        finest, count = self.proof.finest, self.asked.plan.num_microbatches
-        verdicts = [judge(each, [rank[precision] for rank in ranks], precision=precision, microbatches=count)
+        finest, forwards = self.proof.finest, recomputed_forwards(self.asked.plan)
+        verdicts = [judge(each, [rank[precision] for rank in ranks], precision=precision, forwards=forwards)
                     for precision, each in figures.items()]
         last = verdicts[-1]
         if last.passed and (changed := ranks[0].get("file")):
             verdicts[-1] = replace(last, difference=changed)
         elif last.passed and folder is not None:
-            resumed = judge(figures[finest], [rank["resumed"] for rank in ranks], precision=finest, microbatches=count)
+            resumed = judge(figures[finest], [rank["resumed"] for rank in ranks], precision=finest, forwards=forwards)
             if resumed.difference is not None:
                 verdicts[-1] = replace(last, difference=(
                     f"resumed after step {self.proof.saved_step} from a checkpoint that '{name}' wrote: "

@@ -145,9 +145,9 @@ class SplitPiece:
         """A tensor as a DTensor that is cut this way, or whole."""
         from torch.distributed.tensor import Replicate
 
-        tensor = tensor if _is_distributed(tensor) else self.replicate(tensor)
         if tensor.requires_grad and not torch.is_grad_enabled():
             tensor = tensor.detach()  # else torch warns of it
+        tensor = tensor if _is_distributed(tensor) else self.replicate(tensor)
         return tensor.redistribute(placements=[Replicate() if cut is None else cut.placement()])  # type: ignore
 
     def part(self, local: torch.Tensor, cut: Cut) -> torch.Tensor:
