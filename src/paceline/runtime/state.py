@@ -16,6 +16,7 @@ from paceline.errors import CheckpointError, JobError
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
+from paceline.runtime.attributes import ChangingAttributes, restore_attributes
 from paceline.runtime.checkpoint.pieces import Piece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
 from paceline.runtime.checkpoint.values import from_text_tensor, pack, text_tensor, unpack
@@ -31,7 +32,7 @@ from paceline.strategies.meeting import Meetings
 from paceline.strategies.mesh import Mesh, axes_cut
 
 # Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY (keys: see OptimizerState),
-# optimizer-attributes/PATH, and those of the plan's rooms:
+# optimizer-attributes/PATH, attributes/NAME, and those of the plan's rooms:
 # residuals/REPLICA/NAME, factors/NAME, outer/..., replicas/REPLICA/... (the optimizer's state is the first replica's
 # where each has one of its own; those of the others are replicas/REPLICA/optimizer/NAME/KEY).
 
@@ -66,6 +67,8 @@ class Holder(Protocol):
     def groups(self) -> list[list[str]]: ...
     @property
     def optimizer_state(self) -> OptimizerState: ...
+    @property
+    def attributes(self) -> ChangingAttributes | None: ...
     @property
     def schedule(self) -> Any: ...
     @property
@@ -116,7 +119,11 @@ def _tensors(stepper: Holder) -> Iterator[tuple[str, torch.Tensor, tuple[str, ..
             # Laid out like its parameter if it has its shape, else whole.
             yield (f"{prefix}optimizer/{name}/{key}", value, alike,
                    extents.get(name) if value.shape == parameter.shape else None)
-    if not any(stepper.mesh.coordinates.values()):
+    at = stepper.mesh.coordinates
+    if stepper.attributes is not None and not any(at[axis] for axis in _EVERYWHERE):
+        stored = stepper.attributes.stored(at[stepper.mesh.stage_axis])
+        yield from ((name, tensor, (), None) for name, tensor in stored.items())
+    if not any(at.values()):
         tensors: dict[str, torch.Tensor] = {}
         _packed_attributes(stepper.optimizer_state, tensors)
         yield from ((name, tensor, (), None) for name, tensor in tensors.items())
@@ -270,12 +277,13 @@ def choose_checkpoint(context: RankContext, run_dir: Path,
 
 def load_weights(model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter], checkpoint: Checkpoint,
                  extents: Mapping[str, Extent] = MappingProxyType({})) -> None:
-    """Read parameters and buffers into the model; each rank reads only the parts it holds."""
+    """Read parameters, buffers and attributes into the model; each rank reads only the parts it holds."""
     with torch.no_grad():
         for name, parameter in held.items():
             checkpoint.read_into(f"parameters/{name}", parameter, extents.get(name))
         for name, buffer in persistent_buffers(model).items():
             checkpoint.read_into(f"buffers/{name}", buffer)
+    restore_attributes(model, checkpoint)
 
 
 class _Saved:

@@ -19,6 +19,7 @@ from paceline.job import Job
 from paceline.launch.logs import logger
 from paceline.plans import Plan
 from paceline.profile.trace import state_factor
+from paceline.runtime.attributes import ChangingAttributes
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.feed import MicroBatch, example_batch
 from paceline.runtime.loss import Tally, read_tally, require_gradient
@@ -81,11 +82,15 @@ def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job's model, what this rank runs of it, and how its gradients meet."""
+    """A job's model, what this rank runs of it, and how its gradients meet.
+
+    attributes: what the model keeps in Python attributes, as the job's function made it.
+    """
 
     model: torch.nn.Module
     layout: Layout
     synchronisers: list[Synchroniser]
+    attributes: ChangingAttributes
 
 
 def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
@@ -98,7 +103,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     """
     dtype = torch.float64 if job.precision == "float64" else None
     spill, model = build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
-    running = spill.running if spill is not None else nullcontext
+    running, attributes = spill.running if spill is not None else nullcontext, ChangingAttributes(model)
     layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,
                      example=lambda samples: example_batch(job.data, samples).to(device, dtype),
                      context=lambda: autocast(job, device),
@@ -110,7 +115,8 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         if spill is not None:
             elsewhere = held_elsewhere(plan, layout.module)
             spill.bring_in([*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()])
-    return Prepared(model, layout, synchronisers)
+    attributes.disregard_new()
+    return Prepared(model, layout, synchronisers, attributes)
 
 
 def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:
@@ -199,6 +205,7 @@ class Stepper:
         self.replica = mesh.replica
         prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
         self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
+        self.attributes = prepared.attributes
         self.meetings = meetings(self.synchronisers, mesh)
         self.model.train()
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}

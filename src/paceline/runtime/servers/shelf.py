@@ -56,6 +56,7 @@ class Shelf:
 
     replica = -1
     synchronisers: tuple[()] = ()
+    attributes = None  # workers run the model's forward
 
     def __init__(self, job: Job, plan: Plan, server: int, shards: tuple[Shard, ...], model: torch.nn.Module,
                  exchange: Exchange) -> None:
