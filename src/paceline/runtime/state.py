@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -15,10 +16,14 @@ from paceline.errors import CheckpointError, JobError
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
+from paceline.runtime.attributes import ChangingAttributes, restore_attributes
 from paceline.runtime.checkpoint.pieces import Piece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
+from paceline.runtime.checkpoint.values import from_text_tensor, pack, text_tensor, unpack
 from paceline.runtime.checkpoint.write import write_model
 from paceline.runtime.folder import MODEL
+from paceline.runtime.optimizers.kept import OptimizerState, placed
+from paceline.runtime.optimizers.parts import groups_of
 from paceline.strategies.compose import Synchroniser
 from paceline.strategies.data.run import local
 from paceline.strategies.kept import Kept
@@ -26,10 +31,12 @@ from paceline.strategies.layout import Extent, Ownership
 from paceline.strategies.meeting import Meetings
 from paceline.strategies.mesh import Mesh, axes_cut
 
-# Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY, and those of the plan's rooms:
+# Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY (keys: see OptimizerState),
+# optimizer-attributes/PATH, attributes/NAME, and those of the plan's rooms:
 # residuals/REPLICA/NAME, factors/NAME, outer/..., replicas/REPLICA/... (the optimizer's state is the first replica's
 # where each has one of its own; those of the others are replicas/REPLICA/optimizer/NAME/KEY).
 
+_VALUES = ".values"  # key of the text that holds what is no tensor of a parameter's optimizer state
 _EVERYWHERE, _IN_A_REPLICA = ("data", "shard", "tensor"), ("shard", "tensor")
 
 
@@ -58,6 +65,10 @@ class Holder(Protocol):
     def optimizer(self) -> torch.optim.Optimizer: ...
     @property
     def groups(self) -> list[list[str]]: ...
+    @property
+    def optimizer_state(self) -> OptimizerState: ...
+    @property
+    def attributes(self) -> ChangingAttributes | None: ...
     @property
     def schedule(self) -> Any: ...
     @property
@@ -98,13 +109,41 @@ def _tensors(stepper: Holder) -> Iterator[tuple[str, torch.Tensor, tuple[str, ..
                 if name in stepper.layout.owned_buffers)
     own_steps = stepper.meetings.has_own_steps
     prefix = _own_prefix(stepper.mesh.coordinates["data"]) if own_steps else ""
-    for name, parameter in stepper.parameters.items():
+    for name, parameter in stepper.optimizer_state.parameters.items():
         if name not in owned:
             continue
-        for key, value in stepper.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):  # laid out like its parameter if it has its shape, else whole
-                yield (f"{prefix}optimizer/{name}/{key}", value, _IN_A_REPLICA if own_steps else _EVERYWHERE,
-                       extents.get(name) if value.shape == parameter.shape else None)
+        alike: tuple[str, ...] = _IN_A_REPLICA if own_steps else _EVERYWHERE
+        if axes_cut(stepper.parameters[name]) and not axes_cut(parameter):  # one rank of several updates it whole
+            alike = ("data",)
+        for key, value in _stored_state(stepper.optimizer_state, name).items():
+            # Laid out like its parameter if it has its shape, else whole.
+            yield (f"{prefix}optimizer/{name}/{key}", value, alike,
+                   extents.get(name) if value.shape == parameter.shape else None)
+    at = stepper.mesh.coordinates
+    if stepper.attributes is not None and not any(at[axis] for axis in _EVERYWHERE):
+        stored = stepper.attributes.stored(at[stepper.mesh.stage_axis])
+        yield from ((name, tensor, (), None) for name, tensor in stored.items())
+    if not any(at.values()):
+        tensors: dict[str, torch.Tensor] = {}
+        _packed_attributes(stepper.optimizer_state, tensors)
+        yield from ((name, tensor, (), None) for name, tensor in tensors.items())
+
+
+def _stored_state(state: OptimizerState, name: str) -> dict[str, torch.Tensor]:
+    """Tensors that hold a parameter's optimizer state, by key; what is no tensor is in one of them, as text."""
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+    for key, value in state.by_parameter(name):
+        if isinstance(value, torch.Tensor):
+            tensors[key] = value
+        else:
+            values[key] = pack(value, key, tensors)
+    return tensors | ({_VALUES: text_tensor(values)} if values else {})
+
+
+def _packed_attributes(state: OptimizerState, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The optimizer's attributes as JSON holds them; their tensors are added to `tensors`, by their stored names."""
+    return {path: pack(value, f"optimizer-attributes/{path}", tensors) for path, value in state.attributes().items()}
 
 
 def _own_prefix(replica: int) -> str:
@@ -144,14 +183,12 @@ def document(stepper: Holder, *, step: int, samples: int) -> dict[str, Any]:
 
     Raises:
         JobError: a schedule or optimizer keeps something that JSON can't hold.
+        PlanRefused: the optimizer keeps something that this rank's part can't be told from.
     """
-    groups = [{key: _plain(value, f"optimizer option '{key}'") for key, value in group.items()
-               if key not in ("params", "param_names")} | {"parameters": names}
+    state = stepper.optimizer_state
+    state.check([name for names in stepper.groups for name in names])
+    groups = [_options(group) | {"parameters": names}
               for group, names in zip(stepper.optimizer.param_groups, stepper.groups, strict=True)]
-    values = {name: {key: _plain(value, f"optimizer state '{key}'")
-                     for key, value in stepper.optimizer.state.get(parameter, {}).items()
-                     if not isinstance(value, torch.Tensor)}
-              for name, parameter in stepper.parameters.items()}
     schedule = stepper.schedule.state_dict() if stepper.schedule is not None else None
     return {
         "step": step,
@@ -161,9 +198,16 @@ def document(stepper: Holder, *, step: int, samples: int) -> dict[str, Any]:
         "num_samples": stepper.job.num_samples,
         "replicas": stepper.mesh.sizes["data"] if stepper.meetings.has_own_steps else 1,
         "optimizer": {"kind": type(stepper.optimizer).__name__, "groups": groups,
-                      "values": {name: kept for name, kept in values.items() if kept}},
+                      "wrapped": {path: [_options(group) for group in wrapped]
+                                  for path, wrapped in state.wrapped_groups().items()},
+                      "attributes": _packed_attributes(state, {})},
         "schedule": _plain(schedule, "the learning-rate schedule"),
     }
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain(value, f"optimizer option '{key}'") for key, value in group.items()
+            if key not in ("params", "param_names")}
 
 
 def _plain(value: Any, what: str) -> Any:
@@ -233,12 +277,13 @@ def choose_checkpoint(context: RankContext, run_dir: Path,
 
 def load_weights(model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter], checkpoint: Checkpoint,
                  extents: Mapping[str, Extent] = MappingProxyType({})) -> None:
-    """Read parameters and buffers into the model; each rank reads only the parts it holds."""
+    """Read parameters, buffers and attributes into the model; each rank reads only the parts it holds."""
     with torch.no_grad():
         for name, parameter in held.items():
             checkpoint.read_into(f"parameters/{name}", parameter, extents.get(name))
         for name, buffer in persistent_buffers(model).items():
             checkpoint.read_into(f"buffers/{name}", buffer)
+    restore_attributes(model, checkpoint)
 
 
 class _Saved:
@@ -273,26 +318,77 @@ def restore(stepper: Holder, checkpoint: Checkpoint) -> list[str]:
         CheckpointError: the optimizer's state doesn't fit this job's.
     """
     load_weights(stepper.model, stepper.held, checkpoint, stepper.layout.extents)
-    saved = checkpoint.document["optimizer"]
-    positions = {name: position for position, name in enumerate(
-        name for name in _names_in_order(stepper, saved["groups"]) if name in stepper.parameters)}
-    state: dict[int, dict[str, Any]] = {}
-    for full_name, stored in _optimizer_tensors(stepper, checkpoint).items():
-        name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
-        if name in positions:
-            values = [_read_like(stepper.parameters[name], one, checkpoint, stepper.layout.extents.get(name))
-                      for one in stored]
-            state.setdefault(positions[name], {})[key] = values[0] if len(values) == 1 else _mean(values)
-    for name, kept in saved["values"].items():
-        if name in positions:
-            state.setdefault(positions[name], {}).update(kept)
-    fresh = stepper.optimizer.state_dict()
-    groups = [{**now, **{key: _unplain(value, now.get(key)) for key, value in then.items() if key != "parameters"}}
-              for now, then in zip(fresh["param_groups"], saved["groups"], strict=True)]
-    stepper.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    _restore_optimizer(stepper, checkpoint)
     if stepper.schedule is not None:
         stepper.schedule.load_state_dict(_unplain(checkpoint.document["schedule"], None))
     return _restore_rooms(stepper, _Saved(stepper, checkpoint))
+
+
+def _restore_optimizer(stepper: Holder, checkpoint: Checkpoint) -> None:
+    """In place: a schedule, and an optimizer that wraps others, may refer to what is there."""
+    saved, state = checkpoint.document["optimizer"], stepper.optimizer_state
+    if stepper.groups != [group["parameters"] for group in saved["groups"]]:
+        raise CheckpointError("the optimizer of the checkpoint groups the parameters in another way than this job's",
+                              hint="resume with the job that wrote the checkpoint")
+    _load_options(stepper.optimizer.param_groups, saved["groups"])
+    wrapped = state.wrapped_groups()
+    for path, groups in saved.get("wrapped", {}).items():
+        _load_options(wrapped.get(path, ()), groups)
+    state.load_attributes(saved.get("attributes", {}), lambda name, like: checkpoint.read(name))
+    options = {id(p): group for group in groups_of(stepper.optimizer) for p in group["params"]}
+    stored: dict[str, dict[str, list[str]]] = {}
+    for full_name, names in _optimizer_tensors(stepper, checkpoint).items():
+        name, key = full_name.split("/", 1)
+        stored.setdefault(name, {})[key] = names
+    for name, parameter in state.parameters.items():
+        values = {key: _unplain(value, None) for key, value in saved.get("values", {}).get(name, {}).items()}
+        _restore_state(_Reader(checkpoint, parameter, stored.get(name, {}), stepper.layout.extents.get(name),
+                               options.get(id(parameter), {})), state, name, values)
+
+
+def _load_options(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    for now, then in zip(groups, saved, strict=True):
+        now.update({key: _unplain(value, now.get(key)) for key, value in then.items() if key != "parameters"})
+
+
+@dataclass
+class _Reader:
+    """Reads what a checkpoint has for a parameter.
+
+    stored: names of tensors by key, of each replica that had its own. options: of the parameter's group.
+    """
+
+    checkpoint: Checkpoint
+    parameter: torch.nn.Parameter
+    stored: dict[str, list[str]]
+    extent: Extent | None
+    options: Mapping[str, Any]
+
+    def take(self, key: str, like: Any = None) -> torch.Tensor:
+        """Each is read once."""
+        values = [_read_like(self.parameter, name, self.checkpoint, self.extent) for name in self.stored.pop(key)]
+        return placed(values[0] if len(values) == 1 else _mean(values), self.parameter, key, self.options)
+
+
+def _restore_state(reader: _Reader, state: OptimizerState, name: str, values: dict[str, Any]) -> None:
+    """values: numbers of this parameter that the document has, as older versions wrote them."""
+    if _VALUES in reader.stored:
+        for key, packed in from_text_tensor(reader.checkpoint.read(reader.stored.pop(_VALUES)[0])).items():
+            place = state.place(name, key)
+            values[key] = unpack(packed, reader.take, place[0].get(place[1]) if place is not None else None)
+    values |= {key: reader.take(key) for key in list(reader.stored)}
+    for key, value in values.items():
+        place = state.place(name, key)
+        if place is None:
+            raise CheckpointError(f"the optimizer of the checkpoint keeps '{key}' of '{name}', and this job's doesn't",
+                                  hint="resume with the job that wrote the checkpoint")
+        holder, inner = place
+        there = holder.get(inner)
+        if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor) and type(there) is type(value) and (
+                there.shape == value.shape and there.dtype == value.dtype):
+            there.detach().copy_(value)
+        else:
+            holder[inner] = value
 
 
 def _optimizer_tensors(stepper: Holder, checkpoint: Checkpoint) -> dict[str, list[str]]:
@@ -326,14 +422,6 @@ def _restore_rooms(stepper: Holder, saved: _Saved) -> list[str]:
     if saved.replicas("residuals") and "residuals" not in kinds:
         said.append("what replicas had not sent yet of their gradients is dropped: this plan leaves nothing out")
     return said
-
-
-def _names_in_order(stepper: Holder, saved_groups: list[dict[str, Any]]) -> list[str]:
-    now = stepper.groups
-    if now != [group["parameters"] for group in saved_groups]:
-        raise CheckpointError("the optimizer of the checkpoint groups the parameters in another way than this job's",
-                              hint="resume with the job that wrote the checkpoint")
-    return [name for group in now for name in group]
 
 
 def _read_like(parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint, extent: Extent | None) -> torch.Tensor:

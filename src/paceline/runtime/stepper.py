@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +19,11 @@ from paceline.job import Job
 from paceline.launch.logs import logger
 from paceline.plans import Plan
 from paceline.profile.trace import state_factor
+from paceline.runtime.attributes import ChangingAttributes
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.feed import MicroBatch, example_batch
 from paceline.runtime.loss import Tally, read_tally, require_gradient
+from paceline.runtime.optimizers.build import build_optimizer
 from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_streams
 from paceline.runtime.trace import Recorder
@@ -81,11 +82,15 @@ def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job's model, what this rank runs of it, and how its gradients meet."""
+    """A job's model, what this rank runs of it, and how its gradients meet.
+
+    attributes: what the model keeps in Python attributes, as the job's function made it.
+    """
 
     model: torch.nn.Module
     layout: Layout
     synchronisers: list[Synchroniser]
+    attributes: ChangingAttributes
 
 
 def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
@@ -98,7 +103,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     """
     dtype = torch.float64 if job.precision == "float64" else None
     spill, model = build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
-    running = spill.running if spill is not None else nullcontext
+    running, attributes = spill.running if spill is not None else nullcontext, ChangingAttributes(model)
     layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,
                      example=lambda samples: example_batch(job.data, samples).to(device, dtype),
                      context=lambda: autocast(job, device),
@@ -110,7 +115,8 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         if spill is not None:
             elsewhere = held_elsewhere(plan, layout.module)
             spill.bring_in([*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()])
-    return Prepared(model, layout, synchronisers)
+    attributes.disregard_new()
+    return Prepared(model, layout, synchronisers, attributes)
 
 
 def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:
@@ -138,11 +144,6 @@ def _kinds(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Param
     for p in parameters:
         found.setdefault(getattr(p, "device_mesh", None), []).append(p)
     return list(found.values())
-
-
-def _stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """A parameter of the same shape with the memory of one element."""
-    return torch.nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
 
 
 class _Window:
@@ -195,6 +196,7 @@ class Stepper:
     trainable: all trainable parameters of the model; stand-ins without memory where another rank holds them.
     trace: notes what is done when, if it is set.
     groups: names of the parameters in each of the optimizer's groups, wherever they are held.
+    optimizer_state: what is to be kept of the optimizer. gathered: what it updates whole though ranks hold parts.
     """
 
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
@@ -203,12 +205,15 @@ class Stepper:
         self.replica = mesh.replica
         prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
         self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
+        self.attributes = prepared.attributes
         self.meetings = meetings(self.synchronisers, mesh)
         self.model.train()
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.held = dict(self.layout.module.named_parameters())
         self.parameters = {name: p for name, p in self.held.items() if p.requires_grad}
-        self.optimizer, self.groups = build_optimizer(job, self.trainable, self.parameters)
+        built = build_optimizer(job, self.trainable, self.parameters, mesh=mesh)
+        self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
+        self.gathered = built.gathered
         self.schedule = build_schedule(job, self.optimizer)
         self.buffers = ChangingBuffers(self.model)
         self.saw_unused = False
@@ -367,8 +372,13 @@ class Stepper:
         return float(total)
 
     def _update(self) -> None:
+        if self.gathered is not None:
+            self.gathered.gather()
         try:
-            self.optimizer.step()
+            if any(group["params"] for group in self.optimizer.param_groups):
+                self.optimizer.step()
+            else:  # other ranks update all; schedules look whether a step was taken
+                self.optimizer._opt_called = True  # type: ignore[attr-defined]
         except (RuntimeError, NotImplementedError) as error:
             if not is_about_shards(error):
                 raise
@@ -376,6 +386,8 @@ class Stepper:
                            f"{str(error).splitlines()[0]}",
                            hint="leave out fused=True and foreach=True, or use an optimizer that treats every element "
                                 "alike (AdamW, SGD), or a data=N plan, which keeps parameters whole") from error
+        if self.gathered is not None:
+            self.gathered.scatter()
 
     @property
     def sent_bytes(self) -> float:
@@ -422,42 +434,6 @@ def check_used(users: Mapping[str, float]) -> None:
         shown = ", ".join(never[:5]) + (f" and {len(never) - 5} more" if len(never) > 5 else "")
         raise TrainingError(f"the loss does not depend on {len(never)} of {len(users)} parameters: "
                             f"{shown}", hint="remove them, or freeze them with requires_grad_(False)")
-
-
-def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
-                    parameters: Mapping[str, torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, list[list[str]]]:
-    """The optimizer for what this rank holds, and the names in its groups of all parameters.
-
-    The job's function sees every parameter, so that its groups are the same on every rank.
-
-    Args:
-        trainable: All parameters. parameters: Those that are here, as this rank holds them.
-    """
-    every = {name: parameters[name] if name in parameters else _stand_in(p) for name, p in trainable.items()}
-    optimizer = job.optimizer(list(every.items()))
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise JobError(f"optimizer returned {type(optimizer).__name__} and not a torch.optim.Optimizer")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise JobError(f"{type(optimizer).__name__} evaluates the loss several times a step, and a step here does "
-                       "so once", hint="an optimizer whose step() needs no closure, such as AdamW or SGD")
-    known = {id(p): name for name, p in every.items()}
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    if strangers := sum(id(p) not in known for p in given):
-        raise JobError(f"the optimizer holds {strangers} parameters that are not the model's",
-                       hint="build it from the (name, parameter) pairs it is given")
-    if left_out := set(known.values()) - {known[id(p)] for p in given}:
-        import warnings
-
-        warnings.warn(f"the optimizer leaves out {len(left_out)} trainable parameters, such as {min(left_out)}; "
-                      "they will not change", stacklevel=2)
-    groups = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    for group, names in zip(optimizer.param_groups, groups, strict=True):
-        here = [name in parameters for name in names]
-        for key in ("params", "param_names"):
-            if key in group:
-                group[key] = [item for item, is_here in zip(group[key], here, strict=True) if is_here]
-    return optimizer, groups
 
 
 def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> Any:

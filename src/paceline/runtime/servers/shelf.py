@@ -10,9 +10,10 @@ import torch
 
 from paceline.job import Job
 from paceline.plans import Plan
+from paceline.runtime.optimizers.build import build_optimizer, refuse_coupled
 from paceline.runtime.servers.roles import servers_of
 from paceline.runtime.state import persistent_buffers
-from paceline.runtime.stepper import build_in_files, build_optimizer, build_schedule
+from paceline.runtime.stepper import build_in_files, build_schedule
 from paceline.strategies.layout import Extent
 from paceline.strategies.meeting import EveryStep
 from paceline.strategies.mesh import Mesh
@@ -55,6 +56,7 @@ class Shelf:
 
     replica = -1
     synchronisers: tuple[()] = ()
+    attributes = None  # workers run the model's forward
 
     def __init__(self, job: Job, plan: Plan, server: int, shards: tuple[Shard, ...], model: torch.nn.Module,
                  exchange: Exchange) -> None:
@@ -74,7 +76,10 @@ class Shelf:
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} if server == 0 else {}
         self.held = {**self.parameters, **frozen}
         self.layout = Owned(frozenset(self.held), frozenset(persistent_buffers(model) if server == 0 else ()), extents)
-        self.optimizer, self.groups = build_optimizer(job, self.trainable, self.parameters)
+        built = build_optimizer(job, self.trainable, self.parameters)
+        self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
+        if len(shards) > 1:
+            refuse_coupled(self.optimizer, built.behaviour.reach, what=f"server={len(shards)}")
         self.schedule = build_schedule(job, self.optimizer)
         self.updated: set[str] = set()  # slices of the update under way that have had theirs
         _hollow(model, frozen.values())
@@ -158,5 +163,4 @@ def _hollow(model: torch.nn.Module, kept: Iterable[torch.nn.Parameter]) -> None:
 def build(job: Job, device: torch.device, plan: Plan) -> tuple[torch.nn.Module, tuple[Shard, ...]]:
     """The job's model, in files where it is large, and how it is dealt out; on a rank that serves."""
     _, model = build_in_files(job, device)
-    optimizer, _ = build_optimizer(job, trainable_of(model), {})
-    return model, deal_out(model, optimizer, plan)
+    return model, deal_out(model, build_optimizer(job, trainable_of(model), {}).optimizer, plan)

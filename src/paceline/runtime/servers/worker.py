@@ -16,6 +16,7 @@ import torch
 from paceline.errors import JobError
 from paceline.job import Job
 from paceline.launch.context import RankContext
+from paceline.launch.logs import logger
 from paceline.plans import Plan
 from paceline.runtime.evaluate import evaluation_sums
 from paceline.runtime.feed import MicroBatch, Part, training_feed
@@ -170,12 +171,15 @@ class Worker:
         return {"sums": order["evaluate"], "values": sums.tolist()}
 
     def _check_buffers(self) -> None:
-        """Refuse a model whose forward changes its buffers; looked at after the first step."""
+        """Refuse a model whose forward changes its buffers, and tell of attributes; looked at after the first step."""
         if self.buffers is None:
             return
         now = dict(self.stepper.model.named_buffers())
         changed = [name for name, before in self.buffers.items() if not torch.equal(before, now[name])]
         self.buffers = None
+        if attributes := list(self.stepper.attributes.changed()):
+            logger.warning("training changes the attribute '%s', which servers don't save: a resumed run begins with "
+                           "its first value", attributes[0])
         if changed:
             raise JobError(f"training changes the buffer '{changed[0]}', and servers keep parameters alone",
                            hint="GroupNorm or LayerNorm in place of BatchNorm, or a data=N plan")

@@ -1,0 +1,177 @@
+"""A rank's optimizer: made by the job's function for the parameters that are here; refused where it can't be exact."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import JobError, PlanRefused
+from paceline.job import Job
+from paceline.launch.logs import logger
+from paceline.runtime.optimizers.gather import AXES, GatheredTensors, connect
+from paceline.runtime.optimizers.kept import OptimizerState
+from paceline.runtime.optimizers.parts import groups_of
+from paceline.runtime.optimizers.probe import Behaviour, Reach, is_exact_in_parts, observe
+from paceline.strategies.data.run import local
+from paceline.strategies.mesh import Mesh, axes_cut
+
+
+@dataclass(frozen=True)
+class Built:
+    """The optimizer for what this rank updates.
+
+    groups: the names in its groups of all parameters, wherever they are.
+    state: what is to be kept of it.
+    behaviour: what steps of it showed.
+    gathered: tensors that one rank of several updates whole; None if there are none here.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: list[list[str]]
+    state: OptimizerState
+    behaviour: Behaviour
+    gathered: GatheredTensors | None
+
+
+def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
+                    parameters: Mapping[str, torch.nn.Parameter], *, mesh: Mesh | None = None) -> Built:
+    """The optimizer for what this rank holds.
+
+    The job's function sees every parameter, so that its groups are the same on every rank.
+
+    Args:
+        trainable: All parameters. parameters: Those that are here, as this rank holds them.
+        mesh: Of ranks that train together; the call is collective over all of them.
+
+    Raises:
+        JobError: the function returns no optimizer that can be used.
+        PlanRefused: ranks hold parts of a model whose optimizer must see all of it.
+    """
+    behaviour, device = _behaviour(job, trainable), next(iter(trainable.values())).device.type
+    gathered = None
+    if mesh is not None and any(mesh.sizes.get(axis, 1) > 1 for axis in (*AXES, "pipeline", "parts")):
+        gathered = _gathered(job, _agreed(behaviour.reach, mesh, device), parameters, mesh)
+    updated = dict(parameters) if gathered is None else {
+        name: gathered.whole.get(name, p) for name, p in parameters.items()
+        if name not in gathered.parameters or name in gathered.whole}
+    optimizer, groups = _built(job, trainable, updated)
+    state = OptimizerState(optimizer, updated, behaviour.changing, unnamed=behaviour.unnamed,
+                           through_state_dict=behaviour.through_state_dict, unkept=behaviour.unkept)
+    return Built(optimizer, groups, state, behaviour, gathered)
+
+
+def refuse_coupled(optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach], *, what: str) -> None:
+    """Refuse an optimizer that must see all parameters at once. what: of the plan lets ranks update parts of them.
+
+    Raises:
+        PlanRefused: names a parameter whose update depends on others.
+    """
+    coupled = [name for name, of_one in reach.items() if of_one is Reach.PARAMETERS]
+    if coupled:
+        raise PlanRefused(
+            f"{type(optimizer).__name__} updates '{coupled[0]}' by other parameters' gradients or weights, and "
+            f"{what} lets each rank see some of them alone",
+            hint="use a data=N, shard=N or tensor=N plan, or an optimizer that treats each parameter by itself (AdamW, "
+                 "SGD, Muon)")
+
+
+def _behaviour(job: Job, trainable: Mapping[str, torch.nn.Parameter]) -> Behaviour:
+    try:
+        return observe(job.optimizer, trainable)
+    except Exception:  # of the user's own code; it comes again where the real optimizer is built, if sizes don't matter
+        return Behaviour(dict.fromkeys(trainable, Reach.TENSOR))
+
+
+def _agreed(reach: Mapping[str, Reach], mesh: Mesh, device: str) -> dict[str, Reach]:
+    """The furthest that any rank found: ranks that differ in a rounding must not go different ways. Collective."""
+    furthest = torch.tensor([int(of_one) for of_one in reach.values()], device=device)
+    if mesh.world_size > 1:
+        dist.all_reduce(furthest, dist.ReduceOp.MAX)
+    return {name: Reach(number) for name, number in zip(reach, furthest.tolist(), strict=True)}
+
+
+def _is_exact_in_parts(job: Job, parameters: Mapping[str, torch.nn.Parameter], mesh: Mesh) -> bool:
+    from torch.distributed.tensor import distribute_tensor
+
+    def distribute(name: str, whole: torch.Tensor) -> torch.Tensor:
+        parameter: Any = parameters[name]
+        moved = whole.to(local(parameter).device)
+        if not axes_cut(parameter):
+            return moved
+        return distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+    exact = torch.tensor(int(is_exact_in_parts(job.optimizer, parameters, distribute)),
+                         device=local(next(iter(parameters.values()))).device)
+    dist.all_reduce(exact, dist.ReduceOp.MIN)
+    return bool(exact)
+
+
+def _gathered(job: Job, reach: Mapping[str, Reach], parameters: Mapping[str, torch.nn.Parameter],
+              mesh: Mesh) -> GatheredTensors | None:
+    """What must be updated whole and is held in parts; None if nothing is. Collective over all ranks.
+
+    Raises:
+        PlanRefused: the optimizer must see all parameters, and no rank may have them.
+    """
+    if max(reach.values()) is Reach.ELEMENT:
+        return None
+    is_coupled = Reach.PARAMETERS in reach.values()
+    staged = [f"{axis}={mesh.sizes[axis]}" for axis in ("pipeline", "parts") if mesh.sizes.get(axis, 1) > 1]
+    if is_coupled and staged:
+        refuse_coupled(_built(job, parameters, parameters)[0], reach, what=staged[0])
+    if all(mesh.sizes.get(axis, 1) == 1 for axis in AXES):
+        return None
+    group, ranks = connect(mesh)
+    if not is_coupled:
+        gathered = {name: p for name, p in parameters.items() if axes_cut(p) and reach[name] is Reach.TENSOR}
+    elif _is_exact_in_parts(job, parameters, mesh):  # torch computes its norms over all parts
+        return None
+    else:
+        logger.warning("the optimizer couples parameters: one rank of each %d that hold the model's parts updates all "
+                       "of them, and holds all of the optimizer's state", len(ranks))
+        gathered = dict(parameters)
+    return GatheredTensors(gathered, group, place=ranks.index(mesh.rank), size=len(ranks),
+                           together=is_coupled) if gathered else None
+
+
+def _built(job: Job, trainable: Mapping[str, torch.nn.Parameter],
+           parameters: Mapping[str, torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, list[list[str]]]:
+    """The optimizer for these parameters of all, and the names in its groups of all."""
+    every = {name: parameters[name] if name in parameters else _stand_in(p) for name, p in trainable.items()}
+    optimizer = job.optimizer(list(every.items()))
+    _check(optimizer)
+    known = {id(p): name for name, p in every.items()}
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    if strangers := sum(id(p) not in known for p in given):
+        raise JobError(f"the optimizer holds {strangers} parameters that are not the model's",
+                       hint="build it from the (name, parameter) pairs it is given")
+    if left_out := set(known.values()) - {known[id(p)] for p in given}:
+        warnings.warn(f"the optimizer leaves out {len(left_out)} trainable parameters, such as {min(left_out)}; "
+                      "they will not change", stacklevel=2)
+    names = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    for group in groups_of(optimizer):
+        here = [known.get(id(p)) in parameters for p in group["params"]]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [item for item, is_here in zip(group[key], here, strict=True) if is_here]
+    return optimizer, names
+
+
+def _check(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(f"optimizer returned {type(optimizer).__name__} and not a torch.optim.Optimizer")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise JobError(f"{type(optimizer).__name__} evaluates the loss several times a step, and a step here does "
+                       "so once", hint="an optimizer whose step() needs no closure, such as AdamW or SGD")
+
+
+def _stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """A parameter of the same shape with the memory of one element."""
+    return torch.nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))

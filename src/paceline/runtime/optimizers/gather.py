@@ -1,0 +1,196 @@
+"""Updates of tensors that must be seen whole, where ranks hold parts of them (Muon, Adafactor, Shampoo's kind).
+
+Each such tensor has an owner among the ranks that hold its parts. In every step the parts of its value and gradient
+go to the owner, whose optimizer updates it as one device would, and the parts of the new value come back. The owner
+alone has its optimizer state. Tensors are dealt out to owners by size.
+
+What it costs, of N ranks and B bytes of such tensors, spread evenly: a rank sends 3 B (N - 1) / N^2 in a step, two
+thirds of it before the update. It holds B / N twice more, for values and (in a step) gradients, besides the same part
+of the state that it would have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.runtime.checkpoint.pieces import Region, pieces_of
+from paceline.strategies.data.run import local
+from paceline.strategies.mesh import Mesh
+
+AXES = ("shard", "tensor")  # along which ranks hold parts of a tensor
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """owner: a rank's place in the group. regions: of each rank that sends its part, by place; others hold the same
+    part as one of these. copies: the place of the rank whose part each rank has."""
+
+    name: str
+    owner: int
+    regions: Mapping[int, tuple[Region, ...]]
+    copies: tuple[int, ...]
+
+    def elements(self, place: int) -> int:
+        """Elements of a rank's part."""
+        return sum(region.numel for region in self.regions[self.copies[place]])
+
+
+class GatheredTensors:
+    """Tensors that ranks hold in parts and one rank of them updates. Collective over those ranks.
+
+    parameters: what ranks hold, by name. whole: what this rank updates of it.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, *, place: int,
+                 size: int, together: bool = False) -> None:
+        """parameters: alike in the group, distributed or whole on all of it. place: of this rank in it. size: ranks in
+        it. together: whether its first rank owns all."""
+        self.parameters, self.group, self.place, self.size = dict(parameters), group, place, size
+        owners = deal_out({name: p.numel() * p.element_size() for name, p in parameters.items()},
+                          1 if together else self.size)
+        regions = _regions_everywhere(list(parameters.values()), self.group, self.size)
+        self.tensors = [_tensor(name, owners[name], of_ranks)
+                        for name, of_ranks in zip(parameters, regions, strict=True)]
+        self.whole = {t.name: nn.Parameter(torch.empty(parameters[t.name].shape, dtype=parameters[t.name].dtype,
+                                                       device=local(parameters[t.name]).device))
+                      for t in self.tensors if t.owner == self.place}
+        with torch.no_grad():
+            self._to_owners((self.parameters, {name: p.data for name, p in self.whole.items()}))
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Put values and gradients into `whole`. A tensor without a gradient here has none there."""
+        for whole in self.whole.values():
+            whole.grad = torch.empty_like(whole)
+        self._to_owners(
+            (self.parameters, {name: p.data for name, p in self.whole.items()}),
+            ({name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in self.parameters.items()},
+             {name: p.grad for name, p in self.whole.items() if p.grad is not None}))
+        for name, whole in self.whole.items():
+            if self.parameters[name].grad is None:
+                whole.grad = None
+
+    @torch.no_grad()
+    def scatter(self) -> None:
+        """Put the values of `whole` back into the parts."""
+        for whole in self.whole.values():
+            whole.grad = None
+        for dtype, tensors in _by_dtype(self.tensors, self.parameters):
+            sent = [[_flat_parts(self.whole[t.name], t.regions[t.copies[place]]) for t in tensors
+                     if t.owner == self.place] for place in range(self.size)]
+            expected = [sum(t.elements(self.place) for t in tensors if t.owner == place) for place in range(self.size)]
+            for place, received in enumerate(self._exchange(sent, expected, dtype)):
+                for tensor in (t for t in tensors if t.owner == place):
+                    part, received = received[:tensor.elements(self.place)], received[tensor.elements(self.place):]
+                    for piece in pieces_of(tensor.name, self.parameters[tensor.name]):
+                        piece.tensor.copy_(part[:piece.tensor.numel()].view(piece.tensor.shape))
+                        part = part[piece.tensor.numel():]
+
+    def _to_owners(self, *sets: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]) -> None:
+        """Of each set the distributed tensors, cut like the parameters, go to the owners' whole ones; both by name."""
+        for dtype, tensors in _by_dtype(self.tensors, self.parameters):
+            sent = [[piece.tensor.reshape(-1) for parts, _ in sets for t in tensors
+                     if t.owner == place and t.copies[self.place] == self.place
+                     for piece in pieces_of(t.name, parts[t.name].detach())] for place in range(self.size)]
+            own = [t for t in tensors if t.owner == self.place]
+            expected = [len(sets) * sum(t.elements(place) for t in own if t.copies[place] == place)
+                        for place in range(self.size)]
+            for place, received in enumerate(self._exchange(sent, expected, dtype)):
+                for whole, tensor in [(whole, t) for _, whole in sets for t in own if t.copies[place] == place]:
+                    for region in tensor.regions[place]:
+                        whole[tensor.name][region.slices((0,) * len(region.shape))] = (
+                            received[:region.numel].view(region.shape))
+                        received = received[region.numel:]
+
+    def _exchange(self, sent: Sequence[Sequence[torch.Tensor]], expected: Sequence[int],
+                  dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """Flat tensors for each place in the group; returns so many elements of each, flat. Collective."""
+        device = next(iter(local(p).device for p in self.parameters.values()))
+        empty = torch.empty(0, dtype=dtype, device=device)
+        outgoing = torch.cat([empty, *(tensor for tensors in sent for tensor in tensors)])
+        incoming = torch.empty(sum(expected), dtype=dtype, device=device)
+        item_bytes = dtype.itemsize
+        dist.all_to_all_single(  # as bytes: backends differ in the dtypes they take
+            incoming.view(torch.uint8), outgoing.view(torch.uint8), [count * item_bytes for count in expected],
+            [sum(tensor.numel() for tensor in tensors) * item_bytes for tensors in sent], group=self.group)
+        return incoming.split(list(expected))
+
+
+def deal_out(num_bytes: Mapping[str, int], places: int) -> dict[str, int]:
+    """An owner for every tensor: the largest first, each to the place that has least.
+
+    >>> deal_out({"a": 4, "b": 3, "c": 2}, 2)
+    {'a': 0, 'b': 1, 'c': 1}
+    """
+    held, owners = [0] * places, {}
+    for name in sorted(num_bytes, key=lambda name: -num_bytes[name]):
+        owners[name] = min(range(places), key=held.__getitem__)
+        held[owners[name]] += num_bytes[name]
+    return {name: owners[name] for name in num_bytes}
+
+
+def _tensor(name: str, owner: int, regions: Sequence[tuple[Region, ...]]) -> _Tensor:
+    """Of ranks that hold the same part the first one sends it, or the owner, who need not."""
+    order = [owner, *(place for place in range(len(regions)) if place != owner)]
+    first: dict[tuple[Region, ...], int] = {}
+    for place in order:
+        first.setdefault(regions[place], place)
+    return _Tensor(name, owner, {place: own for own, place in first.items()},
+                   tuple(first[own] for own in regions))
+
+
+def _flat_parts(whole: torch.Tensor, regions: Iterable[Region]) -> torch.Tensor:
+    parts = [whole.detach()[region.slices((0,) * len(region.shape))].reshape(-1) for region in regions]
+    return torch.cat([whole.detach().reshape(-1)[:0], *parts])
+
+
+def _by_dtype(tensors: Iterable[_Tensor],
+              parameters: Mapping[str, torch.Tensor]) -> Iterable[tuple[torch.dtype, list[_Tensor]]]:
+    found: dict[torch.dtype, list[_Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(parameters[tensor.name].dtype, []).append(tensor)
+    return found.items()
+
+
+def connect(mesh: Mesh) -> tuple[dist.ProcessGroup, list[int]]:
+    """This rank's group of those that hold parts of its tensors, and their ranks in order. Collective."""
+    cut = [axis for axis in AXES if mesh.sizes.get(axis, 1) > 1]
+    if len(cut) == 1:
+        return mesh.group(cut[0]), mesh.ranks_along(cut[0])
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world_size):
+        at = Mesh(mesh.sizes, rank).coordinates
+        rows.setdefault(tuple(place for axis, place in at.items() if axis not in AXES), []).append(rank)
+    own: tuple[dist.ProcessGroup, list[int]] | None = None
+    for ranks in rows.values():  # every rank makes every group, in one order
+        group = dist.new_group(ranks)
+        if mesh.rank in ranks:
+            own = group, ranks
+    assert own is not None
+    return own
+
+
+def _regions_everywhere(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup,
+                        size: int) -> list[list[tuple[Region, ...]]]:
+    """Where every rank's part of each tensor lies, box by box. Collective."""
+    device = local(parameters[0]).device
+    numbers: list[int] = []
+    for parameter in parameters:
+        pieces = pieces_of("", parameter.detach())
+        numbers += [len(pieces), *(number for piece in pieces for number in (*piece.offsets, *piece.tensor.shape))]
+    length = torch.tensor(len(numbers), device=device)
+    dist.all_reduce(length, dist.ReduceOp.MAX, group=group)
+    own = torch.zeros(int(length), dtype=torch.int64, device=device)
+    own[:len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(everyone, own, group=group)
+    rows = [iter(row.tolist()) for row in everyone]
+
+    return [[tuple(Region(tuple(islice(row, p.ndim)), tuple(islice(row, p.ndim))) for _ in range(next(row)))
+             for row in rows] for p in parameters]

@@ -1,0 +1,265 @@
+"""Finds out what an optimizer does, by steps of it on small stand-ins of the parameters with drawn gradients.
+
+What an update looks at: one element's history, its whole tensor, or other parameters. And whether an optimizer that is
+built anew goes on like the one that was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.capture.attributes import is_same
+from paceline.errors import JobError
+from paceline.runtime.checkpoint.values import pack
+from paceline.runtime.optimizers.kept import OptimizerState, load_snapshot, snapshot
+from paceline.runtime.optimizers.parts import parts_of
+from paceline.runtime.streams import kept_streams, seed_streams
+from paceline.strategies.server.run import ELEMENTWISE
+
+LONGEST_DIM = 4  # of a stand-in
+UPDATES, FEWEST_STEPS, MOST_STEPS = 600, 4, 30  # of parameters in a trial; optimizers may begin some of their work late
+SPLITS = 3  # two parameters, or two elements, are in different halves of at least one of 2 * SPLITS with odds of 63/64
+ROUNDING = 1e-12  # relative; an update of one element alone is the same to the last bit, but for the order of vectors
+REAL_SIZES = 1_000_000  # elements of all parameters that are tried in full, if the job's function wants their shapes
+
+Build = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
+
+
+class Reach(IntEnum):
+    """What the update of an element depends on."""
+
+    ELEMENT = 0
+    TENSOR = 1
+    PARAMETERS = 2
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What steps of an optimizer showed.
+
+    reach: by the name of the parameter.
+    changing: paths of attributes that steps change.
+    unnamed: those of them that hold tensors by position and not by parameter.
+    through_state_dict: whether its state can be kept through its own `state_dict` alone.
+    unkept: what goes wrong if it is kept; "" if nothing does.
+    """
+
+    reach: Mapping[str, Reach]
+    changing: frozenset[str] = frozenset()
+    unnamed: frozenset[str] = frozenset()
+    through_state_dict: bool = False
+    unkept: str = ""
+
+
+def known_reach(optimizer: Optimizer) -> Reach | None:
+    """What is known of torch's own optimizers without trying them; None of others.
+
+    Steps that call hooks of the user's are not known.
+    """
+    kind = type(optimizer)
+    if not f"{kind.__module__}.".startswith("torch.optim.") or optimizer._optimizer_step_pre_hooks or (
+            optimizer._optimizer_step_post_hooks):
+        return None
+    if kind.__name__ in ELEMENTWISE:
+        return Reach.ELEMENT
+    return Reach.TENSOR if kind.__name__ in ("Muon", "Adafactor") else None
+
+
+def observe(build: Build, parameters: Mapping[str, torch.Tensor]) -> Behaviour:
+    """What the job's optimizer does. Random streams are left as they were.
+
+    parameters: the trainable ones, by name; their shapes, dtypes and attributes count and their values don't.
+
+    Raises:
+        JobError: the job's function fails for parameters like these, or a step does.
+    """
+    with kept_streams(), torch.enable_grad(), _one_thread():
+        trial, optimizer = _first_trial(build, parameters)
+        reach = known_reach(optimizer)
+        if reach is not None:
+            return Behaviour(dict.fromkeys(parameters, reach))
+        return _observe(trial)
+
+
+def is_exact_in_parts(build: Build, parameters: Mapping[str, torch.Tensor],
+                      distribute: Callable[[str, torch.Tensor], torch.Tensor]) -> bool:
+    """Whether steps on distributed tensors give what steps on whole ones give. Collective over the ranks that hold the
+    parts; random streams are left as they were.
+
+    distribute: gives this rank's distributed tensor of a whole one, as it holds the parameter of that name.
+    """
+    with kept_streams(), torch.enable_grad(), _one_thread():
+        trial, _ = _first_trial(build, parameters)
+        whole, *_ = trial.run(trial.weights, trial.gradients, FEWEST_STEPS)
+        try:
+            parts, *_ = trial.run({name: distribute(name, weight) for name, weight in trial.weights.items()},
+                                  [{name: distribute(name, gradient) for name, gradient in each.items()}
+                                   for each in trial.gradients], FEWEST_STEPS)
+            full = {name: p.full_tensor().cpu() if hasattr(p, "full_tensor") else p.cpu() for name, p in parts.items()}
+        except Exception:
+            return False
+        return not any(bool(_differs(full[name], weight).any()) for name, weight in whole.items())
+
+
+def _first_trial(build: Build, parameters: Mapping[str, torch.Tensor]) -> tuple[_Trial, Optimizer]:
+    """A trial on stand-ins that the job's function accepts: small ones, or of the real shapes."""
+    small = _Trial(build, {name: tuple(min(length, LONGEST_DIM) for length in p.shape)
+                           for name, p in parameters.items()}, parameters)
+    try:
+        optimizer = small.build(small.weights)[0]
+        if known_reach(optimizer) is None:
+            small.run(small.weights, small.gradients, steps=1)
+        return small, optimizer
+    except Exception:
+        if sum(p.numel() for p in parameters.values()) > REAL_SIZES:
+            raise
+    full = _Trial(build, {name: tuple(p.shape) for name, p in parameters.items()}, parameters)
+    return full, full.build(full.weights)[0]
+
+
+def _observe(trial: _Trial) -> Behaviour:
+    weights, changing, unnamed = trial.run(trial.weights, trial.gradients)
+    reach = dict.fromkeys(trial.shapes, Reach.ELEMENT)
+    for half in trial.halves():
+        others, *_ = trial.run(trial.mixed(trial.weights, trial.other_weights, half), trial.mixed_each_step(half))
+        for name, mask in half.items():
+            moved = _differs(weights[name], others[name]) & ~mask
+            if bool(moved.any()):
+                reach[name] = max(reach[name], Reach.TENSOR if bool(mask.any()) else Reach.PARAMETERS)
+    for through_state_dict in (False, True):
+        unkept = trial.lost_by_resuming(weights, changing, through_state_dict=through_state_dict)
+        if not unkept:
+            return Behaviour(reach, changing, unnamed, through_state_dict)
+    return Behaviour(reach, changing, unnamed, unkept=unkept)
+
+
+class _Trial:
+    """Stand-ins of some shapes, with drawn weights and gradients."""
+
+    def __init__(self, build: Build, shapes: Mapping[str, tuple[int, ...]],
+                 parameters: Mapping[str, torch.Tensor]) -> None:
+        self.user_function, self.shapes, self.like = build, shapes, parameters
+        self.steps = min(max(UPDATES // max(len(shapes), 1), FEWEST_STEPS), MOST_STEPS)
+        self.draws = torch.Generator().manual_seed(0)
+        self.weights, self.other_weights = self._drawn(), self._drawn()
+        self.gradients = [self._drawn() for _ in range(self.steps)]
+        self.other_gradients = [self._drawn() for _ in range(self.steps)]
+
+    def _drawn(self) -> dict[str, torch.Tensor]:
+        return {name: torch.randn(shape, generator=self.draws, dtype=_dtype(self.like[name]))
+                for name, shape in self.shapes.items()}
+
+    def build(self, weights: Mapping[str, torch.Tensor]) -> tuple[Optimizer, dict[str, nn.Parameter]]:
+        parameters = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
+        for name, parameter in parameters.items():
+            parameter.__dict__.update(getattr(self.like[name], "__dict__", {}))
+        seed_streams("optimizer", "build")
+        optimizer = self.user_function(list(parameters.items()))
+        if not isinstance(optimizer, Optimizer):
+            raise JobError(f"optimizer returned {type(optimizer).__name__} and not a torch.optim.Optimizer")
+        return optimizer, parameters
+
+    def run(self, weights: Mapping[str, torch.Tensor], gradients: list[dict[str, torch.Tensor]],
+            steps: int | None = None) -> tuple[dict[str, torch.Tensor], frozenset[str], frozenset[str]]:
+        """The weights after some steps, the paths of attributes that they changed, and which of these are unnamed."""
+        optimizer, parameters = self.build(weights)
+        before = {path: _copied(slot.value) for path, slot in parts_of(optimizer).slots.items()}
+        self.take(optimizer, parameters, gradients[:steps])
+        after = parts_of(optimizer).slots
+        changing = frozenset(path for path, slot in after.items()
+                             if path not in before or not is_same(_copied(slot.value), before[path]))
+        unnamed = frozenset(path for path in changing if not after[path].is_by_parameter
+                            and any(tensor.numel() > 1 for tensor in _copied(after[path].value)[1]))
+        return {name: p.detach() for name, p in parameters.items()}, changing, unnamed
+
+    def take(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter],
+             gradients: list[dict[str, torch.Tensor]], first: int = 0) -> None:
+        for number, each in enumerate(gradients, first):
+            seed_streams("optimizer", "step", number)
+            for name, p in parameters.items():
+                p.grad = each[name].clone()
+            optimizer.step()
+
+    def lost_by_resuming(self, weights: Mapping[str, torch.Tensor], changing: frozenset[str], *,
+                         through_state_dict: bool) -> str:
+        """What differs if the run is saved and goes on with an optimizer that is built anew; "" if nothing does.
+
+        weights: after all steps of a run that was not interrupted.
+        """
+        half = self.steps // 2
+        optimizer, parameters = self.build(self.weights)
+        self.take(optimizer, parameters, self.gradients[:half])
+        saved_weights = {name: p.detach().clone() for name, p in parameters.items()}
+        try:
+            saved = snapshot(OptimizerState(optimizer, parameters, changing, through_state_dict=through_state_dict))
+            optimizer, parameters = self.build(self.weights)
+            with torch.no_grad():
+                for name, p in parameters.items():
+                    p.copy_(saved_weights[name])
+            load_snapshot(OptimizerState(optimizer, parameters, changing, through_state_dict=through_state_dict),
+                          *saved)
+            self.take(optimizer, parameters, self.gradients[half:], half)
+        except Exception as error:
+            return str(error).splitlines()[0] if str(error) else type(error).__name__
+        lost = [name for name, p in parameters.items() if bool(_differs(p.detach(), weights[name]).any())]
+        return f"'{lost[0]}' goes on otherwise" if lost else ""
+
+    def halves(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Masks of the elements that are drawn anew: some of every tensor in one half of them, then in the other."""
+        names = list(self.shapes)
+        for split in range(SPLITS):
+            order = torch.randperm(len(names), generator=self.draws).tolist()
+            for side in (order[::2], order[1::2]):
+                chosen = {names[index] for index in side}
+                yield {name: self._mask(shape, split) if name in chosen else torch.zeros(shape, dtype=torch.bool)
+                       for name, shape in self.shapes.items()}
+
+    def _mask(self, shape: tuple[int, ...], split: int) -> torch.Tensor:
+        """About half of a tensor's elements; one at least and, where there are two, not all."""
+        count = torch.Size(shape).numel()
+        mask = torch.zeros(count, dtype=torch.bool)
+        mask[torch.randperm(count, generator=self.draws)[:(count + 1) // 2]] = True
+        return mask.view(shape)
+
+    def mixed(self, values: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor],
+              half: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: torch.where(half[name], others[name], values[name]) for name in values}
+
+    def mixed_each_step(self, half: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        return [self.mixed(*each, half) for each in zip(self.gradients, self.other_gradients, strict=True)]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Products of a few elements wait for each other's threads on busy cores: 16 s for a trial that takes 0.3 s."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Real parameters are tried in float64, where a dependence can't hide in rounding."""
+    return torch.float64 if parameter.is_floating_point() else parameter.dtype
+
+
+def _differs(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    same = (value == other) | ((value != value) & (other != other))
+    return ~(same | ((value - other).abs() <= ROUNDING * other.abs()))
+
+
+def _copied(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A value packed, with copies of its tensors in order; parameters that it is keyed by are left out."""
+    tensors: dict[str, torch.Tensor] = {}
+    items = list(value.values()) if isinstance(value, dict) else value
+    return pack(items, "", tensors), [tensor.detach().clone() for tensor in tensors.values()]
