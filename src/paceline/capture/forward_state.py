@@ -22,14 +22,14 @@ from torch import nn
 
 from paceline.capture.written import Seen
 
-_OF_TORCH = frozenset(nn.Module().__dict__)
+OF_TORCH = frozenset(nn.Module().__dict__)
 _MT19937_WORDS = 625  # a table of 624 and the place in it
 _CONTAINERS = (list, tuple, dict, set, deque)
 _COPIED = (torch.Tensor, *_CONTAINERS, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """What lies in one mapping of a module at one moment: its attributes, buffers or parameters.
 
     names: of what belongs to the state; None if all of it does.
@@ -42,16 +42,20 @@ class _Part:
     copies: dict[str, Any]
 
     @classmethod
-    def of(cls, mapping: MutableMapping[str, Any], names: tuple[str, ...] | None = None) -> _Part:
+    def of(cls, mapping: MutableMapping[str, Any], names: tuple[str, ...] | None = None) -> Part:
         values = _content(mapping, names)
         return cls(mapping, names, values, {key: _copied(value) for key, value in values.items()
-                                            if isinstance(value, _COPIED) and key not in _OF_TORCH})
+                                            if _can_be_written(value) and key not in OF_TORCH})
 
     def is_current(self) -> bool:
         """Whether the mapping is known to hold the same objects with the same values."""
         if self.copies and any(_may_be_written(copy) for copy in self.copies.values()):
             return False
         return _is_alike(_content(self.mapping, self.names) if self.names is not None else self.mapping, self.values)
+
+    def then(self, key: str) -> Any:
+        """A value as it was."""
+        return _refreshed(self.copies[key], {}) if key in self.copies else self.values[key]
 
     def put_back(self, fresh: dict[int, torch.Tensor]) -> None:
         """Make the mapping what it was, with values that may be written to.
@@ -92,22 +96,22 @@ class ForwardState:
         self.mappings: list[MutableMapping[str, Any]] = [vars(one) for one in inside]
         self.mappings += [one._buffers for one in inside if one._buffers]
         self.parameters = [one._parameters for one in inside if one._parameters and edited(one)]
-        self.known: dict[int, _Part] = {}
+        self.known: dict[int, Part] = {}
 
     def now(self, *, buffers: tuple[str, ...] = ()) -> Moment:
         """The state at this moment. buffers: names of those that the forward takes from elsewhere."""
         parts = [self._part(mapping) for mapping in self.mappings]
         if buffers:
             assert self.buffers is not None
-            parts.append(_Part.of(self.buffers, buffers))
+            parts.append(Part.of(self.buffers, buffers))
         # Parameters are written to in every update, and would be copied then if they were still looked at.
-        parts += [_Part.of(mapping) for mapping in self.parameters]
+        parts += [Part.of(mapping) for mapping in self.parameters]
         return Moment(parts, Streams.now())
 
-    def _part(self, mapping: MutableMapping[str, Any]) -> _Part:
+    def _part(self, mapping: MutableMapping[str, Any]) -> Part:
         known = self.known.get(id(mapping))
         if known is None or not known.is_current():
-            known = self.known[id(mapping)] = _Part.of(mapping)
+            known = self.known[id(mapping)] = Part.of(mapping)
         return known
 
 
@@ -149,7 +153,7 @@ def _place() -> tuple[int, ...] | None:
 class Moment:
     """A forward's state at one moment, and that of the random streams."""
 
-    parts: list[_Part]
+    parts: list[Part]
     streams: Streams
 
     def again(self) -> AbstractContextManager[None]:
@@ -177,6 +181,12 @@ class _Again(AbstractContextManager[None]):
             if part.names is not None or not _is_alike(part.mapping, values):
                 _replace(part.mapping, part.names, values)
         self.streams.put_back()
+
+
+def _can_be_written(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_can_be_written, value))
+    return isinstance(value, _COPIED)
 
 
 def _copied(value: Any) -> Any:

@@ -32,7 +32,7 @@ class Seen:
         A few operators are taken for writers without being any, such as an LSTM on a CPU.
         """
         if self._shares_memory:
-            return bool(_address(self.tensor) != _address(self.value))
+            return bool(address(self.tensor) != address(self.value))
         return not self.is_same()
 
     def is_changed(self) -> bool:
@@ -47,4 +47,4 @@ class Seen:
         return bool(torch.equal(now, then) or ((now == then) | ((now != now) & (then != then))).all())
 
 
-_address = torch._C._data_address  # type: ignore[attr-defined]  # `data_ptr` would count as writing
+address = torch._C._data_address  # type: ignore[attr-defined]  # `data_ptr` would count as writing

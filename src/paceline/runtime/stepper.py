@@ -21,6 +21,7 @@ from paceline.launch.logs import logger
 from paceline.plans import Plan
 from paceline.profile.trace import state_factor
 from paceline.runtime.buffers import ChangingBuffers
+from paceline.runtime.edits import Edits
 from paceline.runtime.feed import MicroBatch, example_batch
 from paceline.runtime.loss import Tally, read_tally, require_gradient
 from paceline.runtime.order import Window
@@ -32,7 +33,7 @@ from paceline.strategies.kept import Kept
 from paceline.strategies.layout import Layout
 from paceline.strategies.meeting import Met
 from paceline.strategies.mesh import Mesh, axes_cut
-from paceline.strategies.shard.run import is_about_shards
+from paceline.strategies.shard.run import is_about_shards, is_sharded
 from paceline.strategies.spill import CannotSpill, Spill
 
 
@@ -210,7 +211,9 @@ class Stepper:
         self.parameters = {name: p for name, p in self.held.items() if p.requires_grad}
         self.optimizer, self.groups = build_optimizer(job, self.trainable, self.parameters)
         self.schedule = build_schedule(job, self.optimizer)
-        self.buffers = ChangingBuffers(self.model)
+        self.buffers = ChangingBuffers(self.model, with_frozen=self.meetings.has_own_steps)
+        self.edits = Edits({name: p for name, p in self.held.items() if not is_sharded(p)})
+        self.has_begun = False
         self.saw_unused = False
         self.trace: Recorder | None = None
 
@@ -232,9 +235,10 @@ class Stepper:
                 weight was changed.
         """
         part = self.mesh.rank // self.mesh.sizes["tensor"]  # ranks that compute one layer together draw alike
+        self._look()
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
         figures = self.meetings.agree(self._figures(tallies, used, stop()))
-        loss, count, _, summed, *users = figures.tolist()
+        loss, count, _, summed, _, edited, unknown, *users = figures.tolist()
         # Whether anything counts is known of all replicas together.
         check_loss(loss, max(count, 1.0) if self.meetings.has_own_steps else count, tallies, step)
         self._drop_unused(users)
@@ -246,6 +250,8 @@ class Stepper:
             self._scale_gradients(1.0 / count)
         if observe:
             observe(self)
+        if edited and self._merges_edits:
+            self.edits.merge(self.mesh.group("replicas"), news=bool(unknown), step=step)
         beat("optimizer")
         norm = self._clip()
         self._update()
@@ -267,7 +273,7 @@ class Stepper:
 
     def _learn(self, met: Met, *, own_part: float, norm: float | None, step: int) -> StepResult:
         """What follows from a meeting. own_part: this replica's, of the samples that it was about."""
-        stops, _, *users = met.flags
+        stops, _, changed, _, _, *users = met.flags
         first = step + 2 - len(met.figures)
         for number, (_, count) in enumerate(met.figures):
             if not count:
@@ -276,7 +282,7 @@ class Stepper:
         if first == 1 and self.meetings.has_own_steps:
             self._refuse_unused(users)
         if len(self.mesh.replicas) > 1:
-            self.buffers.meet(own_part, self.mesh.group("replicas"))
+            self.buffers.meet(own_part, self.mesh.group("replicas"), news=bool(changed))
         return StepResult(tuple(loss / count for loss, count in met.figures), int(stops), norm, is_settled=True)
 
     def backward(self, window: Window, batches: list[MicroBatch], *, step: int, part: int,
@@ -303,8 +309,9 @@ class Stepper:
         return work.tallies, used
 
     def _figures(self, tallies: list[Tally], used: set[str], stop: bool) -> torch.Tensor:
-        """This rank's loss sum, its count, whether it was asked to stop, whether the loss is a sum, and for each
-        parameter whether it was used; float64.
+        """This rank's loss sum, its count, whether it was asked to stop, whether the loss is a sum, whether its
+        forwards changed state that is not met yet, a parameter, and one that is not known yet, and for each parameter
+        whether it was used; float64.
 
         Ranks without the model's output have no tallies and learn of the loss from others.
         """
@@ -313,10 +320,28 @@ class Stepper:
         totals = [tally.total for tally in tallies] or [torch.zeros((), dtype=torch.float64, device=self.device)]
         count = sum(torch.as_tensor(tally.count, dtype=torch.float64, device=self.device) for tally in tallies)
         sums = sum(not tally.is_mean for tally in tallies)
-        flags = torch.tensor([float(stop), float(sums), *(float(name in used) for name in self.trainable)],
-                             dtype=torch.float64)
+        flags = torch.tensor([float(stop), float(sums), *map(float, self._changes()),
+                              *(float(name in used) for name in self.trainable)], dtype=torch.float64)
         return torch.cat([torch.stack([torch.stack(totals).sum(), torch.as_tensor(
             count, dtype=torch.float64, device=self.device)]), flags.to(self.device)])
+
+    @property
+    def _merges_edits(self) -> bool:
+        """Whether replicas hold the same parameters after every step."""
+        return len(self.mesh.replicas) > 1 and not self.meetings.has_own_steps
+
+    def _look(self) -> None:
+        """Forwards come next: see what they start from."""
+        if not self.has_begun and len(self.mesh.replicas) > 1:
+            self.buffers.look()  # what a checkpoint brought back is no change
+        self.has_begun = True
+        if self._merges_edits:
+            self.edits.begin()
+
+    def _changes(self) -> tuple[bool, bool, bool]:
+        """Whether forwards changed state that replicas don't meet yet, a parameter, and one that is not known yet."""
+        edited = self.edits.end() if self._merges_edits else (False, False)
+        return len(self.mesh.replicas) > 1 and bool(self.buffers.news()), *edited
 
     def _drop_unused(self, users: list[float]) -> None:
         """A parameter that nobody used gets no gradient, as on one device. users: of each trainable parameter."""

@@ -95,7 +95,7 @@ class Sharding:
         # The outermost tells those inside it.
         self.told: list[FSDPModule] = [sharded[""]] if "" in sharded else list(sharded.values())  # type: ignore
         self.whole, self.zero = whole, zero
-        self.names = {name for name, p in root.named_parameters() if _is_sharded(p) and p.requires_grad}
+        self.names = {name for name, p in root.named_parameters() if is_sharded(p) and p.requires_grad}
         self.used: set[str] = set()
         self.marked: set[str] = set()
         for name, module in sharded.items():
@@ -135,13 +135,13 @@ class Sharding:
             self.marked.add(unit)
             for path, parameter in module.named_parameters(prefix=unit):
                 name = name_in_model(path)
-                if name in self.names and not _is_sharded(parameter):
+                if name in self.names and not is_sharded(parameter):
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.used.add(name))
 
         return before_forward
 
 
-def _is_sharded(parameter: torch.Tensor) -> bool:
+def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether FSDP2 holds it in parts; a part of a split layer is not what this asks for."""
     return hasattr(parameter, "device_mesh") and "shard" in (parameter.device_mesh.mesh_dim_names or ())
 
