@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.capture.probe import may_write
 from paceline.launch.failure import RankFailed
 
 pytestmark = pytest.mark.timeout(120)
@@ -89,3 +90,29 @@ def test_edits_that_contradict_each_other_are_refused(tmp_path: Path):
     with pytest.raises(RankFailed, match="a forward changes the parameter 'mean' in place") as refusal:
         trained(stateful_job(FollowsSamples), "data=2", tmp_path)
     assert "register it as a buffer" in str(refusal.value)
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=1", "shard=2 recompute=full", "data=2 shard=2"])
+@pytest.mark.parametrize("name", ["limit", "target"])
+def test_edited_parameters_are_kept_whole(name: str, plan: str, tmp_path: Path):
+    """FSDP2 would drop what a forward writes to the weights that it has gathered."""
+    assert_alike(JOBS[name](), plan, tmp_path)
+
+
+def test_an_edit_that_no_look_at_the_model_showed_is_refused(tmp_path: Path):
+    """A target that begins to follow later is sharded; the change is seen in the step that makes it."""
+    with pytest.raises(RankFailed, match=r"changes the parameter '0.target.weight' in place, and shard=N would lose"):
+        trained(target(LateTarget), "shard=2", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["limit", "target"])
+def test_servers_refuse_edited_parameters(name: str, tmp_path: Path):
+    """They keep the parameters and would not learn of it."""
+    with pytest.raises(RankFailed, match="and servers, which keep the parameters, would not learn of it"):
+        trained(JOBS[name](), "server=1 workers=2", tmp_path)
+
+
+def test_a_model_that_edits_nothing_is_not_run_beforehand():
+    """The code of its classes is looked through first."""
+    assert not may_write(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.TransformerEncoderLayer(4, 2)))
+    assert may_write(MomentumTarget())

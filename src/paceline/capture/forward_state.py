@@ -86,16 +86,17 @@ class ForwardState:
 
     Args:
         buffers: By name, of a forward that takes them from there and not from the module.
-        edited: Whether a forward may edit the parameters of a module in place.
+        edited: Whether a forward may edit a parameter in place.
     """
 
     def __init__(self, module: nn.Module, *, buffers: MutableMapping[str, torch.Tensor] | None = None,
-                 edited: Callable[[nn.Module], bool] = lambda module: True) -> None:
+                 edited: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
         self.buffers = buffers
         inside = list(module.modules())
         self.mappings: list[MutableMapping[str, Any]] = [vars(one) for one in inside]
         self.mappings += [one._buffers for one in inside if one._buffers]
-        self.parameters = [one._parameters for one in inside if one._parameters and edited(one)]
+        self.parameters = [(one._parameters, names) for one in inside if (names := tuple(
+            name for name, parameter in one._parameters.items() if parameter is not None and edited(parameter)))]
         self.known: dict[int, Part] = {}
 
     def now(self, *, buffers: tuple[str, ...] = ()) -> Moment:
@@ -105,7 +106,7 @@ class ForwardState:
             assert self.buffers is not None
             parts.append(Part.of(self.buffers, buffers))
         # Parameters are written to in every update, and would be copied then if they were still looked at.
-        parts += [Part.of(mapping) for mapping in self.parameters]
+        parts += [Part.of(mapping, names) for mapping, names in self.parameters]
         return Moment(parts, Streams.now())
 
     def _part(self, mapping: MutableMapping[str, Any]) -> Part:

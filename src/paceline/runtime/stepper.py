@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
+from paceline.capture.probe import limited_by_norm, may_write, written_by
 from paceline.cluster import Device
-from paceline.errors import JobError, TrainingError
+from paceline.errors import JobError, PlanRefused, TrainingError
 from paceline.job import Job
 from paceline.launch.logs import logger
-from paceline.plans import Plan
+from paceline.plans import Plan, Servers
 from paceline.profile.trace import state_factor
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.edits import Edits
@@ -98,7 +99,12 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     devices: of each rank; without them nothing is too large.
     """
     dtype = torch.float64 if job.precision == "float64" else None
-    spill, model = build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
+
+    def build() -> tuple[Spill | None, torch.nn.Module]:
+        return build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
+
+    edited = edited_parameters(job, plan, build, device)
+    spill, model = build()
     running = spill.running if spill is not None else nullcontext
     layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,
                      example=lambda samples: example_batch(job.data, samples).to(device, dtype),
@@ -106,12 +112,38 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
                      microbatch_samples=-(-job.batch // (plan.replicas * plan.num_microbatches)),
                      state_factor=lambda: state_factor(job, model))
     with running():
-        synchronisers = prepare(layout.module, plan=plan, mesh=mesh)
+        synchronisers = prepare(layout.module, plan=plan, mesh=mesh, edited=edited)
         layout.let_go()
         if spill is not None:
             elsewhere = held_elsewhere(plan, layout.module)
             spill.bring_in([*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()])
     return Prepared(model, layout, synchronisers)
+
+
+def edited_parameters(job: Job, plan: Plan, build: Callable[[], tuple[Spill | None, torch.nn.Module]],
+                      device: torch.device) -> frozenset[str]:
+    """Names of parameters that the model's forward writes to, as far as a plan must know of them beforehand.
+
+    The model runs once on two samples, where its code gives reason to. That is done with a model of its own, so that
+    nothing of it is left.
+
+    Raises:
+        PlanRefused: parameters lie on servers, which would not learn of what a worker writes to them.
+    """
+    if plan.axes.shard == 1 and not isinstance(plan.sync, Servers):
+        return frozenset()
+    spill, model = build()
+    edited = limited_by_norm(model)
+    if may_write(model):
+        dtype = torch.float64 if job.precision == "float64" else None
+        batch = example_batch(job.data, 2).to(device, dtype)
+        is_elsewhere, running = (spill.holds, spill.running) if spill else (lambda tensor: False, nullcontext)
+        with suppress(Exception), autocast(job, device), running():  # what fails here fails in the first step, too
+            edited |= written_by(lambda: batch.call(model.train()), model, is_elsewhere)
+    if edited and isinstance(plan.sync, Servers):
+        raise PlanRefused(f"a forward changes the parameter '{min(edited)}' in place, and servers, which keep the "
+                          "parameters, would not learn of it", hint="use a data=N plan")
+    return edited
 
 
 def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:

@@ -8,7 +8,7 @@ the first step and hold whatever gradients the rank has, whole or a shard, so an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +33,7 @@ def is_active(plan: Plan) -> bool:
     return plan.axes.data > 1 and plan.outer_steps is None
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> GradientBuckets:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> GradientBuckets:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return GradientBuckets(trainable, mesh.group("data"), compress=plan.modifiers.compress,
                            replica=mesh.coordinates["data"])

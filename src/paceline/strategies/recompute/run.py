@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,17 +28,17 @@ def is_active(plan: Plan) -> bool:
     return plan.modifiers.recompute == "full"
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> None:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> None:
     """Wrap the forward of every unit, so that the names of modules and parameters stay as they are.
 
     A model without units is recomputed whole. The second forward reads the state and draws the random numbers that the
     first one did, and what it writes to buffers, attributes and parameters is dropped.
     """
     buffers: MutableMapping[str, torch.Tensor] | None = getattr(model, "buffers_", None)
-    # FSDP2 gives a unit other parameters in each forward, and loses what a forward writes to them.
-    edited = (lambda module: False) if plan.axes.shard > 1 else (lambda module: True)
+    # FSDP2 gives a unit other parameters in each forward; those that a forward edits are no business of its.
+    whole = {p for name, p in model.named_parameters() if name in edited or plan.axes.shard == 1}
     for unit in list(find_units(model).values()) or [model]:
-        state = ForwardState(unit, buffers=buffers, edited=edited)
+        state = ForwardState(unit, buffers=buffers, edited=whole.__contains__)
         unit.forward = _Recomputed(unit.forward, state)
 
 
