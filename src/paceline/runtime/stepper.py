@@ -24,7 +24,7 @@ from paceline.profile.trace import state_factor
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.edits import Edits
 from paceline.runtime.feed import MicroBatch, example_batch
-from paceline.runtime.loss import Tally, read_tally, require_gradient
+from paceline.runtime.loss import Tally, read_tally, with_gradient
 from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_streams
 from paceline.runtime.trace import Recorder
@@ -200,7 +200,7 @@ class _Window:
         batch, job = self.batches[microbatch], self.stepper.job
         with autocast(job, self.stepper.device):
             tally = read_tally(job.loss(output, batch.target), samples=batch.samples or 1)
-        require_gradient(tally)
+            tally = with_gradient(tally, output, backward_goes_on=self.stepper.all_go_back)
         self.tallies.append(tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean))
         # A mean over samples has its weight known before backward; (sum, count) is divided when the count of all the
         # samples is known: the window's, or this replica's own where it takes steps of its own. A stand-in weighs
@@ -234,6 +234,7 @@ class Stepper:
                  devices: Sequence[Device] = ()) -> None:
         self.job, self.mesh, self.device = job, mesh, device
         self.replica = mesh.replica
+        self.all_go_back = plan.axes.shard > 1 or plan.splits_model  # ranks meet in backward
         prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
         self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
         self.meetings = meetings(self.synchronisers, mesh)
@@ -408,7 +409,9 @@ class Stepper:
         cut: dict[tuple[str, ...], list[torch.Tensor]] = {}
         for name, p in self.parameters.items():
             if p.grad is not None and name in self.layout.owned:
-                cut.setdefault(axes_cut(p), []).append(local(p.grad))
+                gradient = local(p.grad)
+                cut.setdefault(axes_cut(p), []).append(
+                    torch.view_as_real(gradient) if gradient.is_complex() else gradient)
         # Ranks that hold parts of the model have other parameters, but cut them along the same axes.
         for axes in ((), ("shard",), ("tensor",), ("shard", "tensor")):
             own = torch.nn.utils.get_total_norm(cut.get(axes, [])).to(squares).square()
@@ -420,7 +423,7 @@ class Stepper:
         total = squares.sqrt()
         for kind in _kinds(self.parameters.values()):
             gradient = next((p.grad for p in kind if p.grad is not None), total)
-            torch.nn.utils.clip_grads_with_norm_(kind, self.job.clip, total.to(gradient.dtype))
+            torch.nn.utils.clip_grads_with_norm_(kind, self.job.clip, total.to(gradient.dtype.to_real()))
         return float(total)
 
     def _update(self) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ import torch
 from paceline.errors import JobError, PlanRefused
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.kept import Kept, Saved
+from paceline.strategies.layout import tensors_in
 from paceline.strategies.shard.hooks import Hooks, hooks_of
 from paceline.strategies.shard.roll import Roll
 from paceline.strategies.units import find_units, is_callable, name_in_model
@@ -220,25 +220,10 @@ def _watch_calls(sharded: Mapping[str, nn.Module], roll: Roll) -> None:
 
 def _refuse_opaque(module: nn.Module, inputs: Any, output: Any) -> None:
     """FSDP2 gathers a unit for backward when a gradient arrives at its output, and must find the tensors in it."""
-    if torch.is_grad_enabled() and not any(True for _ in _tensors(output)):
+    if torch.is_grad_enabled() and not any(True for _ in tensors_in(output)):
         kind = type(module).__name__.removeprefix("FSDP")
         raise JobError(f"{kind} returns a {type(output).__name__}, and shard=N can't find the tensors in it",
                        hint="return tensors, tuples, lists, mappings or dataclasses, or use a data=N plan")
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors in what a module returns."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value):
-        for entry in fields(value):
-            yield from _tensors(getattr(value, entry.name))
 
 
 def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
