@@ -201,3 +201,19 @@ def test_attributes_that_differ_are_named_once(run_ranks: Callable[..., Any], ca
         assert tokens == str(10 + 2 * rank)
         assert len(said) == 1
         assert "attribute 'tokens'" in said[0]
+
+
+def test_a_cache_that_grows_with_its_inputs_is_left_alone(run_ranks: Callable[..., Any]):
+    """Its shape differs over the ranks; once it is the same everywhere it is met again."""
+    def body(context: Any) -> list[Any]:
+        model, seen = Counting(), []
+        buffers = ChangingBuffers(model)
+        for lengths in ((2, 3), (3, 3)):
+            model.see(2.0 + context.rank)
+            model.replaced = torch.full((lengths[context.rank],), float(context.rank))
+            buffers.meet(0.5, dist.group.WORLD, news=True)
+            seen += [model.in_place.tolist(), model.replaced.tolist()]
+        return seen
+
+    assert run_ranks(body, 2) == [[[2.5] * 2, [0.0] * 2, [6.25] * 2, [0.5] * 3],
+                                  [[2.5] * 2, [1.0] * 3, [6.25] * 2, [0.5] * 3]]

@@ -27,6 +27,7 @@ class ChangingBuffers:
     and checkpoints well defined; it doesn't make a BatchNorm over micro-batches the one over the whole batch.
 
     names: of the buffers and parameters that have changed in some step. attributes: of the attributes that have.
+    unlike: of buffers that have other shapes on other replicas, such as a cache that grows with its inputs; not met.
 
     Args:
         with_frozen: Whether frozen parameters are taken for buffers.
@@ -37,6 +38,8 @@ class ChangingBuffers:
         self.names: list[str] = []
         self.attributes: list[str] = []
         self._warned: set[str] = set()
+        self._kinds: dict[str, float] = {}  # of what is met, when the replicas last compared them
+        self.unlike: set[str] = set()
         self.look()
 
     def look(self) -> None:
@@ -51,6 +54,9 @@ class ChangingBuffers:
         what nothing has written to."""
         known = set(self.names)
         found = [name for name, seen in self._frozen.items() if name not in known and seen.is_written()]
+        if known:
+            now = self._tensors()
+            found += [name for name in self.names if _kind(now.get(name)) != self._kinds.get(name)]
         for prefix, module, attributes, buffers in self._modules:
             if not buffers.is_current():
                 found += [name for key, buffer in module._buffers.items() if (name := prefix + key) not in known
@@ -74,11 +80,11 @@ class ChangingBuffers:
         if news is None:
             news = bool(_greatest([float(bool(self.news()))], group)[0])
         if news:
-            self._learn(union_of_names(self.news(), group))
+            self._learn(union_of_names(self.news(), group), group)
         if not self.names and not self.attributes:
             return
         named = self._tensors()  # asked again: a model may put new tensors in their places
-        tensors = [named[name].detach() for name in self.names]
+        tensors = [named[name].detach() for name in self.names if name not in self.unlike]
         floats = [t for t in tensors if t.is_floating_point() or t.is_complex()]
         attributes = self._agreed(group)
         numbers = [(module, key, torch.tensor(value, dtype=torch.float64)) for module, key, value in attributes
@@ -94,12 +100,19 @@ class ChangingBuffers:
         frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
         return {**dict(self._model.named_buffers()), **(frozen if self._with_frozen else {})}
 
-    def _learn(self, names: Iterable[str]) -> None:
+    def _learn(self, names: Iterable[str], group: dist.ProcessGroup) -> None:
+        """From now on these are met, where they have one shape on all replicas. Collective."""
         for name in names:
             if name.startswith(_ATTRIBUTE):
                 self.attributes.append(name.removeprefix(_ATTRIBUTE))
-            else:
+            elif name not in self.names:
                 self.names.append(name)
+        if self.names:
+            now = self._tensors()
+            self._kinds = {name: _kind(now.get(name)) for name in self.names}
+            ends = _greatest([end for kind in self._kinds.values() for end in (kind, -kind)], group)
+            self.unlike = {name for name, most, least in zip(self.names, ends[::2], ends[1::2], strict=True)
+                            if most != -least or name not in now}
 
     def _agreed(self, group: dist.ProcessGroup) -> list[tuple[torch.nn.Module, str, Any]]:
         """The changing attributes that are to be met: floating-point tensors of one shape on all replicas, and numbers

@@ -26,6 +26,7 @@ class Edits:
     has changed before; they don't count writes through `parameter.data`.
 
     names: of parameters that a forward has changed in some step, on any replica.
+    outside: of those that something else than a forward or an update has written to on this rank.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -34,13 +35,22 @@ class Edits:
         self._versions: list[tuple[int, int]] = []
         self._changed: list[str] = []
         self._is_first = True
+        self._updated: list[tuple[int, int]] = []
         self.names: list[str] = []
+        self.outside: set[str] = set()
+
+    def updated(self) -> None:
+        """An update is done."""
+        self._updated = self._versions_now()
 
     def begin(self) -> None:
         """The forwards of a step come next."""
         looked_at = self._parameters if self._is_first else self.names
         self._seen = {name: Seen(self._parameters[name]) for name in looked_at if name in self._parameters}
         self._versions = self._versions_now()
+        if self._updated:
+            versions = zip(self._parameters, self._updated, self._versions, strict=True)
+            self.outside |= {name for name, before, now in versions if before != now}
 
     def end(self) -> tuple[bool, bool]:
         """The forwards are through. Whether they changed a parameter here, and whether one that is not known yet."""

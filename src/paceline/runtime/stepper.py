@@ -288,6 +288,8 @@ class Stepper:
         beat("optimizer")
         norm = self._clip()
         self._update()
+        if self._merges_edits:
+            self.edits.updated()
         if self.schedule is not None:
             self.schedule.step()
         met = self.meetings.close(step + 1, figures, beat)
