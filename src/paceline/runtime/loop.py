@@ -29,6 +29,7 @@ from paceline.runtime.feed import MicroBatch, Part, is_stream, training_feed
 from paceline.runtime.folder import SPLIT
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
+from paceline.runtime.shares import refuse_single_samples
 from paceline.runtime.stepper import Stepper, StepResult
 from paceline.strategies.mesh import Mesh
 
@@ -185,6 +186,7 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     memory = PeakMemory(context.device)
     mesh = Mesh(plan.axes.sizes(), context.rank)
     mesh.connect()
+    refuse_single_samples(job, plan, settings.shares, context.device)
     stepper = Stepper(job, plan, mesh, context.device, devices=settings.devices)
     drift.check_replicas(drift.replicated(stepper), mesh=mesh, step=0)
     run_dir = settings.run_dir

@@ -199,7 +199,7 @@ class _Window:
     def loss(self, microbatch: int, output: Any) -> torch.Tensor:
         batch, job = self.batches[microbatch], self.stepper.job
         with autocast(job, self.stepper.device):
-            tally = read_tally(job.loss(output, batch.target), samples=batch.samples or 1)
+            tally = read_tally(self._explained_loss(output, batch.target), samples=batch.samples or 1)
             tally = with_gradient(tally, output, backward_goes_on=self.stepper.all_go_back)
         self.tallies.append(tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean))
         # A mean over samples has its weight known before backward; (sum, count) is divided when the count of all the
@@ -207,6 +207,19 @@ class _Window:
         # nothing.
         weight = batch.samples / self.samples if tally.is_mean else float(batch.samples > 0)
         return tally.value * weight
+
+    def _explained_loss(self, output: Any, target: Any) -> Any:
+        """The job's loss, refused where it is made of shards."""
+        try:
+            value = self.stepper.job.loss(output, target)
+        except (RuntimeError, NotImplementedError) as error:
+            if not is_about_shards(error):
+                raise
+            raise _reads_shards(str(error).splitlines()[0]) from error
+        for part in value if isinstance(value, tuple | list) else [value]:
+            if hasattr(part, "device_mesh"):
+                raise _reads_shards("it became a DTensor")
+        return value
 
     def record(self, what: str, label: str, start_s: float, end_s: float) -> None:
         if self.stepper.trace is not None:
@@ -219,6 +232,13 @@ class _Window:
         if is_last:
             self.tell(self.tallies)
         self.beat("backward")
+
+
+def _reads_shards(what: str) -> PlanRefused:
+    return PlanRefused("the loss uses parameters of the model, and under this plan a rank holds parts of them where "
+                       f"it is computed ({what})",
+                       hint="use a data=N plan, or shard=N zero=2, which keeps parameters whole between forward and "
+                            "backward")
 
 
 class Stepper:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -216,6 +216,38 @@ def _watch_calls(sharded: Mapping[str, nn.Module], roll: Roll) -> None:
         else:
             module.register_forward_hook(lambda *_: roll.end())
         module.register_forward_hook(_refuse_opaque)
+    running = _Running()
+    sharded[""].register_forward_pre_hook(running.begin)
+    for name, module in sharded.items():
+        module.register_forward_hook(partial(running.watch, name or type(module).__name__.removeprefix("FSDP")))
+    sharded[""].register_forward_hook(running.end)
+
+
+class _Running:
+    """Refuses a backward inside of a forward: FSDP2 takes it for the step's own, and lets go of weights and gradients.
+
+    is_on: whether the model's forward is going on.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    def begin(self, module: nn.Module, inputs: Any) -> None:
+        self.is_on = True
+
+    def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.is_on = False
+
+    def watch(self, unit: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._refuse, unit))
+
+    def _refuse(self, unit: str, gradient: torch.Tensor) -> None:
+        if self.is_on:
+            raise PlanRefused(f"the model's forward takes the gradient of what '{unit}' returns (torch.autograd.grad), "
+                              "and shard=N gathers its weights for the step's own backward alone",
+                              hint="use a data=N plan, which keeps parameters whole")
 
 
 def _refuse_opaque(module: nn.Module, inputs: Any, output: Any) -> None:
