@@ -66,11 +66,11 @@ def test_many_buffers_meet_together(run_ranks: Callable[..., Any]):
         counts = []
         reduce = dist.all_reduce
         dist.all_reduce = lambda *args, **kwargs: (counts.append(1), reduce(*args, **kwargs))[1]
-        for _ in range(2):
+        for news in (True, False):  # the stepper's own all-reduce tells
             for one in model:
-                one.see(2.0)
+                one.see(2.0 + context.rank)
             counts.clear()
-            buffers.meet(0.5, dist.group.WORLD)
+            buffers.meet(0.5, dist.group.WORLD, news=news)
         return len(counts)
 
     assert run_ranks(body, 2) == [2, 2]
@@ -128,3 +128,92 @@ def test_running_statistics_of_a_batch_norm(run_ranks: Callable[..., Any], plan:
     assert len(ranks[0]) == 3
     assert len({tuple(map(tuple, seen)) for seen in ranks}) == 1
     assert ranks[0][0] != ranks[0][1]  # they do change
+
+
+class Late(nn.Module):
+    """State that first changes in the third step: buffers, a tensor and a number beside them, a counter, a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.steps, self.level, self.cache = nn.Linear(4, 2), 0, 0.0, None
+        self.center = torch.zeros(2, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("phase", torch.zeros(4, dtype=torch.complex128))
+        self.register_buffer("constant", torch.full((4,), -torch.inf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * (1 + self.level) - self.center + self.mean.sum() + self.phase.abs().sum()
+        self.seen += 1
+        self.steps += 1
+        self.cache = y  # a part of a graph, which is nobody's state
+        if int(self.seen) > 2:
+            self.mean.data.mul_(0.9).add_(0.1 * x.mean(0))  # which no version counter tells of
+            self.phase = self.phase * 0.9 + torch.complex(x.mean(0), -x.mean(0))
+            self.center = self.center * 0.9 + 0.1 * y.detach().mean(0)
+            self.level = self.level * 0.9 + 0.1 * float(x.mean())
+        return y
+
+
+@pytest.mark.parametrize(("plan", "shares"), [("data=2", (1, 1)), ("data=3", (2, 1, 1)), ("shard=2", (1, 1))])
+def test_state_that_changes_late_is_one_devices(run_ranks: Callable[..., Any], plan: str, shares: tuple[int, ...]):
+    """In whatever step a buffer or an attribute first changes, replicas hold what one device does from then on."""
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+    job = Job(model=Late, data=TensorDataset(x, x[:, :2].clone()), loss=F.mse_loss, precision="float64",
+              optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=8, steps=6)
+
+    def body(context: Any) -> list[Any]:
+        seen: list[Any] = []
+
+        class Noting(Watching):
+            def weights(self, step: int, stepper: Any, loss: float) -> None:
+                model = stepper.model
+                seen.append([float(model.seen), model.steps, model.level, *model.mean.tolist(), *model.center.tolist(),
+                             *torch.view_as_real(model.phase).flatten().tolist()])
+
+        mine = Plan.parse("single") if context.world_size == 1 else Plan.parse(plan)
+        train_rank(context, job, mine, Settings(None, shares if context.world_size > 1 else (1,), observer=Noting()))
+        return seen
+
+    load(Plan.parse(plan))
+    expected, = run_ranks(body, 1)
+    for seen in run_ranks(body, len(shares)):
+        torch.testing.assert_close(torch.tensor(seen, dtype=torch.float64),
+                                   torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-13)
+        assert [row[:2] for row in seen] == [row[:2] for row in expected]  # counters to the bit
+
+
+def test_attributes_that_differ_are_named_once(run_ranks: Callable[..., Any], caplog: Any):
+    """What can't be met, such as a number of tokens, is told once by its name; the run goes on."""
+    def body(context: Any) -> list[str]:
+        said: list[str] = []
+        model = nn.Linear(2, 2)
+        model.tokens = 0
+        buffers = ChangingBuffers(model)
+        from paceline.launch.logs import logger
+        logger.warning = lambda text, *args: said.append(text % args)  # type: ignore[method-assign]
+        for _ in range(2):
+            model.tokens += 5 + context.rank
+            buffers.meet(0.5, dist.group.WORLD, news=bool(buffers.news()))
+        return [str(model.tokens), *said]
+
+    for rank, (tokens, *said) in enumerate(run_ranks(body, 2)):
+        assert tokens == str(10 + 2 * rank)
+        assert len(said) == 1
+        assert "attribute 'tokens'" in said[0]
+
+
+def test_a_cache_that_grows_with_its_inputs_is_left_alone(run_ranks: Callable[..., Any]):
+    """Its shape differs over the ranks; once it is the same everywhere it is met again."""
+    def body(context: Any) -> list[Any]:
+        model, seen = Counting(), []
+        buffers = ChangingBuffers(model)
+        for lengths in ((2, 3), (3, 3)):
+            model.see(2.0 + context.rank)
+            model.replaced = torch.full((lengths[context.rank],), float(context.rank))
+            buffers.meet(0.5, dist.group.WORLD, news=True)
+            seen += [model.in_place.tolist(), model.replaced.tolist()]
+        return seen
+
+    assert run_ranks(body, 2) == [[[2.5] * 2, [0.0] * 2, [6.25] * 2, [0.5] * 3],
+                                  [[2.5] * 2, [1.0] * 3, [6.25] * 2, [0.5] * 3]]

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from paceline.errors import DriftError
+from paceline.job import Job
+from paceline.plans import Plan
 from paceline.runtime.drift import check_replicas, fingerprint
+from paceline.runtime.loop import Settings, train_rank
+from paceline.strategies.compose import load
 from paceline.strategies.mesh import Mesh
 
 pytestmark = pytest.mark.timeout(60)
@@ -94,3 +99,49 @@ def test_shards_are_compared_with_the_same_shards(run_ranks: Any):
 def test_no_replicas_nothing_to_compare(run_ranks: Any):
     """Without a data axis no collective is entered."""
     assert differing(run_ranks, {"data": 1, "shard": 2}, {1: 0}) == ["", ""]
+
+
+def reported(run_ranks: Callable[..., Any], disturb: Callable[[Any, int, int], None]) -> str:
+    """What a run of two replicas ends with in which `disturb(stepper, step, rank)` is called after each update."""
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    job = Job(model=lambda: torch.nn.Linear(4, 4), data=TensorDataset(x, x), loss=torch.nn.functional.mse_loss,
+              optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=8, steps=3)
+
+    class Disturbing:
+        def samples(self, step: int, batches: Any) -> None: ...
+
+        def gradients(self, step: int, stepper: Any) -> None: ...
+
+        def weights(self, step: int, stepper: Any, loss: float) -> None:
+            with torch.no_grad():
+                disturb(stepper, step, stepper.mesh.rank)
+
+    def body(context: Any) -> str:
+        try:
+            train_rank(context, job, Plan.parse("data=2"), Settings(None, (1, 1), observer=Disturbing()))
+        except DriftError as error:
+            return str(error)
+        return ""
+
+    load(Plan.parse("data=2"))
+    first, second = run_ranks(body, 2)
+    assert first == second
+    return first
+
+
+def test_a_write_between_steps_is_blamed(run_ranks: Any):
+    """With the rank that made it."""
+    def disturb(stepper: Any, step: int, rank: int) -> None:
+        if rank == 1 and step == 1:
+            stepper.model.weight.add_(1)
+
+    said = reported(run_ranks, disturb)
+    assert "after step 3: 'weight' on rank 1" in said
+    assert "written to between an update and the next forward on rank 1" in said
+
+
+def test_the_first_step_is_compared(run_ranks: Any):
+    """What goes wrong in every step is found after one, and not after a hundred."""
+    said = reported(run_ranks, lambda stepper, step, rank: stepper.model.bias.data.add_(rank))
+    assert "after step 1: 'bias'" in said
+    assert "nothing but updates was seen to change this tensor" in said

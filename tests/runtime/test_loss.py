@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.errors import TrainingError
-from paceline.runtime.loss import read_tally, require_gradient
+from paceline.runtime.loss import read_tally, with_gradient
 
 
 @pytest.mark.parametrize("value", [torch.tensor(3.0), torch.tensor([3.0]), torch.tensor([[3.0]])])
@@ -82,6 +82,19 @@ def test_a_metric_is_named():
 
 def test_a_loss_without_gradient_is_refused():
     """A loss that backward can't start from doesn't depend on the model."""
-    require_gradient(read_tally(torch.tensor(1.0, requires_grad=True), samples=1))
-    with pytest.raises(TrainingError, match=r"does not depend on the model(?s:.*)hint: .*\.detach\(\)"):
-        require_gradient(read_tally(torch.tensor(1.0), samples=1))
+    tally = read_tally(torch.tensor(1.0, requires_grad=True), samples=1)
+    assert with_gradient(tally, None, backward_goes_on=False) is tally
+    for value in (torch.tensor(1.0), (torch.tensor(0.0), 3)):
+        with pytest.raises(TrainingError, match=r"does not depend on the model(?s:.*)hint: .*\.detach\(\)"):
+            with_gradient(read_tally(value, samples=1), None, backward_goes_on=True)
+
+
+def test_a_loss_that_counts_nothing_needs_no_gradient():
+    """Where others wait in backward it depends on the output by zero, whatever the output is."""
+    tally = read_tally((torch.zeros(()), 0), samples=1)
+    assert with_gradient(tally, None, backward_goes_on=False) is tally
+    output = torch.tensor([torch.inf, 1.0], requires_grad=True)
+    value = with_gradient(tally, {"logits": [output], "n": 3}, backward_goes_on=True).value
+    value.backward()
+    assert value.item() == 0
+    assert output.grad.tolist() == [0.0, 0.0]

@@ -19,7 +19,7 @@ def plain_attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, An
     these, parameters and buffers left out: its name in the model, the module, its own name and its value."""
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute not in _OF_TORCH and _is_plain(value):
+            if attribute not in _OF_TORCH and is_plain(value):
                 yield f"{path}.{attribute}" if path else attribute, module, attribute, value
 
 
@@ -67,14 +67,15 @@ def is_same(value: Any, other: Any) -> bool:
     return bool(value == other or (value != value and other != other))
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, text, a tensor that is no parameter, or a container of these."""
     if isinstance(value, nn.Parameter):
         return False
     if isinstance(value, torch.Tensor) or type(value) in _SCALARS:
         return True
     if isinstance(value, dict):
-        return all(type(key) in _SCALARS and _is_plain(item) for key, item in value.items())
-    return isinstance(value, _CONTAINERS) and all(map(_is_plain, value))
+        return all(type(key) in _SCALARS and is_plain(item) for key, item in value.items())
+    return isinstance(value, _CONTAINERS) and all(map(is_plain, value))
 
 
 def _copied(value: Any) -> Any:

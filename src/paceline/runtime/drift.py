@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ import torch.distributed as dist
 from paceline.errors import DriftError
 from paceline.strategies.data.run import local
 from paceline.strategies.mesh import Mesh
+
+if TYPE_CHECKING:
+    from paceline.runtime.stepper import Stepper
 
 EVERY_STEPS = 100  # reading 13 MB of weights takes 3 ms, 1/10,000 of a hundred steps of the byte GPT
 
@@ -25,11 +29,23 @@ def fingerprint(tensor: torch.Tensor) -> int:
     return int(total + raw[words.numel() * 4:].sum(dtype=torch.int64))
 
 
-def check_replicas(tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int) -> None:
+def replicated(stepper: Stepper) -> dict[str, torch.Tensor]:
+    """What replicas should hold alike: the run's weights, and all buffers."""
+    buffers = {name: buffer for name, buffer in stepper.model.named_buffers() if name not in stepper.buffers.unlike}
+    return {**stepper.meetings.shared(stepper.held), **buffers}
+
+
+def check_replicas(tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int, edited: Collection[str] = (),
+                   outside: Collection[str] = ()) -> None:
     """Compare every tensor over the data axis. Collective along it.
 
+    Args:
+        edited: Names of parameters that forwards were seen to change.
+        outside: Names of those that something else than forward and update was seen to change on this rank.
+
     Raises:
-        DriftError: on every rank of the group, naming the first tensor and the ranks that are in the minority.
+        DriftError: on every rank of the group, naming the first tensor, the ranks that are in the minority, and what
+            was seen to change it.
     """
     if mesh.sizes.get("data", 1) == 1:
         return
@@ -48,8 +64,25 @@ def check_replicas(tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int
     usual = max(set(values), key=lambda value: (values.count(value), value == values[0]))
     odd = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
     name, when = list(tensors)[at], f"after step {step}" if step else "before the first step"
+    flags = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
+    dist.all_gather(flags, torch.tensor([int(name in outside)]), group=group)
+    writers = [rank for rank, flag in zip(ranks, flags, strict=True) if int(flag)]
     raise DriftError(
         f"replicas differ {when}: '{name}' on rank {', '.join(map(str, odd))} is not what the others hold "
         f"({int((least != most).sum())} of {len(own)} tensors differ)",
-        hint="something changes weights on one rank only: a model built with the rank or the time in its seed, "
-             "an update outside the optimizer, or faulty memory")
+        hint=_cause(name, step, is_edited=name in edited, writers=writers))
+
+
+def _cause(name: str, step: int, *, is_edited: bool, writers: Sequence[int]) -> str:
+    """What was seen of it, and what it is likely to come from."""
+    if not step:
+        return "the model is not built alike on all ranks: its initial values depend on the rank, the time or the host"
+    if is_edited:
+        return (f"a forward changes '{name}' in place: if what it becomes depends on the samples, let it be a buffer, "
+                "which becomes the mean of all replicas")
+    if writers:
+        return (f"'{name}' was written to between an update and the next forward on rank "
+                f"{', '.join(map(str, writers))}: by the data set, a hook, or another thread")
+    return ("replicas were equal when the run began, and nothing but updates was seen to change this tensor: an "
+            "optimizer that draws random numbers or asks for the time, a hook on gradients that differs by rank, a "
+            "write through .data, or faulty memory")

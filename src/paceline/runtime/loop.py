@@ -29,6 +29,7 @@ from paceline.runtime.feed import MicroBatch, Part, is_stream, training_feed
 from paceline.runtime.folder import SPLIT
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
+from paceline.runtime.shares import refuse_single_samples
 from paceline.runtime.stepper import Stepper, StepResult
 from paceline.strategies.mesh import Mesh
 
@@ -185,8 +186,9 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     memory = PeakMemory(context.device)
     mesh = Mesh(plan.axes.sizes(), context.rank)
     mesh.connect()
+    refuse_single_samples(job, plan, settings.shares, context.device)
     stepper = Stepper(job, plan, mesh, context.device, devices=settings.devices)
-    drift.check_replicas(stepper.held, mesh=mesh, step=0)
+    drift.check_replicas(drift.replicated(stepper), mesh=mesh, step=0)
     run_dir = settings.run_dir
     writer = metrics = None
     if run_dir is not None:
@@ -289,7 +291,7 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
     _learn(run, result)
     if run.settings.observer is not None:
         run.settings.observer.weights(run.step - 1, run.stepper, run.loss)
-    if run.step % drift.EVERY_STEPS == 0:
+    if run.step % drift.EVERY_STEPS == 0 or run.speed.steps == 1:
         run.due.add("compare")
     if run.writer is not None:
         run.writer.poll()
@@ -323,7 +325,8 @@ def _do_what_is_due(run: _Run) -> None:
 def _compare(run: _Run) -> None:
     stepper = run.stepper
     stepper.meetings.quiet()
-    drift.check_replicas(stepper.meetings.shared(stepper.held), mesh=run.mesh, step=run.step)
+    drift.check_replicas(drift.replicated(stepper), mesh=run.mesh, step=run.step, edited=stepper.edits.names,
+                         outside=stepper.edits.outside)
 
 
 def predicted_step_s(settings: Settings) -> float | None:

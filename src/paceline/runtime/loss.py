@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
 import torch
 
 from paceline.errors import TrainingError
+from paceline.strategies.layout import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,22 @@ def _one(part: Any, what: str) -> torch.Tensor:
     return part.reshape(())
 
 
-def require_gradient(tally: Tally) -> None:
-    """Refuse a loss that backward can't start from."""
-    if not tally.value.requires_grad:
+def with_gradient(tally: Tally, output: Any, *, backward_goes_on: bool) -> Tally:
+    """A loss that backward can start from.
+
+    A micro-batch in which nothing counts may have none, as (0, 0) of new tensors. Then it depends on the output by
+    zero where a backward must go on because other ranks wait in it, and else it is left as it is.
+
+    Raises:
+        TrainingError: the loss counts something and doesn't depend on the model.
+    """
+    if tally.value.requires_grad:
+        return tally
+    if tally.is_mean or float(tally.count):
         raise TrainingError("the loss does not depend on the model: it has no gradient",
                             hint="compute it from the model's output, without .detach(), .item() or no_grad")
+    if not backward_goes_on:
+        return tally
+    # The sum of no elements: 0 times the output would be NaN where the output is infinite.
+    nothing = [tensor.flatten()[:0].sum() for tensor in tensors_in(output) if tensor.requires_grad]
+    return replace(tally, value=sum((part.to(tally.value) for part in nothing), tally.value))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
+from paceline.capture.probe import limited_by_norm, may_write, written_by
 from paceline.cluster import Device
-from paceline.errors import JobError, TrainingError
+from paceline.errors import JobError, PlanRefused, TrainingError
 from paceline.job import Job
 from paceline.launch.logs import logger
-from paceline.plans import Plan
+from paceline.plans import Plan, Servers
 from paceline.profile.trace import state_factor
 from paceline.runtime.attributes import ChangingAttributes
 from paceline.runtime.buffers import ChangingBuffers
+from paceline.runtime.edits import Edits
 from paceline.runtime.feed import MicroBatch, example_batch
-from paceline.runtime.loss import Tally, read_tally, require_gradient
+from paceline.runtime.loss import Tally, read_tally, with_gradient
 from paceline.runtime.optimizers.build import build_optimizer
 from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_streams
@@ -33,7 +35,7 @@ from paceline.strategies.kept import Kept
 from paceline.strategies.layout import Layout
 from paceline.strategies.meeting import Met
 from paceline.strategies.mesh import Mesh, axes_cut
-from paceline.strategies.shard.run import is_about_shards
+from paceline.strategies.shard.run import is_about_shards, is_sharded
 from paceline.strategies.spill import CannotSpill, Spill
 
 
@@ -102,7 +104,12 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     devices: of each rank; without them nothing is too large.
     """
     dtype = torch.float64 if job.precision == "float64" else None
-    spill, model = build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
+
+    def build() -> tuple[Spill | None, torch.nn.Module]:
+        return build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
+
+    edited = edited_parameters(job, plan, build, device)
+    spill, model = build()
     running, attributes = spill.running if spill is not None else nullcontext, ChangingAttributes(model)
     layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,
                      example=lambda samples: example_batch(job.data, samples).to(device, dtype),
@@ -110,13 +117,39 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
                      microbatch_samples=-(-job.batch // (plan.replicas * plan.num_microbatches)),
                      state_factor=lambda: state_factor(job, model))
     with running():
-        synchronisers = prepare(layout.module, plan=plan, mesh=mesh)
+        synchronisers = prepare(layout.module, plan=plan, mesh=mesh, edited=edited)
         layout.let_go()
         if spill is not None:
             elsewhere = held_elsewhere(plan, layout.module)
             spill.bring_in([*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()])
     attributes.disregard_new()
     return Prepared(model, layout, synchronisers, attributes)
+
+
+def edited_parameters(job: Job, plan: Plan, build: Callable[[], tuple[Spill | None, torch.nn.Module]],
+                      device: torch.device) -> frozenset[str]:
+    """Names of parameters that the model's forward writes to, as far as a plan must know of them beforehand.
+
+    The model runs once on two samples, where its code gives reason to. That is done with a model of its own, so that
+    nothing of it is left.
+
+    Raises:
+        PlanRefused: parameters lie on servers, which would not learn of what a worker writes to them.
+    """
+    if plan.axes.shard == 1 and not isinstance(plan.sync, Servers):
+        return frozenset()
+    spill, model = build()
+    edited = limited_by_norm(model)
+    if may_write(model):
+        dtype = torch.float64 if job.precision == "float64" else None
+        batch = example_batch(job.data, 2).to(device, dtype)
+        is_elsewhere, running = (spill.holds, spill.running) if spill else (lambda tensor: False, nullcontext)
+        with suppress(Exception), autocast(job, device), running():  # what fails here fails in the first step, too
+            edited |= written_by(lambda: batch.call(model.train()), model, is_elsewhere)
+    if edited and isinstance(plan.sync, Servers):
+        raise PlanRefused(f"a forward changes the parameter '{min(edited)}' in place, and servers, which keep the "
+                          "parameters, would not learn of it", hint="use a data=N plan")
+    return edited
 
 
 def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:
@@ -167,14 +200,27 @@ class _Window:
     def loss(self, microbatch: int, output: Any) -> torch.Tensor:
         batch, job = self.batches[microbatch], self.stepper.job
         with autocast(job, self.stepper.device):
-            tally = read_tally(job.loss(output, batch.target), samples=batch.samples or 1)
-        require_gradient(tally)
+            tally = read_tally(self._explained_loss(output, batch.target), samples=batch.samples or 1)
+            tally = with_gradient(tally, output, backward_goes_on=self.stepper.all_go_back)
         self.tallies.append(tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean))
         # A mean over samples has its weight known before backward; (sum, count) is divided when the count of all the
         # samples is known: the window's, or this replica's own where it takes steps of its own. A stand-in weighs
         # nothing.
         weight = batch.samples / self.samples if tally.is_mean else float(batch.samples > 0)
         return tally.value * weight
+
+    def _explained_loss(self, output: Any, target: Any) -> Any:
+        """The job's loss, refused where it is made of shards."""
+        try:
+            value = self.stepper.job.loss(output, target)
+        except (RuntimeError, NotImplementedError) as error:
+            if not is_about_shards(error):
+                raise
+            raise _reads_shards(str(error).splitlines()[0]) from error
+        for part in value if isinstance(value, tuple | list) else [value]:
+            if hasattr(part, "device_mesh"):
+                raise _reads_shards("it became a DTensor")
+        return value
 
     def record(self, what: str, label: str, start_s: float, end_s: float) -> None:
         if self.stepper.trace is not None:
@@ -187,6 +233,13 @@ class _Window:
         if is_last:
             self.tell(self.tallies)
         self.beat("backward")
+
+
+def _reads_shards(what: str) -> PlanRefused:
+    return PlanRefused("the loss uses parameters of the model, and under this plan a rank holds parts of them where "
+                       f"it is computed ({what})",
+                       hint="use a data=N plan, or shard=N zero=2, which keeps parameters whole between forward and "
+                            "backward")
 
 
 class Stepper:
@@ -203,6 +256,7 @@ class Stepper:
                  devices: Sequence[Device] = ()) -> None:
         self.job, self.mesh, self.device = job, mesh, device
         self.replica = mesh.replica
+        self.all_go_back = plan.axes.shard > 1 or plan.splits_model  # ranks meet in backward
         prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
         self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
         self.attributes = prepared.attributes
@@ -215,7 +269,9 @@ class Stepper:
         self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
         self.gathered = built.gathered
         self.schedule = build_schedule(job, self.optimizer)
-        self.buffers = ChangingBuffers(self.model)
+        self.buffers = ChangingBuffers(self.model, with_frozen=self.meetings.has_own_steps)
+        self.edits = Edits({name: p for name, p in self.held.items() if not is_sharded(p)})
+        self.has_begun = False
         self.saw_unused = False
         self.trace: Recorder | None = None
 
@@ -237,9 +293,10 @@ class Stepper:
                 weight was changed.
         """
         part = self.mesh.rank // self.mesh.sizes["tensor"]  # ranks that compute one layer together draw alike
+        self._look()
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
         figures = self.meetings.agree(self._figures(tallies, used, stop()))
-        loss, count, _, summed, *users = figures.tolist()
+        loss, count, _, summed, _, edited, unknown, *users = figures.tolist()
         # Whether anything counts is known of all replicas together.
         check_loss(loss, max(count, 1.0) if self.meetings.has_own_steps else count, tallies, step)
         self._drop_unused(users)
@@ -251,9 +308,13 @@ class Stepper:
             self._scale_gradients(1.0 / count)
         if observe:
             observe(self)
+        if edited and self._merges_edits:
+            self.edits.merge(self.mesh.group("replicas"), news=bool(unknown), step=step)
         beat("optimizer")
         norm = self._clip()
         self._update()
+        if self._merges_edits:
+            self.edits.updated()
         if self.schedule is not None:
             self.schedule.step()
         met = self.meetings.close(step + 1, figures, beat)
@@ -272,7 +333,7 @@ class Stepper:
 
     def _learn(self, met: Met, *, own_part: float, norm: float | None, step: int) -> StepResult:
         """What follows from a meeting. own_part: this replica's, of the samples that it was about."""
-        stops, _, *users = met.flags
+        stops, _, changed, _, _, *users = met.flags
         first = step + 2 - len(met.figures)
         for number, (_, count) in enumerate(met.figures):
             if not count:
@@ -281,7 +342,7 @@ class Stepper:
         if first == 1 and self.meetings.has_own_steps:
             self._refuse_unused(users)
         if len(self.mesh.replicas) > 1:
-            self.buffers.meet(own_part, self.mesh.group("replicas"))
+            self.buffers.meet(own_part, self.mesh.group("replicas"), news=bool(changed))
         return StepResult(tuple(loss / count for loss, count in met.figures), int(stops), norm, is_settled=True)
 
     def backward(self, window: Window, batches: list[MicroBatch], *, step: int, part: int,
@@ -308,8 +369,9 @@ class Stepper:
         return work.tallies, used
 
     def _figures(self, tallies: list[Tally], used: set[str], stop: bool) -> torch.Tensor:
-        """This rank's loss sum, its count, whether it was asked to stop, whether the loss is a sum, and for each
-        parameter whether it was used; float64.
+        """This rank's loss sum, its count, whether it was asked to stop, whether the loss is a sum, whether its
+        forwards changed state that is not met yet, a parameter, and one that is not known yet, and for each parameter
+        whether it was used; float64.
 
         Ranks without the model's output have no tallies and learn of the loss from others.
         """
@@ -318,10 +380,28 @@ class Stepper:
         totals = [tally.total for tally in tallies] or [torch.zeros((), dtype=torch.float64, device=self.device)]
         count = sum(torch.as_tensor(tally.count, dtype=torch.float64, device=self.device) for tally in tallies)
         sums = sum(not tally.is_mean for tally in tallies)
-        flags = torch.tensor([float(stop), float(sums), *(float(name in used) for name in self.trainable)],
-                             dtype=torch.float64)
+        flags = torch.tensor([float(stop), float(sums), *map(float, self._changes()),
+                              *(float(name in used) for name in self.trainable)], dtype=torch.float64)
         return torch.cat([torch.stack([torch.stack(totals).sum(), torch.as_tensor(
             count, dtype=torch.float64, device=self.device)]), flags.to(self.device)])
+
+    @property
+    def _merges_edits(self) -> bool:
+        """Whether replicas hold the same parameters after every step."""
+        return len(self.mesh.replicas) > 1 and not self.meetings.has_own_steps
+
+    def _look(self) -> None:
+        """Forwards come next: see what they start from."""
+        if not self.has_begun and len(self.mesh.replicas) > 1:
+            self.buffers.look()  # what a checkpoint brought back is no change
+        self.has_begun = True
+        if self._merges_edits:
+            self.edits.begin()
+
+    def _changes(self) -> tuple[bool, bool, bool]:
+        """Whether forwards changed state that replicas don't meet yet, a parameter, and one that is not known yet."""
+        edited = self.edits.end() if self._merges_edits else (False, False)
+        return len(self.mesh.replicas) > 1 and bool(self.buffers.news()), *edited
 
     def _drop_unused(self, users: list[float]) -> None:
         """A parameter that nobody used gets no gradient, as on one device. users: of each trainable parameter."""
@@ -356,7 +436,9 @@ class Stepper:
         cut: dict[tuple[str, ...], list[torch.Tensor]] = {}
         for name, p in self.parameters.items():
             if p.grad is not None and name in self.layout.owned:
-                cut.setdefault(axes_cut(p), []).append(local(p.grad))
+                gradient = local(p.grad)
+                cut.setdefault(axes_cut(p), []).append(
+                    torch.view_as_real(gradient) if gradient.is_complex() else gradient)
         # Ranks that hold parts of the model have other parameters, but cut them along the same axes.
         for axes in ((), ("shard",), ("tensor",), ("shard", "tensor")):
             own = torch.nn.utils.get_total_norm(cut.get(axes, [])).to(squares).square()
@@ -368,7 +450,7 @@ class Stepper:
         total = squares.sqrt()
         for kind in _kinds(self.parameters.values()):
             gradient = next((p.grad for p in kind if p.grad is not None), total)
-            torch.nn.utils.clip_grads_with_norm_(kind, self.job.clip, total.to(gradient.dtype))
+            torch.nn.utils.clip_grads_with_norm_(kind, self.job.clip, total.to(gradient.dtype.to_real()))
         return float(total)
 
     def _update(self) -> None:

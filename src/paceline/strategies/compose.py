@@ -8,7 +8,7 @@ and what gradients a rank then holds are reduced over the replicas. Each room se
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -64,8 +64,11 @@ class Room(Protocol):
 
     def is_active(self, plan: Plan) -> bool: ...
 
-    def prepare(self, model: nn.Module, *, plan: Plan, mesh: Mesh) -> Synchroniser | None:
-        """Change the model in place for this rank. Collective along the room's axis."""
+    def prepare(self, model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> Synchroniser | None:
+        """Change the model in place for this rank. Collective along the room's axis.
+
+        edited: names of parameters that a forward writes to.
+        """
 
 
 ROOMS: tuple[Room, ...] = (recompute, shard, data, local)
@@ -97,8 +100,10 @@ def held_elsewhere(plan: Plan, model: nn.Module) -> set[torch.Tensor]:
     return {module.weight for module in tables(model).values()}
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> list[Synchroniser]:
     """Enter every room of the plan. Collective: every rank calls it with equal weights.
+
+    edited: names of parameters that a forward writes to.
 
     Returns:
         What must be begun in this order and finished in the reverse one: the outermost reduction has run beside
@@ -109,7 +114,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> list[Synchroniser]:
     """
     if mesh.world_size > 1:
         _refuse_sparse(model)
-    made = [room.prepare(model, plan=plan, mesh=mesh) for room in ROOMS if room.is_active(plan)]
+    made = [room.prepare(model, plan=plan, mesh=mesh, edited=edited) for room in ROOMS if room.is_active(plan)]
     return [synchroniser for synchroniser in made if synchroniser is not None]
 
 

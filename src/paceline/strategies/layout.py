@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -101,6 +101,23 @@ class Layout(Ownership, Protocol):
         """Every gradient of this rank is complete over its replicas; make it so over its stages too."""
 
 
+def tensors_in(value: Any) -> Iterable[torch.Tensor]:
+    """The tensors in what a module returns."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value):
+        for entry in fields(value):
+            yield from tensors_in(getattr(value, entry.name))
+
+
 class Whole:
     """The model as it is."""
 
@@ -125,7 +142,8 @@ class Whole:
             loss = work.loss(number, output)
             turned_s = time.perf_counter()
             work.before_backward(number)
-            loss.backward()
+            if loss.requires_grad:  # else nothing counts in this micro-batch
+                loss.backward()
             work.record("forward", str(number), began_s, turned_s)
             work.record("backward", str(number), turned_s, time.perf_counter())
 

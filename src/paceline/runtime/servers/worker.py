@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paceline.capture.written import Seen
 from paceline.errors import JobError
 from paceline.job import Job
 from paceline.launch.context import RankContext
@@ -73,8 +74,8 @@ class Worker:
         self.inbox = _Inbox(self.control, self.arrivals, takes_any=servers_of(plan).staleness != 0,
                             alive=partial(context.beat, "input"))
         self.observed_step: int | None = None
-        self.buffers: dict[str, torch.Tensor] | None = {
-            name: buffer.detach().clone() for name, buffer in self.stepper.model.named_buffers()}
+        self.has_looked_at_attributes = False
+        self.buffers = {name: Seen(buffer) for name, buffer in self.stepper.model.named_buffers()}
         self.is_over = threading.Event()
         threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
         self.waited_for_step_s = 0.0
@@ -171,15 +172,14 @@ class Worker:
         return {"sums": order["evaluate"], "values": sums.tolist()}
 
     def _check_buffers(self) -> None:
-        """Refuse a model whose forward changes its buffers, and tell of attributes; looked at after the first step."""
-        if self.buffers is None:
-            return
-        now = dict(self.stepper.model.named_buffers())
-        changed = [name for name, before in self.buffers.items() if not torch.equal(before, now[name])]
-        self.buffers = None
-        if attributes := list(self.stepper.attributes.changed()):
+        """Refuse a model whose forward changes its buffers, in whatever step it first does; tell of attributes once."""
+        if not self.has_looked_at_attributes and (attributes := list(self.stepper.attributes.changed())):
             logger.warning("training changes the attribute '%s', which servers don't save: a resumed run begins with "
                            "its first value", attributes[0])
+        self.has_looked_at_attributes = True
+        now = dict(self.stepper.model.named_buffers())
+        changed = [name for name, seen in self.buffers.items() if name not in now or (
+            seen.is_changed() if now[name] is seen.tensor else not torch.equal(seen.value, now[name]))]
         if changed:
             raise JobError(f"training changes the buffer '{changed[0]}', and servers keep parameters alone",
                            hint="GroupNorm or LayerNorm in place of BatchNorm, or a data=N plan")

@@ -55,6 +55,8 @@ class Method(Protocol):
 class Compressed:
     """A `Reduction` (strategies/data/reduce.py) in compressed form, by a thread of its own: see the module."""
 
+    overlaps = True
+
     def __init__(self, form: str, like: Sequence[torch.Tensor], shapes: Sequence[Sequence[Sequence[int]]],
                  group: dist.ProcessGroup) -> None:
         """

@@ -24,10 +24,12 @@ class Reduction(Protocol):
     """Sums buckets over a group.
 
     memory: each bucket's, this rank's own, zero at first.
+    overlaps: whether sums are under way once they are started, so that it pays to start them beside backward.
     sent_bytes: what this rank has given to others so far, over a network or by way of memory that they share.
     """
 
     sent_bytes: float
+    overlaps: bool
 
     @property
     def memory(self) -> list[torch.Tensor]: ...
@@ -41,6 +43,8 @@ class Reduction(Protocol):
 
 class OverNetwork:
     """One all-reduce a bucket, beside the backward that is still going on."""
+
+    overlaps = True
 
     def __init__(self, like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> None:
         self.group = group
@@ -64,6 +68,8 @@ class InSharedMemory:
     Each rank sums its part of every bucket, in the order of ranks, and writes the sum to all of them: every byte is
     read once and written once, where a ring over loopback copies it through sockets on the cores that compute.
     """
+
+    overlaps = False
 
     def __init__(self, memory: Sequence[list[torch.Tensor]], group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.sent_bytes = group, dist.get_rank(group), 0.0

@@ -8,13 +8,14 @@ the first step and hold whatever gradients the rank has, whole or a shard, so an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from paceline.strategies.compress.run import Compressed
+from paceline.strategies.data.arrivals import Arrivals
 from paceline.strategies.data.buckets import assign
 from paceline.strategies.data.reduce import Reduction, reduction
 from paceline.strategies.kept import Kept, Saved
@@ -33,7 +34,7 @@ def is_active(plan: Plan) -> bool:
     return plan.axes.data > 1 and plan.outer_steps is None
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> GradientBuckets:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> GradientBuckets:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return GradientBuckets(trainable, mesh.group("data"), compress=plan.modifiers.compress,
                            replica=mesh.coordinates["data"])
@@ -65,7 +66,8 @@ class GradientBuckets:
         self.views = {p: view for bucket, flat in zip(self.buckets, self.memory, strict=True)
                       for p, view in zip(bucket, views(bucket, flat), strict=True)}
         self.missing: list[int] = []
-        self.arrived: set[torch.Tensor] = set()
+        self.arrivals = Arrivals(self.names.__getitem__,  # type: ignore[arg-type]
+                                 lambda p: self.bucket_of[p] < self.started)  # type: ignore[index]
         self.started = 0
         self.armed = self.begun = False
         for parameter in held:
@@ -74,18 +76,17 @@ class GradientBuckets:
     def begin(self, *, last: bool) -> None:
         if not self.begun:
             self.begun = True
-            self.arrived = set()
+            self.arrivals.begin()
+            self.missing = [len(bucket) for bucket in self.buckets]
             torch._foreach_zero_(self.memory)
             for parameter, view in self.views.items():
                 if not _is_distributed(parameter):
                     parameter.grad = view
         self.armed = last
-        if last:
-            self.missing = [len(bucket) for bucket in self.buckets]
 
     def unused(self) -> set[str]:
         """Whole parameters that no backward of this rank reached since the last `finish`."""
-        return {name for p, name in self.names.items() if self.begun and p not in self.arrived
+        return {name for p, name in self.names.items() if self.begun and p not in self.arrivals.arrived
                 and not _is_distributed(p)}
 
     @property
@@ -117,10 +118,9 @@ class GradientBuckets:
         return [f"what {there} replicas had not sent yet of their gradients is shared by {replicas}"]
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        self.arrived.add(parameter)
-        if self.armed:
+        if self.arrivals.add(parameter, last=self.armed) and self.reduction.overlaps:
             self.missing[self.bucket_of[parameter]] -= 1  # type: ignore[index]
-            while self.started < len(self.buckets) and self.missing[self.started] <= 0:
+            while self.started < len(self.buckets) and not self.missing[self.started]:
                 self._start_next()
 
     def _start_next(self) -> None:
@@ -136,6 +136,7 @@ class GradientBuckets:
     def finish(self) -> None:
         """Wait for every bucket; a gradient that never came (an unused parameter) counts as zero."""
         self.armed = self.begun = False
+        self.arrivals.end()
         while self.started < len(self.buckets):
             self._start_next()
         self.started = 0

@@ -17,7 +17,7 @@ not linear in the gradient only meeting gradients gives what one device would ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,7 +49,7 @@ def is_active(plan: Plan) -> bool:
     return plan.outer_steps is not None
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Rounds:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> Rounds:
     assert plan.outer_steps is not None
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return Rounds(trainable, plan.outer_steps, mesh.group("data"), compress=plan.modifiers.compress)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.checkpoint import checkpoint
 
+from paceline.capture.forward_state import ForwardState
 from paceline.strategies.units import find_units
 
 if TYPE_CHECKING:
@@ -23,11 +28,45 @@ def is_active(plan: Plan) -> bool:
     return plan.modifiers.recompute == "full"
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> None:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> None:
     """Wrap the forward of every unit, so that the names of modules and parameters stay as they are.
 
-    A model without units is recomputed whole. Random layers draw again what they drew: checkpoint restores the
-    generators.
+    A model without units is recomputed whole. The second forward reads the state and draws the random numbers that the
+    first one did, and what it writes to buffers, attributes and parameters is dropped.
     """
+    buffers: MutableMapping[str, torch.Tensor] | None = getattr(model, "buffers_", None)
+    # FSDP2 gives a unit other parameters in each forward; those that a forward edits are no business of its.
+    whole = {p for name, p in model.named_parameters() if name in edited or plan.axes.shard == 1}
     for unit in list(find_units(model).values()) or [model]:
-        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+        state = ForwardState(unit, buffers=buffers, edited=whole.__contains__)
+        unit.forward = _Recomputed(unit.forward, state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """Stands for a buffer among a forward's arguments: its value when it is read."""
+
+    name: str
+
+
+class _Recomputed:
+    """A forward that is run again in backward."""
+
+    def __init__(self, forward: Callable[..., Any], state: ForwardState) -> None:
+        self.forward, self.state = forward, state
+        self.buffers = {id(buffer): _Buffer(name) for name, buffer in (state.buffers or {}).items()}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        # An argument is kept for backward, and torch refuses it there if it was written to.
+        args = tuple(self.buffers.get(id(argument), argument) for argument in args)
+        names = tuple(argument.name for argument in args if isinstance(argument, _Buffer))
+        return checkpoint(self._run, *args, use_reentrant=False, context_fn=partial(self._contexts, names), **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*(self.state.buffers[argument.name]  # type: ignore[index]
+                              if isinstance(argument, _Buffer) else argument for argument in args), **kwargs)
+
+    def _contexts(self, buffers: tuple[str, ...]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), self.state.now(buffers=buffers).again()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.strategies.data.arrivals import Arrivals as GradientArrivals
 from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.server.serve import bytes_of
 from paceline.strategies.server.shards import Held, Shard, Slice
@@ -217,7 +218,8 @@ class Pusher:
                 for name in names:
                     self.waiting[name].append((server, number))
         self.update = -1
-        self.arrived: set[str] = set()
+        self.arrivals = GradientArrivals(self.names.__getitem__,  # type: ignore[arg-type]
+                                         lambda p: self.names[p] in self.sent)  # type: ignore[index]
         self.missing: dict[tuple[int, int], int] = {}
         self.sent: dict[str, memoryview] = {}
         self.armed = False
@@ -227,7 +229,8 @@ class Pusher:
     def begin(self, *, last: bool) -> None:
         if not self.missing:
             self.settle()
-            self.missing, self.arrived, self.sent = dict(self.needs), set(), {}
+            self.arrivals.begin()
+            self.missing, self.sent = dict(self.needs), {}
         self.armed = last
 
     def unused(self) -> set[str]:
@@ -236,8 +239,11 @@ class Pusher:
     def finish(self) -> None:
         """What backward did not reach leaves too; all of it is on its way when this returns."""
         self.armed = False
+        self.arrivals.end()
+        unused = {self.names[p] for p in self.parameters.values() if p not in self.arrivals.arrived}
+        incomplete = {place for name in unused for place in self.waiting[name]}
         for server, number in [place for place, count in self.missing.items() if count]:
-            self._push(server, number, is_whole=False)
+            self._push(server, number, is_whole=(server, number) not in incomplete)
         self.missing, self.sent = {}, {}
 
     @property
@@ -253,11 +259,9 @@ class Pusher:
         return []
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        name = self.names[parameter]  # type: ignore[index]
-        if not self.armed or name in self.arrived:
+        if not self.arrivals.add(parameter, last=self.armed):
             return
-        self.arrived.add(name)
-        for place in self.waiting[name]:
+        for place in self.waiting[self.names[parameter]]:  # type: ignore[index]
             self.missing[place] -= 1
             if not self.missing[place]:
                 self._push(*place, is_whole=True)

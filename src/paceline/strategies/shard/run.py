@@ -14,16 +14,17 @@ its gradient is summed at the end of a step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
-from functools import wraps
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.errors import JobError
+from paceline.errors import JobError, PlanRefused
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.kept import Kept, Saved
+from paceline.strategies.layout import tensors_in
+from paceline.strategies.shard.hooks import Hooks, hooks_of
 from paceline.strategies.shard.roll import Roll
 from paceline.strategies.units import find_units, is_callable, name_in_model
 
@@ -42,13 +43,18 @@ def is_active(plan: Plan) -> bool:
     return plan.axes.shard > 1
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Sharding:
-    """Shard every unit and what is left at the root along dim 0."""
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> Sharding:
+    """Shard every unit and what is left at the root along dim 0.
+
+    Parameters that a forward writes to stay whole: FSDP2 drops what is written to the weights it has gathered.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     units = find_units(model)
-    whole = _kept_whole(model, units.values())
+    hooks = hooks_of(model)
+    whole = _kept_whole(model, units.values()) | {p for name, p in model.named_parameters() if name in edited or (
+        name in hooks and hooks[name].after and plan.num_microbatches > 1 and plan.zero > 1)}
     if not is_callable(model):  # pieces of stages: nothing would gather what lies outside them
         in_units = {p for unit in units.values() for p in unit.parameters()}
         whole |= {p for p in model.parameters() if p not in in_units}
@@ -77,7 +83,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> Sharding:
         _watch_calls(sharded, Roll(list(sharded), mesh.group("shard"), mesh.ranks_along("shard")))
         model.forward = _explained(model.forward)
     trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
-    return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard")), zero=plan.zero)
+    return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard")), zero=plan.zero, hooks=hooks)
 
 
 def _let_go_without_gradients(module: Any, inputs: Any, output: Any) -> None:
@@ -91,15 +97,19 @@ class Sharding:
     """Tells FSDP2 before each micro-batch what to keep whole after it, and sums what it doesn't shard."""
 
     def __init__(self, root: nn.Module, sharded: Mapping[str, nn.Module], whole: GradientBuckets, *,
-                 zero: int) -> None:
+                 zero: int, hooks: Mapping[str, Hooks]) -> None:
         # The outermost tells those inside it.
         self.told: list[FSDPModule] = [sharded[""]] if "" in sharded else list(sharded.values())  # type: ignore
-        self.whole, self.zero = whole, zero
-        self.names = {name for name, p in root.named_parameters() if _is_sharded(p) and p.requires_grad}
+        self.whole, self.zero, self.hooks = whole, zero, hooks
+        self.names = {name for name, p in root.named_parameters() if is_sharded(p) and p.requires_grad}
         self.used: set[str] = set()
         self.marked: set[str] = set()
+        places = _own_places(sharded)
         for name, module in sharded.items():
             module.register_forward_pre_hook(self._mark(name))
+            edits = _Edits(places[name])
+            module.register_forward_pre_hook(edits.before)
+            module.register_forward_hook(edits.after, prepend=True)  # before FSDP2 lets go of the weights
 
     def begin(self, *, last: bool) -> None:
         for module in self.told:
@@ -135,13 +145,49 @@ class Sharding:
             self.marked.add(unit)
             for path, parameter in module.named_parameters(prefix=unit):
                 name = name_in_model(path)
-                if name in self.names and not _is_sharded(parameter):
+                if name in self.names and not is_sharded(parameter):
+                    if name in self.hooks:
+                        self.hooks[name].register(parameter)
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.used.add(name))
 
         return before_forward
 
 
-def _is_sharded(parameter: torch.Tensor) -> bool:
+class _Edits:
+    """Refuses what a forward writes to the weights that FSDP2 has gathered for it; version counters tell.
+
+    places: of the unit's own parameters, each with its name in the model.
+    """
+
+    def __init__(self, places: Sequence[tuple[nn.Module, str, str]]) -> None:
+        self.places, self.versions = places, list[int]()
+
+    def before(self, module: nn.Module, inputs: Any) -> None:
+        self.versions = self._versions()
+
+    def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        for before, now, (_, _, name) in zip(self.versions, self._versions(), self.places, strict=True):
+            if before != now:
+                raise PlanRefused(f"a forward changes the parameter '{name}' in place, and shard=N would lose the "
+                                  "change", hint="use a data=N plan, which puts the changes of all replicas together")
+
+    def _versions(self) -> list[int]:
+        return [holder._parameters[key]._version for holder, key, _ in self.places]  # type: ignore[union-attr]
+
+
+def _own_places(sharded: Mapping[str, nn.Module]) -> dict[str, list[tuple[nn.Module, str, str]]]:
+    """For every unit the parameters that FSDP2 shards with it and not with a unit inside it."""
+    places: dict[str, list[tuple[nn.Module, str, str]]] = {}
+    known: set[torch.Tensor] = set()
+    for unit in sorted(sharded, key=len, reverse=True):  # what is inside comes first
+        places[unit] = [(holder, key, name_in_model(f"{unit}.{path}.{key}".strip(".").replace("..", ".")))
+                        for path, holder in sharded[unit].named_modules() for key, p in holder._parameters.items()
+                        if p is not None and is_sharded(p) and p not in known]
+        known |= {holder._parameters[key] for holder, key, _ in places[unit]}  # type: ignore[misc]
+    return places
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether FSDP2 holds it in parts; a part of a split layer is not what this asks for."""
     return hasattr(parameter, "device_mesh") and "shard" in (parameter.device_mesh.mesh_dim_names or ())
 
@@ -170,29 +216,46 @@ def _watch_calls(sharded: Mapping[str, nn.Module], roll: Roll) -> None:
         else:
             module.register_forward_hook(lambda *_: roll.end())
         module.register_forward_hook(_refuse_opaque)
+    running = _Running()
+    sharded[""].register_forward_pre_hook(running.begin)
+    for name, module in sharded.items():
+        module.register_forward_hook(partial(running.watch, name or type(module).__name__.removeprefix("FSDP")))
+    sharded[""].register_forward_hook(running.end)
+
+
+class _Running:
+    """Refuses a backward inside of a forward: FSDP2 takes it for the step's own, and lets go of weights and gradients.
+
+    is_on: whether the model's forward is going on.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    def begin(self, module: nn.Module, inputs: Any) -> None:
+        self.is_on = True
+
+    def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.is_on = False
+
+    def watch(self, unit: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._refuse, unit))
+
+    def _refuse(self, unit: str, gradient: torch.Tensor) -> None:
+        if self.is_on:
+            raise PlanRefused(f"the model's forward takes the gradient of what '{unit}' returns (torch.autograd.grad), "
+                              "and shard=N gathers its weights for the step's own backward alone",
+                              hint="use a data=N plan, which keeps parameters whole")
 
 
 def _refuse_opaque(module: nn.Module, inputs: Any, output: Any) -> None:
     """FSDP2 gathers a unit for backward when a gradient arrives at its output, and must find the tensors in it."""
-    if torch.is_grad_enabled() and not any(True for _ in _tensors(output)):
+    if torch.is_grad_enabled() and not any(True for _ in tensors_in(output)):
         kind = type(module).__name__.removeprefix("FSDP")
         raise JobError(f"{kind} returns a {type(output).__name__}, and shard=N can't find the tensors in it",
                        hint="return tensors, tuples, lists, mappings or dataclasses, or use a data=N plan")
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors in what a module returns."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value):
-        for entry in fields(value):
-            yield from _tensors(getattr(value, entry.name))
 
 
 def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:

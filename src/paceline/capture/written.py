@@ -1,0 +1,50 @@
+"""A tensor's value at one moment, kept without a copy until something writes to the tensor.
+
+torch keeps two tensors on one memory until one of them is written to (copy on write). So a look at a tensor costs a
+microsecond and no memory, and a write is seen however it was made: version counters don't count what goes through
+`tensor.data`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class Seen:
+    """The value of a tensor when it was looked at.
+
+    tensor: as it was given; a write to it leaves `value` as it was.
+    """
+
+    __slots__ = ("_shares_memory", "tensor", "value")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        try:
+            self.value: torch.Tensor = torch._lazy_clone(tensor.detach())
+            self._shares_memory = True
+        except (RuntimeError, NotImplementedError, AttributeError):  # memory that torch did not allocate itself
+            self.value, self._shares_memory = tensor.detach().clone(), False
+
+    def is_written(self) -> bool:
+        """Whether the tensor may have been written to since; where that can't be told, whether its value is another.
+
+        A few operators are taken for writers without being any, such as an LSTM on a CPU.
+        """
+        if self._shares_memory:
+            return bool(address(self.tensor) != address(self.value))
+        return not self.is_same()
+
+    def is_changed(self) -> bool:
+        """Whether the tensor holds another value now."""
+        return self.is_written() and not self.is_same()
+
+    def is_same(self) -> bool:
+        """Whether shape, dtype and every bit of the tensor's value are as they were; NaN equals NaN."""
+        now, then = self.tensor.detach(), self.value
+        if now.shape != then.shape or now.dtype != then.dtype:
+            return False
+        return bool(torch.equal(now, then) or ((now == then) | ((now != now) & (then != then))).all())
+
+
+address = torch._C._data_address  # type: ignore[attr-defined]  # `data_ptr` would count as writing

@@ -1,0 +1,119 @@
+"""Parameters that forwards edit in place: the norm limit of an embedding, a target that follows another layer.
+
+On one device a forward sees the whole batch, on a replica a part of it. So before the update the replicas put their
+edits together, element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from paceline.capture.written import Seen, address
+from paceline.errors import PlanRefused, TrainingError
+from paceline.runtime.buffers import union_of_names
+from paceline.strategies.data.run import local
+
+_ROUNDING = 16  # units in the last place that equal edits may differ by: devices may not add in one order
+
+
+class Edits:
+    """Looks at this rank's parameters before the forwards of a step, and merges what those changed.
+
+    The first step sees every write to a parameter. Afterwards version counters tell, of the parameters that no forward
+    has changed before; they don't count writes through `parameter.data`.
+
+    names: of parameters that a forward has changed in some step, on any replica.
+    outside: of those that something else than a forward or an update has written to on this rank.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._seen: dict[str, Seen] = {}
+        self._versions: list[tuple[int, int]] = []
+        self._changed: list[str] = []
+        self._is_first = True
+        self._updated: list[tuple[int, int]] = []
+        self.names: list[str] = []
+        self.outside: set[str] = set()
+
+    def updated(self) -> None:
+        """An update is done."""
+        self._updated = self._versions_now()
+
+    def begin(self) -> None:
+        """The forwards of a step come next."""
+        looked_at = self._parameters if self._is_first else self.names
+        self._seen = {name: Seen(self._parameters[name]) for name in looked_at if name in self._parameters}
+        self._versions = self._versions_now()
+        if self._updated:
+            versions = zip(self._parameters, self._updated, self._versions, strict=True)
+            self.outside |= {name for name, before, now in versions if before != now}
+
+    def end(self) -> tuple[bool, bool]:
+        """The forwards are through. Whether they changed a parameter here, and whether one that is not known yet."""
+        self._changed = [name for name, seen in self._seen.items() if seen.is_changed()]
+        if not self._is_first:
+            versions = zip(self._parameters, self._versions, self._versions_now(), strict=True)
+            self._changed += [name for name, before, now in versions if before != now and name not in self._seen]
+        kept = {*self.names, *self._changed}  # an update would copy what is still looked at
+        self._seen = {name: seen for name, seen in self._seen.items() if name in kept}
+        self._is_first = False
+        return bool(self._changed), any(name not in self.names for name in self._changed)
+
+    @torch.no_grad()
+    def merge(self, group: dist.ProcessGroup, *, news: bool, step: int) -> None:
+        """Give every replica the edits of all of them. Collective over the replicas, a group.
+
+        Args:
+            news: Whether some rank has changed a parameter that is not known yet.
+
+        Raises:
+            PlanRefused, after the first step TrainingError: replicas changed an element in different ways.
+        """
+        unknown = [name for name in union_of_names(self._changed, group) if name not in self.names] if news else []
+        for name in [*self.names, *unknown]:
+            if name in self._parameters:
+                tensor = local(self._parameters[name].detach())
+                before = local(self._seen[name].value) if name in self._seen else (
+                    None if name in self._changed else tensor)
+                _merge(name, tensor, before, group, agree=name in unknown, step=step)
+        self.names += unknown
+        self._seen = {}
+
+    def _versions_now(self) -> list[tuple[int, int]]:
+        return [(p._version, address(p)) for p in self._parameters.values()]
+
+
+def _merge(name: str, tensor: torch.Tensor, before: torch.Tensor | None, group: dist.ProcessGroup, *, agree: bool,
+           step: int) -> None:
+    """before: its value before the forwards; None if it is not known here. agree: whether it may be unknown somewhere.
+    """
+    real = _as_reals(tensor)
+    nothing = torch.full_like(real, -torch.inf)
+    start = nothing if before is None else _as_reals(before)
+    if agree:
+        start = start.clone()
+        dist.all_reduce(start, dist.ReduceOp.MAX, group=group)
+    is_edited = real != start
+    ends = torch.stack([torch.where(is_edited, real, nothing), torch.where(is_edited, -real, nothing)])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    most, least = ends[0], -ends[1]
+    is_edited_somewhere = most > -torch.inf
+    apart = torch.where(is_edited_somewhere, most - least, 0)
+    if bool((apart > _ROUNDING * torch.finfo(real.dtype).eps * most.abs()).any()):
+        error = TrainingError if step else PlanRefused
+        raise error(f"a forward changes the parameter '{name}' in place, and replicas change it in different ways: "
+                    "what it becomes depends on the samples",
+                    hint="register it as a buffer, which becomes the mean of all replicas, or use a plan that doesn't "
+                         "cut the batch: single, tensor=N, or pipeline=N microbatches=1")
+    merged = torch.where(is_edited_somewhere, most, start)
+    tensor.copy_(torch.view_as_complex(merged) if tensor.is_complex() else merged)
+
+
+def _as_reals(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor if tensor.is_floating_point() else tensor.double()

@@ -1,0 +1,54 @@
+"""How few samples a rank ever gets at once, and whether the model can be trained on so few."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from paceline.errors import PlanRefused
+from paceline.job import Job
+from paceline.plans import Plan
+from paceline.runtime.feed import Part, example_batch, is_stream
+from paceline.runtime.order import Order
+from paceline.runtime.stepper import autocast, build_model
+from paceline.runtime.streams import kept_streams
+
+
+def smallest_cut(order: Order, steps: int, part: Part) -> tuple[int, int]:
+    """The fewest samples of any rank's micro-batch in so many steps, and of any window. A rank that gets none runs
+    the window's first sample."""
+    windows = [order.window(step).count for step in {0, min(steps, order.steps_per_epoch) - 1}]
+    cuts = [len(cut) for count in windows for replica in range(len(part.shares))
+            for cut in Part(part.shares, replica, part.num_microbatches).cuts(count)]
+    return max(1, min(cuts)), min(windows)
+
+
+def refuse_single_samples(job: Job, plan: Plan, shares: tuple[int, ...], device: torch.device) -> None:
+    """Refuse a plan that cuts a window down to single samples, for a model that fails on one, as BatchNorm does.
+
+    Raises:
+        PlanRefused: it names the smallest micro-batch.
+    """
+    if is_stream(job.data) or job.total_steps is None:
+        return
+    part = Part(shares, 0, plan.num_microbatches)
+    order = Order(len(job.data), job.batch, job.seed, job.drop_last)
+    fewest, window = smallest_cut(order, job.total_steps, part)
+    if fewest > 1 or window == 1:  # one device gets a window of one sample, too
+        return
+    with kept_streams():
+        model = build_model(job, device).train()
+        if not any(isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules()):
+            return
+        batch = example_batch(job.data, 1).to(device, torch.float64 if job.precision == "float64" else None)
+        try:
+            with torch.no_grad(), autocast(job, device):
+                batch.call(model)
+        except ValueError as error:
+            if "more than 1" not in str(error):
+                raise
+            raise PlanRefused(
+                f"'{plan}' cuts a window of {window} samples into micro-batches of which the smallest has 1, and the "
+                f"model can't be trained on one sample: {error}",
+                hint="drop_last=True, a batch that leaves no short last window, GroupNorm in place of BatchNorm, or a "
+                     "plan with fewer replicas and micro-batches") from error

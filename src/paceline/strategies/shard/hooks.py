@@ -1,0 +1,39 @@
+"""The user's hooks on parameters: FSDP2 puts other parameters in the place of those that they were registered on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Those of one parameter, by the numbers that torch gave them; a hook that is removed leaves its mapping.
+
+    before: of `register_hook`. after: of `register_post_accumulate_grad_hook`.
+    """
+
+    before: Mapping[int, Callable[..., Any]]
+    after: Mapping[int, Callable[..., Any]]
+
+    def register(self, parameter: torch.Tensor) -> None:
+        """Let them see the gradients of another tensor that stands for the parameter."""
+        for number in self.before:
+            parameter.register_hook(lambda gradient, number=number: (
+                self.before[number](gradient) if number in self.before else None))
+        for number in self.after:
+            parameter.register_post_accumulate_grad_hook(lambda tensor, number=number: (
+                self.after[number](tensor) if number in self.after else None))
+
+
+def hooks_of(model: nn.Module) -> dict[str, Hooks]:
+    """The hooks of every parameter that has any, by name."""
+    return {name: Hooks(parameter._backward_hooks or {},
+                        parameter._post_accumulate_grad_hooks or {})
+            for name, parameter in model.named_parameters()
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks}

@@ -1,0 +1,118 @@
+"""Parameters that a forward edits in place: replicas stay equal to each other and to one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from stateful_jobs import MomentumTarget, assert_alike, stateful_job, trained
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.capture.probe import may_write
+from paceline.launch.failure import RankFailed
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Bag(nn.Module):
+    """The mean of three words, whose vectors may be no longer than a limit."""
+
+    def __init__(self, max_norm: float) -> None:
+        super().__init__()
+        self.words = nn.Embedding(33, 8, max_norm=max_norm)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.words(x).mean(1))
+
+
+class LateTarget(MomentumTarget):
+    """A target that follows from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        if self.steps < 3:
+            return torch.tanh(self.online(x) + self.target(x))
+        with torch.no_grad():
+            for p, q in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                q.lerp_(p, 0.1)
+        return torch.tanh(self.online(x) + self.target(x))
+
+
+class FollowsSamples(nn.Module):
+    """A frozen parameter that becomes what the samples say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mean = nn.Linear(8, 4), nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return self.linear(x - self.mean)
+
+
+def bag(max_norm: float) -> paceline.Job:
+    generator = torch.Generator().manual_seed(2)
+    words, y = torch.randint(0, 33, (36, 3), generator=generator), torch.randn(36, 4, generator=generator)
+    return stateful_job(lambda: Bag(max_norm), data=TensorDataset(words, y))
+
+
+def target(kind: type[nn.Module] = MomentumTarget) -> paceline.Job:
+    return stateful_job(lambda: nn.Sequential(kind(), nn.Linear(8, 4)))
+
+
+JOBS = {"limit": lambda: bag(1.0), "limit that is reached late": lambda: bag(4.0), "target": target,
+        "late target": lambda: target(LateTarget)}
+
+
+@pytest.mark.parametrize("plan", ["data=2", "data=3"])
+@pytest.mark.parametrize("name", JOBS)
+def test_replicas_put_their_edits_together(name: str, plan: str, tmp_path: Path):
+    """An element that some replicas edit takes that edit, and one that all edit takes it once."""
+    assert_alike(JOBS[name](), plan, tmp_path)
+
+
+def test_edits_of_several_micro_batches(tmp_path: Path):
+    """The limit of a norm is kept in each micro-batch."""
+    assert_alike(bag(1.0), "data=2 accumulate=2", tmp_path)
+
+
+def test_edits_that_contradict_each_other_are_refused(tmp_path: Path):
+    """What depends on a replica's samples can't be put together; the parameter is named before the first update."""
+    with pytest.raises(RankFailed, match="a forward changes the parameter 'mean' in place") as refusal:
+        trained(stateful_job(FollowsSamples), "data=2", tmp_path)
+    assert "register it as a buffer" in str(refusal.value)
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=1", "shard=2 recompute=full", "data=2 shard=2"])
+@pytest.mark.parametrize("name", ["limit", "target"])
+def test_edited_parameters_are_kept_whole(name: str, plan: str, tmp_path: Path):
+    """FSDP2 would drop what a forward writes to the weights that it has gathered."""
+    assert_alike(JOBS[name](), plan, tmp_path)
+
+
+def test_an_edit_that_no_look_at_the_model_showed_is_refused(tmp_path: Path):
+    """A target that begins to follow later is sharded; the change is seen in the step that makes it."""
+    with pytest.raises(RankFailed, match=r"changes the parameter '0.target.weight' in place, and shard=N would lose"):
+        trained(target(LateTarget), "shard=2", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["limit", "target"])
+def test_servers_refuse_edited_parameters(name: str, tmp_path: Path):
+    """They keep the parameters and would not learn of it."""
+    with pytest.raises(RankFailed, match="and servers, which keep the parameters, would not learn of it"):
+        trained(JOBS[name](), "server=1 workers=2", tmp_path)
+
+
+def test_a_model_that_edits_nothing_is_not_run_beforehand():
+    """The code of its classes is looked through first."""
+    assert not may_write(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.TransformerEncoderLayer(4, 2)))
+    assert may_write(MomentumTarget())

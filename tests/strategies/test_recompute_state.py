@@ -1,0 +1,99 @@
+"""A forward that is run again in backward leaves no second trace: state changes once, and is read as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from stateful_jobs import Attributes, Codebook, MomentumTarget, assert_alike, stateful_job
+from torch import Tensor, nn
+
+from paceline.capture.forward_state import ForwardState
+from paceline.capture.written import Seen
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+                                            for _ in range(2)), nn.Linear(8, 4))
+
+
+def spectral_norm() -> nn.Module:
+    normalised = nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(normalised(nn.Linear(8, 8)), nn.Sequential(nn.Tanh(), normalised(nn.Linear(8, 8))),
+                         nn.Linear(8, 4))
+
+
+class Draws(nn.Module):
+    """Random numbers of Python's, NumPy's and a generator of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(8, 8), torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = random.random() + float(np.random.rand()) + float(np.random.standard_normal())
+        return torch.tanh(self.linear(x) * scale) * torch.rand(8, generator=self.generator, dtype=x.dtype)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "codebook": Codebook, "batch_norm": batch_norm, "spectral_norm": spectral_norm,
+    "attributes": lambda: nn.Sequential(Attributes(), Attributes(), nn.Linear(8, 4)),
+    "draws": lambda: nn.Sequential(Draws(), Draws(), nn.Linear(8, 4)),
+    "momentum_target": lambda: nn.Sequential(MomentumTarget(), nn.Linear(8, 4))}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_state_changes_once(name: str, tmp_path: Path):
+    """Weights and buffers are one device's, with one micro-batch and with two."""
+    job = stateful_job(MODELS[name])
+    assert_alike(job, "single recompute=full", tmp_path)
+    assert_alike(job, "single recompute=full accumulate=2", tmp_path, reference="single accumulate=2")
+
+
+@pytest.mark.parametrize("name", ["codebook", "batch_norm", "attributes"])
+def test_blocks_that_are_sharded_too(name: str, tmp_path: Path):
+    """FSDP2 gathers a block for the second forward, and the state is still as it was in the first."""
+    assert_alike(stateful_job(MODELS[name]), "shard=2 recompute=full", tmp_path, reference="shard=2")
+
+
+@pytest.mark.parametrize(("plan", "reference"), [
+    ("place=auto parts=2", "single"), ("pipeline=2 microbatches=1", "single"),
+    ("pipeline=2 microbatches=4 schedule=gpipe", "single accumulate=4")])
+@pytest.mark.parametrize("name", ["codebook", "batch_norm"])
+def test_captured_pieces(name: str, plan: str, reference: str, tmp_path: Path):
+    """Buffers of a captured piece are no arguments that backward must find untouched, also with forwards of several
+    micro-batches before the first backward."""
+    assert_alike(stateful_job(MODELS[name]), f"{plan} recompute=full", tmp_path, reference=reference)
+
+
+def test_a_forward_sees_its_own_state_again():
+    """With several forwards before the first backward, each second forward computes what its first one did."""
+    torch.manual_seed(0)
+    model = Attributes().double()
+    state, inputs = ForwardState(model), [torch.randn(3, 8, dtype=torch.float64) for _ in range(3)]
+    moments, outputs = [], []
+    for x in inputs:
+        moments.append(state.now())
+        outputs.append(model(x))
+    after = dict(vars(model))
+    for number in (2, 0, 1, 1):
+        with moments[number].again():
+            assert torch.equal(model(inputs[number]), outputs[number])
+        assert vars(model) == after
+
+
+def test_looking_at_a_tensor_takes_no_memory():
+    """Until the first write the value is kept where it is; afterwards it is what it was."""
+    tensor = torch.ones(5)
+    seen = Seen(tensor)
+    assert not seen.is_written()
+    tensor.data.add_(1)
+    assert seen.is_changed()
+    assert seen.value.tolist() == [1.0] * 5
+    assert not Seen(torch.frombuffer(bytearray(16), dtype=torch.float32)).is_changed()

@@ -1,0 +1,68 @@
+"""Hooks that a user registers on parameters and modules see under shard=N what they see on whole replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from stateful_jobs import assert_alike, stateful_job
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.last(x)
+
+
+def masked() -> Net:
+    """One hook that stays, and one that is removed again."""
+    net = Net()
+    mask = (torch.rand(8, 8, generator=torch.Generator().manual_seed(0)) > 0.5).double()
+    for p in (net.first.weight, net.blocks[1].weight):
+        p.register_hook(lambda gradient: gradient * mask)
+        p.register_hook(lambda gradient: gradient * 0).remove()
+    return net
+
+
+def halved() -> Net:
+    net = Net()
+
+    def halve(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+
+    for p in (net.first.weight, net.blocks[1].weight):
+        p.register_post_accumulate_grad_hook(halve)
+    return net
+
+
+def scaled() -> Net:
+    net = Net()
+    net.blocks[1].register_full_backward_hook(lambda module, inputs, outputs: tuple(g * 0.5 for g in inputs))
+    return net
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=1", "data=2 shard=2"])
+@pytest.mark.parametrize("model", [masked, halved, scaled])
+def test_hooks_are_kept(model: Callable[[], nn.Module], plan: str, tmp_path: Path):
+    """On parameters of blocks and of the root, and on modules."""
+    assert_alike(stateful_job(model), plan, tmp_path)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("model", [masked, halved])
+def test_hooks_with_several_micro_batches(model: Callable[[], nn.Module], zero: int, tmp_path: Path):
+    """A hook on what has accumulated sees all of it, also where FSDP2 would reduce each micro-batch by itself."""
+    assert_alike(stateful_job(model), f"shard=2 zero={zero} accumulate=2", tmp_path, reference="data=2 accumulate=2")
