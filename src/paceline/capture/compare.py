@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from paceline.capture.examine import is_near
 from paceline.capture.graph import Capture
 from paceline.capture.randomness import WithoutRandomness
 from paceline.capture.state import StateSnapshot
+from paceline.launch.logs import logger
 
 FORWARDS = 2  # in a row: the second one sees what the first has left
 MAX_BYTES = 64 * 1024**2  # of parameters: a larger model would need too much memory and time beside its gradients
@@ -45,12 +46,19 @@ def first_difference(model: nn.Module, capture: Capture, args: tuple[Any, ...], 
     modules = _ModuleOutputs(model)
     try:
         with running(), snapshot.watching(), WithoutRandomness():
-            with modules:
-                expected = [_figures(model, lambda: model(*args, **kwargs)) for _ in range(FORWARDS)]
+            try:
+                with modules:
+                    expected = [_figures(model, partial(model, *args, **kwargs)) for _ in range(FORWARDS)]
+            except Exception as error:  # on a batch of this size, say
+                logger.info("not compared with its capture: the model fails on the example: %s", error)
+                return None
             snapshot.restore()
             for number, figures in enumerate(expected):
                 made: dict[str, torch.Tensor] = {}
-                actual = _figures(model, partial(_run, model, capture, args, kwargs, made))
+                try:
+                    actual = _figures(model, partial(_run, model, capture, args, kwargs, made))
+                except Exception as error:
+                    return Difference("", f"{type(error).__name__}: {error}")
                 found = _compare(figures, actual)
                 if found is not None:
                     return found if found.path else Difference(
@@ -77,11 +85,25 @@ def _figures(model: nn.Module, forward: Callable[[], Any]) -> _Figures:
     gradients: dict[str, torch.Tensor | None] = {}
     parts = [_mixture(output) for output in outputs if output.requires_grad]
     if parts:
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        gradients = dict(zip(trained, torch.autograd.grad(
-            torch.stack(parts).sum(), list(trained.values()), allow_unused=True), strict=True))
+        with _without_gradients(model) as trained:  # a whole backward: torch's reentrant checkpoint takes no other
+            torch.stack(parts).sum().backward()
+            gradients = {name: p.grad for name, p in trained.items()}
     return _Figures([output.detach() for output in outputs], gradients,
                     {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """What is trained, by name, without gradients; it has those from before after it."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: p.grad for name, p in trained.items()}
+    for p in trained.values():
+        p.grad = None
+    try:
+        yield trained
+    finally:
+        for name, p in trained.items():
+            p.grad = before[name]
 
 
 def _mixture(output: torch.Tensor) -> torch.Tensor:

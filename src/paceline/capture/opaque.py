@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from paceline.capture.attributes import is_same
 from paceline.errors import JobError
@@ -268,6 +269,9 @@ def functions_kept() -> Iterator[None]:
     run_backward = torch.autograd._engine_run_backward
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread and cls is CheckpointFunction:  # reentrant: it runs without gradients
+            run_function, _, *given = args
+            return run_function(*given)
         if threading.get_ident() != thread or cls.__module__.partition(".")[0] == "torch":
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
         return _record_function(cls, args, kwargs)

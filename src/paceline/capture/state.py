@@ -158,9 +158,9 @@ def draws_state() -> tuple[Any, Any, Any]:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leave Python's and NumPy's global generators as they are found."""
-    kept = [(put, get()) for get, put in (python_generator(), numpy_generator())]
+def generators_kept(model: nn.Module) -> Iterator[None]:
+    """Leave the global generators, and those that modules keep as attributes, as they are found."""
+    kept = [(put, get()) for get, put in _generators(model)]
     try:
         yield
     finally:
@@ -176,7 +176,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     if any(isinstance(p, FakeTensor) for p in model.parameters()):
         bindings = Bindings(model)
         try:
-            with generators_kept():
+            with generators_kept(model):
                 yield
         finally:
             bindings.restore()

@@ -30,4 +30,6 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh) -> None:
     generators.
     """
     for unit in list(find_units(model).values()) or [model]:
+        if getattr(unit, "runs_once", False):  # a piece of the user's own code, which may count how often it runs
+            continue
         unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)

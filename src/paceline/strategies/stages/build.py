@@ -55,7 +55,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
     model.train()
     opaque = OpaqueModules()
     with context():
-        found, findings = _faithful(model, example, opaque, running)
+        found, findings = faithful_capture(model, example, opaque, running)
         notes = () if is_comparable(model) else (
             f"not compared with the model itself before the first step: it has more than {MAX_BYTES / 2**20:.0f} MiB",)
         batch = example(EXAMPLE_SAMPLES)
@@ -80,7 +80,7 @@ def _of_output(function: Callable[[Any, Any], Any], target: Any, output: Any) ->
     return function(output, target)
 
 
-def _faithful(model: nn.Module, example: Callable[[int], Batch], opaque: OpaqueModules,
+def faithful_capture(model: nn.Module, example: Callable[[int], Batch], opaque: OpaqueModules,
               running: Callable[[], AbstractContextManager[None]]) -> tuple[Capture, Findings]:
     """A capture that computes what the model computes; what a graph would lose is taken whole.
 

@@ -113,7 +113,7 @@ class Stages:
         pieces = {piece.key: PieceModule(
             {name: here[name] for name in dict.fromkeys(piece.parameters) if name not in apart},
             split.runner if split.touches(piece) else None,
-            {name: here[name] for name in piece.parameters if name in apart})
+            {name: here[name] for name in piece.parameters if name in apart}, runs_once=bool(piece.opaque))
             for piece in example.pieces if piece.parameters and ranks[stage_of[piece.key]] == own}
         lone = {name: p for name, p in here.items() if name in (*unused, *apart)}
         self.module: Pieces = Pieces(pieces, lone, template)

@@ -17,13 +17,14 @@ class PieceModule(nn.Module):
 
     split: makes what runs a piece whose parameters are split over ranks; None if they are whole.
     apart: of its parameters those that the module holding all pieces registers, because several of them use them.
+    runs_once: whether it must not be computed again in backward, as it has code that keeps a state of its own.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter],
                  split: Callable[[Piece], Callable[..., tuple[torch.Tensor, ...]]] | None = None,
-                 apart: Mapping[str, nn.Parameter] | None = None) -> None:
+                 apart: Mapping[str, nn.Parameter] | None = None, *, runs_once: bool = False) -> None:
         super().__init__()
-        self.split, self.apart = split, dict(apart or {})
+        self.split, self.apart, self.runs_once = split, dict(apart or {}), runs_once
         self.runs: dict[int, tuple[Piece, Callable[..., tuple[torch.Tensor, ...]]]] = {}
         for name, parameter in parameters.items():
             self.register_parameter(name_of_attribute(name), parameter)
