@@ -1,4 +1,4 @@
-"""Odd but legitimate models train under plans that split them as on one device, or are refused before the first step."""
+"""Odd but legitimate models train under plans that split them as on one device, or are refused before step 1."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", EXACT)
 def test_what_is_exact(name: str, plan: str, tmp_path: Path) -> None:
     """Parameters and buffers, with and without the model's own state."""
-    assert odd.difference(lambda: odd.job_of(EXACT[name]), plan, tmp_path) < 1e-12
+    assert odd.difference(lambda: odd.job_of(EXACT[name]), plan, tmp_path) < 1e-10
 
 
 @pytest.mark.parametrize("model", [lambda: odd.Net(odd.Normalised), lambda: odd.Net(odd.Counting)])
 def test_recomputed_parts_change_their_state_once(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     """Buffers and attributes, although blocks are computed twice."""
     plan = "place=auto parts=2 recompute=full"
-    assert odd.difference(lambda: odd.job_of(model), plan, tmp_path) < 1e-12
+    assert odd.difference(lambda: odd.job_of(model), plan, tmp_path) < 1e-10
 
 
 def test_several_forwards_before_a_backward(tmp_path: Path) -> None:
@@ -43,13 +43,13 @@ def test_several_forwards_before_a_backward(tmp_path: Path) -> None:
         return odd.job_of(lambda: odd.Net(odd.Averaging))
 
     plan, single = "pipeline=2 microbatches=3 schedule=gpipe", "single accumulate=3"
-    assert odd.difference(job, plan, tmp_path, single=single) < 1e-12
+    assert odd.difference(job, plan, tmp_path, single=single) < 1e-10
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2 shard=2 microbatches=1", "pipeline=2 microbatches=1"])
 def test_a_weight_of_three_modules(plan: str, tmp_path: Path) -> None:
     """Two of them on one rank, where it is whole, so that it is whole on the other too."""
-    assert odd.difference(lambda: odd.job_of(odd.TiedThrice), plan, tmp_path) < 1e-12
+    assert odd.difference(lambda: odd.job_of(odd.TiedThrice), plan, tmp_path) < 1e-10
 
 
 @pytest.mark.parametrize(("model", "words"), [
@@ -111,4 +111,4 @@ def test_a_loss_with_a_constant_of_the_model(tmp_path: Path) -> None:
         net.register_buffer("weights", torch.rand(4))
         return odd.job_of(lambda: net, loss=lambda output, target: ((output - target).square() * net.weights).mean())
 
-    assert odd.difference(job, "pipeline=2 microbatches=1", tmp_path) < 1e-12
+    assert odd.difference(job, "pipeline=2 microbatches=1", tmp_path) < 1e-10
