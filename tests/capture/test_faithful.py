@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from paceline.capture.compare import first_difference
 from paceline.capture.examine import examine
 from paceline.capture.graph import CaptureFailed, capture
+from paceline.capture.losses import refuse_readers
 from paceline.capture.opaque import OpaqueModules
 from paceline.capture.state import StateSnapshot
 from paceline.errors import PlanRefused
@@ -157,3 +159,33 @@ def test_draws_of_the_forward_are_not_recorded() -> None:
 
     with pytest.raises(CaptureFailed, match="draws from Python's or NumPy's random numbers"):
         capture(Scaled(4, 4), *Batch(2).arguments())
+
+
+def test_a_loss_with_a_state_is_left_as_it_was() -> None:
+    """It is run on the example, which counts for nothing."""
+    model, calls, log = nn.Linear(4, 2), 0, []
+
+    class Warm:
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def __call__(self, output: Tensor, target: Any) -> Tensor:
+            self.steps += 1
+            return output.mean() * self.steps
+
+    def counted(output: Tensor, target: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        log.append(calls)
+        return output.mean()
+
+    warm = Warm()
+    functions = {"the loss": partial(of_output, warm), "a metric": partial(of_output, counted)}
+
+    refuse_readers(model, *Batch(2).arguments(), functions=functions)
+
+    assert (warm.steps, calls, log) == (0, 0, [])
+
+
+def of_output(function: Any, output: Any) -> Any:
+    return function(output, None)

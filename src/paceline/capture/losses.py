@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.capture.attributes import plain_attributes
 from paceline.capture.examine import alike
 from paceline.capture.randomness import WithoutRandomness
-from paceline.capture.state import StateSnapshot
+from paceline.capture.state import StateSnapshot, function_kept
 from paceline.errors import PlanRefused
 
 Function = Callable[[Any], Any]  # of the model's output alone: its target is given
@@ -44,7 +44,7 @@ def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             for what, function in functions.items():
                 given = _apart(output)
                 watch = _Reads(of_model, forward.storages, given)
-                with watch:
+                with function_kept(function, model), watch:
                     seen[what] = function(given)
                 if watch.read:
                     raise _refused(what, watch.read)
@@ -52,14 +52,19 @@ def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 changed = snapshot.attributes.changed()[0]
                 snapshot.restore()
                 for what, function in functions.items():
-                    try:
-                        same = alike(_as_tensors(function(_apart(output))), _as_tensors(seen[what]))
-                    except Exception:
-                        same = False
+                    same = _is_same_again(function, output, seen[what], model)
                     if not same:
                         raise _refused(what, f"what the forward leaves in attributes, such as '{changed}'")
     finally:
         snapshot.restore()
+
+
+def _is_same_again(function: Function, output: Any, before: Any, model: nn.Module) -> bool:
+    try:
+        with function_kept(function, model):
+            return alike(_as_tensors(function(_apart(output))), _as_tensors(before))
+    except Exception:
+        return False
 
 
 def _refused(what: str, read: str) -> PlanRefused:

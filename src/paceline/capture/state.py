@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,6 +189,52 @@ def state_kept(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         snapshot.restore()
+
+
+@contextmanager
+def function_kept(function: Any, apart_from: nn.Module) -> Iterator[None]:
+    """Leave what a function keeps as it is found: an object's or a module's attributes, variables of its closure.
+
+    apart_from: a model whose state is looked after already.
+    """
+    known = {id(module) for module in apart_from.modules()}
+    objects = [value for value in _behind(function) if id(value) not in known]
+    cells = [cell for value in (function, *objects) for cell in getattr(value, "__closure__", None) or ()]
+    values = [(cell, cell.cell_contents, _contents(cell.cell_contents)) for cell in cells if _is_filled(cell)]
+    attributes = [(vars(value), {name: (item, _contents(item)) for name, item in vars(value).items()})
+                  for value in objects if type(getattr(value, "__dict__", None)) is dict
+                  and not isinstance(value, nn.Module | type) and not inspect.isroutine(value)]
+    with ExitStack() as kept:
+        for module in objects:
+            if isinstance(module, nn.Module):
+                kept.enter_context(state_kept(module))
+        try:
+            yield
+        finally:
+            for cell, value, contents in values:
+                cell.cell_contents = value
+                _refill(value, contents)
+            for names, items in attributes:
+                names.clear()
+                names.update({name: item for name, (item, _) in items.items()})
+                for item, contents in items.values():
+                    _refill(item, contents)
+
+
+def _behind(function: Any) -> list[Any]:
+    """The function without what wraps it, the object that it is a method of, and what its closure holds."""
+    if isinstance(function, partial):
+        return [value for part in (function.func, *function.args) if callable(part) for value in _behind(part)]
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+    owner = getattr(function, "__self__", None)
+    return [function, *([] if owner is None else [owner]), *(value for value in cells if callable(value))]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
 
 
 class _BeforeWrites(TorchDispatchMode):
