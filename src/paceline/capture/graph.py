@@ -21,10 +21,16 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from paceline.capture.opaque import Call, OpaqueModules, modules_in
-from paceline.errors import JobError
+from paceline.capture.opaque import Call, CannotRecord, OpaqueModules, TakesGradients, functions_kept, modules_in
+from paceline.capture.state import Bindings, draws_state, generators_kept, state_kept
+from paceline.errors import PlanRefused
 from paceline.launch.failure import user_frames
 
+aten = torch.ops.aten
+# Operators that change running statistics without saying so in their schema: the positions of these arguments, and of
+# the one that says whether they do.
+_STATISTICS: dict[Any, tuple[tuple[int, int], int]] = {
+    aten.batch_norm.default: ((3, 4), 5), aten.instance_norm.default: ((3, 4), 5)}
 # Checks of sizes and dtypes that export writes into the graph; sizes are fixed here, and dtypes change under autocast.
 _CHECKS = ("aten._assert", "aten.sym_constrain", "aten._make_dep_token")
 
@@ -55,6 +61,8 @@ class Piece:
     parameters, buffers: by their names in the model, in the order in which `run` takes them.
     inputs, outputs: names of values; a piece's inputs are outputs of earlier ones or of the model's own inputs.
     mutates: values of other pieces that it changes in place. edited: outputs of its own that another one changes.
+    changes: buffers and parameters that it changes in place, by name; an opaque module's own are not among them.
+    opaque: paths of modules in it that are taken whole.
     run: (*parameters, *buffers, *inputs) -> outputs.
     """
 
@@ -66,6 +74,8 @@ class Piece:
     outputs: tuple[str, ...]
     mutates: tuple[str, ...]
     edited: frozenset[str]
+    changes: frozenset[str]
+    opaque: tuple[str, ...]
     run: Callable[..., tuple[torch.Tensor, ...]]
     nodes: tuple[fx.Node, ...] = field(repr=False)
 
@@ -132,7 +142,7 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
         config.use_cache = True
 
 
-class CaptureFailed(JobError):
+class CaptureFailed(PlanRefused):
     """A model's forward can't be recorded; the error that stopped it is the cause."""
 
 
@@ -140,7 +150,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
             tensors: Mapping[str, torch.Tensor] | None = None) -> Capture:
     """The model's forward for inputs like these, in the mode (training or not) that the model is in.
 
-    No weight is read and none is changed.
+    No weight is read, and none is changed; nor are attributes of modules, or Python's and NumPy's generators.
 
     Args:
         opaque: Modules that are taken whole.
@@ -152,18 +162,31 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     """
     samples = next((leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs))
                     if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
-    with _quiet(), _without_cache(model), (opaque or OpaqueModules()).standing_in(model, samples) as calls:
-        try:
+    bindings, before = Bindings(model), draws_state()
+    try:
+        with (_quiet(), _without_cache(model), generators_kept(model), functions_kept(),
+              (opaque or OpaqueModules()).standing_in(model, samples) as calls):
             exported = torch.export.export(model, args, kwargs, strict=False)
-        except Exception as error:
-            where, _ = user_frames(error)
-            first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            raise CaptureFailed(f"{type(model).__name__} can't be cut: recording its forward failed"
-                                f"{f' at {where}' if where else ''}: {type(error).__name__}: {first}",
-                                hint="a forward whose course depends on the values of tensors can't be split; "
-                                     "data=N and shard=N plans run it as it is") from error
-        return _Reader(model, exported, (args, kwargs), tuple(calls),
-                       tensors or dict(model.named_parameters())).read()
+            if draws_state() != before:
+                raise CannotRecord("the forward draws from Python's or NumPy's random numbers")
+    except Exception as error:
+        raise _failed(model, error) from error
+    finally:
+        bindings.restore()
+    return _Reader(model, exported, (args, kwargs), tuple(calls), tensors or dict(model.named_parameters())).read()
+
+
+def _failed(model: nn.Module, error: Exception) -> CaptureFailed:
+    where, _ = user_frames(error)
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    what = first if isinstance(error, CannotRecord) else f"{type(error).__name__}: {first}"
+    if isinstance(error, TakesGradients):
+        hint = "data=N plans run the model as it is"
+    else:
+        hint = ("a forward whose course depends on the values of tensors can't be split; data=N and shard=N plans run "
+                "it as it is")
+    return CaptureFailed(f"{type(model).__name__} can't be cut: recording its forward failed"
+                         f"{f' at {where}' if where else ''}: {what}", hint=hint)
 
 
 def capture_or_learn(model: nn.Module, arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
@@ -191,15 +214,21 @@ def capture_or_learn(model: nn.Module, arguments: Callable[[int], tuple[tuple[An
             kind = type(model.get_submodule((listed or through)[-1]))
             alike = [path for path, module in model.named_modules() if type(module) is kind]
             outermost = [path for path in alike if not any(path.startswith(f"{other}.") for other in alike)]
-
-            def run(samples: int) -> None:
-                args, kwargs = arguments(samples)
-                with running():
-                    model(*args, **kwargs)
-
-            opaque.learn(model, outermost, run)
+            take_whole(model, outermost, arguments, opaque, running)
             if (listed or through)[-1] not in opaque.outputs:
                 raise
+
+
+def take_whole(model: nn.Module, paths: Sequence[str],
+               arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]], opaque: OpaqueModules,
+               running: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    """Make modules opaque: run the model to learn what they return. Its state is left as it was."""
+    def run(samples: int) -> None:
+        args, kwargs = arguments(samples)
+        with running(), torch.no_grad(), state_kept(model):
+            model(*args, **kwargs)
+
+    opaque.learn(model, paths, run)
 
 
 class _Reader:
@@ -216,6 +245,7 @@ class _Reader:
         flat, self.in_spec = pytree.tree_flatten(given)
         self.listed = _listed_modules(model)
         self.leaves = {name for name, module in model.named_modules() if name and not any(module.children())}
+        self.leaves |= {call.path for call in calls if call.path}
         self.tensors: dict[str, tuple[str, str]] = {}  # placeholder: (kind, name in the model)
         self.constants: dict[str, torch.Tensor] = {}
         self.inputs: list[str | None] = []
@@ -272,6 +302,8 @@ class _Reader:
             if node.op in ("placeholder", "output", "get_attr") or node in self.of_weights:
                 continue
             source = node.args[0] if node.target is operator.getitem else None
+            if source is None and self._assigns(node):
+                source = node.args[1]  # a module has put this in the place of its buffer
             if isinstance(source, fx.Node) and source in place:
                 number = place[source]  # a part of a tuple stays with it: only tensors pass between pieces
                 runs[number][1].append(node)
@@ -290,6 +322,19 @@ class _Reader:
             named.append((f"{shown}@{seen[shown]}" if seen[shown] else shown, nodes))
         return named
 
+    def _assigns(self, node: fx.Node) -> bool:
+        """Whether a node is export's own, which copies at the end what a forward has put in the place of a buffer, and
+        may come earlier: nothing reads the buffer after what is copied."""
+        inside = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
+        if node.target is not aten.copy_.default or inside:
+            return False
+        buffer, value = node.args[:2]
+        if not isinstance(buffer, fx.Node) or not isinstance(value, fx.Node) or value.op == "placeholder":
+            return False
+        positions = {other: number for number, other in enumerate(self.graph.nodes)}
+        return (self.tensors.get(buffer.name, ("",))[0] == "buffer"
+                and all(user is node or positions[user] <= positions[value] for user in buffer.users))
+
     def _of_weights(self, returned: set[fx.Node]) -> set[fx.Node]:
         """Nodes that depend on weights alone, such as a transposed one: every piece that uses them has its own.
 
@@ -297,14 +342,14 @@ class _Reader:
         """
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
-            if node.op != "call_function" or node in returned or not node.all_input_nodes or _mutated(node):
+            if node.op != "call_function" or node in returned or not node.all_input_nodes or mutated(node):
                 continue
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 continue
             if all(arg in found or arg.name in self.tensors for arg in node.all_input_nodes):
                 found.add(node)
         # What is edited in place must stay one tensor.
-        edited = {arg for node in self.graph.nodes for arg in _mutated(node)}
+        edited = {arg for node in self.graph.nodes for arg in mutated(node)}
         return set() if edited & found else found
 
     def _with_weights(self, nodes: list[fx.Node]) -> list[fx.Node]:
@@ -352,8 +397,9 @@ class _Reader:
                   and n.name not in self.constants]
         outputs = [n for n in nodes if n not in self.of_weights and (
             n in returned or any(owner.get(user, number) != number for user in n.users))]
-        mutated = {aliases[arg] for node in nodes for arg in _mutated(node)}
-        mutates = [base.name for base in mutated if owner.get(base, number) != number]
+        edited = {aliases[arg] for node in nodes for arg in mutated(node)}
+        mutates = [base.name for base in edited if owner.get(base, number) != number]
+        changed = {aliases[arg].name for node in nodes for arg in (*mutated(node), *statistics(node))}
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         placeholders = {name: graph.placeholder(f"{kind}_{number}") for kind, names in held.items()
                         for number, name in enumerate(names)}
@@ -371,7 +417,7 @@ class _Reader:
         for node in nodes:
             if node in whole:
                 call = whole[node]
-                given = [placeholders[name] for name in (*call.parameters, *call.buffers)]
+                given = [placeholders[name] for name in call.parameters]
                 copies[node] = graph.call_function(call.run, (given, [copies[n] for n in node.args[0]]))  # type: ignore
             else:
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
@@ -381,6 +427,8 @@ class _Reader:
             key, "" if path.endswith("+") else path,
             tuple(held["parameter"]), tuple(held["buffer"]),
             tuple(n.name for n in inputs), tuple(n.name for n in outputs), tuple(mutates), frozenset(),
+            frozenset(self.tensors[name][1] for name in changed if name in self.tensors),
+            tuple(dict.fromkeys(call.path for call in whole.values() if call.path)),
             fx.GraphModule(root, graph), tuple(nodes))
 
     def _differentiable(self) -> set[fx.Node]:
@@ -434,7 +482,7 @@ def _listed_modules(model: nn.Module) -> set[str]:
     return found
 
 
-def _mutated(node: fx.Node) -> Sequence[fx.Node]:
+def mutated(node: fx.Node) -> Sequence[fx.Node]:
     """Arguments that a node's operator changes in place."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
@@ -443,6 +491,14 @@ def _mutated(node: fx.Node) -> Sequence[fx.Node]:
     return [arg for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
             for arg in pytree.tree_leaves(named.get(argument.name)) if isinstance(arg, fx.Node)]
+
+
+def statistics(node: fx.Node) -> Sequence[fx.Node]:
+    """Running statistics that a node's operator updates."""
+    positions, training = _STATISTICS.get(node.target, ((), 0))
+    if not positions or not node.args[training]:
+        return []
+    return [arg for arg in (node.args[position] for position in positions) if isinstance(arg, fx.Node)]
 
 
 def _aliases(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

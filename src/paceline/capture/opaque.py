@@ -1,24 +1,61 @@
-"""Modules whose inside can't be recorded, because its course depends on values: taken as one operator each.
+"""What export can't record or would change, taken as one operator each: modules, and autograd functions of the user's.
 
-While the model is captured such a module gives stand-ins of the right shapes; where the captured graph runs, the module
-itself runs, whole, in one piece. Its shapes are learned from running the model on two and on three samples.
+While the model is captured such a call gives stand-ins of the right shapes; where the captured graph runs, the module
+or the function itself runs, whole, in one piece. A module's shapes are learned from running the model on two and on
+three samples, a function's from running it on the fake tensors of the capture.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from paceline.capture.attributes import is_same
+from paceline.errors import JobError
 
 OPAQUE = "paceline::opaque"
 _CALLS: list[Call] = []  # of the capture that is being made; the operator's number is an index
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class CannotRecord(JobError):
+    """Something that a recorded graph would lose, met while a forward is recorded."""
+
+
+class TakesGradients(CannotRecord):
+    """A forward that is a backward too, such as a force field's."""
+
+
+class Call(Protocol):
+    """One call in a capture of something that is taken whole.
+
+    path: of the module; "" for a function. parameters, buffers: of the module, by their names in the model.
+    """
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def parameters(self) -> tuple[str, ...]: ...
+    @property
+    def buffers(self) -> tuple[str, ...]: ...
+
+    def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Tensors with the shapes of the outputs, on the device of `like`."""
+
+    def run(self, held: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The tensors that the call itself gives. held: the module's parameters."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +78,23 @@ class Shape:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a module returns: its structure, and the shapes of the tensors in it."""
+    """What a call returns: its structure, the shapes of the tensors in it, and what else is in it, by position."""
 
     spec: pytree.TreeSpec
     shapes: tuple[Shape, ...]
+    constants: Mapping[int, Any] = field(default_factory=dict)
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The structure with these tensors in it."""
+        return _filled(self.spec, tensors, self.constants)
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of an opaque module in a capture. constants: arguments that are no tensors, by position."""
+class ModuleCall:
+    """One call of an opaque module. constants: arguments that are no tensors, by position.
+
+    has_gradients: whether the call was made where gradients are enabled.
+    """
 
     path: str
     module: nn.Module
@@ -57,28 +102,55 @@ class Call:
     constants: Mapping[int, Any]
     outputs: Outputs
     samples: int
+    has_gradients: bool
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
 
+    def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
+        return [like.new_empty(shape.at(self.samples), dtype=shape.dtype) for shape in self.outputs.shapes]
+
     def run(self, held: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The module itself, with these parameters and buffers of its own."""
-        given, count = iter(inputs), len(inputs) + len(self.constants)
-        flat = [self.constants[i] if i in self.constants else next(given) for i in range(count)]
-        args, kwargs = pytree.tree_unflatten(flat, self.in_spec)
-        names = [name.removeprefix(f"{self.path}.") for name in (*self.parameters, *self.buffers)]
-        found = functional_call(self.module, dict(zip(names, held, strict=True)), args, kwargs, tie_weights=False)
-        return tuple(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor))
+        """The module itself with these parameters. Its buffers and attributes are its own, and change as it says."""
+        args, kwargs = _filled(self.in_spec, inputs, self.constants)
+        names = [name.removeprefix(f"{self.path}.") for name in self.parameters]
+        with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
+            returned = functional_call(self.module, dict(zip(names, held, strict=True)), args, kwargs,
+                                       tie_weights=False)
+        return tuple(leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor))
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """One call of an autograd function, whose backward a recorded graph would lose."""
+
+    function: type[torch.autograd.Function]
+    in_spec: pytree.TreeSpec
+    constants: Mapping[int, Any]
+    outputs: Outputs
+    has_gradients: bool
+    path: str = ""
+    parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+
+    def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
+        return [like.new_empty(shape.fixed, dtype=shape.dtype) for shape in self.outputs.shapes]
+
+    def run(self, held: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The function itself, with its own backward."""
+        args, kwargs = _filled(self.in_spec, inputs, self.constants)
+        with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
+            returned = self.function.apply(*args, **kwargs)
+        return tuple(leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor))
 
 
 @torch.library.custom_op(OPAQUE, mutates_args=())
 def _opaque(inputs: list[torch.Tensor], number: int) -> list[torch.Tensor]:
-    raise AssertionError("stands for a module in a capture and is never run")
+    raise AssertionError("stands for a call in a capture and is never run")
 
 
 @_opaque.register_fake
 def _(inputs: list[torch.Tensor], number: int) -> list[torch.Tensor]:
-    call = _CALLS[number]
-    return [inputs[0].new_empty(shape.at(call.samples), dtype=shape.dtype) for shape in call.outputs.shapes]
+    return _CALLS[number].stand_ins(inputs[0])
 
 
 def _gradient(context: Any, *gradients: torch.Tensor) -> Any:
@@ -86,6 +158,30 @@ def _gradient(context: Any, *gradients: torch.Tensor) -> Any:
 
 
 _opaque.register_autograd(_gradient)
+
+
+def _record(call: Call, inputs: Sequence[torch.Tensor], outputs: Outputs) -> Any:
+    """Put a call into the graph that is being recorded; gives its stand-ins.
+
+    Gradients are enabled meanwhile: export moves what is done without them into a graph of its own.
+    """
+    _CALLS.append(call)
+    with torch.enable_grad():
+        made = _opaque(list(inputs), len(_CALLS) - 1)
+    return outputs.filled(made)
+
+
+def _filled(spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor], constants: Mapping[int, Any]) -> Any:
+    remaining = iter(tensors)
+    return pytree.tree_unflatten([constants[i] if i in constants else next(remaining)
+                                  for i in range(len(tensors) + len(constants))], spec)
+
+
+def _taken_apart(values: Any) -> tuple[list[torch.Tensor], dict[int, Any], pytree.TreeSpec]:
+    """The tensors in a structure, what else is in it by position, and the structure."""
+    flat, spec = pytree.tree_flatten(values)
+    return ([leaf for leaf in flat if isinstance(leaf, torch.Tensor)],
+            {i: leaf for i, leaf in enumerate(flat) if not isinstance(leaf, torch.Tensor)}, spec)
 
 
 @dataclass
@@ -98,61 +194,133 @@ class OpaqueModules:
         return bool(self.outputs)
 
     def learn(self, model: nn.Module, paths: Sequence[str], run: Callable[[int], Any]) -> None:
-        """Add modules: run the model on two and on three samples and see what they return, call by call."""
-        seen: dict[int, dict[str, list[Any]]] = {2: {}, 3: {}}
-        kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        for samples, found in seen.items():
+        """Add modules: run the model on two and on three samples and see what they return, call by call.
+
+        run: Runs the model on so many samples and leaves its state as it was.
+        """
+        returned: dict[int, dict[str, list[Any]]] = {2: {}, 3: {}}
+        for samples, calls in returned.items():
             handles = [model.get_submodule(path).register_forward_hook(
-                lambda module, args, output, path=path, found=found: found.setdefault(path, []).append(
+                lambda module, args, output, path=path, calls=calls: calls.setdefault(path, []).append(
                     pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))) for path in paths]
-            with torch.no_grad():
+            try:
                 run(samples)
-            for handle in handles:
-                handle.remove()
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(kept[name])
-        for path in seen[2]:
-            self.outputs[path] = [_outputs(two, three) for two, three in zip(seen[2][path], seen[3][path], strict=True)]
+            finally:
+                for handle in handles:
+                    handle.remove()
+        for path in returned[2]:
+            self.outputs[path] = [_outputs(path, two, three) for two, three in
+                                  zip(returned[2][path], returned[3].get(path, []), strict=True)]
+        for path in list(self.outputs):
+            if any(path.startswith(f"{outer}.") for outer in self.outputs):
+                del self.outputs[path]
 
     @contextmanager
     def standing_in(self, model: nn.Module, samples: int) -> Iterator[list[Call]]:
-        """While a model is captured, each of these modules gives stand-ins. Yields their calls."""
+        """While a model is captured, each of these modules gives stand-ins, without its hooks. Yields their calls."""
         _CALLS.clear()
-        modules = {path: model.get_submodule(path) for path in self.outputs}
-        for path, module in modules.items():
+        kept = []
+        for path in self.outputs:
+            module = model.get_submodule(path)
+            names = ("forward", *_HOOKS)
+            kept.append((module, {name: vars(module)[name] for name in names if name in vars(module)}))
+            vars(module).update({name: OrderedDict() for name in _HOOKS})
             module.forward = self._stand_in(path, module, samples)
         try:
             yield _CALLS
         finally:
-            for module in modules.values():
-                del module.forward  # the class's own is there again
+            for module, attributes in kept:
+                del module.forward  # the class's own is there again, or the one that the module was given
+                vars(module).update(attributes)
 
     def _stand_in(self, path: str, module: nn.Module, samples: int) -> Callable[..., Any]:
         count = 0
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
-            flat, spec = pytree.tree_flatten((args, kwargs))
-            tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-            constants = {i: leaf for i, leaf in enumerate(flat) if not isinstance(leaf, torch.Tensor)}
+            inputs, constants, spec = _taken_apart((args, kwargs))
             returned = self.outputs[path][count % len(self.outputs[path])]
             count += 1
             prefix = f"{path}."
-            _CALLS.append(Call(path, module, spec, constants, returned, samples,
-                               tuple(prefix + name for name, _ in module.named_parameters()),
-                               tuple(prefix + name for name, _ in module.named_buffers())))
-            made = iter(_opaque(tensors, len(_CALLS) - 1))
-            return pytree.tree_unflatten(list(made), returned.spec)
+            call = ModuleCall(
+                path, module, spec, constants, returned, samples, torch.is_grad_enabled(),
+                tuple(prefix + name for name, _ in module.named_parameters(remove_duplicate=False)),
+                tuple(prefix + name for name, _ in module.named_buffers(remove_duplicate=False)))
+            return _record(call, inputs, returned)
 
         return forward
 
 
-def _outputs(two: Any, three: Any) -> Outputs:
-    flat, spec = pytree.tree_flatten(two)
-    if not all(isinstance(leaf, torch.Tensor) for leaf in flat):
-        raise TypeError("an opaque module returns something that is no tensor")
-    return Outputs(spec, tuple(Shape.through(a, b) for a, b in zip(flat, pytree.tree_leaves(three), strict=True)))
+def _outputs(path: str, two: Any, three: Any) -> Outputs:
+    tensors, constants, spec = _taken_apart(two)
+    others, other_constants, _ = _taken_apart(three)
+    if not is_same(list(constants.values()), list(other_constants.values())):
+        raise CannotRecord(f"'{path}' returns something that is neither a tensor nor the same for every batch")
+    return Outputs(spec, tuple(map(Shape.through, tensors, others)), constants)
+
+
+@contextmanager
+def functions_kept() -> Iterator[None]:
+    """While a model is captured in this thread, its own autograd functions are recorded as calls, not looked into.
+
+    Hooks on tensors and gradients that are taken inside of a forward are refused: the graph would not have them.
+    """
+    thread, register_hook = threading.get_ident(), torch.Tensor.register_hook
+    run_backward = torch.autograd._engine_run_backward
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread and cls is CheckpointFunction:  # reentrant: it runs without gradients
+            run_function, _, *given = args
+            return run_function(*given)
+        if threading.get_ident() != thread or cls.__module__.partition(".")[0] == "torch":
+            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+        return _record_function(cls, args, kwargs)
+
+    def refuse(tensor: torch.Tensor, hook: Any) -> Any:
+        if threading.get_ident() != thread:
+            return register_hook(tensor, hook)
+        raise CannotRecord("the forward registers a hook on a tensor, which a recorded graph would lose")
+
+    def refuse_backward(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return run_backward(*args, **kwargs)
+        raise TakesGradients("the forward takes gradients with torch.autograd")
+
+    # Not Function.apply: that may be bound already, as in `sign = Sign.apply`. It ends in this one.
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    torch.Tensor.register_hook = refuse  # type: ignore[method-assign]
+    torch.autograd._engine_run_backward = refuse_backward
+    try:
+        yield
+    finally:
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+        torch.autograd._engine_run_backward = run_backward
+
+
+def _record_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    inputs, constants, spec = _taken_apart((args, kwargs))
+    if any(isinstance(leaf, nn.Module) or (callable(leaf) and not isinstance(leaf, type))
+           for leaf in constants.values()):
+        raise CannotRecord(f"{function.__name__} is given a module or a function, whose weights could not be passed on")
+
+    def run() -> Any:
+        return super(_SingleLevelFunction, function).apply(*args, **kwargs)
+
+    if not inputs:
+        return run()
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+        returned = run()
+    made, others, returned_spec = _taken_apart(returned)
+    if any(tensor is given for tensor in made for given in inputs):
+        raise CannotRecord(f"{function.__name__} changes its input in place")
+    if not made:
+        return returned
+    shapes = tuple(Shape(tuple(map(int, tensor.shape)), (0,) * tensor.ndim, tensor.dtype) for tensor in made)
+    outputs = Outputs(returned_spec, shapes, others)
+    return _record(FunctionCall(function, spec, constants, outputs, torch.is_grad_enabled()), inputs, outputs)
 
 
 def modules_in(traceback: TracebackType | None, model: nn.Module) -> list[str]:

@@ -26,6 +26,8 @@ def kept_bytes(piece: Piece, values: Mapping[str, Value], parameters: Mapping[st
     """Bytes that a piece's forward keeps for its backward, with its outputs; found by running it on fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    if piece.opaque:  # its code may keep what it is given
+        return _guessed_bytes(piece, values)
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,12 +43,17 @@ def kept_bytes(piece: Piece, values: Mapping[str, Value], parameters: Mapping[st
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 outputs = piece.run(*held, *also, *given)
-        except Exception:  # a module whose course depends on values: its results stand for what is inside it
-            return sum(INSIDE_OF_OPAQUE * values[name].num_bytes for name in piece.outputs)
+        except Exception:  # a function that looks at values
+            return _guessed_bytes(piece, values)
         for tensor in outputs:
             pack(tensor)
         elsewhere = {tensor.untyped_storage()._cdata for tensor in (*held, *also, *given)}
         return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in elsewhere)
+
+
+def _guessed_bytes(piece: Piece, values: Mapping[str, Value]) -> int:
+    """Results stand for what is inside."""
+    return sum(INSIDE_OF_OPAQUE * values[name].num_bytes for name in piece.outputs)
 
 
 def _tensors(value: object) -> list[torch.Tensor]:

@@ -115,6 +115,8 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
                      example=lambda samples: example_batch(job.data, samples).to(device, dtype),
                      context=lambda: autocast(job, device),
                      microbatch_samples=-(-job.batch // (plan.replicas * plan.num_microbatches)),
+                     functions={"the loss": job.loss,
+                                **{f"metric '{name}'": metric for name, metric in job.metrics.items()}},
                      state_factor=lambda: state_factor(job, model))
     with running():
         synchronisers = prepare(layout.module, plan=plan, mesh=mesh, edited=edited)

@@ -8,7 +8,7 @@ and what gradients a rank then holds are reduced over the replicas. Each room se
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -127,6 +127,7 @@ def meetings(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> Meetings:
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Callable[[int], Batch],
             context: Callable[[], Any], microbatch_samples: int,
             state_factor: Callable[[], float], devices: Sequence[Device],
+            functions: Mapping[str, Callable[[Any, Any], Any]],
             running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Layout:
     """What this rank runs of the model. Collective.
 
@@ -136,6 +137,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
         devices: Of each rank.
         example: Makes a batch of so many samples, for plans that must see the model's forward.
         context: The numeric context of a forward.
+        functions: The job's loss and metrics, from (output, target), by what they are called in a message.
         running: Entered where the whole model's weights are used.
     """
     if plan.splits_model or (plan.axes.shard > 1 and _reads_past_modules(model)):
@@ -143,7 +145,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
 
         return lay_out_stages(model, plan=plan, mesh=mesh, device=device, example=example, context=context,
                               microbatch_samples=microbatch_samples, state_factor=state_factor,
-                              devices=devices, running=running)
+                              devices=devices, functions=functions, running=running)
     return Whole(model, context)
 
 

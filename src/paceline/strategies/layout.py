@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class Batch(Protocol):
-    """A micro-batch, as far as a model is concerned."""
+    """A micro-batch, as far as a model and its loss are concerned."""
+
+    @property
+    def target(self) -> Any: ...
 
     def call(self, model: nn.Module) -> Any:
         """The model's output for it."""

@@ -38,6 +38,8 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str]
     # FSDP2 gives a unit other parameters in each forward; those that a forward edits are no business of its.
     whole = {p for name, p in model.named_parameters() if name in edited or plan.axes.shard == 1}
     for unit in list(find_units(model).values()) or [model]:
+        if getattr(unit, "runs_once", False):  # a piece of the user's own code, which may count how often it runs
+            continue
         state = ForwardState(unit, buffers=buffers, edited=whole.__contains__)
         unit.forward = _Recomputed(unit.forward, state)
 

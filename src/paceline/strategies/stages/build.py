@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from paceline.capture.graph import capture_or_learn
+from paceline.capture.compare import MAX_BYTES, first_difference, is_comparable
+from paceline.capture.examine import WHOLE_MODEL_PLANS, Findings, examine
+from paceline.capture.graph import Capture, CaptureFailed, capture_or_learn, take_whole
+from paceline.capture.losses import refuse_readers
 from paceline.capture.opaque import OpaqueModules
+from paceline.capture.state import state_kept
+from paceline.errors import PlanRefused
+from paceline.launch.logs import logger
 from paceline.strategies.layout import Batch
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
-from paceline.strategies.stages.layout import Stages, first_names, hollow, renamed
+from paceline.strategies.stages.layout import Stages, first_names, has_hooks, hollow, renamed
 from paceline.strategies.tensor.published import published
 from paceline.strategies.tensor.run import Split, derive
 
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
             example: Callable[[int], Batch], context: Callable[[], Any], microbatch_samples: int,
             state_factor: Callable[[], float], devices: Sequence[Device],
+            functions: Mapping[str, Callable[[Any, Any], Any]],
             running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Stages:
     """This rank's part of a model that is cut into stages, or whose layers are split, or both. Collective.
 
@@ -36,26 +44,91 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
         microbatch_samples: Most samples of a micro-batch.
         state_factor: Gives bytes of optimizer state a byte of trainable parameters.
         devices: Of each rank.
+        functions: The job's loss and metrics, from (output, target), by what they are called in a message.
         running: Entered where the whole model's weights are used.
 
     Raises:
-        JobError: the model can't be captured.
+        PlanRefused: the model can't be captured, or its capture would compute something else, or a function uses
+            more of the model than its output.
         PlanError: it has fewer pieces than the plan has stages, or what it is cut into doesn't fit.
     """
     model.train()
     opaque = OpaqueModules()
     with context():
-        found = capture_or_learn(model, lambda samples: example(samples).arguments(), opaque, running)
-    found = renamed(found, first_names(model))
+        found, findings = faithful_capture(model, example, opaque, running)
+        notes = () if is_comparable(model) else (
+            f"not compared with the model itself before the first step: it has more than {MAX_BYTES / 2**20:.0f} MiB",)
+        batch = example(EXAMPLE_SAMPLES)
+        refuse_readers(model, *batch.arguments(), functions={
+            name: partial(_of_output, function, batch.target) for name, function in functions.items()}, running=running)
     cut = assigned(model, found, plan, samples=microbatch_samples, state_factor=state_factor(), devices=devices)
     split = Split()
     if plan.axes.tensor > 1:
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        with context(), running():
+        with context(), running(), state_kept(model):
             inputs = found.bind(*example(EXAMPLE_SAMPLES).arguments())
             split = derive(found, dict(model.named_parameters()), buffers, inputs,
-                           mesh.devices(device.type)["tensor"], wishes=published(model), sharded=plan.axes.shard > 1)
+                           mesh.devices(device.type)["tensor"], wishes=published(model), sharded=plan.axes.shard > 1,
+                           hooked=_hooked(model))
     with running():
         return Stages(model, hollow(model), example=found, stage_of=cut.stage_of,
                       ranks=cut.ranks, orders=cut.orders, mesh=mesh, axis=mesh.stage_axis, device=device,
-                      context=context, split=split, opaque=opaque)
+                      context=context, split=split, opaque=opaque, changing=findings.changing, notes=notes)
+
+
+def _of_output(function: Callable[[Any, Any], Any], target: Any, output: Any) -> Any:
+    return function(output, target)
+
+
+def faithful_capture(model: nn.Module, example: Callable[[int], Batch], opaque: OpaqueModules,
+              running: Callable[[], AbstractContextManager[None]]) -> tuple[Capture, Findings]:
+    """A capture that computes what the model computes; what a graph would lose is taken whole.
+
+    Raises:
+        PlanRefused: the model's own forward does what no graph can hold.
+    """
+    def arguments(samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return example(samples).arguments()
+
+    batch = arguments(EXAMPLE_SAMPLES)
+    findings = examine(model, *batch, running=running)
+    reasons = dict(findings.opaque)
+    try:
+        if reasons:
+            _take_whole(model, reasons, arguments, opaque, running)
+        while True:
+            found = renamed(capture_or_learn(model, arguments, opaque, running), first_names(model))
+            difference = first_difference(model, found, *batch, running=running) if is_comparable(model) else None
+            if difference is None:
+                break
+            if not difference.path or _is_inside(difference.path, opaque):
+                where = f"'{difference.path}'" if difference.path else type(model).__name__
+                raise PlanRefused(f"{where} runs otherwise where the model is split: {difference.what}",
+                                  hint=WHOLE_MODEL_PLANS)
+            reasons[difference.path] = difference.what
+            _take_whole(model, {difference.path: difference.what}, arguments, opaque, running)
+    except CaptureFailed as failed:
+        message, _, hint = str(failed).partition("\n\nhint: ")
+        raise PlanRefused(message, hint=hint) from failed
+    for path, why in reasons.items():
+        logger.info("'%s' is not looked into and runs whole: it %s", path, why)
+    return found, findings
+
+
+def _take_whole(model: nn.Module, reasons: Mapping[str, str],
+                arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]], opaque: OpaqueModules,
+                running: Callable[[], AbstractContextManager[None]]) -> None:
+    take_whole(model, list(reasons), arguments, opaque, running)
+    for path, why in reasons.items():
+        if not _is_inside(path, opaque):
+            raise PlanRefused(f"'{path}' {why}, and a rank that runs a part of the model would lose that: it is never "
+                              "called itself, so that it can't be taken whole", hint=WHOLE_MODEL_PLANS)
+
+
+def _is_inside(path: str, opaque: OpaqueModules) -> bool:
+    return any(path == outer or path.startswith(f"{outer}.") for outer in opaque.outputs)
+
+
+def _hooked(model: nn.Module) -> set[str]:
+    """Parameters with hooks of the user's on their gradients, by name."""
+    return {name for name, p in model.named_parameters() if has_hooks(p)}

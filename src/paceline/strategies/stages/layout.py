@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from paceline.capture.graph import Capture, Piece, capture
 from paceline.capture.opaque import OpaqueModules
-from paceline.errors import JobError
+from paceline.errors import JobError, PlanRefused
 from paceline.strategies.layout import Batch, Extent, Work
 from paceline.strategies.pipeline.schedule import Action
 from paceline.strategies.stages.engine import Engine, Links, Stage, Staged, cut
@@ -37,6 +37,11 @@ def renamed(found: Capture, first_name: Mapping[str, str]) -> Capture:
     """The capture with a tied parameter under one name."""
     return replace(found, pieces=tuple(
         replace(piece, parameters=tuple(first_name[name] for name in piece.parameters)) for piece in found.pieces))
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether the user waits for its gradient, or changes it."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def hollow(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -63,13 +68,17 @@ class Stages:
 
     template: the model, hollow. tensors: its parameters, real ones until `let_go`. stage_of: the stage of each piece by
     key, of the training capture, `example`. ranks: where along `axis` each stage runs. orders: of actions, for each
-    rank. split: of layers over the tensor axis. opaque: modules that are taken whole.
+    rank. split: of layers over the tensor axis. opaque: modules that are taken whole. changing: buffers that a forward
+    changes, by name. notes: to show when a run begins.
+
+    Raises:
+        PlanRefused: several ranks would use what a forward changes.
     """
 
     def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter], *, example: Capture,
                  stage_of: Mapping[str, int], ranks: Sequence[int], orders: Sequence[Sequence[Action]], mesh: Mesh,
                  axis: str, device: torch.device, context: Callable[[], Any], split: Split,
-                 opaque: OpaqueModules) -> None:
+                 opaque: OpaqueModules, changing: Collection[str] = (), notes: Sequence[str] = ()) -> None:
         self.template, self.stage_of, self.ranks, self.context = template, stage_of, ranks, context
         self.captures: dict[Any, Staged] = {}
         self.opaque, self.tensors = opaque, tensors
@@ -93,13 +102,21 @@ class Stages:
         if edited is not None and mesh.sizes["shard"] > 1:
             raise JobError(f"'{edited.key}' edits in place what another module returned, and shard=N would lose the "
                            "hooks on it", hint="x = x + y in place of x += y")
-        self.report = split.report(tensors)
+        report = split.report(tensors)
+        self.report = replace(report, lines=(*report.lines, *notes))
+        _refuse_spread(example, holders, lambda piece: ranks[stage_of[piece.key]], changing, tensors)
         here = split.apply({name: tensors[name] for name, at in holders.items() if own in at})
-        pieces = {piece.key: PieceModule({name: here[name] for name in dict.fromkeys(piece.parameters)},
-                                         split.runner if split.touches(piece) else None)
-                  for piece in example.pieces if piece.parameters and ranks[stage_of[piece.key]] == own}
-        self.module: Pieces = Pieces(pieces, {name: here[name] for name in unused if own == 0},
-                                     dict(template.named_buffers(remove_duplicate=False)))
+        # Shards of a weight could not be added up over stages if some rank of them had it whole, as it has where
+        # several of its pieces use it: each has it whole then.
+        apart = _used_twice(example, holders, lambda piece: ranks[stage_of[piece.key]]) if mesh.sizes[
+            "shard"] > 1 else set()
+        pieces = {piece.key: PieceModule(
+            {name: here[name] for name in dict.fromkeys(piece.parameters) if name not in apart},
+            split.runner if split.touches(piece) else None,
+            {name: here[name] for name in piece.parameters if name in apart}, runs_once=bool(piece.opaque))
+            for piece in example.pieces if piece.parameters and ranks[stage_of[piece.key]] == own}
+        lone = {name: p for name, p in here.items() if name in (*unused, *apart)}
+        self.module: Pieces = Pieces(pieces, lone, template)
         self.engine = Engine(orders, self.links, self.module.run, self._weights)
         self.has_output = ranks[-1] == own
         self.ties = [(name, at) for name, at in holders.items() if len(at) > 1]
@@ -176,6 +193,31 @@ class Stages:
 
     def _bound(self, staged: Staged, batch: Batch) -> dict[str, torch.Tensor]:
         return staged.capture.bind(*batch.arguments())
+
+
+def _used_twice(example: Capture, holders: Mapping[str, Sequence[int]], rank_of: Callable[[Piece], int]) -> set[str]:
+    """Parameters of several ranks that several pieces of one of these use, by name."""
+    users: dict[tuple[str, int], set[str]] = {}
+    for piece in example.pieces:
+        for name in piece.parameters:
+            users.setdefault((name, rank_of(piece)), set()).add(piece.key)
+    return {name for (name, _), keys in users.items() if len(keys) > 1 and len(holders[name]) > 1}
+
+
+def _refuse_spread(example: Capture, holders: Mapping[str, Sequence[int]], rank_of: Callable[[Piece], int],
+                   changing: Collection[str], tensors: Mapping[str, nn.Parameter]) -> None:
+    """Refuse tensors that a forward changes and that several ranks use: only one of them would see the change; and
+    hooks on the gradients of parameters that several ranks use: each would see a part of the gradient."""
+    changed = set(changing).union(*(piece.changes for piece in example.pieces))
+    for name in changed:
+        used_at = {rank_of(piece) for piece in example.pieces if name in (*piece.buffers, *piece.parameters)}
+        if len(used_at) > 1:
+            raise PlanRefused(f"the forward changes '{name}', which modules on {len(used_at)} ranks would use",
+                              hint="data=N, shard=N and tensor=N plans keep it together")
+    for name, at in holders.items():
+        if len(at) > 1 and has_hooks(tensors[name]):
+            raise PlanRefused(f"'{name}' has a hook on its gradient, which is the sum of parts that {len(at)} ranks "
+                              "compute", hint="data=N and tensor=N plans keep it together")
 
 
 def _group(mesh: Mesh, axis: str, members: Sequence[int]) -> dist.ProcessGroup | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,46 +16,78 @@ class PieceModule(nn.Module):
     """The parameters of one piece, as a module of its own that can be sharded and recomputed.
 
     split: makes what runs a piece whose parameters are split over ranks; None if they are whole.
+    apart: of its parameters those that the module holding all pieces registers, because several of them use them.
+    runs_once: whether it must not be computed again in backward, as it has code that keeps a state of its own.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter],
-                 split: Callable[[Piece], Callable[..., tuple[torch.Tensor, ...]]] | None = None) -> None:
+                 split: Callable[[Piece], Callable[..., tuple[torch.Tensor, ...]]] | None = None,
+                 apart: Mapping[str, nn.Parameter] | None = None, *, runs_once: bool = False) -> None:
         super().__init__()
-        self.split = split
+        self.split, self.apart, self.runs_once = split, dict(apart or {}), runs_once
         self.runs: dict[int, tuple[Piece, Callable[..., tuple[torch.Tensor, ...]]]] = {}
         for name, parameter in parameters.items():
             self.register_parameter(name_of_attribute(name), parameter)
 
     def forward(self, piece: Piece, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run any capture's piece with this key. tensors: the model's buffers that it needs, then its inputs."""
+        """Run any capture's piece with this key.
+
+        tensors: the model's buffers that it needs, then its inputs. Returns its outputs, then the buffers that it
+        changes, as they are after it: those it is given stay as they are, so that it can be computed again.
+        """
         if id(piece) not in self.runs:
             self.runs[id(piece)] = (piece, self.split(piece) if self.split else piece.run)
-        run = self.runs[id(piece)][1]
-        return run(*(getattr(self, name_of_attribute(name)) for name in piece.parameters), *tensors)
+        parameters = (self.apart[name] if name in self.apart else getattr(self, name_of_attribute(name))
+                      for name in piece.parameters)
+        return run_purely(self.runs[id(piece)][1], piece, tuple(parameters), tensors)
+
+
+def run_purely(run: Callable[..., tuple[torch.Tensor, ...]], piece: Piece, parameters: Sequence[torch.Tensor],
+               tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The outputs of a piece, then the buffers that it changes; none of those given is changed."""
+    count = len(piece.buffers)
+    buffers = [buffer.clone() if name in piece.changes else buffer
+               for name, buffer in zip(piece.buffers, tensors[:count], strict=True)]
+    outputs = run(*parameters, *buffers, *tensors[count:])
+    return (*outputs, *(buffer for name, buffer in zip(piece.buffers, buffers, strict=True) if name in piece.changes))
 
 
 class Pieces(nn.Module):
     """All pieces of a rank. It is never called itself; its parameters have the names that the model gives them.
 
-    unused: parameters that no piece of the model uses.
-    buffers_: the model's buffers by name.
+    lone: parameters that no piece registers, by name.
+    model: whose buffers the pieces use and change.
     """
 
-    def __init__(self, pieces: Mapping[str, PieceModule], unused: Mapping[str, nn.Parameter],
-                 buffers_: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, pieces: Mapping[str, PieceModule], lone: Mapping[str, nn.Parameter], model: nn.Module) -> None:
         super().__init__()
         self.pieces = nn.ModuleList(pieces.values())
-        for name, parameter in unused.items():
+        for name, parameter in lone.items():
             self.register_parameter(name_of_attribute(name), parameter)
-        self.by_key, self.buffers_ = dict(pieces), buffers_
+        self.by_key = dict(pieces)
+        self.buffers_at: dict[str, tuple[nn.Module, str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for name in module._buffers:
+                self.buffers_at[f"{path}.{name}" if path else name] = module, name
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         for path, parameter in super().named_parameters(*args, **options):
             yield name_in_model(path), parameter
 
     def run(self, piece: Piece, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        buffers = [self.buffers_[name] for name in piece.buffers]
+        # Asked for each time: a module that is taken whole may put others in their places.
+        buffers = [cast(torch.Tensor, module._buffers[name])
+                   for module, name in map(self.buffers_at.__getitem__, piece.buffers)]
+        # What a later forward changes must not be what an earlier one has kept for its backward.
+        given = [buffer.clone() if name in piece.changes else buffer
+                 for name, buffer in zip(piece.buffers, buffers, strict=True)]
         module = self.by_key.get(piece.key)
-        outputs: tuple[torch.Tensor, ...] = (piece.run(*buffers, *inputs) if module is None  # it has no parameters
-                                             else module(piece, *buffers, *inputs))
-        return outputs
+        outputs: tuple[torch.Tensor, ...] = (
+            run_purely(piece.run, piece, (), (*given, *inputs)) if module is None  # it has no parameters
+            else module(piece, *given, *inputs))
+        count = len(piece.outputs)
+        changed = [buffer for name, buffer in zip(piece.buffers, buffers, strict=True) if name in piece.changes]
+        with torch.no_grad():
+            for buffer, value in zip(changed, outputs[count:], strict=True):
+                buffer.copy_(value)
+        return outputs[:count]

@@ -164,6 +164,8 @@ class SplitJob:
 
     def _price(self, piece: Piece, found: Capture) -> Segment:
         """Forward and backward of a piece on fake tensors."""
+        if piece.opaque:  # its code may keep what it is given
+            return self._guess(piece, found)
         parameters = dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         own = {name: nn.Parameter(torch.empty_like(parameters[name]), requires_grad=parameters[name].requires_grad)
@@ -185,11 +187,17 @@ class SplitJob:
                 recorder.move_to(Place(0, "backward"))
                 roots = [t for t in outputs if t.requires_grad]
                 torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-        except Exception:  # a module that is taken whole: its results stand for what is inside it
-            made = sum(found.values[name].num_bytes for name in piece.outputs)
-            return Segment(piece.key, kept_bytes=Affine(INSIDE_OF_OPAQUE * made), output_bytes=Affine(made),
-                           gradients=tuple(name for name, p in own.items() if p.requires_grad))
+        except Exception:  # a function that looks at values
+            return self._guess(piece, found)
         return _segment(piece.key, recorder)
+
+    def _guess(self, piece: Piece, found: Capture) -> Segment:
+        """Of a piece that can't be run on fake tensors: its results stand for what is inside it."""
+        parameters = dict(self.model.named_parameters())
+        made = sum(found.values[name].num_bytes for name in piece.outputs)
+        return Segment(piece.key, kept_bytes=Affine(INSIDE_OF_OPAQUE * made), output_bytes=Affine(made),
+                       gradients=tuple(name for name in dict.fromkeys(piece.parameters)
+                                       if parameters[name].requires_grad))
 
     def _price_loss(self, found: Capture, target: Any) -> Segment:
         values = {name: torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)

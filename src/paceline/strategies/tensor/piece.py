@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from paceline.capture.graph import Piece
+from paceline.capture.graph import Piece, mutated, statistics
 from paceline.strategies.tensor.cut import Cut, cut_of
 from paceline.strategies.tensor.draws import apart
 from paceline.strategies.tensor.published import Direction
@@ -37,14 +37,15 @@ class SplitPiece:
 
     cuts: of each parameter that is cut, by its name in the model; found where `derive` is set, else given.
     wishes: how the model itself wants parameters cut, by name.
-    forbidden: parameters that must not be cut. sharded: FSDP2 will cut what this leaves along dim 0.
+    forbidden: parameters that must not be cut, and why. sharded: FSDP2 will cut what this leaves along dim 0.
     sequence: whether what lies between products is cut along the sequence, where that divides. cuts_sequence: whether
     anything was.
     reasons: why parameters could not be cut, by name. notes: what every rank computes whole.
     """
 
     def __init__(self, piece: Piece, mesh: DeviceMesh, cuts: dict[str, Cut], *, derive: bool = False,
-                 wishes: Mapping[str, Direction] = MappingProxyType({}), forbidden: Collection[str] = (),
+                 wishes: Mapping[str, Direction] = MappingProxyType({}),
+                 forbidden: Mapping[str, str] = MappingProxyType({}),
                  sharded: bool = False, sequence: bool = False) -> None:
         self.piece, self.mesh, self.cuts, self.derive = piece, mesh, cuts, derive
         self.sequence, self.cuts_sequence = sequence, False
@@ -104,6 +105,12 @@ class SplitPiece:
                 return found
         args = fx.map_arg(node.args, lambda n: self.value(n, values))
         kwargs = fx.map_arg(node.kwargs, lambda n: self.value(n, values))
+        changed = [self.value(arg, values) for arg in (*mutated(node), *statistics(node))]
+        if changed and not any(map(_is_distributed, changed)):  # a buffer: it must be this very tensor that changes
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self.plain, (args, kwargs))
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        if not isinstance(node.target, torch._ops.OpOverload):  # what is taken whole
+            self.replicated.add(node)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(map(_is_distributed, leaves)):
             return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -233,7 +240,7 @@ class SplitPiece:
         if self.wishes.get(name) == "whole":
             self.reasons[name] = "the model's own plan keeps it whole"
         elif name in self.forbidden:
-            self.reasons[name] = "another module that uses it can't run split"
+            self.reasons[name] = self.forbidden[name]
         elif not cut.divides(length, self.mesh.size()):
             self.reasons[name] = f"its dim of {length} doesn't divide by {self.mesh.size()}"
         else:

@@ -76,13 +76,15 @@ class Split:
 
 def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
            inputs: Mapping[str, torch.Tensor], mesh: DeviceMesh, *,
-           wishes: Mapping[str, Direction] = MappingProxyType({}), sharded: bool = False) -> Split:
+           wishes: Mapping[str, Direction] = MappingProxyType({}), sharded: bool = False,
+           hooked: Collection[str] = ()) -> Split:
     """How the model's pieces are split over a mesh of one dim, each checked on the example. Collective.
 
     tensors: the model's parameters, whole. inputs: the example's, by name. wishes: see `published.py`; a piece that
-    can't run as they say is split without them. sharded: replicas will share them out too.
+    can't run as they say is split without them. sharded: replicas will share them out too. hooked: parameters that
+    stay whole, as their gradients have hooks that expect them whole.
     """
-    forbidden: set[str] = set()
+    forbidden: dict[str, str] = dict.fromkeys(hooked, "its gradient has a hook, which expects it whole")
     while True:
         found = _derive(capture, tensors, buffers, inputs, partial(
             SplitPiece, mesh=mesh, derive=True, forbidden=forbidden, sharded=sharded), wishes)
@@ -92,7 +94,7 @@ def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mappi
             whole = {name: found.reasons.get(name, "no module uses it") for name in tensors if name not in found.cuts}
             notes = tuple(dict.fromkeys(map(pattern, found.notes)))
             return Split(mesh, found.cuts, frozenset(found.sequence), whole, notes)
-        forbidden |= clash
+        forbidden |= dict.fromkeys(clash, "another module that uses it can't run split")
 
 
 @dataclass
@@ -116,7 +118,13 @@ def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapp
         held = [tensors[name] for name in piece.parameters]
         also = [buffers[name] for name in piece.buffers]
         before = [buffer.clone() for buffer in also]
-        if piece.parameters:
+        if piece.opaque:  # its code keeps what it likes: it is not run more often than it must
+            with torch.no_grad():
+                outputs = list(piece.run(*held, *also, *given))
+            found.unsplit.append(piece)
+            for name in piece.parameters:
+                found.reasons.setdefault(name, f"'{piece.opaque[0]}' is not looked into")
+        elif piece.parameters:
             trained = [capture.values[name].differentiable if name in capture.values else False
                        for name in piece.inputs]
             for way in _ways(wishes.keys() & set(piece.parameters)):
@@ -150,8 +158,12 @@ def _ways(wishes: Collection[str]) -> list[dict[str, Any]]:
 def _compare(run: SplitPiece, held: list[torch.Tensor], buffers: list[torch.Tensor],
              given: list[torch.Tensor], trained: list[bool]) -> tuple[list[torch.Tensor], str | None]:
     """The whole piece's outputs, and why it can't be split; None if it can, "" if nothing in it was cut. Collective."""
+    before = [buffer.clone() for buffer in buffers]
     with WithoutRandomness():  # parts of a layer draw for themselves
         expected, expected_grads = _outputs_and_gradients(run.piece.run, held, buffers, given, trained)
+    expected_buffers = [buffer.clone() for buffer in buffers]
+    for buffer, value in zip(buffers, before, strict=True):
+        buffer.copy_(value)
     found: list[torch.Tensor] = []
     grads: list[torch.Tensor | None] = []
     reason = None
@@ -167,8 +179,8 @@ def _compare(run: SplitPiece, held: list[torch.Tensor], buffers: list[torch.Tens
         if name in run.cuts and gradient is not None:  # each rank has its own part's, and zeros
             dist.all_reduce(gradient, group=run.mesh.get_group())
     reason = next((f"split, its {what} differ by {off:.2g}" for what, off, allowed in
-                   (*_distances("outputs", found, expected), *_distances("gradients", grads, expected_grads))
-                   if not off <= allowed), None)
+                   (*_distances("outputs", found, expected), *_distances("gradients", grads, expected_grads),
+                    *_distances("buffers", buffers, expected_buffers)) if not off <= allowed), None)
     return expected, None if _agreed(reason is None, run.mesh) else reason or "it differs on another rank"
 
 

@@ -1,0 +1,184 @@
+"""What a recorded graph of a model's forward would lose, found by running the model itself before it is recorded.
+
+Such a module is taken whole: its own code runs, on one rank, and what it keeps in attributes lives there. Where it is
+the model's own forward, the plan is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils import _pytree as pytree
+
+from paceline.capture.attributes import AttributeSnapshot, plain_attributes
+from paceline.capture.randomness import WithoutRandomness
+from paceline.capture.state import StateSnapshot, draws_state
+from paceline.errors import PlanRefused
+
+WHOLE_MODEL_PLANS = "data=N and shard=N plans run the model as it is"
+_GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
+
+
+@dataclass
+class Findings:
+    """opaque: modules to be taken whole, by path, and why. changing: buffers that a forward changes, by name."""
+
+    opaque: dict[str, str] = field(default_factory=dict)
+    changing: set[str] = field(default_factory=set)
+
+
+def examine(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+            running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Findings:
+    """Run a model twice in its mode, on the same batch and with random layers off, and see what its modules keep.
+
+    Its state is left as it was, but that tensors which the model's own forward puts in the place of plain attributes
+    become buffers, which a graph can hold.
+
+    Raises:
+        PlanRefused: the model's own forward does what no graph can hold.
+    """
+    findings = Findings(_with_hooks(model))
+    snapshot = StateSnapshot(model)
+    try:
+        with running(), snapshot.watching(), WithoutRandomness():
+            _run_twice(model, args, kwargs, snapshot, findings)
+    finally:
+        snapshot.restore()
+    for path, why in findings.opaque.items():
+        if not path:
+            raise PlanRefused(f"{type(model).__name__} itself {why}, and a rank that runs a part of the "
+                              "model would lose that", hint=f"{WHOLE_MODEL_PLANS}; a module of the model that does "
+                                                            "this, and is called itself, can be kept")
+    return findings
+
+
+def _with_hooks(model: nn.Module) -> dict[str, str]:
+    """Modules whose backward hooks would be lost."""
+    if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+        return {"": "has backward hooks on every module"}
+    return {path: "has a backward hook" for path, module in model.named_modules()
+            if module._backward_hooks or module._backward_pre_hooks}
+
+
+def _run_twice(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: StateSnapshot,
+               findings: Findings) -> None:
+    first = _Watch(model)
+    with first.watching():
+        output = model(*args, **kwargs)
+    for path in first.draws:
+        findings.opaque.setdefault(path, "draws from Python's or NumPy's random numbers")
+    findings.changing.update(snapshot.changed_buffers())
+    attributes = AttributeSnapshot(model)
+    snapshot.restore_tensors()
+    again = _Watch(model)
+    with again.watching():
+        repeated = model(*args, **kwargs)
+    changing = attributes.changed()
+    values = {name: (module, attribute, value) for name, module, attribute, value in plain_attributes(model)}
+    to_buffers = []
+    for name in changing:
+        path, _, attribute = name.rpartition(".")
+        if not path and _is_a_buffer(snapshot.attributes.values.get(name), values[name][2]):
+            to_buffers.append(attribute)
+            findings.changing.add(name)
+        else:
+            findings.opaque.setdefault(path, f"changes its attribute '{attribute}' each time")
+    if changing:  # what else there is shows where all begins as it did
+        snapshot.restore()
+        again = _Watch(model)
+        with again.watching():
+            repeated = model(*args, **kwargs)
+    if not alike(output, repeated):
+        path = next((path for (path, a), (_, b) in zip(first.outputs, again.outputs, strict=False)
+                     if path and not alike(a, b)), "")
+        findings.opaque.setdefault(path, "gives another output each time that it is called with the same input")
+    snapshot.restore()
+    for attribute in to_buffers:
+        model.register_buffer(attribute, vars(model).pop(attribute), persistent=False)
+        snapshot.attributes.values.pop(attribute)
+
+
+def _is_a_buffer(before: Any, after: Any) -> bool:
+    """Whether an attribute is a tensor without gradient that keeps its shape."""
+    return (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and not after.requires_grad
+            and before.shape == after.shape and before.dtype == after.dtype)
+
+
+def alike(value: Any, other: Any) -> bool:
+    """Whether two outputs of the same calculation on the same numbers are equal but for rounding."""
+    pairs = list(zip(_tensors(value), _tensors(other), strict=False))
+    return len(list(_tensors(value))) == len(list(_tensors(other))) and all(is_near(a, b) for a, b in pairs)
+
+
+# How far a result of the same operators in another order may be off, relative to its greatest element.
+ALLOWED = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3,
+           torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+def is_near(tensor: torch.Tensor, other: torch.Tensor, *, size: float = 0.0) -> bool:
+    """Whether two tensors are equal but for rounding. size: of what they are part of, where they may be noise."""
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    tensor, other = tensor.detach(), other.detach()
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return bool(torch.equal(tensor, other))
+    if not tensor.numel():
+        return True
+    both = tensor.isnan() & other.isnan() | (tensor == other)
+    differences = torch.where(both, 0.0, (tensor - other).abs().double())
+    greatest = max(float(other.abs().nan_to_num(0.0, 0.0, 0.0).max()), size)
+    return float(differences.max()) <= ALLOWED.get(tensor.dtype, 1e-3) * greatest
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+class _Watch:
+    """Which modules draw from Python's and NumPy's generators, and what each call of a module returns, in order.
+
+    draws: paths of the modules whose own code does. outputs: of each call, detached.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.draws: list[str] = []
+        self.outputs: list[tuple[str, Any]] = []
+        self._inside: list[str] = []
+        self._state = draws_state()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        handles = []
+        for path, module in self.model.named_modules():
+            handles += [module.register_forward_pre_hook(lambda module, given, path=path: self._enter(path)),
+                        module.register_forward_hook(lambda module, given, output, path=path: self._leave(
+                            path, output))]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str) -> None:
+        self._look()
+        self._inside.append(path)
+
+    def _leave(self, path: str, output: Any) -> None:
+        self._look()
+        self._inside.pop()
+        self.outputs.append((path, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)))
+
+    def _look(self) -> None:
+        state = draws_state()
+        if state != self._state:
+            self._state = state
+            self.draws.append(self._inside[-1] if self._inside else "")

@@ -1,0 +1,131 @@
+"""Losses and metrics that look at the model behind its output, which no rank has where the model is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.capture.attributes import plain_attributes
+from paceline.capture.examine import alike
+from paceline.capture.randomness import WithoutRandomness
+from paceline.capture.state import StateSnapshot, function_kept
+from paceline.errors import PlanRefused
+
+Function = Callable[[Any], Any]  # of the model's output alone: its target is given
+
+
+def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], functions: Mapping[str, Function],
+                   running: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    """Refuse losses and metrics that use more of the model than its output.
+
+    The model's state is left as it was.
+
+    Args:
+        functions: By what they are called in a message: from the model's output to what they give.
+
+    Raises:
+        PlanRefused: one uses a parameter, a tensor that the forward made, or an attribute that it has set.
+    """
+    snapshot = StateSnapshot(model)
+    try:
+        with running(), snapshot.watching(), WithoutRandomness():
+            forward = _Fresh((args, kwargs))
+            with forward:
+                output = model(*args, **kwargs)
+            changed_buffers = set(snapshot.changed_buffers())
+            of_model = _tensors_of(model, changed_buffers)
+            seen = {}
+            for what, function in functions.items():
+                given = _apart(output)
+                watch = _Reads(of_model, forward.storages, given)
+                with function_kept(function, model), watch:
+                    seen[what] = function(given)
+                if watch.read:
+                    raise _refused(what, watch.read)
+            if snapshot.attributes.changed():
+                changed = snapshot.attributes.changed()[0]
+                snapshot.restore()
+                for what, function in functions.items():
+                    same = _is_same_again(function, output, seen[what], model)
+                    if not same:
+                        raise _refused(what, f"what the forward leaves in attributes, such as '{changed}'")
+    finally:
+        snapshot.restore()
+
+
+def _is_same_again(function: Function, output: Any, before: Any, model: nn.Module) -> bool:
+    try:
+        with function_kept(function, model):
+            return alike(_as_tensors(function(_apart(output))), _as_tensors(before))
+    except Exception:
+        return False
+
+
+def _refused(what: str, read: str) -> PlanRefused:
+    return PlanRefused(f"{what} uses {read} of the model beside its output, and no rank of a plan that splits the "
+                       "model has that", hint="data=N plans keep the whole model on every rank; or let the "
+                                                         "model return what the loss needs")
+
+
+def _tensors_of(model: nn.Module, changed_buffers: set[str]) -> dict[int, str]:
+    """What a rank of a split model doesn't have, by storage: parameters, buffers that change, attributes."""
+    named = {**{f"attribute '{name}'": value for name, _, _, value in plain_attributes(model)
+                if isinstance(value, torch.Tensor) and value.requires_grad},
+             **{f"buffer '{name}'": buffer for name, buffer in model.named_buffers() if name in changed_buffers},
+             **{f"parameter '{name}'": parameter for name, parameter in model.named_parameters()}}
+    return {tensor.untyped_storage()._cdata: f"the {name}" for name, tensor in named.items() if tensor.numel()}
+
+
+def _apart(output: Any) -> Any:
+    """The output without the graph that it came by."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone().requires_grad_(
+        tensor.requires_grad), output)
+
+
+def _as_tensors(returned: Any) -> Any:
+    return [torch.as_tensor(leaf) for leaf in pytree.tree_leaves(returned)
+            if isinstance(leaf, torch.Tensor | int | float)]
+
+
+def _storages(values: Any) -> Iterator[int]:
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            yield leaf.untyped_storage()._cdata
+
+
+class _Fresh(TorchDispatchMode):
+    """storages: that operators have made while this was entered, and that are not the model's input."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.given, self.storages = set(_storages(given)), set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.storages.update(set(_storages(result)) - set(_storages((args, kwargs))) - self.given)
+        return result
+
+
+class _Reads(TorchDispatchMode):
+    """read: what operators have first used of a model while this was entered; "" if nothing."""
+
+    def __init__(self, of_model: Mapping[int, str], made: set[int], given: Any) -> None:
+        super().__init__()
+        self.of_model, self.made = of_model, made
+        self.own = set(_storages(given))
+        self.read = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _storages((args, kwargs)):
+            if not self.read and storage not in self.own:
+                inside = "a tensor that the forward made inside" if storage in self.made else ""
+                self.read = self.of_model.get(storage, inside)
+        result = func(*args, **(kwargs or {}))
+        self.own.update(set(_storages(result)) - set(_storages((args, kwargs))))
+        return result

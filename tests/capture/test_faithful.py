@@ -1,0 +1,191 @@
+"""A capture computes what the model computes, leaves it as it was, and takes whole what it would lose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.capture.compare import first_difference
+from paceline.capture.examine import examine
+from paceline.capture.graph import CaptureFailed, capture
+from paceline.capture.losses import refuse_readers
+from paceline.capture.opaque import OpaqueModules
+from paceline.capture.state import StateSnapshot
+from paceline.errors import PlanRefused
+from paceline.strategies.stages.build import faithful_capture
+
+
+class Batch:
+    """So many samples of four numbers."""
+
+    target = None
+
+    def __init__(self, samples: int) -> None:
+        self.x = torch.linspace(-1, 1, 4 * samples).view(samples, 4)
+
+    def call(self, model: nn.Module) -> Any:
+        return model(self.x)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (self.x,), {}
+
+
+class Steps(nn.Module):
+    """Two layers, the second with a forward of the test's."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        vars(self.layers[1]).update(attributes)
+        self.layers[1].forward = forward.__get__(self.layers[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def linear(layer: Any, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, layer.weight, layer.bias)
+
+
+def counts(layer: Any, x: Tensor) -> Tensor:
+    layer.calls += 1
+    return linear(layer, x) * layer.calls
+
+
+def remembers(layer: Any, x: Tensor) -> Tensor:
+    layer.history.append(float(x.shape[0]))
+    return linear(layer, x) / len(layer.history)
+
+
+def draws(layer: Any, x: Tensor) -> Tensor:
+    return linear(layer, x) * random.random()
+
+
+def draws_alone(layer: Any, x: Tensor) -> Tensor:
+    return linear(layer, x) * layer.source.random()
+
+
+def caches(layer: Any, x: Tensor) -> Tensor:
+    if x.shape[0] not in layer.cache:
+        layer.cache[x.shape[0]] = torch.full((x.shape[0], 1), 0.5)
+    return linear(layer, x) * layer.cache[x.shape[0]]
+
+
+@pytest.mark.parametrize(("forward", "attributes", "whole"), [
+    (linear, {}, False), (counts, {"calls": 0}, True), (remembers, {"history": []}, True), (draws, {}, True),
+    (draws_alone, {"source": random.Random(3)}, True), (caches, {"cache": {}}, False)])
+def test_modules_with_a_state(forward: Any, attributes: dict[str, Any], whole: bool) -> None:
+    """They are taken whole if a forward depends on those before it; all is left as it was found."""
+    model = Steps(forward, **attributes)
+    layer, state = model.layers[1], random.getstate()
+    before = {name: str(vars(layer)[name]) for name in attributes if name != "source"}
+    sources = attributes["source"].getstate() if "source" in attributes else None
+    opaque = OpaqueModules()
+
+    faithful_capture(model.train(), Batch, opaque, nullcontext)
+
+    assert ("layers.1" in opaque.outputs) == whole
+    assert {name: str(vars(layer)[name]) for name in before} == before
+    assert random.getstate() == state
+    assert sources is None or attributes["source"].getstate() == sources
+    assert layer.forward.__func__ is forward
+
+
+def test_a_wrong_capture_is_named() -> None:
+    """The first module whose output differs, and buffers by name."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    given = Batch(3).arguments()
+    right = capture(model, *given)
+    assert first_difference(model, right, *given) is None
+    for node in right.pieces[2].run.graph.nodes:  # type: ignore[attr-defined]
+        if node.op == "call_function":
+            node.args = (node.args[0], node.args[1])  # without its bias
+    right.pieces[2].run.recompile()  # type: ignore[attr-defined]
+
+    found = first_difference(model, right, *given)
+
+    assert found is not None and found.path == "2"
+    assert int(model[1].num_batches_tracked) == 0
+
+
+def test_a_lost_backward_hook_is_seen() -> None:
+    """If it were not looked for, the gradients would tell."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    found = capture(model, *Batch(2).arguments())
+    model[1].register_full_backward_hook(lambda module, given, came: (given[0] * 3,))
+
+    seen = first_difference(model, found, *Batch(2).arguments())
+
+    assert seen is not None and seen.what == "the gradient of '0.weight' differs"
+
+
+def test_parameters_that_a_forward_edits_are_put_back() -> None:
+    """Also in place, as a momentum target is."""
+    model = nn.Embedding(6, 3, max_norm=0.1)
+    before = model.weight.detach().clone()
+    snapshot = StateSnapshot(model)
+    with snapshot.watching():
+        model(torch.arange(6))
+    assert not torch.equal(model.weight, before)
+
+    snapshot.restore()
+
+    assert torch.equal(model.weight, before)
+
+
+def test_hooks_on_the_model_itself_are_refused() -> None:
+    """No rank has all of it."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_full_backward_hook(lambda module, given, came: None)
+
+    with pytest.raises(PlanRefused, match="Sequential itself has a backward hook"):
+        examine(model, *Batch(2).arguments())
+
+
+def test_draws_of_the_forward_are_not_recorded() -> None:
+    """A number that Python drew would be the same in every step."""
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * random.random()
+
+    with pytest.raises(CaptureFailed, match="draws from Python's or NumPy's random numbers"):
+        capture(Scaled(4, 4), *Batch(2).arguments())
+
+
+def test_a_loss_with_a_state_is_left_as_it_was() -> None:
+    """It is run on the example, which counts for nothing."""
+    model, calls, log = nn.Linear(4, 2), 0, []
+
+    class Warm:
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def __call__(self, output: Tensor, target: Any) -> Tensor:
+            self.steps += 1
+            return output.mean() * self.steps
+
+    def counted(output: Tensor, target: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        log.append(calls)
+        return output.mean()
+
+    warm = Warm()
+    functions = {"the loss": partial(of_output, warm), "a metric": partial(of_output, counted)}
+
+    refuse_readers(model, *Batch(2).arguments(), functions=functions)
+
+    assert (warm.steps, calls, log) == (0, 0, [])
+
+
+def of_output(function: Any, output: Any) -> Any:
+    return function(output, None)

@@ -1,0 +1,114 @@
+"""Odd but legitimate models train under plans that split them as on one device, or are refused before step 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import odd_models as odd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import paceline
+
+EXACT: dict[str, Callable[[], nn.Module]] = {
+    "a straight-through sign": lambda: odd.Net(odd.Binarised), "a gradient reversal": odd.Reversed,
+    "functions of several outputs": lambda: odd.Net(odd.SeveralOutputs), "hooks": odd.with_hooks,
+    "hooks inside": lambda: odd.Net(odd.HookInside), "reentrant checkpoints": odd.Checkpointed,
+    "counters in blocks": lambda: odd.Net(odd.Counting), "a tensor in an attribute": odd.Centred,
+    "buffers put in place": lambda: odd.Net(odd.Averaging), "a buffer of the root": odd.AveragingRoot,
+    "running statistics": lambda: odd.Net(odd.Normalised)}
+
+
+@pytest.mark.parametrize("plan", odd.SPLITS)
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_exact(name: str, plan: str, tmp_path: Path) -> None:
+    """Parameters and buffers, with and without the model's own state."""
+    assert odd.difference(lambda: odd.job_of(EXACT[name]), plan, tmp_path) < 1e-10
+
+
+@pytest.mark.parametrize("model", [lambda: odd.Net(odd.Normalised), lambda: odd.Net(odd.Counting)])
+def test_recomputed_parts_change_their_state_once(model: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """Buffers and attributes, although blocks are computed twice."""
+    plan = "place=auto parts=2 recompute=full"
+    assert odd.difference(lambda: odd.job_of(model), plan, tmp_path) < 1e-10
+
+
+def test_several_forwards_before_a_backward(tmp_path: Path) -> None:
+    """A later micro-batch doesn't change what an earlier one has kept, as one device computes them one by one."""
+    def job() -> paceline.Job:
+        return odd.job_of(lambda: odd.Net(odd.Averaging))
+
+    plan, single = "pipeline=2 microbatches=3 schedule=gpipe", "single accumulate=3"
+    assert odd.difference(job, plan, tmp_path, single=single) < 1e-10
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2 shard=2 microbatches=1", "pipeline=2 microbatches=1"])
+def test_a_weight_of_three_modules(plan: str, tmp_path: Path) -> None:
+    """Two of them on one rank, where it is whole, so that it is whole on the other too."""
+    assert odd.difference(lambda: odd.job_of(odd.TiedThrice), plan, tmp_path) < 1e-10
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    (odd.CountingRoot, "CountingRoot itself changes its attribute 'calls' each time"),
+    (odd.Skipping, "Skipping itself draws from Python's or NumPy's random numbers"),
+    (odd.ForceField, "the forward takes gradients with torch.autograd")])
+def test_what_is_refused(model: Callable[[], nn.Module], words: str, tmp_path: Path) -> None:
+    """What the model's own forward does that no graph holds, by name, with a plan that works."""
+    said = odd.refusal(odd.job_of(model), "pipeline=2", tmp_path)
+    assert words in said and "data=N" in said
+
+
+def penalty() -> dict[str, Any]:
+    net = odd.Net()
+    return {"model": lambda: net, "loss": lambda output, target: F.mse_loss(output, target) + 0.1 * sum(
+        p.square().sum() for p in net.parameters())}
+
+
+def auxiliary() -> dict[str, Any]:
+    made: list[Any] = []
+
+    class Net(odd.Net):
+        def forward(self, x: Tensor) -> Tensor:
+            output = super().forward(x)
+            self.aux = output.square().mean()
+            return output
+
+    def model() -> nn.Module:
+        made.append(Net())
+        return made[-1]
+
+    return {"model": model, "loss": lambda output, target: F.mse_loss(output, target) + made[-1].aux}
+
+
+def inner() -> dict[str, Any]:
+    net, seen = odd.Net(), list[Tensor]()
+    net.b[1].register_forward_hook(lambda module, given, output: seen.append(output))
+    return {"model": lambda: net,
+            "loss": lambda output, target: F.mse_loss(output, target) + seen[-1].square().mean()}
+
+
+@pytest.mark.parametrize("plan", odd.SPLITS)
+@pytest.mark.parametrize(("job", "words"), [
+    (penalty, "the loss uses the parameter 'a.weight' of the model"),
+    (auxiliary, "the loss uses the attribute 'aux' of the model"),
+    (inner, "the loss uses a tensor that the forward made inside of the model")])
+def test_losses_that_look_at_the_model(job: Callable[[], dict[str, Any]], words: str, plan: str,
+                                       tmp_path: Path) -> None:
+    """They are refused at once, by name."""
+    said = odd.refusal(odd.job_of(**job()), plan, tmp_path)
+    assert words in said and "data=N" in said
+
+
+def test_a_loss_with_a_constant_of_the_model(tmp_path: Path) -> None:
+    """A buffer that no forward changes is whole on every rank."""
+    def job() -> paceline.Job:
+        torch.manual_seed(0)
+        net = odd.Net()
+        net.register_buffer("weights", torch.rand(4))
+        return odd.job_of(lambda: net, loss=lambda output, target: ((output - target).square() * net.weights).mean())
+
+    assert odd.difference(job, "pipeline=2 microbatches=1", tmp_path) < 1e-10
