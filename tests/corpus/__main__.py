@@ -1,0 +1,58 @@
+"""`python -m tests.corpus`: run plans over jobs and print what works under what."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+
+def main() -> int:
+    """Run the sweep, print its table, and return 1 if a cell is wrong."""
+    import torch
+
+    from .page import SYMBOLS, page, table
+    from .registry import entries
+    from .sweep import PLANS, WRONG, Cell, Sweep, preload
+
+    parser = argparse.ArgumentParser(prog="python -m tests.corpus", description=__doc__)
+    parser.add_argument("--jobs", default="*", help="names or themes, with * and commas")
+    parser.add_argument("--plans", nargs="+", default=list(PLANS), metavar="PLAN")
+    parser.add_argument("--seconds", type=float, default=20.0, help="a rank that is silent for so long hangs")
+    parser.add_argument("--json", type=Path, help="every cell with its reason")
+    parser.add_argument("--write", type=Path, help="the page that says what works under what")
+    parser.add_argument("--resume-check", action="store_true", help="stop under one plan and go on under another")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    jobs = entries(given.jobs)
+    if not jobs:
+        parser.error(f"no job matches {given.jobs!r}")
+    preload(jobs)
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="paceline-corpus-", dir=shared if shared.is_dir() else None) as folder:
+        sweep = Sweep(Path(folder), given.seconds)
+        cells: list[Cell] = []
+        for plan in given.plans:
+            cells += sweep.run(jobs, [plan])
+            if given.json:  # after each plan, for a sweep that is ended before its time
+                given.json.write_text(json.dumps([cell.to_dict() for cell in cells], indent=1) + "\n")
+    if given.write:
+        given.write.write_text(page(jobs, cells))
+    print(table(jobs, cells))
+    print(", ".join(f"{number} {verdict} ({SYMBOLS[verdict]})"
+                    for verdict, number in Counter(cell.verdict for cell in cells).most_common()))
+    for cell in cells:
+        if cell.verdict == WRONG:
+            print(f"wrong: {cell.job} under {cell.plan}: {cell.reason}")
+    return int(any(cell.verdict == WRONG for cell in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""A plain training loop on one device: what every plan is held against.
+
+Nothing here is Paceline's but a job's fields, the order of data and the keys of random streams, which are contracts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, default_collate
+
+from paceline.capture.randomness import WithoutRandomness
+from paceline.job import Job
+from paceline.runtime.order import Order, split
+from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
+
+
+@dataclass
+class Outcome:
+    """What a run leaves.
+
+    state: the trained model's `state_dict()`. losses: of each step.
+    """
+
+    state: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    validation_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a plan cuts each window: a run for each replica, in proportion to its share, in so many micro-batches."""
+
+    shares: tuple[int, ...] = (1,)
+    microbatches: int = 1
+
+    def pieces(self, samples: int) -> list[list[range]]:
+        """Of each replica, its micro-batches as places in the window; empty ones are left out."""
+        return [[range(own.start + piece.start, own.start + piece.stop)
+                 for piece in split(len(own), (1,) * self.microbatches) if len(piece)]
+                for own in split(samples, self.shares)]
+
+
+WHOLE = Cut()
+
+
+def run_plainly(job: Job, cut: Cut = WHOLE, *, random_layers: bool = False) -> Outcome:
+    """Train on one device.
+
+    Each replica of `cut` has buffers of its own, which meet after a step: floating-point ones as the mean weighted by
+    samples, others as the maximum.
+    """
+    with WithoutRandomness() if random_layers else nullcontext() as random:
+        build = random.building(job.model) if isinstance(random, WithoutRandomness) else job.model
+        return _run(job, cut, build)
+
+
+def _run(job: Job, cut: Cut, build: Any) -> Outcome:
+    replicas = [_built(job, build) for _ in cut.shares]
+    model, outcome = replicas[0], Outcome()
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = job.optimizer(parameters)
+    schedule = job.lr_schedule(optimizer) if job.lr_schedule else None
+    for items in islice(_windows(job), job.total_steps):
+        outcome.losses.append(_backward(job, replicas, items, cut))
+        if job.clip is not None:
+            torch.nn.utils.clip_grad_norm_([p for _, p in parameters], job.clip)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        _meet(replicas, [sum(map(len, own)) / len(items) for own in cut.pieces(len(items))])
+    if job.validation is not None:
+        outcome.validation_loss = _validate(job, model)
+    outcome.state = {name: value.detach().clone() for name, value in model.state_dict().items()
+                     if isinstance(value, Tensor)}
+    return outcome
+
+
+def _built(job: Job, build: Any) -> nn.Module:
+    seed_streams(job.seed, "model")
+    model = build()
+    return (model.double() if job.precision == "float64" else model).train()
+
+
+def _windows(job: Job) -> Iterator[list[Any]]:
+    """The items of each optimizer step."""
+    if isinstance(job.data, IterableDataset) or not hasattr(job.data, "__getitem__"):
+        yield from _stream_windows(job)
+        return
+    order = Order(len(job.data), job.batch, job.seed, job.drop_last)
+    for step in count():
+        window = order.window(step)
+        items = []
+        for position, index in zip(window.positions, order.indices(window.epoch, window.positions), strict=True):
+            seed_sample(key_to_seed(job.seed, "sample", window.epoch), position)
+            items.append(job.data[index])
+        yield items
+
+
+def _stream_windows(job: Job) -> Iterator[list[Any]]:
+    for epoch in count() if job.epochs is None else range(job.epochs):
+        if hasattr(job.data, "set_epoch"):
+            job.data.set_epoch(epoch)
+        seed_streams(job.seed, "stream", epoch, -1)
+        items, start = iter(job.data), 0
+        while True:
+            seed_streams(job.seed, "stream", epoch, start)
+            window = list(islice(items, job.batch))
+            start += len(window)
+            if window and not (job.drop_last and len(window) < job.batch):
+                yield window
+            if len(window) < job.batch:
+                break
+
+
+def _backward(job: Job, replicas: Sequence[nn.Module], items: list[Any], cut: Cut) -> float:
+    """Leave the window's gradients in the first replica and return its loss."""
+    total, counted, divides = 0.0, 0.0, False
+    for model, pieces in zip(replicas, cut.pieces(len(items)), strict=True):
+        model.zero_grad()
+        for piece in pieces:
+            given, target = _batch(job, items[piece.start:piece.stop])
+            with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
+                value = job.loss(call(model, given), target)
+            if isinstance(value, tuple | list):
+                value, number, divides = value[0], float(value[1]), True
+                total, counted = total + value.item(), counted + number
+            else:
+                total, counted = total + value.item() * len(piece), counted + len(piece)
+                value = value * (len(piece) / len(items))
+            if value.requires_grad:
+                value.backward()
+    _gather(replicas, 1.0 / counted if divides else 1.0)
+    return total / counted
+
+
+def _gather(replicas: Sequence[nn.Module], factor: float) -> None:
+    """Sum the replicas' gradients in the first one."""
+    others = [dict(model.named_parameters()) for model in replicas[1:]]
+    for name, p in replicas[0].named_parameters():
+        gradients = [each.grad for each in (p, *(other[name] for other in others)) if each.grad is not None]
+        p.grad = sum(gradients[1:], gradients[0]) * factor if gradients else None
+
+
+def _meet(replicas: Sequence[nn.Module], weights: Sequence[float]) -> None:
+    """Bring the replicas together after an update of the first one."""
+    if len(replicas) == 1:
+        return
+    with torch.no_grad():
+        for name, p in replicas[0].named_parameters():
+            for other in replicas[1:]:
+                other.get_parameter(name).copy_(p)
+        for name, buffer in replicas[0].named_buffers():
+            each = [model.get_buffer(name) for model in replicas]
+            met = (sum(b * w for b, w in zip(each, weights, strict=True)) if buffer.is_floating_point()
+                   else torch.stack(each).amax(0) if not buffer.is_complex() else buffer)
+            for b in each:
+                b.copy_(met)
+
+
+def _validate(job: Job, model: nn.Module) -> float:
+    model.eval()
+    total, counted = 0.0, 0.0
+    with torch.no_grad():
+        for first in range(0, len(job.validation), job.batch):
+            items = [job.validation[i] for i in range(first, min(first + job.batch, len(job.validation)))]
+            given, target = _batch(job, items)
+            value = job.loss(call(model, given), target)
+            part = value if isinstance(value, tuple | list) else (value * len(items), len(items))
+            total, counted = total + float(part[0]), counted + float(part[1])
+    model.train()
+    return total / counted
+
+
+def _batch(job: Job, items: Sequence[Any]) -> tuple[Any, Any]:
+    given, target = default_collate([tuple(item) for item in items])
+    return (_double(given), _double(target)) if job.precision == "float64" else (given, target)
+
+
+def _double(value: Any) -> Any:
+    """The value with every floating-point tensor in float64."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: _double(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_double, value))
+    return type(value)(map(_double, value)) if isinstance(value, tuple | list) else value
+
+
+def call(model: nn.Module, given: Any) -> Any:
+    """The model's output for a batch's input."""
+    if isinstance(given, Mapping):
+        return model(**given)
+    return model(*given) if isinstance(given, tuple | list) else model(given)

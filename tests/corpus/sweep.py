@@ -1,0 +1,340 @@
+"""Runs plans over jobs and says of each pair what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import paceline
+from paceline.capture.randomness import WithoutRandomness
+from paceline.cluster import Cluster
+from paceline.errors import PacelineError, UsageError
+from paceline.launch.failure import RankFailed
+from paceline.launch.local import run_local
+from paceline.planner.resolve import Resolved, resolve
+from paceline.plans import Plan
+from paceline.runtime.drivers import crew, train_rank
+from paceline.runtime.loop import Settings
+
+from .plain import WHOLE, Cut, Outcome, run_plainly
+from .registry import Entry
+
+PLANS = (
+    "single", "data=2", "data=3", "data=2 shares=3:1", "single accumulate=4", "shard=2 zero=1", "shard=2 zero=2",
+    "shard=2", "data=2 shard=2", "single recompute=full", "data=2 accumulate=2 recompute=full", "tensor=2",
+    "data=2 tensor=2", "pipeline=2 microbatches=1", "pipeline=2", "pipeline=3", "pipeline=2 schedule=zero-bubble",
+    "pipeline=2 schedule=interleaved", "pipeline=2 shard=2", "place=auto parts=2", "server=1 workers=2")
+EXACT, COUPLED, REFUSED, WRONG = "exact", "coupled", "refused", "wrong"
+REFUSALS = {"PlanError", "PlanRefused", "CaptureFailed", "JobError", "UsageError"}
+# Relative to the largest number of a tensor, and absolute below 1.
+TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bf16": 5e-2}
+POOL_JOBS = 40  # that ranks run before they are forked anew, as each leaves process groups behind
+MODEL, METRICS, SUMMARY = "model.safetensors", "metrics.jsonl", "corpus-summary.json"
+
+
+@dataclass
+class Cell:
+    """What came of a job under a plan.
+
+    reason: why it was refused or is wrong, else how far it is from one device. steps: updates before it was refused.
+    trace: the whole message of a failure.
+    """
+
+    job: str
+    plan: str
+    verdict: str
+    reason: str = ""
+    off: float | None = None
+    steps: int = 0
+    seconds: float = 0.0
+    trace: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Reference:
+    """One device's outcome of a job, or why it has none."""
+
+    outcome: Outcome | None
+    failure: str = ""
+
+
+@dataclass
+class Sweep:
+    """A run over jobs and plans. folder: for what runs leave. timeout_s: how long a rank may be silent."""
+
+    folder: Path
+    timeout_s: float = 20.0
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+    references: dict[tuple[str, Cut], Reference] = field(default_factory=dict)
+
+    def run(self, jobs: Sequence[Entry], plans: Sequence[str]) -> list[Cell]:
+        """A cell for each pair, in the order of plans and then jobs."""
+        self.learn([(entry, WHOLE) for entry in jobs])
+        cells: list[Cell] = []
+        for plan in plans:
+            started_s = time.monotonic()
+            under = [self._settled(entry, plan, cell) for entry, cell in self._under(jobs, plan)]
+            count = {verdict: sum(cell.verdict == verdict for cell in under)
+                     for verdict in (EXACT, COUPLED, REFUSED, WRONG)}
+            self.say(f"{plan:<36} {', '.join(f'{n} {v}' for v, n in count.items() if n)}, "
+                     f"{time.monotonic() - started_s:.0f} s")
+            for cell in under:
+                if cell.verdict == WRONG:
+                    self.say(f"    wrong: {cell.job}: {cell.reason}")
+            cells += under
+        return cells
+
+    def learn(self, wanted: Sequence[tuple[Entry, Cut]]) -> None:
+        """Run the plain loop for these, in a process of its own: this one stays free to fork."""
+        missing = [(entry, cut) for entry, cut in wanted if (entry.name, cut) not in self.references]
+        if not missing:
+            return
+
+        def body(context: Any) -> list[dict[str, Any]]:
+            return [_plain_figures(entry, cut, self.folder / f"plain-{number}.safetensors", context)
+                    for number, (entry, cut) in enumerate(missing)]
+
+        figures = run_local(body, Cluster.local("cpu:0").devices, timeout_s=600.0)[0]
+        for number, ((entry, cut), found) in enumerate(zip(missing, figures, strict=True)):
+            path = self.folder / f"plain-{number}.safetensors"
+            outcome = None
+            if not found["failure"]:
+                outcome = Outcome(load_file(path), found["losses"], found["validation_loss"])
+                path.unlink()
+            self.references[entry.name, cut] = Reference(outcome, found["failure"])
+
+    def _under(self, jobs: Sequence[Entry], plan: str) -> list[tuple[Entry, Cell]]:
+        """Cells before what couples samples is looked at; what fails among others is tried again by itself."""
+        found: dict[str, Cell] = {}
+        waiting: list[tuple[Entry, Resolved]] = []
+        for entry in jobs:
+            try:
+                waiting.append((entry, _resolved(entry.make(), plan)))
+            except UsageError as error:
+                found[entry.name] = Cell(entry.name, plan, REFUSED, _first_line(error))
+        while waiting:
+            batch, waiting = waiting[:POOL_JOBS], waiting[POOL_JOBS:]
+            done = self._pool(batch, plan)
+            found |= {cell.job: cell for cell in done}
+            waiting = batch[len(done):] + waiting
+        for entry in jobs:
+            cell = found[entry.name]
+            if cell.verdict == WRONG and cell.off is None:
+                found[entry.name] = self._alone(entry, plan)
+        return [(entry, found[entry.name]) for entry in jobs]
+
+    def _pool(self, batch: Sequence[tuple[Entry, Resolved]], plan: str) -> list[Cell]:
+        """Run jobs one after the other in ranks that are forked once, up to the first that fails. One cell at least."""
+        folder = self.folder / "pool"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        num_ranks = batch[0][1].plan.world_size
+
+        def body(context: Any) -> None:
+            for number, (entry, asked) in enumerate(batch):
+                (folder / f"rank-{context.rank}").write_text(str(number))
+                context.step = 0
+                context.beat("start")
+                _train_on_rank(context, entry, asked, folder / str(number))
+            (folder / f"rank-{context.rank}").write_text(str(len(batch)))
+
+        started_s, failed = time.monotonic(), None
+        try:
+            run_local(body, Cluster.local(f"cpu:0-{num_ranks - 1}").devices, timeout_s=self.timeout_s,
+                      crew=crew(batch[0][1].plan))
+        except RankFailed as error:
+            failed = error
+        reached = len(batch)
+        if failed is not None:
+            reached = int((folder / f"rank-{failed.failure.rank}").read_text())
+        cells = [self._compared(entry, plan, folder / str(number))
+                 for number, (entry, _) in enumerate(batch[:reached])]
+        if failed is not None:
+            entry = batch[reached][0]
+            cells.append(_failed(entry, plan, failed, folder / str(reached)))
+        for cell in cells:
+            cell.seconds = (time.monotonic() - started_s) / len(cells)
+        return cells
+
+    def _alone(self, entry: Entry, plan: str) -> Cell:
+        """The job under the plan as a user would train it."""
+        run, started_s = self.folder / "alone", time.monotonic()
+        shutil.rmtree(run, ignore_errors=True)
+        try:
+            train_quietly(entry, plan, run, timeout_s=self.timeout_s)
+            cell = self._compared(entry, plan, run)
+        except PacelineError as error:
+            cell = _failed(entry, plan, error, run)
+        except Exception as error:
+            cell = Cell(entry.name, plan, WRONG, f"{type(error).__name__}: {_first_line(error)}", trace=str(error))
+        cell.seconds = time.monotonic() - started_s
+        return cell
+
+    def _compared(self, entry: Entry, plan: str, run: Path, cut: Cut = WHOLE) -> Cell:
+        reference = self.references[entry.name, cut]
+        trained = read_run(run)
+        if reference.outcome is None:
+            return Cell(entry.name, plan, WRONG, f"trains, and one device fails: {reference.failure}", math.inf)
+        off, reason = distance(reference.outcome, trained, tolerance(entry))
+        if reason:
+            shutil.copytree(run, self.folder / "differing" / plan / entry.name, dirs_exist_ok=True)
+        return Cell(entry.name, plan, WRONG if reason else EXACT, reason, off, steps=len(trained.losses))
+
+    def _settled(self, entry: Entry, plan: str, cell: Cell) -> Cell:
+        """A cell that is not exact, tried again as a user would train it, and against one device that cuts the batch
+        alike."""
+        if cell.verdict != WRONG or cell.off is None:
+            return cell
+        asked = _resolved(entry.make(), plan)
+        cut = Cut(asked.shares, asked.plan.num_microbatches)
+        run = self.folder / "differing" / plan / entry.name
+        if cut != WHOLE and self._equals_cut(entry, plan, cut, run):
+            return replace(cell, verdict=COUPLED, reason=f"as one device that cuts alike; off by {cell.off:.1e}")
+        return self._alone(entry, plan)
+
+    def _equals_cut(self, entry: Entry, plan: str, cut: Cut, run: Path) -> bool:
+        self.learn([(entry, cut)])
+        reference = self.references[entry.name, cut].outcome
+        return reference is not None and not distance(reference, read_run(run), tolerance(entry))[1]
+
+
+def preload(jobs: Sequence[Entry]) -> None:
+    """Import here, once, what ranks would import in each of their processes."""
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+    import torch.export  # noqa: F401
+
+    from paceline.strategies.compose import load
+
+    for plan in PLANS:
+        load(Plan.parse(plan))
+    for entry in jobs:
+        if entry.needs is not None:
+            entry.make().model()
+
+
+def _resolved(job: paceline.Job, plan: str) -> Resolved:
+    parsed = Plan.parse(plan)
+    return resolve(job, parsed, devices=f"cpu:0-{parsed.world_size - 1}")
+
+
+def _plain_figures(entry: Entry, cut: Cut, path: Path, context: Any) -> dict[str, Any]:
+    context.beat("forward")
+    try:
+        outcome = run_plainly(entry.make(), cut, random_layers=entry.random_layers)
+    except Exception as error:
+        return {"failure": f"{type(error).__name__}: {_first_line(error)}"}
+    save_file({name: _real(tensor).contiguous().clone() for name, tensor in outcome.state.items()}, path)
+    return {"failure": "", "losses": outcome.losses, "validation_loss": outcome.validation_loss}
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _train_on_rank(context: Any, entry: Entry, asked: Resolved, run: Path) -> None:
+    job = entry.make()
+    run.mkdir(exist_ok=True)
+    with WithoutRandomness() if entry.random_layers else nullcontext() as random:
+        if isinstance(random, WithoutRandomness):
+            job = replace(job, model=random.building(job.model))
+        summary = train_rank(context, job, asked.plan, Settings(run, asked.shares))
+    if context.rank == 0:
+        (run / SUMMARY).write_text(json.dumps({"validation_loss": summary["validation_loss"]}))
+
+
+def train_quietly(entry: Entry, plan: str, run: Path, **options: Any) -> None:
+    """`paceline.train`, its random layers off as in all runs of the corpus, and without its banner."""
+    job = entry.make()
+    with (WithoutRandomness() if entry.random_layers else nullcontext() as random,
+          contextlib.redirect_stderr(open("/dev/null", "w"))):
+        if isinstance(random, WithoutRandomness):
+            job = replace(job, model=random.building(job.model))
+        summary = paceline.train(job, plan, devices=f"cpu:0-{Plan.parse(plan).world_size - 1}", run=run, **options)
+    (run / SUMMARY).write_text(json.dumps({"validation_loss": summary["validation_loss"]}))
+
+
+def read_run(run: Path) -> Outcome:
+    """What a run has left in its folder."""
+    losses = [line["loss"] for line in _lines(run) if "loss" in line]
+    return Outcome({name: _real(tensor) for name, tensor in load_file(run / MODEL).items()}, losses, 
+                   json.loads((run / SUMMARY).read_text())["validation_loss"])
+
+
+def _lines(run: Path) -> list[dict[str, Any]]:
+    path = run / METRICS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _failed(entry: Entry, plan: str, error: PacelineError, run: Path) -> Cell:
+    """The cell of a run that ended with an error: refused if it is a refusal and no update was made."""
+    failure = getattr(error, "failure", None)
+    kind = failure.kind if failure is not None else type(error).__name__
+    message = failure.message if failure is not None else str(error)
+    steps = sum("loss" in line for line in _lines(run))
+    is_refusal = (kind in REFUSALS or isinstance(error, UsageError)) and not steps
+    reason = _first_line(message) if is_refusal else f"{kind}: {_first_line(message)}"
+    if not is_refusal and failure is not None:
+        reason += f" [step {failure.step}, {failure.phase}]"
+    return Cell(entry.name, plan, REFUSED if is_refusal else WRONG, reason, steps=steps, trace=str(error))
+
+
+def _first_line(text: object) -> str:
+    return (str(text).splitlines() or [""])[0]
+
+
+def tolerance(entry: Entry) -> float:
+    """How far results may be from one device's, relative to the largest number of a tensor."""
+    return entry.tolerance if entry.tolerance is not None else TOLERANCES[entry.make().precision]
+
+
+def distance(plain: Outcome, trained: Outcome, allowed: float) -> tuple[float, str]:
+    """How far a run is from one device at most, and what is too far, in words; "" if nothing is."""
+    wrong: list[tuple[float, str]] = []
+    greatest = 0.0
+    if len(plain.losses) != len(trained.losses):
+        return math.inf, f"{len(trained.losses)} steps instead of {len(plain.losses)}"
+    pairs = {f"loss of step {step + 1}": (torch.tensor(mine), torch.tensor(theirs))
+             for step, (mine, theirs) in enumerate(zip(plain.losses, trained.losses, strict=True))}
+    if plain.validation_loss is not None:
+        theirs = trained.validation_loss
+        pairs["validation loss"] = (torch.tensor(plain.validation_loss),
+                                    torch.tensor(math.nan if theirs is None else theirs))
+    for name, tensor in plain.state.items():
+        if name not in trained.state:
+            return math.inf, f"'{name}' is not in the exported model"
+        pairs[f"'{name}'"] = (tensor, trained.state[name])
+    for name, (mine, theirs) in pairs.items():
+        off = _off(mine, theirs)
+        limit = allowed * max(1.0, float(mine.abs().max()) if mine.numel() else 0.0)
+        greatest = max(greatest, off)
+        if not off <= limit:
+            wrong.append((off, name))
+    if not wrong:
+        return greatest, ""
+    off, name = max(wrong, key=lambda pair: -1.0 if math.isnan(pair[0]) else pair[0])
+    return greatest, f"{name} is off by {off:.2g}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
+
+
+def _off(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    if mine.shape != theirs.shape:
+        return math.inf
+    if not mine.numel():
+        return 0.0
+    return float((mine.double() - theirs.double()).abs().max())
