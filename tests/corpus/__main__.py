@@ -9,9 +9,15 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+
+def write_cells(path: Path, cells: list[Any]) -> None:
+    """Every cell with its reason, as JSON."""
+    path.write_text(json.dumps([cell.to_dict() for cell in cells], indent=1) + "\n")
 
 
 def main() -> int:
@@ -20,6 +26,7 @@ def main() -> int:
 
     from .page import SYMBOLS, page, table
     from .registry import entries
+    from .resumed import resume_check
     from .sweep import PLANS, WRONG, Cell, Sweep, preload
 
     parser = argparse.ArgumentParser(prog="python -m tests.corpus", description=__doc__)
@@ -38,11 +45,13 @@ def main() -> int:
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="paceline-corpus-", dir=shared if shared.is_dir() else None) as folder:
         sweep = Sweep(Path(folder), given.seconds)
-        cells: list[Cell] = []
-        for plan in given.plans:
+        cells: list[Cell] = resume_check(sweep) if given.resume_check else []
+        for plan in () if given.resume_check else given.plans:
             cells += sweep.run(jobs, [plan])
             if given.json:  # after each plan, for a sweep that is ended before its time
-                given.json.write_text(json.dumps([cell.to_dict() for cell in cells], indent=1) + "\n")
+                write_cells(given.json, cells)
+    if given.json:
+        write_cells(given.json, cells)
     if given.write:
         given.write.write_text(page(jobs, cells))
     print(table(jobs, cells))

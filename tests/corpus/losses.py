@@ -31,10 +31,10 @@ def ignored_targets() -> paceline.Job:
         F.cross_entropy(output, target, reduction="sum"), (target >= 0).sum()))
 
 
-@entry("ignored targets as a mean, which weighs samples by their micro-batch")
+@entry("ignored targets as a mean, which weighs samples by their micro-batch: coupled")
 def ignored_targets_as_mean() -> paceline.Job:
-    data = _classes(0.3)
-    return make_job(data=data, loss=F.cross_entropy)
+    return make_job(data=_classes(0.3), loss=lambda output, target: F.cross_entropy(
+        output, target, reduction="sum") / (target >= 0).sum().clamp(min=1))
 
 
 def _sum_or_zero(output: Tensor, target: Tensor) -> tuple[Tensor, int]:

@@ -41,7 +41,8 @@ REFUSALS = {"PlanError", "PlanRefused", "CaptureFailed", "JobError", "UsageError
 # Relative to the largest number of a tensor, and absolute below 1.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bf16": 5e-2}
 POOL_JOBS = 40  # that ranks run before they are forked anew, as each leaves process groups behind
-MODEL, METRICS, SUMMARY = "model.safetensors", "metrics.jsonl", "corpus-summary.json"
+MODEL, METRICS, SUMMARY, REFUSAL = "model.safetensors", "metrics.jsonl", "corpus-summary.json", "refusal.txt"
+REFUSAL_S = 5.0  # for the other ranks to refuse a job too
 
 
 @dataclass
@@ -126,7 +127,7 @@ class Sweep:
             try:
                 waiting.append((entry, _resolved(entry.make(), plan)))
             except UsageError as error:
-                found[entry.name] = Cell(entry.name, plan, REFUSED, _first_line(error))
+                found[entry.name] = Cell(entry.name, plan, REFUSED, first_line(error))
         while waiting:
             batch, waiting = waiting[:POOL_JOBS], waiting[POOL_JOBS:]
             done = self._pool(batch, plan)
@@ -150,7 +151,12 @@ class Sweep:
                 (folder / f"rank-{context.rank}").write_text(str(number))
                 context.step = 0
                 context.beat("start")
-                _train_on_rank(context, entry, asked, folder / str(number))
+                try:
+                    _train_on_rank(context, entry, asked, folder / str(number))
+                except UsageError as error:
+                    if _lines(folder / str(number)) or not _all_ranks_refuse(context, number):
+                        raise
+                    (folder / str(number) / REFUSAL).write_text(str(error))
             (folder / f"rank-{context.rank}").write_text(str(len(batch)))
 
         started_s, failed = time.monotonic(), None
@@ -162,11 +168,11 @@ class Sweep:
         reached = len(batch)
         if failed is not None:
             reached = int((folder / f"rank-{failed.failure.rank}").read_text())
-        cells = [self._compared(entry, plan, folder / str(number))
+        cells = [self.compared(entry, plan, folder / str(number))
                  for number, (entry, _) in enumerate(batch[:reached])]
         if failed is not None:
             entry = batch[reached][0]
-            cells.append(_failed(entry, plan, failed, folder / str(reached)))
+            cells.append(failed_cell(entry, plan, failed, folder / str(reached)))
         for cell in cells:
             cell.seconds = (time.monotonic() - started_s) / len(cells)
         return cells
@@ -177,15 +183,18 @@ class Sweep:
         shutil.rmtree(run, ignore_errors=True)
         try:
             train_quietly(entry, plan, run, timeout_s=self.timeout_s)
-            cell = self._compared(entry, plan, run)
+            cell = self.compared(entry, plan, run)
         except PacelineError as error:
-            cell = _failed(entry, plan, error, run)
+            cell = failed_cell(entry, plan, error, run)
         except Exception as error:
-            cell = Cell(entry.name, plan, WRONG, f"{type(error).__name__}: {_first_line(error)}", trace=str(error))
+            cell = Cell(entry.name, plan, WRONG, f"{type(error).__name__}: {first_line(error)}", trace=str(error))
         cell.seconds = time.monotonic() - started_s
         return cell
 
-    def _compared(self, entry: Entry, plan: str, run: Path, cut: Cut = WHOLE) -> Cell:
+    def compared(self, entry: Entry, plan: str, run: Path, cut: Cut = WHOLE) -> Cell:
+        if (run / REFUSAL).exists():
+            text = (run / REFUSAL).read_text()
+            return Cell(entry.name, plan, REFUSED, first_line(text), trace=text)
         reference = self.references[entry.name, cut]
         trained = read_run(run)
         if reference.outcome is None:
@@ -215,15 +224,15 @@ class Sweep:
 
 def preload(jobs: Sequence[Entry]) -> None:
     """Import here, once, what ranks would import in each of their processes."""
-    import torch._dynamo
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
-    import torch.export  # noqa: F401
+    import torch.export
 
     from paceline.strategies.compose import load
 
     for plan in PLANS:
         load(Plan.parse(plan))
+    torch.export.export(torch.nn.Linear(2, 2), (torch.ones(3, 2),))  # its first call imports more than the module does
     for entry in jobs:
         if entry.needs is not None:
             entry.make().model()
@@ -234,12 +243,26 @@ def _resolved(job: paceline.Job, plan: str) -> Resolved:
     return resolve(job, parsed, devices=f"cpu:0-{parsed.world_size - 1}")
 
 
+def _all_ranks_refuse(context: Any, number: int) -> bool:
+    """Whether every rank refuses the job, so that the next one can go on in these processes."""
+    if context.store is None:
+        return True
+    keys = [f"refused/{number}/{rank}" for rank in range(context.world_size)]
+    context.store.set(keys[context.rank], "")
+    deadline_s = time.monotonic() + REFUSAL_S
+    while not context.store.check(keys):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def _plain_figures(entry: Entry, cut: Cut, path: Path, context: Any) -> dict[str, Any]:
     context.beat("forward")
     try:
         outcome = run_plainly(entry.make(), cut, random_layers=entry.random_layers)
     except Exception as error:
-        return {"failure": f"{type(error).__name__}: {_first_line(error)}"}
+        return {"failure": f"{type(error).__name__}: {first_line(error)}"}
     save_file({name: _real(tensor).contiguous().clone() for name, tensor in outcome.state.items()}, path)
     return {"failure": "", "losses": outcome.losses, "validation_loss": outcome.validation_loss}
 
@@ -282,20 +305,20 @@ def _lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _failed(entry: Entry, plan: str, error: PacelineError, run: Path) -> Cell:
+def failed_cell(entry: Entry, plan: str, error: PacelineError, run: Path) -> Cell:
     """The cell of a run that ended with an error: refused if it is a refusal and no update was made."""
     failure = getattr(error, "failure", None)
     kind = failure.kind if failure is not None else type(error).__name__
     message = failure.message if failure is not None else str(error)
     steps = sum("loss" in line for line in _lines(run))
     is_refusal = (kind in REFUSALS or isinstance(error, UsageError)) and not steps
-    reason = _first_line(message) if is_refusal else f"{kind}: {_first_line(message)}"
+    reason = first_line(message) if is_refusal else f"{kind}: {first_line(message)}"
     if not is_refusal and failure is not None:
         reason += f" [step {failure.step}, {failure.phase}]"
     return Cell(entry.name, plan, REFUSED if is_refusal else WRONG, reason, steps=steps, trace=str(error))
 
 
-def _first_line(text: object) -> str:
+def first_line(text: object) -> str:
     return (str(text).splitlines() or [""])[0]
 
 

@@ -1,0 +1,117 @@
+"""No job of the corpus gives wrong numbers under a plan, hangs, or fails after its first update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.runtime.buffers import ChangingBuffers
+
+from .page import kind_of, page, table
+from .plain import WHOLE, Cut, run_plainly
+from .registry import entries
+from .resumed import resume_check
+from .sweep import COUPLED, EXACT, PLANS, WRONG, Sweep
+
+SHORT_JOBS = ("residual,adamw,sgd_nesterov,adam_fused,adadelta,groups_by_kind,clip_sometimes,schedule_one_cycle,"
+              "last_window_of_one,stream,augmentation,nested_with_strings,named_tuple_output,ignored_targets,"
+              "weighted_samples,layer_norm,weight_norm,float16_buffer,tied_embedding,thrice_shared,forward_hook,"
+              "causal_attention,lstm,unet,idle_expert")
+SHORT_PLANS = ("data=2 shares=3:1", "shard=2", "single recompute=full", "tensor=2", "pipeline=2 microbatches=1")
+
+
+def _wrong(sweep: Sweep, jobs: str, *plans: str) -> list[str]:
+    return [f"{cell.job} under {cell.plan}: {cell.reason}" for cell in sweep.run(entries(jobs), plans)
+            if cell.verdict == WRONG]
+
+
+def test_names_and_ideas():
+    """120 jobs at least; each says its idea in a line."""
+    found = entries()
+
+    assert len(found) >= 120
+    assert all(0 < len(entry.idea) < 100 and "\n" not in entry.idea for entry in found)
+
+
+@pytest.fixture(scope="module")
+def short_sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    """One device runs each job once for all plans."""
+    return Sweep(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("plan", SHORT_PLANS)
+def test_a_short_form_of_the_sweep(short_sweep: Sweep, plan: str):
+    """25 jobs under five plans."""
+    assert not _wrong(short_sweep, SHORT_JOBS, plan)
+
+
+def test_a_plan_that_cuts_the_batch_equals_one_device_that_does(tmp_path: Path):
+    """A coupled job is not exact, and its cell says so."""
+    cell, = Sweep(tmp_path).run(entries("watched_inputs"), ["data=2"])
+
+    assert cell.verdict == COUPLED, cell.reason
+
+
+def test_a_bug_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Replicas whose buffers never meet leave other buffers than one device."""
+    monkeypatch.setattr(ChangingBuffers, "meet", lambda *_: None)
+
+    cell, = Sweep(tmp_path).run(entries("watched_inputs"), ["data=2"])
+
+    assert cell.verdict == WRONG
+    assert cell.reason.startswith("'greatest' is off by")
+
+
+def test_a_failure_is_a_wrong_cell_and_the_sweep_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An error that is no refusal."""
+    def fail(self: nn.Module, *args: object, **options: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(torch.optim.NAdam, "step", fail)
+    sweep = Sweep(tmp_path)
+    monkeypatch.setattr(sweep, "learn", lambda wanted: None)
+    wrong, *_ = sweep._under(entries("nadam"), "single")
+
+    assert wrong[1].verdict == WRONG and "broken" in wrong[1].reason
+
+
+def test_the_plain_loop_cuts_as_it_is_told():
+    """An exact job is the same however it is cut; a coupled one is not."""
+    exact, coupled = entries("clip_sometimes")[0].make(), entries("batch_norm")[0].make()
+    cut = Cut((2, 1), 2)
+
+    assert torch.allclose(run_plainly(exact).state["last.weight"], run_plainly(exact, cut).state["last.weight"])
+    assert not torch.allclose(run_plainly(coupled).state["last.weight"], run_plainly(coupled, cut).state["last.weight"])
+    assert [sum(map(len, own)) for own in cut.pieces(12)] == [8, 4]
+    assert WHOLE.pieces(5) == [[range(5)]]
+
+
+def test_the_page(tmp_path: Path):
+    """Signs, shares and reasons."""
+    jobs = entries("residual,lbfgs")
+    cells = Sweep(tmp_path).run(jobs, ["single"])
+
+    assert cells[0].verdict == EXACT
+    assert "50.0 %" in page(jobs, cells) and "LBFGS" in page(jobs, cells)
+    assert table(jobs, cells).splitlines()[-2:][0].endswith("=")
+    assert kind_of("'a.b' of 3") == kind_of("'c' of 44")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_whole_sweep(tmp_path: Path, plan: str):
+    """Every job."""
+    assert not _wrong(Sweep(tmp_path), "*", plan)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_runs_go_on_under_other_plans(tmp_path: Path):
+    """Stopped at an odd step under one plan, gone on under another."""
+    cells = resume_check(Sweep(tmp_path))
+
+    assert not [f"{cell.job}, {cell.plan}: {cell.reason}" for cell in cells if cell.verdict == WRONG]
