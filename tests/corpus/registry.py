@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import paceline
 
 THEMES = ("optimizers", "schedules", "data", "losses", "layers", "state", "hooks", "sharing", "attention", "recurrent",
-          "convolution", "structure", "experts", "libraries")
+          "convolution", "structure", "experts", "libraries", "combined")
 SAMPLES, BATCH, STEPS, FEATURES = 50, 12, 6, 8  # the fifth window has two samples, the sixth begins an epoch
 
 
