@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo verify test slow check bench trainers clean
+.PHONY: demo verify test slow corpus check bench trainers clean
 
 demo: $(VENV)/installed  ## Train a net on handwritten digits under the plan that is found
 	$(BIN)/paceline train examples/01_digits.py
@@ -16,6 +16,9 @@ test: $(VENV)/installed  ## The whole suite
 
 slow: $(VENV)/installed  ## The longer sweeps that the suite holds a smaller form of
 	scripts/test -m slow
+
+corpus: $(VENV)/installed  ## Every job of the corpus under every plan, and the page that says what works under what
+	$(BIN)/python -m tests.corpus --write docs/what-works.md
 
 check: $(VENV)/installed  ## Linter, import order, types
 	scripts/check
