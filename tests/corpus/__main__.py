@@ -27,7 +27,7 @@ def main() -> int:
     from .page import SYMBOLS, page, table
     from .registry import entries
     from .resumed import resume_check
-    from .sweep import PLANS, WRONG, Cell, Sweep, preload
+    from .sweep import PLANS, WRONG, Cell, Sweep
 
     parser = argparse.ArgumentParser(prog="python -m tests.corpus", description=__doc__)
     parser.add_argument("--jobs", default="*", help="names or themes, with * and commas")
@@ -41,7 +41,6 @@ def main() -> int:
     jobs = entries(given.jobs)
     if not jobs:
         parser.error(f"no job matches {given.jobs!r}")
-    preload(jobs)
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="paceline-corpus-", dir=shared if shared.is_dir() else None) as folder:
         sweep = Sweep(Path(folder), given.seconds)

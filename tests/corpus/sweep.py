@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -105,6 +106,7 @@ class Sweep:
         missing = [(entry, cut) for entry, cut in wanted if (entry.name, cut) not in self.references]
         if not missing:
             return
+        preload([entry for entry, _ in missing])
 
         def body(context: Any) -> list[dict[str, Any]]:
             return [_plain_figures(entry, cut, self.folder / f"plain-{number}.safetensors", context)
@@ -285,8 +287,8 @@ def _train_on_rank(context: Any, entry: Entry, asked: Resolved, run: Path) -> No
 def train_quietly(entry: Entry, plan: str, run: Path, **options: Any) -> None:
     """`paceline.train`, its random layers off as in all runs of the corpus, and without its banner."""
     job = entry.make()
-    with (WithoutRandomness() if entry.random_layers else nullcontext() as random,
-          contextlib.redirect_stderr(open("/dev/null", "w"))):
+    with (WithoutRandomness() if entry.random_layers else nullcontext() as random, open(os.devnull, "w") as nothing,
+          contextlib.redirect_stderr(nothing)):
         if isinstance(random, WithoutRandomness):
             job = replace(job, model=random.building(job.model))
         summary = paceline.train(job, plan, devices=f"cpu:0-{Plan.parse(plan).world_size - 1}", run=run, **options)
