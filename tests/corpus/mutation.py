@@ -1,12 +1,13 @@
 """Whether `paceline.verify` sees a bug that is planted in the sources: what `scripts/mutate` runs.
 
 `python -m tests.corpus.mutation` verifies the short form, job by job, under verify's own plans and settings, and prints
-a line of JSON for each job. With the lines of a run without a bug it stops at the first job that shows a difference.
+a line of JSON for each job. With the lines of a run without a bug it stops at the first plan that shows a difference.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,13 @@ from typing import Any
 
 JOBS = ("combined_regression", "combined_tokens", "combined_statistics", "combined_experts", "causal_attention",
         "combined_norms", "augmentation")
-# The first lines of what each plan's certificate says; None if it passed.
-Verdicts = dict[str, str | None]
+SOUND = ("passed", "coupled", "inconclusive")
+# Of each plan what its certificate comes to, and its reason.
+Verdicts = dict[str, tuple[str, str]]
 
 
 def main() -> int:
+    """Print the verdicts."""
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m tests.corpus.mutation", description=__doc__)
@@ -29,25 +32,47 @@ def main() -> int:
     torch.set_num_threads(1)
     sound = read(given.sound) if given.sound else {}
     for name in given.jobs:
-        found = verdicts(name)
+        found = verdicts(name, sound.get(name))
         print(json.dumps({"job": name, "plans": found}), flush=True)
-        if sound and difference(sound.get(name, {}), found):
+        if difference(sound.get(name, {}), found):
             break
     return 0
 
 
-def verdicts(name: str) -> Verdicts:
-    """What verify says of a job, by plan."""
+class _Seen(Exception):
+    """A difference; the plans after it need not be tried."""
+
+
+def verdicts(name: str, sound: Verdicts | None) -> Verdicts:
+    """What verify says of a job, by plan, up to the first that differs from `sound`."""
     import paceline
     from paceline.errors import PacelineError
 
     from .registry import entries
 
+    found: Verdicts = {}
+    verb: Any = importlib.import_module("paceline.verbs.verify")
+    certify = verb._certify
+
+    def noted(*args: Any, **options: Any) -> Any:
+        certificate = certify(*args, **options)
+        found[certificate.plan] = (certificate.verdict, certificate.reason or "")
+        if difference(sound or {}, found):
+            raise _Seen
+        return certificate
+
+    verb._certify = noted
     job, = (entry.make() for entry in entries(name))
     try:
-        return {each.plan: None if each.passed or each.refused else each.describe() for each in paceline.verify(job)}
+        for certificate in paceline.verify(job):
+            found.setdefault(certificate.plan, (certificate.verdict, certificate.reason or ""))
+    except _Seen:
+        pass
     except PacelineError as error:
-        return {"one device": str(error)}
+        found["one device"] = ("failed", str(error))
+    finally:
+        verb._certify = certify
+    return found
 
 
 def read(path: Path) -> dict[str, Verdicts]:
@@ -55,11 +80,13 @@ def read(path: Path) -> dict[str, Verdicts]:
     return {line["job"]: line["plans"] for line in map(json.loads, path.read_text().splitlines())}
 
 
-def difference(sound: Mapping[str, str | None], found: Mapping[str, str | None]) -> tuple[str, str] | None:
-    """The first plan that passes without the bug and fails with it, and why; None if there is none."""
-    for plan, why in found.items():
-        if why is not None and sound.get(plan, None) is None:
-            return plan, why
+def difference(sound: Mapping[str, Sequence[str]], found: Mapping[str, Sequence[str]]) -> tuple[str, str] | None:
+    """The first plan that is in order without the bug and not with it, and why; None if there is none."""
+    if not sound:
+        return None
+    for plan, (verdict, why) in found.items():
+        if verdict not in SOUND and sound.get(plan, SOUND)[0] in SOUND:
+            return plan, why or verdict
     return None
 
 
