@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="a rank that is silent for so long hangs")
     parser.add_argument("--json", type=Path, help="every cell with its reason")
     parser.add_argument("--write", type=Path, help="the page that says what works under what")
+    parser.add_argument("--retry", type=Path, metavar="FILE", help="run what is wrong in FILE, a --json; keep its rest")
     parser.add_argument("--resume-check", action="store_true", help="stop under one plan and go on under another")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -45,8 +46,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="paceline-corpus-", dir=shared if shared.is_dir() else None) as folder:
         sweep = Sweep(Path(folder), given.seconds)
         cells: list[Cell] = resume_check(sweep) if given.resume_check else []
+        known = [Cell(**cell) for cell in json.loads(given.retry.read_text())] if given.retry else []
         for plan in () if given.resume_check else given.plans:
-            cells += sweep.run(jobs, [plan])
+            of_plan = {cell.job: cell for cell in known if cell.plan == plan}
+            wrong = {cell.job for cell in of_plan.values() if cell.verdict == WRONG}
+            again = [entry for entry in jobs if not given.retry or entry.name in wrong]
+            of_plan |= {cell.job: cell for cell in (sweep.run(again, [plan]) if again else ())}
+            cells += of_plan.values()
             if given.json:  # after each plan, for a sweep that is ended before its time
                 write_cells(given.json, cells)
     if given.json:

@@ -42,6 +42,7 @@ def short_sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     return Sweep(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("plan", SHORT_PLANS)
 def test_a_short_form_of_the_sweep(short_sweep: Sweep, plan: str):
     """25 jobs under five plans."""
