@@ -41,11 +41,11 @@ def _resumed(sweep: Sweep, entry: Entry, first: str, then: str) -> Cell:
     run, name, started_s = sweep.folder / "resumed", f"{first} -> {then}", time.monotonic()
     shutil.rmtree(run, ignore_errors=True)
     try:
-        train_quietly(entry, first, run, timeout_s=sweep.timeout_s, steps=STOPPED_STEP)
+        train_quietly(entry, first, run, timeout_s=sweep.timeout_s, steps=STOPPED_STEP, check=False)
     except PacelineError as error:
         return replace(failed_cell(entry, name, error, run), seconds=time.monotonic() - started_s)
     try:
-        train_quietly(entry, then, run, timeout_s=sweep.timeout_s, resume=True)
+        train_quietly(entry, then, run, timeout_s=sweep.timeout_s, resume=True, check=False)
         cell = sweep.compared(entry, name, run)
     except UsageError as error:
         cell = Cell(entry.name, name, REFUSED, first_line(error), trace=str(error))

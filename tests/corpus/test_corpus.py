@@ -16,6 +16,7 @@ from .registry import entries
 from .resumed import resume_check
 from .sweep import COUPLED, EXACT, PLANS, WRONG, Sweep
 
+pytestmark = pytest.mark.checked_runs
 SHORT_JOBS = ("residual,adamw,sgd_nesterov,adam_fused,adadelta,groups_by_kind,clip_sometimes,schedule_one_cycle,"
               "last_window_of_one,stream,augmentation,nested_with_strings,named_tuple_output,ignored_targets,"
               "weighted_samples,layer_norm,weight_norm,float16_buffer,tied_embedding,thrice_shared,forward_hook,"
