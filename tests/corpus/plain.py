@@ -53,8 +53,8 @@ WHOLE = Cut()
 def run_plainly(job: Job, cut: Cut = WHOLE, *, random_layers: bool = False) -> Outcome:
     """Train on one device.
 
-    Each replica of `cut` has buffers of its own, which meet after a step: floating-point ones as the mean weighted by
-    samples, others as the maximum.
+    Each replica of `cut` has state of its own, which meets after a step: floating-point buffers and plain attributes as
+    the mean weighted by samples, other buffers as the maximum. What a replica's forward writes to parameters counts.
     """
     with WithoutRandomness() if random_layers else nullcontext() as random:
         build = random.building(job.model) if isinstance(random, WithoutRandomness) else job.model
@@ -68,7 +68,9 @@ def _run(job: Job, cut: Cut, build: Any) -> Outcome:
     optimizer = job.optimizer(parameters)
     schedule = job.lr_schedule(optimizer) if job.lr_schedule else None
     for items in islice(_windows(job), job.total_steps):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()} if len(replicas) > 1 else {}
         outcome.losses.append(_backward(job, replicas, items, cut))
+        _join_edits(replicas, before)
         if job.clip is not None:
             torch.nn.utils.clip_grad_norm_([p for _, p in parameters], job.clip)
         optimizer.step()
@@ -148,6 +150,16 @@ def _gather(replicas: Sequence[nn.Module], factor: float) -> None:
         p.grad = sum(gradients[1:], gradients[0]) * factor if gradients else None
 
 
+@torch.no_grad()
+def _join_edits(replicas: Sequence[nn.Module], before: Mapping[str, Tensor]) -> None:
+    """Elements of parameters that a replica's forward has written to, in the first one too."""
+    for other in replicas[1:]:
+        for name, p in other.named_parameters():
+            is_edited = p != before[name]
+            if is_edited.any():
+                replicas[0].get_parameter(name)[is_edited] = p[is_edited]
+
+
 def _meet(replicas: Sequence[nn.Module], weights: Sequence[float]) -> None:
     """Bring the replicas together after an update of the first one."""
     if len(replicas) == 1:
@@ -162,6 +174,15 @@ def _meet(replicas: Sequence[nn.Module], weights: Sequence[float]) -> None:
                    else torch.stack(each).amax(0) if not buffer.is_complex() else buffer)
             for b in each:
                 b.copy_(met)
+    for modules in zip(*(model.modules() for model in replicas), strict=True):
+        for key, value in vars(modules[0]).items():
+            each = [vars(module)[key] for module in modules]
+            is_state = isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
+            if is_state and any(bool((item != value).any() if isinstance(value, Tensor) else item != value)
+                                for item in each):
+                met = sum(item * w for item, w in zip(each, weights, strict=True))
+                for module in modules:
+                    setattr(module, key, met)
 
 
 def _validate(job: Job, model: nn.Module) -> float:
