@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,13 @@ def test_runs_go_on_under_other_plans(tmp_path: Path):
     cells = resume_check(Sweep(tmp_path))
 
     assert not [f"{cell.job}, {cell.plan}: {cell.reason}" for cell in cells if cell.verdict == WRONG]
+
+
+def test_mutants_fit():
+    """Each planted bug of scripts/mutants.toml has one place in the sources."""
+    root = Path(__file__).parents[2]
+    mutants = tomllib.loads((root / "scripts" / "mutants.toml").read_text())["mutant"]
+    texts = {mutant["file"]: (root / "src" / "paceline" / mutant["file"]).read_text() for mutant in mutants}
+
+    assert len(mutants) >= 45
+    assert not [mutant["name"] for mutant in mutants if texts[mutant["file"]].count(mutant["old"]) != 1]
