@@ -287,7 +287,7 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
     run.speed.add(window.count, step_s, input_s=input_s)
     norm = {} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}
     run.unmet.append({"step": run.step, "epoch": window.epoch, "samples": run.samples,
-                      "lr": run.stepper.optimizer.param_groups[0]["lr"], "step_s": step_s, **norm})
+                      "lr": learning_rate(run.stepper.optimizer), "step_s": step_s, **norm})
     _learn(run, result)
     if run.settings.observer is not None:
         run.settings.observer.weights(run.step - 1, run.stepper, run.loss)
@@ -300,6 +300,12 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
     if result.losses and run.display.due():
         run.display.update(Progress(run.step, run.job.total_steps, window.epoch, run.loss, run.speed.samples_per_s,
                                     run.speed.step_s, run.memory.bytes(), predicted_step_s(run.settings)))
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
+    """Of the first group; None if it has none."""
+    rate = optimizer.param_groups[0].get("lr")
+    return None if rate is None else float(rate)
 
 
 def _learn(run: _Run, result: StepResult) -> None:

@@ -84,7 +84,7 @@ class Unshared(torch.optim.Optimizer):
 
     def __init__(self, named: Named) -> None:
         named = list(named)
-        super().__init__([p for _, p in named], {"lr": 0.01})
+        super().__init__([p for _, p in named], {})  # no rate of its own
         self.parts = {"matrices": torch.optim.SGD([p for _, p in named if p.ndim == 2], lr=0.1, momentum=0.9),
                       "rest": torch.optim.Adam([p for _, p in named if p.ndim != 2], lr=0.01)}
 

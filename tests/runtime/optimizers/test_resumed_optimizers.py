@@ -60,15 +60,17 @@ JOBS: dict[str, paceline.Job] = {
     "SGD maximize": by(optim.SGD, lr=0.001, momentum=0.5, dampening=0.2, maximize=True),
     "Adam amsgrad": by(optim.Adam, lr=0.01, amsgrad=True),
     "AdamW fused": by(optim.AdamW, lr=0.01, fused=True),
-    "AdamW tensor lr": by(optim.AdamW, lr=torch.tensor(0.01)),
+    "AdamW tensor lr": make_job(lambda named: optim.AdamW(named, lr=torch.tensor(0.01)),
+                                lr_schedule=lambda o: schedules.ExponentialLR(o, 0.9)),
     "AdamW groups": make_job(two_groups, clip=0.5),
     "Adafactor": by(optim.Adafactor, lr=0.05),
     "Unshared": by(Unshared),
     "OwnAverages": make_job(OwnAverages, lr_schedule=lambda o: schedules.ExponentialLR(o, 0.8)),
 }
 FEW = ("ChainedScheduler", "NAdam", "ASGD", "Adafactor", "OwnAverages")
-ROUTES = [[("shard=2", 1), ("single", 3), ("tensor=2", 5), ("data=2", 7)], [("pipeline=2", 3), ("shard=2", 7)],
-          [("single", 3), ("pipeline=2", 5), ("tensor=2", 7)]]
+ROUTES = [[("shard=2", 1), ("single", 3), ("tensor=2", 5), ("data=2", 7)],
+          [("pipeline=2 microbatches=2", 3), ("shard=2", 7)],
+          [("single", 3), ("pipeline=2 microbatches=2", 5), ("tensor=2", 7)]]
 
 
 def in_one_start(jobs: Iterable[str], plan: str, folder: Path, *, steps: int, resume: bool,

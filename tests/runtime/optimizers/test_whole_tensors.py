@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.launch.failure import RankFailed
+from paceline.runtime.optimizers import gather
 
 EXACT = 1e-12
 
@@ -120,6 +121,13 @@ def test_coupled_parameters_are_refused_where_no_rank_has_all(plan: str, axis: s
     assert "GlobalNorm updates 'scale' by other parameters' gradients" in str(failed.value)
     assert axis in str(failed.value) and "hint: use a data=N, shard=N or tensor=N plan" in str(failed.value)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_tensors_travel_in_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few at a time."""
+    monkeypatch.setattr(gather, "ROUND_BYTES", 3000)
+
+    assert furthest(train(job_of("wrapped"), "shard=2", tmp_path / "run"), on_one_device("wrapped")) < (EXACT, "")
 
 
 def test_state_is_held_by_one_rank_of_each(run_ranks: Callable[..., list[Any]]) -> None:

@@ -84,7 +84,10 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach],
 def _behaviour(job: Job, trainable: Mapping[str, torch.nn.Parameter]) -> Behaviour:
     try:
         return observe(job.optimizer, trainable)
-    except Exception:  # of the user's own code; it comes again where the real optimizer is built, if sizes don't matter
+    except Exception as error:  # of the user's code: it comes again with the real parameters, if sizes don't matter
+        first = (str(error).splitlines() or [""])[0]
+        logger.warning("the optimizer could not be tried on stand-ins of the parameters, so it is taken to see each "
+                       "tensor whole and to keep its state where torch says (%s: %s)", type(error).__name__, first)
         return Behaviour(dict.fromkeys(trainable, Reach.TENSOR))
 
 

@@ -6,7 +6,7 @@ alone has its optimizer state. Tensors are dealt out to owners by size.
 
 What it costs, of N ranks and B bytes of such tensors, spread evenly: a rank sends 3 B (N - 1) / N^2 in a step, two
 thirds of it before the update. It holds B / N twice more, for values and (in a step) gradients, besides the same part
-of the state that it would have had.
+of the state that it would have had. Messages take up to 4 / N of what travels at a time.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from paceline.strategies.data.run import local
 from paceline.strategies.mesh import Mesh
 
 AXES = ("shard", "tensor")  # along which ranks hold parts of a tensor
+ROUND_BYTES = 64 * 2**20  # of whole tensors whose parts travel at a time; a larger one travels alone
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class GatheredTensors:
         """Put the values of `whole` back into the parts."""
         for whole in self.whole.values():
             whole.grad = None
-        for dtype, tensors in _by_dtype(self.tensors, self.parameters):
+        for dtype, tensors in _rounds(self.tensors, self.parameters):
             sent = [[_flat_parts(self.whole[t.name], t.regions[t.copies[place]]) for t in tensors
                      if t.owner == self.place] for place in range(self.size)]
             expected = [sum(t.elements(self.place) for t in tensors if t.owner == place) for place in range(self.size)]
@@ -94,7 +95,7 @@ class GatheredTensors:
 
     def _to_owners(self, *sets: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]) -> None:
         """Of each set the distributed tensors, cut like the parameters, go to the owners' whole ones; both by name."""
-        for dtype, tensors in _by_dtype(self.tensors, self.parameters):
+        for dtype, tensors in _rounds(self.tensors, self.parameters):
             sent = [[piece.tensor.reshape(-1) for parts, _ in sets for t in tensors
                      if t.owner == place and t.copies[self.place] == self.place
                      for piece in pieces_of(t.name, parts[t.name].detach())] for place in range(self.size)]
@@ -150,12 +151,20 @@ def _flat_parts(whole: torch.Tensor, regions: Iterable[Region]) -> torch.Tensor:
     return torch.cat([whole.detach().reshape(-1)[:0], *parts])
 
 
-def _by_dtype(tensors: Iterable[_Tensor],
-              parameters: Mapping[str, torch.Tensor]) -> Iterable[tuple[torch.dtype, list[_Tensor]]]:
-    found: dict[torch.dtype, list[_Tensor]] = {}
+def _rounds(tensors: Iterable[_Tensor],
+            parameters: Mapping[str, torch.Tensor]) -> Iterable[tuple[torch.dtype, list[_Tensor]]]:
+    """Tensors that travel together: of one dtype, and no more at a time than messages have memory for."""
+    by_dtype: dict[torch.dtype, list[_Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(parameters[tensor.name].dtype, []).append(tensor)
-    return found.items()
+        by_dtype.setdefault(parameters[tensor.name].dtype, []).append(tensor)
+    for dtype, alike in by_dtype.items():
+        together: list[_Tensor] = []
+        for tensor in alike:
+            if sum(parameters[t.name].numel() for t in (*together, tensor)) * dtype.itemsize > ROUND_BYTES and together:
+                yield dtype, together
+                together = []
+            together.append(tensor)
+        yield dtype, together
 
 
 def connect(mesh: Mesh) -> tuple[dist.ProcessGroup, list[int]]:

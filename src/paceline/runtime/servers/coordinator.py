@@ -22,7 +22,7 @@ from paceline.runtime import state
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
 from paceline.runtime.folder import EVENTS, METRICS
-from paceline.runtime.loop import Settings, Speed, cut_metrics, predicted_step_s
+from paceline.runtime.loop import Settings, Speed, cut_metrics, learning_rate, predicted_step_s
 from paceline.runtime.servers.losses import Losses, staleness_of, updates_after
 from paceline.runtime.servers.messages import checked
 from paceline.runtime.servers.roles import Meeting, Roles, servers_of
@@ -425,7 +425,7 @@ class Coordinator(Server):
         self.speed.add(window.count, step_s)
         self.loss = found.loss / found.count
         self._note(step=self.completed, epoch=window.epoch, samples=self.samples, loss=self.loss,
-                   lr=self.shelf.optimizer.param_groups[0]["lr"], step_s=step_s, **figures)
+                   lr=learning_rate(self.shelf.optimizer), step_s=step_s, **figures)
         if self.display.due():
             self.display.update(Progress(self.completed, self.total_steps, window.epoch, self.loss,
                                          self.speed.samples_per_s, self.speed.step_s, self.memory.bytes(),
