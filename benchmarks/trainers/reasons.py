@@ -43,7 +43,8 @@ _NO_PLACE = ("The tutorial's checkpoint has the weights, the optimizer and the e
 REASONS = {
     ("Paceline", "ignored", "scalar"):
         "Paceline takes a scalar loss as the mean over samples, which this one is not. Its documentation asks for "
-        "`(sum, count)` here, and `paceline verify` refuses the job with that advice; `paceline train` says nothing.",
+        "`(sum, count)` here, and `paceline verify` refuses the job with that advice; `paceline train` notes "
+        "before it starts that cutting the batch changes this job.",
     ("Paceline", "batchnorm", ""):
         f"{_RANK_STATISTICS} Paceline has no synchronised BatchNorm. `paceline train` says before the first step that "
         "samples are coupled, and the documentation advises GroupNorm or a plan that splits the model, not the batch.",

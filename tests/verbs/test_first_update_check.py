@@ -90,7 +90,7 @@ def test_coupled_samples_are_told_and_trained(tmp_path: Path, capfd: pytest.Capt
     found = paceline.train(job, "data=2", run=tmp_path)
 
     assert found["check"]["verdict"] == "coupled" and found["steps"] == 3
-    assert "samples are coupled" in capfd.readouterr().err
+    assert "cutting a batch changes what this job computes" in capfd.readouterr().err
 
 
 def test_what_is_known_is_not_checked_again(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 from paceline.document import strict
 
 DOCUMENT, TABLE = "certificate.json", "certificate.txt"
-VERSION = 1
+VERSION = 2
+MARKS = {"passed": "passed", "failed": "FAILED", "coupled": "COUPLED", "inconclusive": "UNCLEAR", "refused": "no plan"}
 WIDTH = 99  # characters a line of the table
 _PLAN, _NAME = 27, 26  # characters of a plan's column and of a parameter's
 
@@ -52,11 +54,18 @@ def write(folder: Path, found: Mapping[str, Any]) -> None:
 def table(found: Mapping[str, Any]) -> str:
     """The document for people; no line is longer than `WIDTH`."""
     plans = found["plans"]
-    refused = sum(plan["refused"] is not None for plan in plans)
-    failed = sum(not plan["passed"] and plan["refused"] is None for plan in plans)
-    verdict = (f"{len(plans) - refused - failed} plans passed, {failed} failed, {refused} are none for this model")
+    counts = Counter(_verdict(plan) for plan in plans)
+    others = "".join(f", {counts[kind]} {kind}" for kind in ("coupled", "inconclusive") if counts[kind])
+    verdict = (f"{counts['passed']} plans passed, {counts['failed']} failed{others}, {counts['refused']} are none for "
+               "this model")
     return "\n".join([f"Paceline certificate, {found['written']}: {verdict}", "", *_facts(found), "",
                       *_yardstick(found["yardstick"]), "", *_verdicts(plans)])
+
+
+def _verdict(plan: Mapping[str, Any]) -> str:
+    if "verdict" in plan:
+        return str(plan["verdict"])
+    return "refused" if plan["refused"] else "passed" if plan["passed"] else "failed"
 
 
 def _facts(found: Mapping[str, Any]) -> Iterator[str]:
@@ -101,15 +110,29 @@ def _verdicts(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Two lines a plan, one for each precision, beside the plan's text; then why it failed or was refused."""
     yield f"{'':<8}{'plan':<{_PLAN}}  {'in':<8} {'loss':<8} {'gradient':<8} {'weight':<8} nearest to its limit"
     for plan in plans:
-        mark = "no plan" if plan["refused"] else "passed" if plan["passed"] else "FAILED"
+        mark = MARKS[_verdict(plan)]
         words = textwrap.wrap(plan["plan"], _PLAN) or [""]
         figures = [_line(each) for each in plan["precisions"]]
         for number in range(max(len(words), len(figures))):
             left = f"{mark if number == 0 else '':<8}{words[number] if number < len(words) else '':<{_PLAN}}"
             yield f"{left}  {figures[number] if number < len(figures) else ''}".rstrip()
-        for remark in filter(None, (plan["refused"], plan["reason"])):
+        for remark in filter(None, (plan["refused"], plan["reason"], _power(plan), _resumed(plan))):
             for line in remark.splitlines():
                 yield from textwrap.wrap(line, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+
+
+def _power(plan: Mapping[str, Any]) -> str | None:
+    """Which errors would have been noticed."""
+    power = plan.get("power")
+    if power is None:
+        return None
+    dropped = {True: " and a missing part of a batch", False: ", not a missing part of a batch", None: ""}
+    return (f"would have noticed an error of {power['planted']:.1%} in {power['caught']} of {power['gradients']} "
+            f"gradients{dropped[power['dropped']]}")
+
+
+def _resumed(plan: Mapping[str, Any]) -> str | None:
+    return f"went on from a checkpoint of '{plan['resumed_from']}'" if plan.get("resumed_from") else None
 
 
 def _line(verdict: Mapping[str, Any]) -> str:

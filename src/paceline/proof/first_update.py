@@ -82,8 +82,10 @@ def _judged(job: Job, asked: Resolved, reference: dict[str, Any], ranks: list[di
                  "'single' always is, and --check no trains all the same")
     if reference["coupling"] is None:
         return FirstUpdate("passed", seconds=seconds)
-    return FirstUpdate("coupled", "the job's samples are coupled, so a plan that cuts the batch differs from one that "
-                                  f"doesn't: cutting moves the {reference['coupling']} on one device already", seconds)
+    return FirstUpdate(
+        "coupled", "cutting a batch changes what this job computes, on one device already: it moves the "
+        f"{reference['coupling']}. Samples of a batch are coupled (a BatchNorm, a contrastive loss), or a scalar loss "
+        "is not the mean over its samples; 'paceline verify' names the cause", seconds)
 
 
 def _watched(job: Job, asked: Resolved, folder: Path, devices: Any) -> Callable[[Any], dict[str, Any]]:

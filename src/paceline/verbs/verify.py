@@ -29,7 +29,6 @@ EXACT_PLANS = (
     "pipeline=2 data=2", "pipeline=2 shard=2", "data=2 tensor=2", "pipeline=2 data=2 tensor=2")
 Resume = Literal["short", "full", "no"]
 _REFUSALS = (PlanError.__name__, PlanRefused.__name__, "CaptureFailed")
-_MARKS = {"passed": "passed", "failed": "FAILED", "coupled": "COUPLED", "inconclusive": "UNCLEAR"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class Certificate:
             return f"no plan {self.plan:<36} {self.refused.splitlines()[0]}"
         figures = "; ".join(f"{v.precision}: loss {v.max_loss_diff:.1e}, weights {v.max_param_diff:.1e}"
                             for v in self.verdicts)
-        lines = [f"{_MARKS[self.verdict]:<7} {self.plan:<36} {figures}".rstrip()]
+        lines = [f"{certificate.MARKS[self.verdict]:<7} {self.plan:<36} {figures}".rstrip()]
         for remark in (self.reason, self.note):
             lines += [f"        {line}".rstrip() for line in (remark or "").splitlines()]
         return "\n".join(lines)
