@@ -299,8 +299,13 @@ class ForceField(nn.Module):
 def with_hooks() -> nn.Module:
     """Every kind of hook that a user can wait for gradients with."""
     net, mask = Net(), torch.tensor([1.0, 0.0] * 4, dtype=torch.float64)
+
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
     net.a.weight.register_hook(lambda gradient: gradient * mask)
-    net.b[0].l.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+    net.b[0].l.weight.register_post_accumulate_grad_hook(halve)
     net.b[1].register_full_backward_hook(lambda module, given, came: tuple(g * 0.5 for g in given))
     net.o.register_full_backward_pre_hook(lambda module, came: (came[0] * 2,))
     return net
