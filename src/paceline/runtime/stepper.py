@@ -108,8 +108,14 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     def build() -> tuple[Spill | None, torch.nn.Module]:
         return build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
 
-    edited = edited_parameters(job, plan, build, device)
     spill, model = build()
+    edited: frozenset[str] = frozenset()
+    if plan.axes.shard > 1 or isinstance(plan.sync, Servers):
+        is_used = may_write(model)
+        edited = edited_parameters(job, plan, model, spill, device, runs=is_used)
+        if is_used:
+            del spill, model
+            spill, model = build()
     running, attributes = spill.running if spill is not None else nullcontext, ChangingAttributes(model)
     layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,
                      example=lambda samples: example_batch(job.data, samples).to(device, dtype),
@@ -128,21 +134,17 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     return Prepared(model, layout, synchronisers, attributes)
 
 
-def edited_parameters(job: Job, plan: Plan, build: Callable[[], tuple[Spill | None, torch.nn.Module]],
-                      device: torch.device) -> frozenset[str]:
+def edited_parameters(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None, device: torch.device, *,
+                      runs: bool) -> frozenset[str]:
     """Names of parameters that the model's forward writes to, as far as a plan must know of them beforehand.
 
-    The model runs once on two samples, where its code gives reason to. That is done with a model of its own, so that
-    nothing of it is left.
+    runs: whether to run the model once on two samples; it is not fit for use then.
 
     Raises:
         PlanRefused: parameters lie on servers, which would not learn of what a worker writes to them.
     """
-    if plan.axes.shard == 1 and not isinstance(plan.sync, Servers):
-        return frozenset()
-    spill, model = build()
     edited = limited_by_norm(model)
-    if may_write(model):
+    if runs:
         dtype = torch.float64 if job.precision == "float64" else None
         batch = example_batch(job.data, 2).to(device, dtype)
         is_elsewhere, running = (spill.holds, spill.running) if spill else (lambda tensor: False, nullcontext)
