@@ -189,3 +189,16 @@ def test_a_loss_with_a_state_is_left_as_it_was() -> None:
 
 def of_output(function: Any, output: Any) -> Any:
     return function(output, None)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_module_taken_whole_is_captured_with_and_without_gradients(enabled: bool) -> None:
+    """An evaluation captures the model where gradients are off."""
+    model, opaque = Steps(counts, calls=0), OpaqueModules()
+    faithful_capture(model.train(), Batch, opaque, nullcontext)
+    args, kwargs = Batch(3).arguments()
+    with torch.set_grad_enabled(enabled):
+        found = capture(model, args, kwargs, opaque=opaque)
+
+        assert first_difference(model, found, args, kwargs) is None
+        assert [piece.opaque for piece in found.pieces] == [(), ("layers.1",)]

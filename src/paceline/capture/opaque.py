@@ -26,7 +26,6 @@ from paceline.capture.attributes import is_same
 from paceline.errors import JobError
 
 OPAQUE = "paceline::opaque"
-_CALLS: list[Call] = []  # of the capture that is being made; the operator's number is an index
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -143,6 +142,18 @@ class FunctionCall:
         return tuple(leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor))
 
 
+class _Calls(list[Call]):
+    """Of the capture that is being made; the operator's number is an index.
+
+    has_gradients: whether gradients are enabled around it; not in an evaluation.
+    """
+
+    has_gradients = True
+
+
+_CALLS = _Calls()
+
+
 @torch.library.custom_op(OPAQUE, mutates_args=())
 def _opaque(inputs: list[torch.Tensor], number: int) -> list[torch.Tensor]:
     raise AssertionError("stands for a call in a capture and is never run")
@@ -163,10 +174,10 @@ _opaque.register_autograd(_gradient)
 def _record(call: Call, inputs: Sequence[torch.Tensor], outputs: Outputs) -> Any:
     """Put a call into the graph that is being recorded; gives its stand-ins.
 
-    Gradients are enabled meanwhile: export moves what is done without them into a graph of its own.
+    Gradients are enabled or not as around the capture: export moves what is done otherwise into a graph of its own.
     """
     _CALLS.append(call)
-    with torch.enable_grad():
+    with torch.set_grad_enabled(_CALLS.has_gradients):
         made = _opaque(list(inputs), len(_CALLS) - 1)
     return outputs.filled(made)
 
@@ -219,6 +230,7 @@ class OpaqueModules:
     def standing_in(self, model: nn.Module, samples: int) -> Iterator[list[Call]]:
         """While a model is captured, each of these modules gives stand-ins, without its hooks. Yields their calls."""
         _CALLS.clear()
+        _CALLS.has_gradients = torch.is_grad_enabled()
         kept = []
         for path in self.outputs:
             module = model.get_submodule(path)
