@@ -27,7 +27,7 @@ def main() -> int:
     from .page import SYMBOLS, page, table
     from .registry import entries
     from .resumed import resume_check
-    from .sweep import PLANS, WRONG, Cell, Sweep
+    from .sweep import PLANS, REFUSED, WRONG, Cell, Sweep
 
     parser = argparse.ArgumentParser(prog="python -m tests.corpus", description=__doc__)
     parser.add_argument("--jobs", default="*", help="names or themes, with * and commas")
@@ -35,7 +35,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="a rank that is silent for so long hangs")
     parser.add_argument("--json", type=Path, help="every cell with its reason")
     parser.add_argument("--write", type=Path, help="the page that says what works under what")
-    parser.add_argument("--retry", type=Path, metavar="FILE", help="run what is wrong in FILE, a --json; keep its rest")
+    parser.add_argument("--retry", type=Path, metavar="FILE",
+                        help="run what FILE, a --json, calls wrong or refused; keep its rest")
     parser.add_argument("--resume-check", action="store_true", help="stop under one plan and go on under another")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -49,8 +50,8 @@ def main() -> int:
         known = [Cell(**cell) for cell in json.loads(given.retry.read_text())] if given.retry else []
         for plan in () if given.resume_check else given.plans:
             of_plan = {cell.job: cell for cell in known if cell.plan == plan}
-            wrong = {cell.job for cell in of_plan.values() if cell.verdict == WRONG}
-            again = [entry for entry in jobs if not given.retry or entry.name in wrong]
+            open_cells = {cell.job for cell in of_plan.values() if cell.verdict in (WRONG, REFUSED)}
+            again = [entry for entry in jobs if not given.retry or entry.name in open_cells]
             of_plan |= {cell.job: cell for cell in (sweep.run(again, [plan]) if again else ())}
             cells += of_plan.values()
             if given.json:  # after each plan, for a sweep that is ended before its time

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 from .registry import Entry
 from .sweep import COUPLED, EXACT, REFUSED, WRONG, Cell
 
 SYMBOLS = {EXACT: "=", COUPLED: "~", REFUSED: "-", WRONG: "X"}
 COMMONEST = 10
+ROOT = Path(__file__).parents[2]
 
 _INTRODUCTION = """\
 # What works under what
@@ -88,7 +90,7 @@ def kind_of(reason: str) -> str:
 
 
 def _in_a_cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+    return text.replace(f"{ROOT}/", "").replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
 def _every_cell(jobs: Sequence[Entry], plans: Sequence[str], cells: Sequence[Cell]) -> str:
