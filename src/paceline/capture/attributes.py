@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +51,23 @@ class AttributeSnapshot:
                 name = f"{prefix}{attribute}"
                 if not is_same(vars(module)[attribute], self.values[name]):
                     vars(module)[attribute] = _refilled(self._originals[name], self.values[name])
+
+
+@contextmanager
+def buffers_and_attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Leave buffers and plain attributes as they are found: the same objects with their former contents."""
+    attributes = AttributeSnapshot(model)
+    buffers = [(module, name, buffer, buffer.detach().clone()) for module in model.modules()
+               for name, buffer in module._buffers.items() if buffer is not None]
+    try:
+        yield
+    finally:
+        attributes.restore()
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer
+                if not is_same(buffer.detach(), value):
+                    buffer.copy_(value)
 
 
 def is_same(value: Any, other: Any) -> bool:

@@ -226,8 +226,14 @@ def judge(reference: dict[str, Any], ranks: list[dict[str, Any]], *, precision: 
             no more than one device draws in so many. None where nothing is computed again.
     """
     first, steps = ranks[0]["first_step"], len(reference["losses"])
-    span = range(first, steps)
+    span = range(first, min([steps, *(first + min(len(rank["losses"]), len(rank["marks"])) for rank in ranks)]))
+    if not span:
+        nowhere = Furthest("", first, math.inf, 0.0)
+        return Verdict(precision, 0, math.inf, math.inf, math.inf, math.inf, nowhere, nowhere, nowhere,
+                       f"no step was taken by every rank, and one device took {steps - first}")
     found = next((text for step in span if (text := "; ".join(_differences(reference, ranks, step)))), None)
+    if found is None and len(span) < steps - first:
+        found = f"the ranks took {len(span)} steps, and one device took {steps - first}"
     found = found or _evaluation_difference(reference, ranks) or _stream_difference(reference, ranks, forwards)
     furthest = {kind: max((_furthest(reference[f"{kind}_limit"][step], _at(ranks, kind, step), step)
                            for step in span), key=lambda item: item.excess) for kind in ("gradient", "weight")}

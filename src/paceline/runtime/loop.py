@@ -194,7 +194,7 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     if run_dir is not None:
         writer = Writer(run_dir, rank=context.rank, world_size=context.world_size, attempt=context.attempt)
         metrics = run_dir / "metrics.jsonl" if context.rank == 0 else None
-        state.document(stepper, step=0, samples=0)  # what can't be saved is refused now, not after an hour
+        state.refuse_unsaveable(stepper)  # now, not after an hour
     run = _Run(context, job, plan, settings, mesh, stepper, memory,
                Display(shown=context.rank == 0 and settings.observer is None), writer, metrics)
     _tell(run)

@@ -205,6 +205,23 @@ def document(stepper: Holder, *, step: int, samples: int) -> dict[str, Any]:
     }
 
 
+def refuse_unsaveable(stepper: Holder) -> None:
+    """Refuse a run whose state could not be saved, before it begins.
+
+    Raises:
+        JobError: a schedule or optimizer keeps something that JSON can't hold, or a tensor has a dtype or a layout that
+            no file of a checkpoint can hold.
+        PlanRefused: as `document`.
+    """
+    document(stepper, step=0, samples=0)
+    try:
+        for _ in pieces(stepper):
+            pass
+    except ValueError as error:
+        raise JobError(f"a run could not be saved: {error}",
+                       hint="complex64 in place of complex128, and dense tensors") from error
+
+
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _plain(value, f"optimizer option '{key}'") for key, value in group.items()
             if key not in ("params", "param_names")}

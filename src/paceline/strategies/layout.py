@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 
 class Batch(Protocol):
-    """A micro-batch, as far as a model and its loss are concerned."""
+    """A micro-batch, as far as a model and its loss are concerned. samples: that count; 0 for a stand-in."""
 
     @property
     def target(self) -> Any: ...
+    @property
+    def samples(self) -> int: ...
 
     def call(self, model: nn.Module) -> Any:
         """The model's output for it."""
@@ -138,17 +140,26 @@ class Whole:
 
     def run(self, batches: Sequence[Batch], work: Work) -> None:
         for number, batch in enumerate(batches):
-            work.before_forward(number, 0)
-            began_s = time.perf_counter()
-            with self.context():
-                output = batch.call(self.module)
-            loss = work.loss(number, output)
-            turned_s = time.perf_counter()
-            work.before_backward(number)
-            if loss.requires_grad:  # else nothing counts in this micro-batch
-                loss.backward()
-            work.record("forward", str(number), began_s, turned_s)
-            work.record("backward", str(number), turned_s, time.perf_counter())
+            if batch.samples:
+                self._run(number, batch, work)
+                continue
+            from paceline.capture.attributes import buffers_and_attributes_kept
+
+            with buffers_and_attributes_kept(self.module):  # a stand-in counts nothing, and leaves nothing behind
+                self._run(number, batch, work)
+
+    def _run(self, number: int, batch: Batch, work: Work) -> None:
+        work.before_forward(number, 0)
+        began_s = time.perf_counter()
+        with self.context():
+            output = batch.call(self.module)
+        loss = work.loss(number, output)
+        turned_s = time.perf_counter()
+        work.before_backward(number)
+        if loss.requires_grad:  # else nothing counts in this micro-batch
+            loss.backward()
+        work.record("forward", str(number), began_s, turned_s)
+        work.record("backward", str(number), turned_s, time.perf_counter())
 
     def forward(self, batch: Batch) -> Any:
         return batch.call(self.module)
