@@ -66,7 +66,7 @@ def test_a_bug_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cell, = Sweep(tmp_path).run(entries("watched_inputs"), ["data=2"])
 
     assert cell.verdict == WRONG
-    assert cell.reason.startswith("'greatest' is off by")
+    assert "'greatest'" in cell.reason
 
 
 def test_a_failure_is_a_wrong_cell_and_the_sweep_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
