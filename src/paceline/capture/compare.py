@@ -87,7 +87,8 @@ def _figures(model: nn.Module, forward: Callable[[], Any]) -> _Figures:
     if parts:
         with _without_gradients(model) as trained:  # a whole backward: torch's reentrant checkpoint takes no other
             torch.stack(parts).sum().backward()
-            gradients = {name: p.grad for name, p in trained.items()}
+            gradients = {name: p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
+                         for name, p in trained.items()}
     return _Figures([output.detach() for output in outputs], gradients,
                     {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 
@@ -10,8 +12,9 @@ from paceline.job import Job
 from paceline.plans import Plan
 from paceline.runtime.feed import Part, example_batch, is_stream
 from paceline.runtime.order import Order
-from paceline.runtime.stepper import autocast, build_model
+from paceline.runtime.stepper import autocast, build_in_files, build_model
 from paceline.runtime.streams import kept_streams
+from paceline.strategies.compose import holds_parts
 
 
 def smallest_cut(order: Order, steps: int, part: Part) -> tuple[int, int]:
@@ -37,13 +40,13 @@ def refuse_single_samples(job: Job, plan: Plan, shares: tuple[int, ...], device:
     if fewest > 1 or window == 1:  # one device gets a window of one sample, too
         return
     with kept_streams():
-        model = build_model(job, device).train()
+        spill, model = build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
         if not any(isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules()):
             return
         batch = example_batch(job.data, 1).to(device, torch.float64 if job.precision == "float64" else None)
         try:
-            with torch.no_grad(), autocast(job, device):
-                batch.call(model)
+            with torch.no_grad(), autocast(job, device), spill.running() if spill is not None else nullcontext():
+                batch.call(model.train())
         except ValueError as error:
             if "more than 1" not in str(error):
                 raise
