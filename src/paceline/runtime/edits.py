@@ -30,7 +30,8 @@ class Edits:
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._parameters = parameters
+        # Of a split parameter this rank's part: comparing distributed tensors would be a collective.
+        self._parameters = {name: local(p.detach()) if hasattr(p, "to_local") else p for name, p in parameters.items()}
         self._seen: dict[str, Seen] = {}
         self._versions: list[tuple[int, int]] = []
         self._changed: list[str] = []
