@@ -101,7 +101,7 @@ def test_train_hands_every_option_on(verb: Any, job_file: str):
     assert plan == "data=2"
     assert train.options == {"devices": "cpu:0,cpu:1", "procs": 2, "memory": "1GiB", "steps": 9, "save_every": 5,
                              "run": Path("there"), "trace": 2, "resume": True, "loader_workers": 3, "timeout_s": 60.0,
-                             "restarts": 4}
+                             "restarts": 4, "check": True}
 
 
 def test_train_without_options_leaves_the_defaults_to_the_function(verb: Any, job_file: str):
@@ -111,7 +111,7 @@ def test_train_without_options_leaves_the_defaults_to_the_function(verb: Any, jo
     assert train.given[1] is None
     assert train.options == {"devices": None, "procs": None, "memory": None, "steps": None, "save_every": None,
                              "run": None, "trace": 0, "resume": False, "loader_workers": 0, "timeout_s": 300.0,
-                             "restarts": None}
+                             "restarts": None, "check": True}
 
 
 def test_train_prints_a_table(verb: Any, job_file: str):
@@ -212,7 +212,7 @@ def test_verify_fails_when_one_plan_fails(verb: Any, job_file: str, passed: list
     assert result.exit_code == code
     assert result.stdout.splitlines() == [certificate.describe() for certificate in verify.outcome]
     assert (verify.given[0].settings, verify.given[1]) == ({"lr": "1"}, plans)
-    assert verify.options == {"steps": 7, "run": Path("runs/a")}
+    assert verify.options == {"steps": 7, "run": Path("runs/a"), "resume": "short"}
     result = call(*words, "--json")
     assert result.exit_code == code
     assert json.loads(result.stdout) == [certificate.to_dict() for certificate in verify.outcome]
@@ -226,7 +226,7 @@ def test_verify_leaves_the_choice_of_plans_to_the_function(verb: Any, job_file: 
     run = verify.options.pop("run")
     assert (run.parent, run.name.startswith(f"verify-{Path(job_file).stem}-")) == (Path("runs"), True)
     assert f"certificate {run}" in result.stderr and result.stdout == "\n"
-    assert (len(verify.given[1]), verify.options) == (0, {"steps": 4})
+    assert (len(verify.given[1]), verify.options) == (0, {"steps": 4, "resume": "short"})
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("bad", 1)])

@@ -195,6 +195,8 @@ def _copied(value: Any) -> Any:
         return Seen(value)
     if isinstance(value, torch.Generator):
         return value.clone_state()
+    if isinstance(value, list) and value and all(isinstance(item, nn.Parameter) for item in value):
+        return list(value)  # a module's own parameters once more (an LSTM's); those of FSDP2 can't be looked at
     if isinstance(value, _CONTAINERS):
         return _mapped(value, _copied)
     return copy.deepcopy(value) if isinstance(value, _COPIED) else value
@@ -211,6 +213,8 @@ def _refreshed(value: Any, fresh: dict[int, torch.Tensor]) -> Any:
         if not value.is_written():
             return value.tensor
         return fresh.setdefault(id(value.tensor), _twin(value))
+    if isinstance(value, torch.Tensor):
+        return value
     if isinstance(value, _CONTAINERS):
         return _mapped(value, lambda item: _refreshed(item, fresh))
     return _copied(value)

@@ -54,8 +54,11 @@ class Pieces:
             raise PlanError(f"the model can't be cut: {self._problem}")
         try:
             return found.ranks(plan, devices, microbatch_samples=microbatch_samples)
-        except PlanError:
-            raise
+        except PlanError as error:
+            if type(error).__name__ != "CaptureFailed":
+                raise
+            raise PlanError(f"the model can't be cut for micro-batches of {microbatch_samples} samples: "
+                            f"{str(error).splitlines()[0]}") from error
         except Exception as error:  # as above: a norm may refuse a micro-batch of one sample
             why = str(error).partition("\n")[0] or type(error).__name__
             raise PlanError(f"the model can't be cut for micro-batches of {microbatch_samples} samples: "

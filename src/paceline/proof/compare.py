@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from paceline.capture.randomness import WithoutRandomness
-from paceline.proof.plain import distance, rates_of, sample_marks
+from paceline.proof.plain import distance, is_weight, rates_of, sample_marks
 from paceline.proof.reference import KINDS
 from paceline.runtime import state
 from paceline.runtime.checkpoint.pieces import Piece, pieces_of
@@ -64,7 +64,8 @@ class Recorder:
 
     def weights(self, step: int, stepper: state.Holder, loss: float) -> None:
         self.losses.append(loss)
-        self._compare("weight", step, getattr(stepper, "held", stepper.parameters), stepper.layout.extents)
+        weights = {name: p for name, p in getattr(stepper, "held", stepper.parameters).items() if is_weight(p)}
+        self._compare("weight", step, weights, stepper.layout.extents)
         if not hasattr(stepper, "optimizer"):  # a worker: servers have the rest
             return
         self.rates.append(rates_of(stepper.optimizer))

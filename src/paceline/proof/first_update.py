@@ -7,6 +7,7 @@ the plan. Both end before the run's ranks start, so the run is as if nothing had
 from __future__ import annotations
 
 import json
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,15 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from paceline.errors import PlanRefused
 from paceline.job import Job
 from paceline.planner.resolve import Resolved
 
 _POLL_S = 0.005
 _REFERENCE = "reference.json"
-# What one device holds for it at a time, in bytes a byte of parameters: the model, its gradients, an optimizer's two
-# states, and copies of weights and gradients for three runs that follow each other.
-COPIES_OF_WEIGHTS = 8
+_SHARE_OF_MEMORY = 0.5  # of what is free, that one device may take: the plan's ranks take theirs at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ def check_first_update(job: Job, asked: Resolved, *, timeout_s: float) -> FirstU
         reference = json.loads((folder / _REFERENCE).read_text())
     seconds = time.monotonic() - began_s
     if "error" in reference:
-        return FirstUpdate("unchecked", f"one device could not take the first step: {reference['error']}", seconds)
+        return FirstUpdate("unchecked", "one device could not take the first step: "
+                           f"{reference['error'].splitlines()[0]}", seconds)
     return _judged(job, asked, reference, ranks, seconds)
 
 
@@ -127,6 +129,8 @@ def _write_reference(job: Job, asked: Resolved, folder: Path) -> None:
 
     tensors, whole = folder / "tensors", folder / "whole"
     try:
+        most_bytes = int(psutil.virtual_memory().available * _SHARE_OF_MEMORY)
+        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))  # a model that is too large is an error here
         random = WithoutRandomness()
         exact = in_precision(job, job.precision, random)
         cuts = asked.plan.replicas > 1 or asked.plan.num_microbatches > 1

@@ -102,7 +102,8 @@ class PlainRun:
             self.schedule.step()
         self.num_steps += 1
         return StepRecord(
-            loss, gradients, {name: p.detach().clone() for name, p in self.model.named_parameters()},
+            loss, gradients, {name: p.detach().clone() for name, p in self.model.named_parameters()
+                              if is_weight(p)},
             {name: b.detach().clone() for name, b in self.model.named_buffers()}, rates_of(self.optimizer),
             {f"{name}/{key}": value.detach() for name, p in self.named
              for key, value in self.optimizer.state.get(p, {}).items() if isinstance(value, torch.Tensor)})
@@ -265,6 +266,11 @@ class _Replicas:
             for name, p in self.model.named_parameters():
                 total, users = self.changes[name]
                 p.copy_(self.weights[name] + total / users.clamp(min=1).to(total.dtype))
+
+
+def is_weight(parameter: torch.Tensor) -> bool:
+    """Whether a parameter holds real or complex numbers; Keras keeps counters of its generators among them, too."""
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:

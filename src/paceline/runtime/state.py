@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -354,13 +354,27 @@ def _restore_optimizer(stepper: Holder, checkpoint: Checkpoint) -> None:
     state.load_attributes(saved.get("attributes", {}), lambda name, like: checkpoint.read(name))
     options = {id(p): group for group in groups_of(stepper.optimizer) for p in group["params"]}
     stored: dict[str, dict[str, list[str]]] = {}
+    every = {name for names in stepper.groups for name in names}
     for full_name, names in _optimizer_tensors(stepper, checkpoint).items():
-        name, key = full_name.split("/", 1)
+        name, key = _name_and_key(full_name, every)
         stored.setdefault(name, {})[key] = names
     for name, parameter in state.parameters.items():
         values = {key: _unplain(value, None) for key, value in saved.get("values", {}).get(name, {}).items()}
         _restore_state(_Reader(checkpoint, parameter, stored.get(name, {}), stepper.layout.extents.get(name),
                                options.get(id(parameter), {})), state, name, values)
+
+
+def _name_and_key(full_name: str, parameters: Collection[str]) -> tuple[str, str]:
+    """A parameter's name and what follows it; both may have slashes in them, as Keras's names do.
+
+    >>> _name_and_key("dense/kernel/exp_avg", {"dense", "dense/kernel"})
+    ('dense/kernel', 'exp_avg')
+    """
+    at = full_name.rfind("/")
+    while at > 0 and full_name[:at] not in parameters:
+        at = full_name.rfind("/", 0, at)
+    name, _, key = (full_name[:at], "/", full_name[at + 1:]) if at > 0 else full_name.partition("/")
+    return name, key
 
 
 def _load_options(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:

@@ -58,6 +58,8 @@ def _unchecked(asked: Resolved, environment: Environment | None) -> str | None:
         return f"the plan is relaxed ({asked.plan.relaxed}) and can't equal one device"
     if environment is not None:
         return f"{environment.launcher} started the ranks, and a check needs ranks of its own"
+    if any(device.is_limit for device in asked.cluster.devices):
+        return "the ranks' memory has a limit, and one device holds several copies of the model for a check"
     if any(device.kind != "cpu" for device in asked.cluster.devices):
         return "one device is compared on CPUs alone"
     return None
