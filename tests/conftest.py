@@ -31,6 +31,18 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
               "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
 
 
+# Each of these proves many plans, or builds models of hundreds of MiB on four ranks: up to 95 s on two busy cores.
+_LONG = ("verify/test_split.py", "verify/test_parity.py", "verify/test_servers.py", "runtime/test_split_memory.py",
+         "strategies/test_odd_models.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of many plans have more time than others before they are taken for hanging."""
+    for item in items:
+        if item.path.as_posix().endswith(_LONG) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test is taken for a rank of the launcher that the suite itself runs under."""
