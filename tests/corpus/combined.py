@@ -111,7 +111,7 @@ class Watched(nn.Module):
 
 @entry("running statistics beside a net with dropout: coupled buffers", random_layers=True)
 def combined_statistics() -> paceline.Job:
-    return make_job(Watched, data=_regression(SAMPLES), optimizer=_momentum, validation=_regression(17))
+    return make_job(Watched, data=_regression(SAMPLES), optimizer=_adamw, validation=_regression(17))
 
 
 class Experts(nn.Module):

@@ -44,6 +44,8 @@ def evaluation_sums(model: torch.nn.Module, layout: Layout, job: Job, data: Any,
     with kept_streams(), torch.no_grad():
         for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed):
             beat("evaluate")
+            if not batch.samples and not layout.meets_in_forward:
+                continue
             moved = batch.to(device, torch.float64 if job.precision == "float64" else None)
             with autocast(job, device):
                 output = layout.forward(moved)

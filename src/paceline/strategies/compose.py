@@ -146,7 +146,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
         return lay_out_stages(model, plan=plan, mesh=mesh, device=device, example=example, context=context,
                               microbatch_samples=microbatch_samples, state_factor=state_factor,
                               devices=devices, functions=functions, running=running)
-    return Whole(model, context)
+    return Whole(model, context, meets_in_forward=plan.axes.shard > 1)
 
 
 def _reads_past_modules(model: nn.Module) -> bool:

@@ -83,6 +83,7 @@ class Layout(Ownership, Protocol):
 
     module: holds the parameters of this rank, under the model's names. The rooms of the plan change it in place.
     has_output: whether the model's output, and so the loss, is here.
+    meets_in_forward: whether ranks of other replicas wait in its forwards. Else stand-ins are left out.
     report: how the model was laid out.
     """
 
@@ -90,6 +91,8 @@ class Layout(Ownership, Protocol):
     def module(self) -> nn.Module: ...
     @property
     def has_output(self) -> bool: ...
+    @property
+    def meets_in_forward(self) -> bool: ...
     @property
     def report(self) -> Report: ...
 
@@ -129,8 +132,9 @@ class Whole:
     has_output = True
     report = Report()
 
-    def __init__(self, model: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.module, self.context = model, context
+    def __init__(self, model: nn.Module, context: Callable[[], AbstractContextManager[Any]], *,
+                 meets_in_forward: bool) -> None:
+        self.module, self.context, self.meets_in_forward = model, context, meets_in_forward
         self.owned = frozenset(name for name, _ in model.named_parameters())
         self.owned_buffers = frozenset(name for name, _ in model.named_buffers())
         self.extents: dict[str, Extent] = {}
@@ -142,11 +146,13 @@ class Whole:
         for number, batch in enumerate(batches):
             if batch.samples:
                 self._run(number, batch, work)
-                continue
-            from paceline.capture.attributes import buffers_and_attributes_kept
+            elif self.meets_in_forward:
+                from paceline.capture.attributes import buffers_and_attributes_kept
 
-            with buffers_and_attributes_kept(self.module):  # a stand-in counts nothing, and leaves nothing behind
-                self._run(number, batch, work)
+                with buffers_and_attributes_kept(self.module):  # a stand-in counts nothing, and leaves nothing behind
+                    self._run(number, batch, work)
+            else:
+                work.before_backward(number)
 
     def _run(self, number: int, batch: Batch, work: Work) -> None:
         work.before_forward(number, 0)

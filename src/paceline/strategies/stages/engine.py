@@ -159,19 +159,20 @@ class Engine:
     _gradients: dict[Message, torch.Tensor | None] = field(default_factory=dict)
     _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
 
-    def run(self, staged: Sequence[Staged], inputs: Sequence[Mapping[str, torch.Tensor]],
+    def run(self, staged: Mapping[int, Staged], inputs: Mapping[int, Mapping[str, torch.Tensor]],
             loss: Callable[[int, Any], torch.Tensor], *, before: Callable[[Action], None] = lambda action: None,
             ) -> None:
-        """Forward and backward of every micro-batch.
+        """Forward and backward of these micro-batches; the orders' other ones are left out.
 
         Args:
-            staged: The cut capture of each micro-batch.
+            staged: The cut capture of each micro-batch by number, the same numbers on every rank.
             inputs: The model's own inputs of each micro-batch, by name.
             loss: From a micro-batch's number and the model's output to what backward starts from.
             before: Called before each action.
         """
-        self._begin(staged)
-        order = self.orders[self.links.own]
+        orders = [[action for action in order if action.microbatch in staged] for order in self.orders]
+        self._begin(orders, staged)
+        order = orders[self.links.own]
         for position, action in enumerate(order):
             for coming in order[position:position + 2]:
                 self._post(coming, staged[coming.microbatch])
@@ -202,13 +203,13 @@ class Engine:
         self.links.finish()
         return found
 
-    def _begin(self, staged: Sequence[Staged]) -> None:
+    def _begin(self, orders: Sequence[Sequence[Action]], staged: Mapping[int, Staged]) -> None:
         own = self.links.own
-        self.links.expect({rank: list(self._messages(self.orders[rank], staged, to=own, rank=rank))
-                           for rank in range(len(self.orders)) if rank != own})
+        self.links.expect({rank: list(self._messages(orders[rank], staged, to=own, rank=rank))
+                           for rank in range(len(orders)) if rank != own})
         self._received, self._uses, self._gradients, self._flights = {}, {}, {}, {}
 
-    def _messages(self, order: Sequence[Action], staged: Sequence[Staged], *, to: int,
+    def _messages(self, order: Sequence[Action], staged: Mapping[int, Staged], *, to: int,
                   rank: int) -> Iterator[tuple[Message, Value]]:
         """What a rank with this order sends to another."""
         for action in order:

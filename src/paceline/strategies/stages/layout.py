@@ -118,7 +118,7 @@ class Stages:
         lone = {name: p for name, p in here.items() if name in (*unused, *apart)}
         self.module: Pieces = Pieces(pieces, lone, template)
         self.engine = Engine(orders, self.links, self.module.run, self._weights)
-        self.has_output = ranks[-1] == own
+        self.has_output, self.meets_in_forward = ranks[-1] == own, mesh.sizes["shard"] > 1
         self.ties = [(name, at) for name, at in holders.items() if len(at) > 1]
         self.groups = {members: _group(mesh, axis, members) for members in
                        sorted({tuple(at) for _, at in self.ties})}
@@ -133,8 +133,9 @@ class Stages:
                 parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
     def run(self, batches: Sequence[Batch], work: Work) -> None:
-        staged = [self._staged(batch) for batch in batches]
-        inputs = [self._bound(at, batch) for at, batch in zip(staged, batches, strict=True)]
+        run = {number: batch for number, batch in enumerate(batches) if batch.samples or self.meets_in_forward}
+        staged = {number: self._staged(batch) for number, batch in run.items()}
+        inputs = {number: self._bound(staged[number], batch) for number, batch in run.items()}
 
         def before(action: Action) -> None:
             if action.kind == "F":
@@ -149,6 +150,9 @@ class Stages:
         self.engine.record = record
         with self.context():
             self.engine.run(staged, inputs, work.loss, before=before)
+        for number in range(len(batches)):
+            if number not in run:
+                work.before_backward(number)
 
     def forward(self, batch: Batch) -> Any:
         staged = self._staged(batch)
