@@ -64,6 +64,8 @@ def test_complex_gradients_are_clipped(run_ranks: Callable[..., Any], plan: str)
     class Clipped:
         """What is in the gradients before clipping, and the weights after the update."""
 
+        def initial(self, stepper: Any) -> None: ...
+
         def samples(self, step: int, batches: Any) -> None: ...
 
         def gradients(self, step: int, stepper: Any) -> None:

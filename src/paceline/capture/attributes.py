@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,20 +54,23 @@ class AttributeSnapshot:
 
 
 @contextmanager
-def buffers_and_attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Leave buffers and plain attributes as they are found: the same objects with their former contents."""
+def state_of_forward_kept(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Leave buffers, plain attributes and these parameters as they are found: the same objects with their former
+    contents."""
     attributes = AttributeSnapshot(model)
-    buffers = [(module, name, buffer, buffer.detach().clone()) for module in model.modules()
+    buffers = [(module, name, buffer) for module in model.modules()
                for name, buffer in module._buffers.items() if buffer is not None]
+    values = [(tensor, tensor.detach().clone()) for tensor in [*(buffer for _, _, buffer in buffers), *parameters]]
     try:
         yield
     finally:
         attributes.restore()
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
         with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                if not is_same(buffer.detach(), value):
-                    buffer.copy_(value)
+            for tensor, value in values:
+                if not is_same(tensor.detach(), value):
+                    tensor.copy_(value)
 
 
 def is_same(value: Any, other: Any) -> bool:

@@ -1,11 +1,12 @@
-"""Which parameters a model's own forward writes to, learned by running it once before it is laid out."""
+"""What a model's own forward does to its parameters and blocks, learned by running it before it is laid out."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,26 @@ from paceline.capture.written import Seen, address
 
 # Calls of operators that write to a tensor, such as `q.lerp_(p, 0.1)`, and `q.data`. Initial values are no edits.
 _WRITES = re.compile(r"(?<!init)\.(?!requires_grad_|register_)[a-z]\w*[a-z0-9]_\(|\.data\b|no_grad|\.detach\(")
-_LIBRARIES = ("torch", "transformers", "keras", "torchvision")  # whose forwards write to no parameter but by `max_norm`
+# What a forward may choose blocks by: values or places of elements, and random numbers.
+_CHOOSES = re.compile(r"\b(?:item|tolist|nonzero|argwhere|unique|any|all|max|min|argmax|argmin|topk|where|random|rand|"
+                      r"randint|bernoulli)\(|\brandom\b|\bbool\(")
+# Their forwards write to no parameter but by `max_norm`, and choose between experts inside of a listed layer.
+_LIBRARIES = ("torch", "transformers", "keras", "torchvision")
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a model's forward was seen to do.
+
+    edited: names of parameters that it writes to.
+    choosing: paths of modules that call some of their blocks for one batch and others for another.
+    """
+
+    edited: frozenset[str] = frozenset()
+    choosing: frozenset[str] = frozenset()
+
+
+NOTHING = Observed()
 
 
 def limited_by_norm(model: nn.Module) -> frozenset[str]:
@@ -27,6 +47,17 @@ def limited_by_norm(model: nn.Module) -> frozenset[str]:
 
 def may_write(model: nn.Module) -> bool:
     """Whether code of the model's own, in the files of its classes or in hooks, might write to a parameter."""
+    return (_has_in_source(model, _WRITES)
+            or any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()))
+
+
+def may_choose(model: nn.Module) -> bool:
+    """Whether code of the model's own might call other blocks for other samples."""
+    return _has_in_source(model, _CHOOSES)
+
+
+def _has_in_source(model: nn.Module, words: re.Pattern[str]) -> bool:
+    """Whether a file has them that defines a class of the model, libraries left out, or can't be read."""
     for kind in {type(module) for module in model.modules()}:
         if kind.__module__.partition(".")[0] in _LIBRARIES:
             continue
@@ -34,9 +65,41 @@ def may_write(model: nn.Module) -> bool:
             text = inspect.getsource(sys.modules[kind.__module__])
         except (OSError, TypeError, KeyError):
             return True
-        if _WRITES.search(text):
+        if words.search(text):
             return True
-    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return False
+
+
+def choosing(model: nn.Module, blocks: Mapping[str, nn.Module],
+             forwards: Iterable[Callable[[], Any]]) -> frozenset[str]:
+    """Paths of the innermost modules with a forward of their own around blocks that these forwards don't call alike.
+
+    blocks: by path. forwards: of the model, each for other samples.
+    """
+    calls: list[str] = []
+    handles = [block.register_forward_pre_hook(lambda *_, path=path: calls.append(path))
+               for path, block in blocks.items()]
+    owner_of = {path: owner(model, path) for path in blocks}
+    seen: dict[str, set[tuple[str, ...]]] = {name: set() for name in owner_of.values()}
+    try:
+        for forward in forwards:
+            calls.clear()
+            forward()
+            for name, sequences in seen.items():
+                sequences.add(tuple(path for path in calls if owner_of[path] == name))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return frozenset(name for name, sequences in seen.items() if len(sequences) > 1)
+
+
+def owner(model: nn.Module, path: str) -> str:
+    """The path of the innermost module around a block that is called itself; a ModuleList only holds others."""
+    while path:
+        path = path.rpartition(".")[0]
+        if type(model.get_submodule(path)).forward is not nn.Module.forward:
+            break
+    return path
 
 
 def written_by(forward: Callable[[], Any], model: nn.Module,

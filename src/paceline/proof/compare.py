@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Recorder:
         self.folder, self.random, self.first_step, self.ready = folder, random, first_step, ready
         self.replica = 0
         self.held: list[str] = []
+        self.digests: dict[str, list[bytes]] = {}
         self.marks: list[list[float]] = []
         self.losses: list[float] = []
         self.rates: list[list[float]] = []
@@ -44,6 +46,11 @@ class Recorder:
         self.stored_elements: dict[str, int] = {}
         self.evaluated: dict[str, float] = {}
         self.distances: dict[str, list[dict[str, float]]] = {kind: [] for kind in ("initial", *KINDS, "stored")}
+
+    def initial(self, stepper: state.Holder) -> None:
+        """The weights before a forward may have changed them; the reference need not be there yet."""
+        self.digests = {name: [_digest(piece.tensor) for piece in pieces_of(name, p, stepper.layout.extents.get(name))]
+                        for name, p in stepper.held.items()}
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         self.marks.append([mark for batch in batches for mark in sample_marks(batch).tolist()])
@@ -55,7 +62,9 @@ class Recorder:
             self.ready()
             self.replica, self.held = stepper.replica, list(stepper.held)
             if step == 0:
-                self._compare("initial", step, stepper.held, stepper.layout.extents)
+                if not self.digests:
+                    self.initial(stepper)
+                self._compare_initial(stepper)
         if self.random is not None:
             self.drawn.append(sorted(set(self.random.drawn)))
         self._compare("gradient", step, {name: p.grad.to_dense() if p.grad.is_sparse else p.grad
@@ -93,6 +102,18 @@ class Recorder:
                           for name in known - tensors.keys() if name in self.held}
         self.distances[kind].append(distances)
 
+    def _compare_initial(self, stepper: state.Holder) -> None:
+        """Weights that were equal to the last bit are; of others it is known how far they are apart now."""
+        with safe_open(self.folder / "initial-0.safetensors", framework="pt") as reference:
+            known = set(reference.keys())
+            pieces = {name: pieces_of(name, p, stepper.layout.extents.get(name)) for name, p in stepper.held.items()}
+            differing = {name: p for name, p in stepper.held.items() if name not in known or self.digests[name] != [
+                _digest(_region(reference, piece)) for piece in pieces[name]]}
+        self._compare("initial", 0, differing, stepper.layout.extents)
+        found = self.distances["initial"][-1]
+        self.distances["initial"][-1] = {
+            name: found.get(name, 0.0) if name in differing else 0.0 for name in stepper.held}
+
     def _compare_stored(self, step: int, pieces: Iterator[Piece]) -> None:
         """What this rank would write into a checkpoint."""
         distances: dict[str, float] = {}
@@ -122,6 +143,11 @@ def _region(file: Any, piece: Piece) -> torch.Tensor:
     found: torch.Tensor = (file.get_slice(name)[piece.region.slices((0,) * piece.tensor.ndim)] if piece.tensor.ndim
                            else file.get_tensor(name))
     return found
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Equal for equal bits in equal places."""
+    return blake2b(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
 
 
 def _greatest(mine: torch.Tensor, theirs: torch.Tensor | None) -> float:

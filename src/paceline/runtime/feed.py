@@ -208,15 +208,15 @@ def evaluation_feed(data: Any, *, batch: int, part: Part, seed: int) -> Iterator
             yield MicroBatch(*pair, samples=len(cut))
 
 
-def example_batch(data: Any, samples: int) -> MicroBatch:
-    """The first samples of the data, again and again if there are too few."""
+def example_batch(data: Any, samples: int, *, first: int = 0) -> MicroBatch:
+    """Samples of the data from the first one on, and again from its beginning where it ends."""
     if is_stream(data):
-        items = list(islice(iter(data), samples))
+        items = list(islice(iter(data), first + samples))
         if not items:
             raise JobError("the data stream gave no samples")
-        places = [i % len(items) for i in range(samples)]
+        places = [i % len(items) for i in range(first, first + samples)]
         return MicroBatch(*collate([items[i] for i in places], places), samples=samples)
-    places = [i % len(data) for i in range(samples)]
+    places = [i % len(data) for i in range(first, first + samples)]
     return MicroBatch(*fetch(data, places, places, seed=0), samples=samples)
 
 

@@ -40,6 +40,9 @@ REMEMBERED_STEPS = 1000  # whose times are kept
 class Observer(Protocol):
     """Sees what a rank computes. Called on every rank at the same points, so it may enter collectives."""
 
+    def initial(self, stepper: state.Holder) -> None:
+        """The launch's first forward is next; ranks of servers and their workers don't tell of it."""
+
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         """The micro-batches this rank is about to use, on the CPU."""
 
@@ -257,6 +260,8 @@ def _steps(run: _Run) -> bool:
         input_s = time.perf_counter() - began_s
         observer = run.settings.observer
         if observer is not None:
+            if not run.stepper.has_begun:
+                observer.initial(run.stepper)
             observer.samples(run.step, batches)
         result = run.stepper.step(window, batches, step=run.step, stop=lambda: context.stop_signal is not None,
                                   beat=beat,

@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
-from paceline.capture.probe import limited_by_norm, may_write, written_by
+from paceline.capture.probe import NOTHING, Observed, choosing, limited_by_norm, may_choose, may_write, written_by
 from paceline.cluster import Device
 from paceline.errors import JobError, PlanRefused, TrainingError
 from paceline.job import Job
@@ -37,6 +38,7 @@ from paceline.strategies.meeting import Met
 from paceline.strategies.mesh import Mesh, axes_cut
 from paceline.strategies.shard.run import is_about_shards, is_sharded
 from paceline.strategies.spill import CannotSpill, Spill
+from paceline.strategies.units import find_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,9 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         return build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
 
     spill, model = build()
-    edited: frozenset[str] = frozenset()
+    observed = NOTHING
     if plan.axes.shard > 1 or isinstance(plan.sync, Servers):
-        is_used = may_write(model)
-        edited = edited_parameters(job, plan, model, spill, device, runs=is_used)
+        observed, is_used = observe(job, plan, model, spill, device)
         if is_used:
             del spill, model
             spill, model = build()
@@ -125,7 +126,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
                                 **{f"metric '{name}'": metric for name, metric in job.metrics.items()}},
                      state_factor=lambda: state_factor(job, model))
     with running():
-        synchronisers = prepare(layout.module, plan=plan, mesh=mesh, edited=edited)
+        synchronisers = prepare(layout.module, plan=plan, mesh=mesh, observed=observed)
         layout.let_go()
         if spill is not None:
             elsewhere = held_elsewhere(plan, layout.module)
@@ -134,26 +135,29 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     return Prepared(model, layout, synchronisers, attributes)
 
 
-def edited_parameters(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None, device: torch.device, *,
-                      runs: bool) -> frozenset[str]:
-    """Names of parameters that the model's forward writes to, as far as a plan must know of them beforehand.
-
-    runs: whether to run the model once on two samples; it is not fit for use then.
+def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
+            device: torch.device) -> tuple[Observed, bool]:
+    """What the model's forward does, as far as a plan must know of it beforehand, and whether the model was run for
+    that: it is not fit for use then.
 
     Raises:
         PlanRefused: parameters lie on servers, which would not learn of what a worker writes to them.
     """
-    edited = limited_by_norm(model)
-    if runs:
+    edited, chooses = limited_by_norm(model), frozenset[str]()
+    compares = plan.axes.shard > 1 and not plan.splits_model and may_choose(model)
+    is_run = compares or may_write(model)
+    if is_run:
         dtype = torch.float64 if job.precision == "float64" else None
-        batch = example_batch(job.data, 2).to(device, dtype)
+        batches = [example_batch(job.data, 2, first=2 * k).to(device, dtype) for k in range(4 if compares else 1)]
         is_elsewhere, running = (spill.holds, spill.running) if spill else (lambda tensor: False, nullcontext)
         with suppress(Exception), autocast(job, device), running():  # what fails here fails in the first step, too
-            edited |= written_by(lambda: batch.call(model.train()), model, is_elsewhere)
+            edited |= written_by(lambda: batches[0].call(model.train()), model, is_elsewhere)
+            if compares:
+                chooses = choosing(model, find_units(model), [partial(batch.call, model) for batch in batches])
     if edited and isinstance(plan.sync, Servers):
         raise PlanRefused(f"a forward changes the parameter '{min(edited)}' in place, and servers, which keep the "
                           "parameters, would not learn of it", hint="use a data=N plan")
-    return edited
+    return Observed(edited, chooses), is_run
 
 
 def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:

@@ -8,10 +8,11 @@ and what gradients a rank then holds are reduced over the replicas. Each room se
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
+from paceline.capture.probe import NOTHING, Observed
 from paceline.errors import JobError
 from paceline.plans import Plan, Servers
 from paceline.strategies.data import run as data
@@ -64,10 +65,11 @@ class Room(Protocol):
 
     def is_active(self, plan: Plan) -> bool: ...
 
-    def prepare(self, model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> Synchroniser | None:
+    def prepare(self, model: nn.Module, *, plan: Plan, mesh: Mesh,
+                observed: Observed = NOTHING) -> Synchroniser | None:
         """Change the model in place for this rank. Collective along the room's axis.
 
-        edited: names of parameters that a forward writes to.
+        observed: what the model's forward was seen to do.
         """
 
 
@@ -100,10 +102,10 @@ def held_elsewhere(plan: Plan, model: nn.Module) -> set[torch.Tensor]:
     return {module.weight for module in tables(model).values()}
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> list[Synchroniser]:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING) -> list[Synchroniser]:
     """Enter every room of the plan. Collective: every rank calls it with equal weights.
 
-    edited: names of parameters that a forward writes to.
+    observed: what the model's forward was seen to do.
 
     Returns:
         What must be begun in this order and finished in the reverse one: the outermost reduction has run beside
@@ -114,7 +116,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str]
     """
     if mesh.world_size > 1:
         _refuse_sparse(model)
-    made = [room.prepare(model, plan=plan, mesh=mesh, edited=edited) for room in ROOMS if room.is_active(plan)]
+    made = [room.prepare(model, plan=plan, mesh=mesh, observed=observed) for room in ROOMS if room.is_active(plan)]
     return [synchroniser for synchroniser in made if synchroniser is not None]
 
 

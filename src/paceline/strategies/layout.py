@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -142,14 +143,20 @@ class Whole:
     def let_go(self) -> None:
         """All of them are held."""
 
+    @cached_property
+    def never_cut(self) -> list[nn.Parameter]:
+        """Parameters that the plan's rooms left whole; asked when no other one is gathered."""
+        return [p for p in self.module.parameters() if not hasattr(p, "device_mesh")]
+
     def run(self, batches: Sequence[Batch], work: Work) -> None:
+        never_cut = self.never_cut
         for number, batch in enumerate(batches):
             if batch.samples:
                 self._run(number, batch, work)
             elif self.meets_in_forward:
-                from paceline.capture.attributes import buffers_and_attributes_kept
+                from paceline.capture.attributes import state_of_forward_kept
 
-                with buffers_and_attributes_kept(self.module):  # a stand-in counts nothing, and leaves nothing behind
+                with state_of_forward_kept(self.module, never_cut):  # a stand-in leaves nothing behind
                     self._run(number, batch, work)
             else:
                 work.before_backward(number)

@@ -103,6 +103,9 @@ class _OfServer:
     def __init__(self, observer: Observer, replica: int) -> None:
         self.observer, self.replica = observer, replica
 
+    def initial(self, stepper: Holder) -> None:
+        """Weights change in updates alone; those before the first one are looked at with its gradients."""
+
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         """The worker tells of its own."""
 
@@ -118,7 +121,8 @@ class _OfWorker:
     """What an observer sees of a worker whose process also serves: all but gradients, and the server's tables."""
 
     def __init__(self, observer: Observer, shelf: Shelf) -> None:
-        self.observer, self.shelf, self.samples = observer, shelf, observer.samples
+        self.observer, self.shelf = observer, shelf
+        self.initial, self.samples = observer.initial, observer.samples
 
     def gradients(self, step: int, stepper: Holder) -> None:
         """The server has those that are complete."""

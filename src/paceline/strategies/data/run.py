@@ -8,12 +8,13 @@ the first step and hold whatever gradients the rank has, whole or a shard, so an
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from paceline.capture.probe import NOTHING, Observed
 from paceline.strategies.compress.run import Compressed
 from paceline.strategies.data.arrivals import Arrivals
 from paceline.strategies.data.buckets import assign
@@ -34,7 +35,7 @@ def is_active(plan: Plan) -> bool:
     return plan.axes.data > 1 and plan.outer_steps is None
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> GradientBuckets:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING) -> GradientBuckets:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return GradientBuckets(trainable, mesh.group("data"), compress=plan.modifiers.compress,
                            replica=mesh.coordinates["data"])

@@ -17,7 +17,7 @@ not linear in the gradient only meeting gradients gives what one device would ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from paceline.capture.probe import NOTHING, Observed
 from paceline.errors import JobError
 from paceline.strategies.compress.size import all_reduce_bytes
 from paceline.strategies.data.buckets import assign as assign_buckets
@@ -49,7 +50,7 @@ def is_active(plan: Plan) -> bool:
     return plan.outer_steps is not None
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> Rounds:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING) -> Rounds:
     assert plan.outer_steps is not None
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return Rounds(trainable, plan.outer_steps, mesh.group("data"), compress=plan.modifiers.compress)

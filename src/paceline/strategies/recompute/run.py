@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from paceline.capture.forward_state import ForwardState
+from paceline.capture.probe import NOTHING, Observed
 from paceline.strategies.units import find_units
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def is_active(plan: Plan) -> bool:
     return plan.modifiers.recompute == "full"
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> None:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING) -> None:
     """Wrap the forward of every unit, so that the names of modules and parameters stay as they are.
 
     A model without units is recomputed whole. The second forward reads the state and draws the random numbers that the
@@ -36,7 +37,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str]
     """
     buffers: MutableMapping[str, torch.Tensor] | None = getattr(model, "buffers_", None)
     # FSDP2 gives a unit other parameters in each forward; those that a forward edits are no business of its.
-    whole = {p for name, p in model.named_parameters() if name in edited or plan.axes.shard == 1}
+    whole = {p for name, p in model.named_parameters() if name in observed.edited or plan.axes.shard == 1}
     for unit in list(find_units(model).values()) or [model]:
         if getattr(unit, "runs_once", False):  # a piece of the user's own code, which may count how often it runs
             continue

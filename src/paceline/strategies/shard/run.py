@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.capture.probe import NOTHING, Observed, owner
 from paceline.errors import JobError, PlanRefused
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.kept import Kept, Saved
@@ -43,7 +44,7 @@ def is_active(plan: Plan) -> bool:
     return plan.axes.shard > 1
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str] = ()) -> Sharding:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING) -> Sharding:
     """Shard every unit and what is left at the root along dim 0.
 
     Parameters that a forward writes to stay whole: FSDP2 drops what is written to the weights it has gathered.
@@ -51,10 +52,11 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, edited: Collection[str]
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    units = find_units(model)
+    units = _called_alike(find_units(model), model, observed.choosing)
     hooks = hooks_of(model)
-    whole = _kept_whole(model, units.values()) | {p for name, p in model.named_parameters() if name in edited or (
-        name in hooks and hooks[name].after and plan.num_microbatches > 1 and plan.zero > 1)}
+    whole = _kept_whole(model, units.values()) | {
+        p for name, p in model.named_parameters() if name in observed.edited or (
+            name in hooks and hooks[name].after and plan.num_microbatches > 1 and plan.zero > 1)}
     if not is_callable(model):  # pieces of stages: nothing would gather what lies outside them
         in_units = {p for unit in units.values() for p in unit.parameters()}
         whole |= {p for p in model.parameters() if p not in in_units}
@@ -190,6 +192,20 @@ def _own_places(sharded: Mapping[str, nn.Module]) -> dict[str, list[tuple[nn.Mod
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether FSDP2 holds it in parts; a part of a split layer is not what this asks for."""
     return hasattr(parameter, "device_mesh") and "shard" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _called_alike(units: Mapping[str, nn.Module], model: nn.Module, choosing: Collection[str]) -> dict[str, nn.Module]:
+    """Units that every rank calls: a module that chooses between some of them is one itself. The root needs to be none.
+
+    choosing: paths of such modules.
+    """
+    found: dict[str, nn.Module] = {}
+    for path, unit in units.items():
+        if (chooser := owner(model, path)) not in choosing:
+            found[path] = unit
+        elif chooser:
+            found[chooser] = model.get_submodule(chooser)
+    return found
 
 
 def _kept_whole(model: nn.Module, units: Iterable[nn.Module]) -> set[nn.Parameter]:

@@ -1,0 +1,68 @@
+"""A module that calls other blocks for other samples: under shard=N it is gathered as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from stateful_jobs import assert_alike, stateful_job
+from torch import Tensor, nn
+
+from paceline.capture.probe import choosing, may_choose
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Routed(nn.Module):
+    """Each sample goes to its best expert; an expert without samples is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 6), nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, which = self.router(x).softmax(-1).max(-1)
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (which == number).nonzero()[:, 0]
+            if len(rows):
+                made = made.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return made
+
+
+class Net(nn.Module):
+    """One layer of experts that stands in no list, beside layers that do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.routed = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)]), Routed()
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.last(x + self.routed(x))
+
+
+class AtTheTop(Routed):
+    """The model itself chooses."""
+
+
+@pytest.mark.parametrize("plan", ["shard=3", "shard=2 zero=2 accumulate=3"])
+@pytest.mark.parametrize("kind", [Net, lambda: nn.Sequential(AtTheTop(), nn.Linear(8, 4)),
+                                  lambda: nn.ModuleDict({"a": Net()})["a"]])
+def test_ranks_may_choose_other_blocks(kind: type[nn.Module], plan: str, tmp_path: Path):
+    """FSDP2 gathers what all ranks call."""
+    assert_alike(stateful_job(kind, batch=7), plan, tmp_path)
+
+
+def test_only_modules_that_choose_are_named():
+    """The layers of the list are called alike, and the experts are not."""
+    torch.manual_seed(0)
+    model = Net()
+    blocks = {name: module for name, module in model.named_modules() if name.rpartition(".")[2].isdigit()}
+    batches = [torch.randn(2, 8) for _ in range(4)]
+    assert choosing(model, blocks, [lambda x=x: model(x) for x in batches]) == {"routed"}
+    assert may_choose(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
