@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
+import torch.distributed as dist
 
 from paceline.errors import ClusterError, PeerLost
 from paceline.launch.environment import Environment
-from paceline.launch.joined import join
+from paceline.launch.joined import agree, join
 
 
 def _environment(port: int, *, launcher: str = "torchrun", rank: int = 0) -> Environment:
@@ -61,3 +64,39 @@ def test_others_do_not_come(monkeypatch: pytest.MonkeyPatch):
         port = listener.getsockname()[1]
     with pytest.raises(PeerLost, match="rank 0 can't meet the 2 ranks"):
         join(_environment(port, launcher="Slurm"), timeout_s=1)
+
+
+def _agreed(make: Callable[[], str], *, timeout_s: float) -> str:
+    """What rank 1 learns of what rank 0 makes."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(agree, store, _environment(1, rank=1), "key", make, timeout_s=timeout_s)
+        agree(store, _environment(1), "key", make, timeout_s=timeout_s)
+        return other.result(timeout=10)
+
+
+def test_rank_0_may_take_longer_than_a_rank_may_hang():
+    """It gives signs of life meanwhile."""
+    def make() -> str:
+        time.sleep(1.2)
+        return "made"
+
+    assert _agreed(make, timeout_s=0.4) == "made"
+
+
+def test_a_rank_0_that_gives_no_sign_is_lost():
+    with pytest.raises(PeerLost, match=r"rank 1 has waited 0\.2 s for rank 0, which gave no sign of life"):
+        agree(dist.HashStore(), _environment(1, rank=1), "key", str, timeout_s=0.2)
+
+
+def test_what_rank_0_refuses_ends_the_others():
+    """They leave with the exit code of a refusal, and say nothing."""
+    def make() -> str:
+        raise ClusterError("refused")
+
+    store = dist.HashStore()
+    with pytest.raises(ClusterError, match="refused"):
+        agree(store, _environment(1), "key", make, timeout_s=1)
+    with pytest.raises(SystemExit) as left:
+        agree(store, _environment(1, rank=1), "key", make, timeout_s=1)
+    assert left.value.code == 2

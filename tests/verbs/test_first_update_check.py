@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +143,24 @@ def test_the_check_leaves_the_job_alone(tmp_path: Path) -> None:
         losses.append(paceline.train(make_job(Noisy), "data=2", run=tmp_path / str(check), check=check)["final_loss"])
 
     assert losses[0] == losses[1]
+
+
+RANK_AWARE = FILE.replace("def job", """import torch.distributed as dist
+class Scaled(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (1.001 if dist.is_initialized() and dist.get_rank() else 1.0)
+def job""").replace("torch.nn.Linear(width, 3)", "Scaled(width, 3)")
+
+
+@pytest.mark.parametrize(("text", "said"), [(FILE, "one device's"), (RANK_AWARE, "is not what one device computes")])
+def test_ranks_of_torchrun_are_checked(text: str, said: str, tmp_path: Path) -> None:
+    """Rank 0 checks for all of them; no rank trains what it refuses."""
+    (tmp_path / "job.py").write_text(text)
+    torchrun = str(Path(sys.executable).parent / "torchrun")
+    ran = subprocess.run(
+        [torchrun, "--nproc-per-node", "2", "--no-python", "--", str(Path(sys.executable).parent / "paceline"), "train",
+         str(tmp_path / "job.py"), "--plan", "data=2", "--run", str(tmp_path / "run")],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, capture_output=True, text=True, timeout=100)
+
+    assert said in ran.stdout + ran.stderr
+    assert (ran.returncode == 0) == (text == FILE) == (tmp_path / "run" / "model.safetensors").exists()

@@ -6,9 +6,10 @@ import json
 import os
 import secrets
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from paceline.launch.crew import PEERS, Crew
 from paceline.launch.environment import Environment, address_towards, interface_towards
 from paceline.launch.failure import Failure, RankFailed
 from paceline.launch.process import Body, run_rank
+
+_POLL_S = 0.01  # of the store, while rank 0 makes what the others wait for
 
 
 def join(environment: Environment, *, timeout_s: float) -> Any:
@@ -60,19 +63,58 @@ def _unmet(environment: Environment, why: str) -> PacelineError:
                          "--timeout SECONDS waits longer for ranks that start late")
 
 
-def agree(store: Any, environment: Environment, key: str, make: Callable[[], str]) -> str:
-    """A text that rank 0 makes and every rank learns. What rank 0 raises, the others learn as a failure too."""
+def agree(store: Any, environment: Environment, key: str, make: Callable[[], str], *, timeout_s: float) -> str:
+    """A text that rank 0 makes and every rank learns. What rank 0 raises, the others learn as a failure too.
+
+    timeout_s: how long the others wait without a sign of rank 0, which may take longer than that.
+
+    Raises:
+        PeerLost: on the others, there was none.
+    """
     if environment.rank == 0:
         try:
-            text = json.dumps([True, make()])
-        except Exception as error:
+            with _giving_signs(store, key, every_s=timeout_s / 8):
+                text = json.dumps([True, make()])
+        except BaseException as error:
             store.set(key, json.dumps([False, str(error)]))
             raise
         store.set(key, text)
+    else:
+        _wait(store, environment, key, timeout_s=timeout_s)
     made, value = json.loads(store.get(key))
     if not made:
         sys.exit(2)  # rank 0 has said why
     return str(value)
+
+
+@contextmanager
+def _giving_signs(store: Any, key: str, *, every_s: float) -> Iterator[None]:
+    """Count up beside the key while the block runs."""
+    is_over = threading.Event()
+
+    def give() -> None:
+        while not is_over.wait(every_s):
+            with suppress(RuntimeError):
+                store.add(f"{key}/signs", 1)
+
+    thread = threading.Thread(target=give, name="paceline-signs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _wait(store: Any, environment: Environment, key: str, *, timeout_s: float) -> None:
+    seen, deadline_s = -1, 0.0
+    while not store.check([key]):
+        if (signs := store.add(f"{key}/signs", 0)) != seen:
+            seen, deadline_s = signs, time.monotonic() + timeout_s
+        elif time.monotonic() > deadline_s:
+            raise PeerLost(f"rank {environment.rank} has waited {timeout_s:g} s for rank 0, which gave no sign of life",
+                           hint="its own log says why, if it has ended; --timeout SECONDS waits longer")
+        time.sleep(_POLL_S)
 
 
 def run_joined(body: Body, environment: Environment, device: Device, *, store: Any, attempt: str,
@@ -98,7 +140,7 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
             print(f"error: {failure.describe()}", file=sys.stderr, flush=True)
 
     secret = os.environ.get("PACELINE_SECRET") or agree(store, environment, f"secret/{attempt}",
-                                                        lambda: secrets.token_hex(32))
+                                                        lambda: secrets.token_hex(32), timeout_s=timeout_s)
     result, failure, log = run_rank(
         body, rank=environment.rank, world_size=environment.world_size,
         local_world_size=environment.local_world_size, device=device, make_store=lambda: store, board=Board(1), slot=0,

@@ -39,7 +39,7 @@ class Place:
 
         if self._store is None:
             self._store = join(self.environment, timeout_s=self.timeout_s)
-        return agree(self._store, self.environment, key, make)
+        return agree(self._store, self.environment, key, make, timeout_s=self.timeout_s)
 
     def run(self, body: Body, *, run_dir: Path | None, idle: Callable[[Board], None] | None = None,
             crew: Crew = PEERS, restarts: int | None = None) -> Any:

@@ -56,8 +56,9 @@ def _unchecked(asked: Resolved, environment: Environment | None) -> str | None:
     """Why a plan is not checked; None if it is."""
     if asked.plan.relaxed is not None:
         return f"the plan is relaxed ({asked.plan.relaxed}) and can't equal one device"
-    if environment is not None:
-        return f"{environment.launcher} started the ranks, and a check needs ranks of its own"
+    if environment is not None and environment.local_world_size < environment.world_size:
+        return (f"{environment.launcher} started ranks on several hosts, and a check takes as many ranks on one; "
+                "'paceline verify' with this plan does so")
     if any(device.is_limit for device in asked.cluster.devices):
         return "the ranks' memory has a limit, and one device holds several copies of the model for a check"
     if any(device.kind != "cpu" for device in asked.cluster.devices):

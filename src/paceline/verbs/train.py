@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +24,6 @@ from paceline.verbs.prediction import predict_once_started, price, sum_up, what_
 
 if TYPE_CHECKING:
     from paceline.launch.context import RankContext
-    from paceline.launch.environment import Environment
     from paceline.proof.first_update import FirstUpdate
 
 
@@ -95,7 +95,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         run_dir = Path(place.agree("run folder", claim))
         if place.is_first:
             print(_banner(loaded, asked, chosen.why, run_dir), file=sys.stderr, flush=True)
-        checked = _checked(loaded, source, asked, environment, timeout_s=timeout_s) if check else None
+        checked = _checked(loaded, source, asked, place) if check else None
         settings = Settings(run_dir=run_dir, shares=asked.shares, save_every=save_every, resume=resume,
                             loader_workers=loader_workers, trace_steps=trace,
                             devices=devices_of(asked.plan, asked.cluster))
@@ -115,14 +115,22 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         return Summary(figures, run_dir)
 
 
-def _checked(job: Job, source: JobFile | None, asked: Resolved, environment: Environment | None, *,
-             timeout_s: float) -> FirstUpdate | None:
-    """What the check before the run found; says so where the run is not what one device computes, or may not be."""
+def _checked(job: Job, source: JobFile | None, asked: Resolved, place: Place) -> FirstUpdate | None:
+    """What the check before the run found; says so where the run is not what one device computes, or may not be.
+
+    Inside a launcher rank 0 checks for all.
+    """
+    from paceline.proof.first_update import FirstUpdate
     from paceline.verbs import checks
 
-    found = checks.first_update(job, source, asked, environment=environment, timeout_s=timeout_s)
-    if found is not None and (found.verdict == "coupled"
-                              or (found.verdict == "unchecked" and asked.plan.relaxed is None)):
+    def check() -> str:
+        found = checks.first_update(job, source, asked, environment=place.environment, timeout_s=place.timeout_s)
+        return json.dumps(found and found.to_dict())
+
+    told = json.loads(place.agree("first update", check))
+    found = FirstUpdate(**told) if told else None
+    if place.is_first and found is not None and (
+            found.verdict == "coupled" or (found.verdict == "unchecked" and asked.plan.relaxed is None)):
         word = "note" if found.verdict == "coupled" else "not checked against one device"
         print(f"{word}: {found.reason}", file=sys.stderr, flush=True)
     return found
