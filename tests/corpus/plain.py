@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, default_collate
 from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
 from paceline.runtime.order import Order, split
-from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
+from paceline.runtime.streams import key_to_seed, seed_model, seed_sample, seed_streams
 
 
 @dataclass
@@ -85,7 +85,7 @@ def _run(job: Job, cut: Cut, build: Any) -> Outcome:
 
 
 def _built(job: Job, build: Any) -> nn.Module:
-    seed_streams(job.seed, "model")
+    seed_model(job.seed)
     model = build()
     return (model.double() if job.precision == "float64" else model).train()
 

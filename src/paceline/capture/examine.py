@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ def _run_twice(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     first = _Watch(model)
     with first.watching():
         output = model(*args, **kwargs)
+    _make_known((args, kwargs, output))
     for path in first.draws:
         findings.opaque.setdefault(path, "draws from Python's or NumPy's random numbers")
     findings.changing.update(snapshot.changed_buffers())
@@ -102,6 +103,14 @@ def _run_twice(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     for attribute in to_buffers:
         model.register_buffer(attribute, vars(model).pop(attribute), persistent=False)
         snapshot.attributes.values.pop(attribute)
+
+
+def _make_known(value: Any) -> None:
+    """Let torch see the fields of dataclasses, which a recording else takes for one value each."""
+    for leaf in pytree.tree_leaves(value):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            torch.export.register_dataclass(type(leaf))
+            _make_known(leaf)  # what its fields hold
 
 
 def _is_a_buffer(before: Any, after: Any) -> bool:

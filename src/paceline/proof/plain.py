@@ -19,7 +19,7 @@ from paceline.job import Job
 from paceline.proof.order import whole_batches
 from paceline.runtime.feed import MicroBatch, map_tensors
 from paceline.runtime.order import split
-from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
+from paceline.runtime.streams import key_to_seed, seed_model, seed_sample, seed_streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class StepRecord:
 
 def build_plain(job: Job) -> torch.nn.Module:
     """The job's model in training mode with the seed's initial weights, on the CPU."""
-    seed_streams(job.seed, "model")
+    seed_model(job.seed)
     model = job.model()
     if job.precision == "float64":
         model = model.double()

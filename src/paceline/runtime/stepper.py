@@ -28,7 +28,7 @@ from paceline.runtime.feed import MicroBatch, example_batch
 from paceline.runtime.loss import Tally, read_tally, with_gradient
 from paceline.runtime.optimizers.build import build_optimizer
 from paceline.runtime.order import Window
-from paceline.runtime.streams import seed_streams
+from paceline.runtime.streams import seed_model, seed_streams
 from paceline.runtime.trace import Recorder
 from paceline.strategies.compose import Synchroniser, held_elsewhere, holds_parts, lay_out, meetings, prepare
 from paceline.strategies.data.run import local
@@ -64,7 +64,7 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
     Raises:
         JobError: it is no module, or has nothing to train.
     """
-    seed_streams(job.seed, "model")
+    seed_model(job.seed)
     model = job.model()
     if not isinstance(model, torch.nn.Module):
         raise JobError(f"model returned {type(model).__name__} and not a torch.nn.Module")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import random
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 def key_to_seed(*key: int | str) -> int:
@@ -30,6 +32,17 @@ def seed_streams(*key: int | str) -> None:
         torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
+
+
+def seed_model(seed: int) -> None:
+    """Before a job's function builds its model: the same initial weights and names each time.
+
+    Keras numbers layers that are given no name, and goes on counting with the next model of the process.
+    """
+    seed_streams(seed, "model")
+    if "keras" in sys.modules:
+        with suppress(ImportError):  # of another layout of its sources: names are then as it counts them
+            importlib.import_module("keras.src.utils.naming").reset_uids()
 
 
 def seed_sample(seed: int, position: int) -> None:

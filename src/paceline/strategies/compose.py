@@ -110,12 +110,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     Returns:
         What must be begun in this order and finished in the reverse one: the outermost reduction has run beside
         backward already, and the inner ones add to what it gives.
-
-    Raises:
-        JobError: the model can't be trained by several ranks.
     """
-    if mesh.world_size > 1:
-        _refuse_sparse(model)
     made = [room.prepare(model, plan=plan, mesh=mesh, observed=observed) for room in ROOMS if room.is_active(plan)]
     return [synchroniser for synchroniser in made if synchroniser is not None]
 
@@ -141,7 +136,12 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
         context: The numeric context of a forward.
         functions: The job's loss and metrics, from (output, target), by what they are called in a message.
         running: Entered where the whole model's weights are used.
+
+    Raises:
+        JobError: the model can't be trained by several replicas.
     """
+    if mesh.world_size > 1 and plan.replicas > 1:
+        _refuse_sparse(model)
     if plan.splits_model or (plan.axes.shard > 1 and _reads_past_modules(model)):
         from paceline.strategies.stages.build import lay_out as lay_out_stages
 
@@ -166,4 +166,4 @@ def _refuse_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             raise JobError(f"'{name}' ({type(module).__name__}) makes sparse gradients, and ranks exchange dense ones",
-                           hint="build it with sparse=False, or train it on one device")
+                           hint="build it with sparse=False, or train it with one replica")
