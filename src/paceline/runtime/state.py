@@ -23,6 +23,7 @@ from paceline.runtime.checkpoint.values import from_text_tensor, pack, text_tens
 from paceline.runtime.checkpoint.write import write_model
 from paceline.runtime.folder import MODEL
 from paceline.runtime.optimizers.kept import OptimizerState, placed
+from paceline.runtime.optimizers.own_parts import as_plain
 from paceline.runtime.optimizers.parts import groups_of
 from paceline.strategies.compose import Synchroniser
 from paceline.strategies.data.run import local
@@ -109,7 +110,7 @@ def _tensors(stepper: Holder) -> Iterator[tuple[str, torch.Tensor, tuple[str, ..
                 if name in stepper.layout.owned_buffers)
     own_steps = stepper.meetings.has_own_steps
     prefix = _own_prefix(stepper.mesh.coordinates["data"]) if own_steps else ""
-    for name, parameter in stepper.optimizer_state.parameters.items():
+    for name, parameter in stepper.optimizer_state.held().items():
         if name not in owned:
             continue
         alike: tuple[str, ...] = _IN_A_REPLICA if own_steps else _EVERYWHERE
@@ -358,10 +359,11 @@ def _restore_optimizer(stepper: Holder, checkpoint: Checkpoint) -> None:
     for full_name, names in _optimizer_tensors(stepper, checkpoint).items():
         name, key = _name_and_key(full_name, every)
         stored.setdefault(name, {})[key] = names
-    for name, parameter in state.parameters.items():
+    for name, parameter in state.held().items():
         values = {key: _unplain(value, None) for key, value in saved.get("values", {}).get(name, {}).items()}
         _restore_state(_Reader(checkpoint, parameter, stored.get(name, {}), stepper.layout.extents.get(name),
-                               options.get(id(parameter), {})), state, name, values)
+                               options.get(id(state.parameters[name]), {}), is_plain=name in state.distributed),
+                       state, name, values)
 
 
 def _name_and_key(full_name: str, parameters: Collection[str]) -> tuple[str, str]:
@@ -387,6 +389,7 @@ class _Reader:
     """Reads what a checkpoint has for a parameter.
 
     stored: names of tensors by key, of each replica that had its own. options: of the parameter's group.
+    is_plain: whether the optimizer has this rank's own part of a distributed parameter.
     """
 
     checkpoint: Checkpoint
@@ -394,11 +397,13 @@ class _Reader:
     stored: dict[str, list[str]]
     extent: Extent | None
     options: Mapping[str, Any]
+    is_plain: bool
 
     def take(self, key: str, like: Any = None) -> torch.Tensor:
         """Each is read once."""
         values = [_read_like(self.parameter, name, self.checkpoint, self.extent) for name in self.stored.pop(key)]
-        return placed(values[0] if len(values) == 1 else _mean(values), self.parameter, key, self.options)
+        value = values[0] if len(values) == 1 else _mean(values)
+        return placed(as_plain(value) if self.is_plain else value, self.parameter, key, self.options)
 
 
 def _restore_state(reader: _Reader, state: OptimizerState, name: str, values: dict[str, Any]) -> None:

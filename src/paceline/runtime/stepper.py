@@ -258,6 +258,7 @@ class Stepper:
     trace: notes what is done when, if it is set.
     groups: names of the parameters in each of the optimizer's groups, wherever they are held.
     optimizer_state: what is to be kept of the optimizer. gathered: what it updates whole though ranks hold parts.
+    own_parts: what it updates of tensors that ranks hold in parts.
     """
 
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
@@ -275,7 +276,7 @@ class Stepper:
         self.parameters = {name: p for name, p in self.held.items() if p.requires_grad}
         built = build_optimizer(job, self.trainable, self.parameters, mesh=mesh)
         self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
-        self.gathered = built.gathered
+        self.gathered, self.own_parts = built.gathered, built.own_parts
         self.schedule = build_schedule(job, self.optimizer)
         self.buffers = ChangingBuffers(self.model, with_frozen=self.meetings.has_own_steps)
         self.edits = Edits({name: p for name, p in self.held.items() if not is_sharded(p)})
@@ -462,8 +463,9 @@ class Stepper:
         return float(total)
 
     def _update(self) -> None:
+        self.own_parts.before_update()
         if self.gathered is not None:
-            self.gathered.gather()
+            self.gathered.before_update()
         try:
             if any(group["params"] for group in self.optimizer.param_groups):
                 self.optimizer.step()
@@ -476,8 +478,9 @@ class Stepper:
                            f"{str(error).splitlines()[0]}",
                            hint="leave out fused=True and foreach=True, or use an optimizer that treats every element "
                                 "alike (AdamW, SGD), or a data=N plan, which keeps parameters whole") from error
+        self.own_parts.after_update()
         if self.gathered is not None:
-            self.gathered.scatter()
+            self.gathered.after_update()
 
     @property
     def sent_bytes(self) -> float:

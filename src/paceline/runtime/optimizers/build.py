@@ -16,6 +16,7 @@ from paceline.job import Job
 from paceline.launch.logs import logger
 from paceline.runtime.optimizers.gather import AXES, GatheredTensors, connect
 from paceline.runtime.optimizers.kept import OptimizerState
+from paceline.runtime.optimizers.own_parts import OwnParts
 from paceline.runtime.optimizers.parts import groups_of
 from paceline.runtime.optimizers.probe import Behaviour, Reach, is_exact_in_parts, observe
 from paceline.strategies.data.run import local
@@ -30,6 +31,7 @@ class Built:
     state: what is to be kept of it.
     behaviour: what steps of it showed.
     gathered: tensors that one rank of several updates whole; None if there are none here.
+    own_parts: those of which each rank updates its part, as a plain tensor.
     """
 
     optimizer: torch.optim.Optimizer
@@ -37,6 +39,7 @@ class Built:
     state: OptimizerState
     behaviour: Behaviour
     gathered: GatheredTensors | None
+    own_parts: OwnParts
 
 
 def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
@@ -54,16 +57,21 @@ def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
         PlanRefused: ranks hold parts of a model whose optimizer must see all of it.
     """
     behaviour, device = _behaviour(job, trainable), next(iter(trainable.values())).device.type
-    gathered = None
+    gathered, own_parts = None, OwnParts({})
     if mesh is not None and any(mesh.sizes.get(axis, 1) > 1 for axis in (*AXES, "pipeline", "parts")):
-        gathered = _gathered(job, _agreed(behaviour.reach, mesh, device), parameters, mesh)
-    updated = dict(parameters) if gathered is None else {
-        name: gathered.whole.get(name, p) for name, p in parameters.items()
+        reach = _agreed(behaviour.reach, mesh, device)
+        gathered = _gathered(job, reach, parameters, mesh)
+        if Reach.PARAMETERS not in reach.values():
+            own_parts = OwnParts({name: p for name, p in parameters.items()
+                                  if hasattr(p, "device_mesh") and reach[name] is Reach.ELEMENT})
+    updated = {**parameters, **own_parts.plain} if gathered is None else {
+        name: gathered.whole.get(name, p) for name, p in {**parameters, **own_parts.plain}.items()
         if name not in gathered.parameters or name in gathered.whole}
     optimizer, groups = _built(job, trainable, updated)
     state = OptimizerState(optimizer, updated, behaviour.changing, unnamed=behaviour.unnamed,
-                           through_state_dict=behaviour.through_state_dict, unkept=behaviour.unkept)
-    return Built(optimizer, groups, state, behaviour, gathered)
+                           through_state_dict=behaviour.through_state_dict, unkept=behaviour.unkept,
+                           distributed=own_parts.distributed)
+    return Built(optimizer, groups, state, behaviour, gathered, own_parts)
 
 
 def refuse_coupled(optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach], *, what: str) -> None:

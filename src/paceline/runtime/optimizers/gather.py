@@ -65,7 +65,7 @@ class GatheredTensors:
             self._to_owners((self.parameters, {name: p.data for name, p in self.whole.items()}))
 
     @torch.no_grad()
-    def gather(self) -> None:
+    def before_update(self) -> None:
         """Put values and gradients into `whole`. A tensor without a gradient here has none there."""
         for whole in self.whole.values():
             whole.grad = torch.empty_like(whole)
@@ -78,7 +78,7 @@ class GatheredTensors:
                 whole.grad = None
 
     @torch.no_grad()
-    def scatter(self) -> None:
+    def after_update(self) -> None:
         """Put the values of `whole` back into the parts."""
         for whole in self.whole.values():
             whole.grad = None

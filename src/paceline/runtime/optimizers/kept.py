@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import JobError, PlanRefused
 from paceline.runtime.checkpoint.values import pack, unpack
+from paceline.runtime.optimizers.own_parts import as_distributed
 from paceline.runtime.optimizers.parts import Parts, Slot, parts_of
 
 _SELF = "self."  # begins the key of what doesn't lie in the outermost optimizer's `state`
@@ -25,6 +27,7 @@ class OptimizerState:
 
     Args:
         parameters: What the optimizer updates, by name.
+        distributed: Those of which it updates this rank's own part, as ranks hold them together.
         changing: Paths of attributes that steps change; others are as the job's function makes them.
         unnamed: Those of them that hold tensors by position and not by parameter.
         through_state_dict: Whether all of it is kept as `state_dict()` gives it, with no names.
@@ -33,8 +36,9 @@ class OptimizerState:
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter],
                  changing: Collection[str] = (), *, unnamed: Collection[str] = (), through_state_dict: bool = False,
-                 unkept: str = "") -> None:
+                 unkept: str = "", distributed: Mapping[str, torch.nn.Parameter] = MappingProxyType({})) -> None:
         self.optimizer, self.parameters, self.changing = optimizer, dict(parameters), sorted(changing)
+        self.distributed = distributed
         self.unnamed, self.through_state_dict, self.unkept = sorted(unnamed), through_state_dict, unkept
 
     def check(self, names: Collection[str]) -> None:
@@ -50,15 +54,24 @@ class OptimizerState:
                            f"state and attributes, {self.unkept}",
                            hint="keep it in self.state[parameter] or in attributes that are numbers, tensors or dicts "
                                 "from parameters to these, or implement state_dict and load_state_dict")
-        has_part = len(self.parameters) < len(names) or any(hasattr(p, "device_mesh") for p in self.parameters.values())
+        has_part = len(self.parameters) < len(names) or any(
+            hasattr(p, "device_mesh") for p in self.held().values())
         where = "its state_dict" if self.through_state_dict else f"'{next(iter(self.unnamed), '')}'"
         if has_part and (self.through_state_dict or self.unnamed):
             raise PlanRefused(f"{kind} keeps tensors in {where} by position, and this rank has some of the parameters "
                               "alone: a checkpoint can't say which tensor is whose",
                               hint="use a data=N plan, or keep them in self.state[parameter] or a dict by parameter")
 
+    def held(self) -> dict[str, torch.nn.Parameter]:
+        """What the optimizer updates, as ranks hold it."""
+        return {**self.parameters, **self.distributed}
+
     def by_parameter(self, name: str) -> Iterator[tuple[str, Any]]:
-        """Keys and values of what belongs to a parameter."""
+        """Keys and values of what belongs to a parameter; what is cut like it is distributed like it."""
+        for key, value in self._by_parameter(name):
+            yield key, as_distributed(value, self.distributed[name]) if name in self.distributed else value
+
+    def _by_parameter(self, name: str) -> Iterator[tuple[str, Any]]:
         if self.through_state_dict:
             return
         parts, parameter, seen = parts_of(self.optimizer), self.parameters[name], set()

@@ -154,6 +154,7 @@ class Engine:
     weights: Callable[[Stage], list[torch.nn.Parameter]]
     record: Callable[[Action, float, float], None] | None = None
     _ready_s: float = 0.0
+    _separable: dict[tuple[int, int], bool] = field(default_factory=dict)  # of a capture's stage, whether I and W are
     _received: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     _uses: dict[tuple[str, int], int] = field(default_factory=dict)
     _gradients: dict[Message, torch.Tensor | None] = field(default_factory=dict)
@@ -293,7 +294,14 @@ class Engine:
         self._ready_s = time.perf_counter()
         if action.kind == "I":
             inputs = [tensor for tensor in flight.inputs.values() if tensor.requires_grad]
-            flight.weights_left = backward_of_inputs(roots, gradients, inputs, self.weights(stage))
+            at = (id(staged), action.stage)
+            if at not in self._separable:
+                self._separable[at] = uses_weights_once(roots, inputs)
+            if self._separable[at]:
+                flight.weights_left = backward_of_inputs(roots, gradients, inputs, self.weights(stage))
+            else:
+                torch.autograd.backward(roots, gradients)
+                flight.weights_left = _nothing
         elif roots:
             torch.autograd.backward(roots, gradients)
         self._return_gradients(action, staged, flight)
@@ -338,6 +346,39 @@ class Engine:
             else:
                 self.links.send(torch.zeros(value.shape, dtype=value.dtype, device=self.links.device)
                                 if gradient is None else gradient, home)
+
+
+def _nothing() -> None:
+    """What is left of a backward that was done at once."""
+
+
+def uses_weights_once(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a backward can be done in two parts: no weight is used at two places of the graph.
+
+    torch starts the second part at every place where a weight is used. From the one that is nearer to the roots it
+    would come to the other one again.
+    """
+    ends = {torch.autograd.graph.get_gradient_edge(tensor).node for tensor in inputs}
+    order: list[Any] = []
+    users: dict[Any, int] = {}
+    left: list[tuple[Any, bool]] = [(root.grad_fn, False) for root in roots if root.grad_fn is not None]
+    seen: set[Any] = set()
+    while left:  # depth first; a node comes into the order after all that it leads to
+        node, is_done = left.pop()
+        if is_done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            left.append((node, True))
+            for following, _ in node.next_functions:
+                if following is not None:
+                    users[following] = users.get(following, 0) + 1
+                    left.append((following, False))
+    to_inputs: set[Any] = set()
+    for node in order:
+        if node in ends or any(following in to_inputs for following, _ in node.next_functions):
+            to_inputs.add(node)
+    return all(count == 1 or node in to_inputs for node, count in users.items())
 
 
 def backward_of_inputs(roots: list[torch.Tensor], gradients: list[torch.Tensor], inputs: list[torch.Tensor],

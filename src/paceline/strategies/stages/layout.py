@@ -139,6 +139,7 @@ class Stages:
 
         def before(action: Action) -> None:
             if action.kind == "F":
+                self.module.keeps_changes = batches[action.microbatch].samples > 0
                 work.before_forward(action.microbatch, action.stage)
             else:
                 work.before_backward(action.microbatch)

@@ -44,11 +44,21 @@ class PieceModule(nn.Module):
 
 def run_purely(run: Callable[..., tuple[torch.Tensor, ...]], piece: Piece, parameters: Sequence[torch.Tensor],
                tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The outputs of a piece, then the buffers that it changes; none of those given is changed."""
+    """The outputs of a piece, then the buffers that it changes; none of those given is changed.
+
+    A parameter that the piece writes to may be one of its outputs. It is given as it is now: the next micro-batch may
+    write to it before the output was used.
+    """
     count = len(piece.buffers)
     buffers = [buffer.clone() if name in piece.changes else buffer
                for name, buffer in zip(piece.buffers, tensors[:count], strict=True)]
+    versions = [parameter._version for parameter in parameters]
     outputs = run(*parameters, *buffers, *tensors[count:])
+    written = {parameter.untyped_storage().data_ptr()
+               for parameter, version in zip(parameters, versions, strict=True) if parameter._version != version}
+    if written:
+        outputs = tuple(output.clone() if output.untyped_storage().data_ptr() in written else output
+                        for output in outputs)
     return (*outputs, *(buffer for name, buffer in zip(piece.buffers, buffers, strict=True) if name in piece.changes))
 
 
@@ -57,6 +67,7 @@ class Pieces(nn.Module):
 
     lone: parameters that no piece registers, by name.
     model: whose buffers the pieces use and change.
+    keeps_changes: whether buffers keep what pieces make of them now; a stand-in counts nothing and leaves nothing.
     """
 
     def __init__(self, pieces: Mapping[str, PieceModule], lone: Mapping[str, nn.Parameter], model: nn.Module) -> None:
@@ -64,7 +75,7 @@ class Pieces(nn.Module):
         self.pieces = nn.ModuleList(pieces.values())
         for name, parameter in lone.items():
             self.register_parameter(name_of_attribute(name), parameter)
-        self.by_key = dict(pieces)
+        self.by_key, self.keeps_changes = dict(pieces), True
         self.buffers_at: dict[str, tuple[nn.Module, str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             for name in module._buffers:
@@ -88,6 +99,6 @@ class Pieces(nn.Module):
         count = len(piece.outputs)
         changed = [buffer for name, buffer in zip(piece.buffers, buffers, strict=True) if name in piece.changes]
         with torch.no_grad():
-            for buffer, value in zip(changed, outputs[count:], strict=True):
+            for buffer, value in zip(changed, outputs[count:], strict=True) if self.keeps_changes else ():
                 buffer.copy_(value)
         return outputs[:count]
