@@ -116,3 +116,37 @@ def test_a_model_that_edits_nothing_is_not_run_beforehand():
     """The code of its classes is looked through first."""
     assert not may_write(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.TransformerEncoderLayer(4, 2)))
     assert may_write(MomentumTarget())
+
+
+class TwoNets(nn.Module):
+    """BYOL's way with nets of several layers, so that the target is used in other stages than where it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.target = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.target.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.seen.lerp_(x.mean(0), 0.5)
+                for p, q in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                    q.lerp_(p, 0.1)
+        return self.online(x) * self.target(x)
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2 microbatches=4", "pipeline=2 microbatches=4 schedule=interleaved",
+                                  "pipeline=2 microbatches=4 schedule=zero-bubble", "tensor=2 accumulate=4"])
+def test_other_stages_use_what_was_written_for_their_micro_batch(plan: str, tmp_path: Path):
+    """The next micro-batch's forward may have written again by then."""
+    assert_alike(stateful_job(TwoNets), plan, tmp_path, reference="single accumulate=4")
+
+
+def test_stand_ins_leave_no_trace_in_buffers(tmp_path: Path):
+    """A window of one sample: three micro-batches of each replica, and all of the second one's, are stand-ins."""
+    job = stateful_job(TwoNets, samples=25, steps=3)
+    expected = trained(job, "data=2 accumulate=4", tmp_path)
+    found = trained(job, "pipeline=2 shard=2 microbatches=4", tmp_path)
+    torch.testing.assert_close(found["seen"], expected["seen"])

@@ -483,7 +483,9 @@ def _listed_modules(model: nn.Module) -> set[str]:
 
 
 def mutated(node: fx.Node) -> Sequence[fx.Node]:
-    """Arguments that a node's operator changes in place."""
+    """Arguments that a node's operator changes in place, also inside a block under no_grad or autocast."""
+    if (block := _block(node)) is not None:
+        return _of_arguments(*block, [base for inner in block[0].nodes for base in mutated(inner)])
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -495,10 +497,33 @@ def mutated(node: fx.Node) -> Sequence[fx.Node]:
 
 def statistics(node: fx.Node) -> Sequence[fx.Node]:
     """Running statistics that a node's operator updates."""
+    if (block := _block(node)) is not None:
+        return _of_arguments(*block, [base for inner in block[0].nodes for base in statistics(inner)])
     positions, training = _STATISTICS.get(node.target, ((), 0))
     if not positions or not node.args[training]:
         return []
     return [arg for arg in (node.args[position] for position in positions) if isinstance(arg, fx.Node)]
+
+
+def _block(node: fx.Node) -> tuple[fx.Graph, Sequence[Any]] | None:
+    """The graph of a block of the forward that a node stands for, and what the node calls it with."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return None
+    for position, arg in enumerate(node.args):
+        inside = getattr(node.graph.owning_module, str(arg.target), None) if (
+            isinstance(arg, fx.Node) and arg.op == "get_attr") else None
+        if isinstance(inside, fx.GraphModule):
+            return inside.graph, node.args[position + 1:]
+    return None
+
+
+def _of_arguments(graph: fx.Graph, arguments: Sequence[Any], bases: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of a block's arguments that are the same memory as nodes inside it."""
+    aliases = _aliases(graph)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    changed = {aliases[base] for base in bases}
+    return [arg for placeholder, arg in zip(placeholders, arguments, strict=False)
+            if aliases[placeholder] in changed and isinstance(arg, fx.Node)]
 
 
 def _aliases(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -106,10 +106,9 @@ class Stages:
         self.report = replace(report, lines=(*report.lines, *notes))
         _refuse_spread(example, holders, lambda piece: ranks[stage_of[piece.key]], changing, tensors)
         here = split.apply({name: tensors[name] for name, at in holders.items() if own in at})
-        # Shards of a weight could not be added up over stages if some rank of them had it whole, as it has where
-        # several of its pieces use it: each has it whole then.
-        apart = _used_twice(example, holders, lambda piece: ranks[stage_of[piece.key]]) if mesh.sizes[
-            "shard"] > 1 else set()
+        # A weight that several pieces of a rank use belongs to none of them: the rank has it whole. Then all ranks
+        # have, for parts of it could not be added up over stages.
+        apart = _used_twice(example, lambda piece: ranks[stage_of[piece.key]]) if mesh.sizes["shard"] > 1 else set()
         pieces = {piece.key: PieceModule(
             {name: here[name] for name in dict.fromkeys(piece.parameters) if name not in apart},
             split.runner if split.touches(piece) else None,
@@ -173,7 +172,8 @@ class Stages:
 
     def _weights(self, stage: Stage) -> list[nn.Parameter]:
         modules = [self.module.by_key[piece.key] for piece in stage.pieces if piece.parameters]
-        return list({p: None for module in modules for p in module.parameters() if p.requires_grad})
+        return list({p: None for module in modules for p in (*module.parameters(), *module.apart.values())
+                     if p.requires_grad})
 
     def _staged(self, batch: Batch) -> Staged:
         """The capture for a batch of this shape, cut; made when the shape is first seen."""
@@ -200,13 +200,13 @@ class Stages:
         return staged.capture.bind(*batch.arguments())
 
 
-def _used_twice(example: Capture, holders: Mapping[str, Sequence[int]], rank_of: Callable[[Piece], int]) -> set[str]:
-    """Parameters of several ranks that several pieces of one of these use, by name."""
+def _used_twice(example: Capture, rank_of: Callable[[Piece], int]) -> set[str]:
+    """Parameters that several pieces of one rank use, by name."""
     users: dict[tuple[str, int], set[str]] = {}
     for piece in example.pieces:
         for name in piece.parameters:
             users.setdefault((name, rank_of(piece)), set()).add(piece.key)
-    return {name for (name, _), keys in users.items() if len(keys) > 1 and len(holders[name]) > 1}
+    return {name for (name, _), keys in users.items() if len(keys) > 1}
 
 
 def _refuse_spread(example: Capture, holders: Mapping[str, Sequence[int]], rank_of: Callable[[Piece], int],

@@ -37,9 +37,12 @@ class PieceModule(nn.Module):
         """
         if id(piece) not in self.runs:
             self.runs[id(piece)] = (piece, self.split(piece) if self.split else piece.run)
-        parameters = (self.apart[name] if name in self.apart else getattr(self, name_of_attribute(name))
-                      for name in piece.parameters)
-        return run_purely(self.runs[id(piece)][1], piece, tuple(parameters), tensors)
+        parameters = tuple(map(self.held, piece.parameters))
+        return run_purely(self.runs[id(piece)][1], piece, parameters, tensors)
+
+    def held(self, name: str) -> nn.Parameter:
+        """A parameter by its name in the model."""
+        return self.apart[name] if name in self.apart else getattr(self, name_of_attribute(name))
 
 
 def run_purely(run: Callable[..., tuple[torch.Tensor, ...]], piece: Piece, parameters: Sequence[torch.Tensor],
@@ -67,7 +70,7 @@ class Pieces(nn.Module):
 
     lone: parameters that no piece registers, by name.
     model: whose buffers the pieces use and change.
-    keeps_changes: whether buffers keep what pieces make of them now; a stand-in counts nothing and leaves nothing.
+    keeps_changes: whether what pieces write to buffers and parameters now is kept; a stand-in leaves nothing behind.
     """
 
     def __init__(self, pieces: Mapping[str, PieceModule], lone: Mapping[str, nn.Parameter], model: nn.Module) -> None:
@@ -93,6 +96,9 @@ class Pieces(nn.Module):
         given = [buffer.clone() if name in piece.changes else buffer
                  for name, buffer in zip(piece.buffers, buffers, strict=True)]
         module = self.by_key.get(piece.key)
+        edited = [] if module is None or self.keeps_changes else [
+            module.held(name) for name in piece.parameters if name in piece.changes]
+        before = [parameter.detach().clone() for parameter in edited]
         outputs: tuple[torch.Tensor, ...] = (
             run_purely(piece.run, piece, (), (*given, *inputs)) if module is None  # it has no parameters
             else module(piece, *given, *inputs))
@@ -101,4 +107,6 @@ class Pieces(nn.Module):
         with torch.no_grad():
             for buffer, value in zip(changed, outputs[count:], strict=True) if self.keeps_changes else ():
                 buffer.copy_(value)
+            for parameter, value in zip(edited, before, strict=True):
+                parameter.data.copy_(value)  # which no version counter tells backward of
         return outputs[:count]

@@ -1,0 +1,44 @@
+"""Elementwise optimizers see plain tensors under shard=N and tensor=N, and their state goes on under other plans."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optimizer_jobs import furthest, make_job, train, train_in_legs
+from torch import nn
+
+from paceline.runtime.optimizers.own_parts import as_plain
+
+EXACT = 1e-12
+pytestmark = pytest.mark.timeout(120)
+
+OPTIMIZERS: dict[str, Any] = {
+    "fused adam": partial(torch.optim.Adam, fused=True), "foreach sgd": partial(torch.optim.SGD, momentum=0.9,
+                                                                                foreach=True),
+    "rprop": torch.optim.Rprop}
+
+
+@pytest.mark.parametrize("plan", ["shard=3", "tensor=2", "pipeline=2 shard=2"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_update_is_that_of_one_device(name: str, plan: str, tmp_path: Path) -> None:
+    """torch's distributed tensors refuse these updates."""
+    job = make_job(lambda named: OPTIMIZERS[name](named, lr=1e-2))
+    assert furthest(train(job, plan, tmp_path / "run"), train(job, "single", tmp_path / "one")) < (EXACT, "")
+
+
+def test_it_goes_on_under_other_plans(tmp_path: Path) -> None:
+    """A rank writes its part of the state, and reads whatever part it has then."""
+    job = make_job(lambda named: torch.optim.Adam(named, lr=1e-2, fused=True))
+    weights = train_in_legs(job, [("shard=2", 1), ("tensor=2", 3), ("shard=3", 5), ("single", 7)], tmp_path / "run")
+    assert furthest(weights, train(job, "single", tmp_path / "one")) < (EXACT, "")
+
+
+def test_state_inside_lists_is_found() -> None:
+    """Tensors that are no parts stay as they are."""
+    tensors = [torch.ones(2), {"a": (torch.zeros(()), 3)}]
+    assert as_plain(tensors) == tensors
+    assert isinstance(as_plain(nn.Parameter(torch.ones(2))), nn.Parameter)

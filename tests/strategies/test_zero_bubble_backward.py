@@ -1,0 +1,41 @@
+"""A backward in two parts, the gradients of inputs before those of weights: only where no weight is used twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from stateful_jobs import assert_alike, stateful_job
+from torch import Tensor, nn
+
+from paceline.strategies.stages.engine import uses_weights_once
+
+
+class Recurrent(nn.Module):
+    """Stages that use each of their weights several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for cell in self.cells:
+            for _ in range(2):
+                x = x + torch.tanh(cell(x))
+        return self.last(x)
+
+
+@pytest.mark.timeout(120)
+def test_weights_that_a_stage_uses_twice(tmp_path: Path):
+    assert_alike(stateful_job(Recurrent), "pipeline=2 microbatches=3 schedule=zero-bubble", tmp_path)
+
+
+@pytest.mark.parametrize(("forward", "once"), [
+    (lambda a, b, x: b(torch.tanh(a(x))), True), (lambda a, b, x: a(torch.tanh(a(x))), False),
+    (lambda a, b, x: a(x) * a(x.sin()), False), (lambda a, b, x: a(x) + torch.tanh(b(x)) + x, True),
+    (lambda a, b, x: b(a(x)) + a.weight.sum(), False)])
+def test_whether_weights_are_used_once(forward: object, once: bool):
+    a, b, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    assert uses_weights_once([forward(a, b, x)], [x]) is once  # type: ignore[operator]
