@@ -24,6 +24,7 @@ def main() -> int:
     """Run the sweep, print its table, and return 1 if a cell is wrong."""
     import torch
 
+    from .certified import CERTIFIED_PLANS, certify
     from .page import SYMBOLS, page, table
     from .registry import entries
     from .resumed import resume_check
@@ -38,6 +39,7 @@ def main() -> int:
     parser.add_argument("--retry", type=Path, metavar="FILE",
                         help="run what FILE, a --json, calls wrong or refused; keep its rest")
     parser.add_argument("--resume-check", action="store_true", help="stop under one plan and go on under another")
+    parser.add_argument("--certify", action="store_true", help="let paceline verify judge, and count what it fails")
     given = parser.parse_args()
     torch.set_num_threads(1)
     jobs = entries(given.jobs)
@@ -47,8 +49,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="paceline-corpus-", dir=shared if shared.is_dir() else None) as folder:
         sweep = Sweep(Path(folder), given.seconds)
         cells: list[Cell] = resume_check(sweep) if given.resume_check else []
+        if given.certify:
+            plans = given.plans if given.plans != list(PLANS) else CERTIFIED_PLANS
+            cells = certify(jobs, plans, sweep.say, timeout_s=given.seconds)
         known = [Cell(**cell) for cell in json.loads(given.retry.read_text())] if given.retry else []
-        for plan in () if given.resume_check else given.plans:
+        for plan in () if given.resume_check or given.certify else given.plans:
             of_plan = {cell.job: cell for cell in known if cell.plan == plan}
             open_cells = {cell.job for cell in of_plan.values() if cell.verdict in (WRONG, REFUSED)}
             again = [entry for entry in jobs if not given.retry or entry.name in open_cells]

@@ -10,7 +10,7 @@ from pathlib import Path
 from .registry import Entry
 from .sweep import COUPLED, EXACT, REFUSED, WRONG, Cell
 
-SYMBOLS = {EXACT: "=", COUPLED: "~", REFUSED: "-", WRONG: "X"}
+SYMBOLS = {EXACT: "=", COUPLED: "~", REFUSED: "-", WRONG: "X", "inconclusive": "?"}
 COMMONEST = 10
 ROOT = Path(__file__).parents[2]
 

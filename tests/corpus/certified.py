@@ -1,0 +1,43 @@
+"""What `paceline verify` says of the corpus: on plans that are exact it must not say that they fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import paceline
+from paceline.errors import PacelineError, UsageError
+
+from .registry import Entry
+from .sweep import COUPLED, EXACT, REFUSED, WRONG, Cell, first_line, preload
+
+# A plan that cuts the batch unevenly, and one that splits the model into stages.
+CERTIFIED_PLANS = ("data=2 shares=3:1", "pipeline=2")
+_VERDICTS = {"passed": EXACT, "coupled": COUPLED, "refused": REFUSED, "inconclusive": "inconclusive", "failed": WRONG}
+
+
+def certify(jobs: Sequence[Entry], plans: Sequence[str], say: Callable[[str], None], *,
+            timeout_s: float) -> list[Cell]:
+    """A cell for each job and plan. What verify calls failed or refuses to judge counts as wrong."""
+    preload(jobs)
+    cells: list[Cell] = []
+    for entry in jobs:
+        started_s = time.monotonic()
+        cells += (found := _of(entry, plans, timeout_s))
+        for cell in found:
+            cell.seconds = (time.monotonic() - started_s) / len(found)
+            if cell.verdict not in (EXACT, COUPLED, REFUSED):
+                say(f"{cell.verdict}: {cell.job} under {cell.plan}: {cell.reason}")
+    return cells
+
+
+def _of(entry: Entry, plans: Sequence[str], timeout_s: float) -> list[Cell]:
+    found = []
+    for plan in plans:
+        try:
+            certificate, = paceline.verify(entry.make(), [plan], steps=3, timeout_s=timeout_s)
+            found.append(Cell(entry.name, plan, _VERDICTS[certificate.verdict], certificate.reason or ""))
+        except PacelineError as error:
+            verdict = REFUSED if isinstance(error, UsageError) else WRONG
+            found.append(Cell(entry.name, plan, verdict, first_line(error), trace=str(error)))
+    return found
