@@ -21,7 +21,8 @@ _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "connect
                "ncclremoteerror", "ncclsystemerror", "nccl communicator was aborted", "socket timeout",
                "timed out waiting", "application timeout caused pair closure", "timed out after")
 _MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc",
-                 "cuda out of memory")
+                 "cuda out of memory", "cuda error: out of memory", "hip out of memory", "hip error: out of memory",
+                 "cublas_status_alloc_failed", "failed to cuda calloc", "cuda failure 2 'out of memory'")
 # Not sys.prefix: it can be /usr, and a container's code is often somewhere in /usr/src.
 _NOT_USERS = (f"{Path(__file__).resolve().parent.parent}{os.sep}", "<",
               *(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "scripts")))

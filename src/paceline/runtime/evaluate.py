@@ -54,7 +54,9 @@ def evaluation_sums(model: torch.nn.Module, layout: Layout, job: Job, data: Any,
                 for row, (name, function) in enumerate(functions.items()):
                     tally = read_tally(function(output, moved.target), samples=batch.samples or 1, name=name)
                     if batch.samples:
-                        sums[row] += torch.stack([tally.total, torch.as_tensor(tally.count, device=device)])
+                        sums[row] += torch.stack([
+                            torch.as_tensor(part, dtype=torch.float64, device=device)
+                            for part in (tally.total, tally.count)])
     model.train(was_training)
     return sums
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,10 +96,17 @@ class Links:
     """Sends and receives between the ranks along an axis.
 
     Messages from one rank to another come in the sender's order, which the receiver knows: no tags are needed.
+
+    NCCL carries out what a group was asked for between two ranks one after the other: ranks that both wait for the
+    other's message before they send would wait for ever. So each direction has a group.
+
+    ranks: of the axis. own: this rank's place among them. ahead, back: groups for messages to later and to earlier
+    places.
     """
 
-    def __init__(self, ranks: Sequence[int], own: int, device: torch.device) -> None:
-        self.ranks, self.own, self.device = ranks, own, device
+    def __init__(self, ranks: Sequence[int], own: int, device: torch.device, *, ahead: dist.ProcessGroup | None,
+                 back: dist.ProcessGroup | None) -> None:
+        self.ranks, self.own, self.device, self.ahead, self.back = ranks, own, device, ahead, back
         self.expected: dict[int, Iterator[tuple[Message, Value]]] = {}
         self.posted: dict[tuple[int, Message], tuple[dist.Work, torch.Tensor]] = {}
         self.sent: list[tuple[dist.Work, torch.Tensor]] = []
@@ -110,7 +118,7 @@ class Links:
     def send(self, tensor: torch.Tensor, to: int) -> None:
         tensor = tensor.detach().contiguous()
         self.sent = [(work, held) for work, held in self.sent if not work.is_completed()]
-        work = dist.isend(tensor, self.ranks[to])
+        work = dist.isend(tensor, self.ranks[to], group=self.ahead if to > self.own else self.back)
         assert work is not None
         self.sent.append((work, tensor))
 
@@ -119,7 +127,7 @@ class Links:
         while (source, message) not in self.posted:
             coming, value = next(self.expected[source])
             buffer = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-            work = dist.irecv(buffer, self.ranks[source])
+            work = dist.irecv(buffer, self.ranks[source], group=self.ahead if source < self.own else self.back)
             assert work is not None
             self.posted[source, coming] = (work, buffer)
 
@@ -162,7 +170,7 @@ class Engine:
 
     def run(self, staged: Mapping[int, Staged], inputs: Mapping[int, Mapping[str, torch.Tensor]],
             loss: Callable[[int, Any], torch.Tensor], *, before: Callable[[Action], None] = lambda action: None,
-            ) -> None:
+            context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         """Forward and backward of these micro-batches; the orders' other ones are left out.
 
         Args:
@@ -170,6 +178,7 @@ class Engine:
             inputs: The model's own inputs of each micro-batch, by name.
             loss: From a micro-batch's number and the model's output to what backward starts from.
             before: Called before each action.
+            context: The numeric context of a forward. A backward has none: autograd knows what each operator ran in.
         """
         orders = [[action for action in order if action.microbatch in staged] for order in self.orders]
         self._begin(orders, staged)
@@ -179,7 +188,8 @@ class Engine:
                 self._post(coming, staged[coming.microbatch])
             before(action)
             if action.kind == "F":
-                self._forward(action, staged[action.microbatch], inputs[action.microbatch], loss)
+                with context():
+                    self._forward(action, staged[action.microbatch], inputs[action.microbatch], loss)
             else:
                 self._backward(action, staged[action.microbatch])
             if self.record is not None:

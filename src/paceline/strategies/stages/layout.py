@@ -83,7 +83,8 @@ class Stages:
         self.captures: dict[Any, Staged] = {}
         self.opaque, self.tensors = opaque, tensors
         own = mesh.coordinates[axis]
-        self.links = Links(mesh.ranks_along(axis), own, device)
+        self.links = Links(mesh.ranks_along(axis), own, device, ahead=None,
+                           back=_group(mesh, axis, range(mesh.sizes[axis])))
         self.first_name = first_names(template)
         holders: dict[str, list[int]] = {name: [] for name in tensors}
         buffer_owners = dict.fromkeys((name for name, _ in template.named_buffers()), 0)
@@ -148,8 +149,7 @@ class Stages:
             work.record(_ACTIONS[action.kind], label, start_s, end_s)
 
         self.engine.record = record
-        with self.context():
-            self.engine.run(staged, inputs, work.loss, before=before)
+        self.engine.run(staged, inputs, work.loss, before=before, context=self.context)
         for number in range(len(batches)):
             if number not in run:
                 work.before_backward(number)

@@ -202,8 +202,9 @@ def _outputs_and_gradients(run: Callable[..., tuple[torch.Tensor, ...]], held: I
               for t, wanted in zip((*held, *given), (*[True] * count, *trained), strict=True)]
     with torch.enable_grad():
         outputs = run(*leaves[:count], *buffers, *leaves[count:])
-        mixed = [(out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
-                 for out in outputs if out.requires_grad]
+        weights = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device) for out in outputs]
+        mixed = [(out * of_one.view(out.shape)).sum()
+                 for out, of_one in zip(outputs, weights, strict=True) if out.requires_grad]
         if mixed:
             torch.stack([part.double() for part in mixed]).sum().backward()
     return [out.detach() for out in outputs], [leaf.grad for leaf in leaves]
