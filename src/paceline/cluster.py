@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -464,15 +465,23 @@ def _gpus() -> list[Device]:
     # Only NVIDIA's driver node is looked at first, so that a machine without GPUs pays no torch import here.
     if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")):
         return []
-    import torch
+    return [Device("cuda", index, memory_bytes, name=name) for index, (name, memory_bytes) in enumerate(_seen_gpus())]
 
-    if not torch.cuda.is_available():
-        return []
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(Device("cuda", index, properties.total_memory, name=properties.name))
-    return found
+
+@cache
+def _seen_gpus() -> tuple[tuple[str, int], ...]:
+    """Name and bytes of each GPU. A fork looks: ranks are forks of this process, and can't use CUDA if it has."""
+    from paceline.launch.fork import in_a_fork
+
+    def look() -> list[tuple[str, int]]:
+        import torch
+
+        if not torch.cuda.is_available():
+            return []
+        found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return [(properties.name, properties.total_memory) for properties in found]
+
+    return tuple((name, memory_bytes) for name, memory_bytes in in_a_fork(look))
 
 
 def _parse_names(text: str) -> list[tuple[DeviceKind, int]]:

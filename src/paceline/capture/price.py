@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from paceline.capture.graph import Piece, Value
+from paceline.launch.fork import cuda_left_alone
 
 # What a core does in a second; only the ratio matters for a cut. Measured on 2 cores (AVX-512), one thread each.
 FLOPS_PER_S = 90e9
@@ -34,7 +35,7 @@ def kept_bytes(piece: Piece, values: Mapping[str, Value], parameters: Mapping[st
         kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with cuda_left_alone(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         held = [torch.empty(parameters[name].shape, dtype=parameters[name].dtype,
                             requires_grad=parameters[name].requires_grad) for name in piece.parameters]
         also = [torch.empty(buffers[name].shape, dtype=buffers[name].dtype) for name in piece.buffers]

@@ -46,9 +46,9 @@ def _path(what: str, kind: DeviceKind) -> Path:
 
 def _processor(kind: DeviceKind) -> str:
     if kind == "cuda":
-        import torch
+        from paceline.cluster import Cluster
 
-        return torch.cuda.get_device_name()
+        return Cluster.local("cuda:0").devices[0].name
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 
 from paceline.errors import JobError
 from paceline.job import Job
+from paceline.launch.fork import cuda_left_alone
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work, growing
 from paceline.profile.recorder import Levels, Place, Recorder, Tallied, follow
 from paceline.strategies.units import find_units
@@ -283,11 +284,12 @@ def autocast(job: Job) -> AbstractContextManager[Any]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Leave the global random generators as they are found."""
+    """Leave the global random generators of the CPU as they are found, and GPUs alone: nothing here runs on them, and
+    a process that has asked for them can't fork ranks that use them."""
     import numpy as np
 
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]), cuda_left_alone():
         try:
             yield
         finally:

@@ -26,9 +26,9 @@ def seed_streams(*key: int | str) -> None:
     import torch
 
     seed = key_to_seed(*key)
-    if torch.accelerator.is_available():
+    if torch.cuda.is_initialized():
         torch.manual_seed(seed)
-    else:  # it would note the caller's stack for each kind of device that isn't there: 165 us a step
+    else:  # it would note the caller's stack for each kind of device that isn't there (165 us a step), or look for one
         torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
@@ -59,13 +59,20 @@ def seed_sample(seed: int, position: int) -> None:
     np.random.seed(mixed & 0xFFFFFFFF)
 
 
+def used_gpus() -> list[int]:
+    """This rank's GPU. Empty where CUDA is not in use: asking which there are would take it into use."""
+    import torch
+
+    return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+
+
 @contextmanager
 def kept_streams() -> Iterator[None]:
     """Leave the caller's generators as they were."""
     import numpy as np
     import torch
 
-    python, numpy, devices = random.getstate(), np.random.get_state(), torch.random.fork_rng()
+    python, numpy, devices = random.getstate(), np.random.get_state(), torch.random.fork_rng(used_gpus())
     with devices:
         try:
             yield

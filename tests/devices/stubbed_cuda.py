@@ -1,0 +1,59 @@
+"""Makes torch.cuda's Python side believe in GPUs: its C symbols are replaced, and say which process touched them.
+
+Nothing of torch/cuda is replaced but what lies in C, so that a process that would begin to use CUDA does so here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+_DRIVER = "/dev/nvidiactl"
+
+
+@contextmanager
+def stubbed_cuda(count: int = 2) -> Iterator[list[str]]:
+    """Yields what this process did with CUDA, in words; forks have lists of their own."""
+    touched: list[str] = []
+    parent = os.getpid()
+
+    def note(what: str) -> None:
+        if os.getpid() == parent:
+            touched.append(what)
+
+    def counted() -> int:
+        note("counted devices")
+        return count
+
+    exists = Path.exists
+    replaced: list[Any] = [
+        patch.object(torch._C, "_cuda_getDeviceCount", counted, create=True),
+        patch.object(torch._C, "_cuda_init", lambda: note("initialised"), create=True),
+        patch.object(torch._C, "_cuda_isInBadFork", lambda: bool(touched) and os.getpid() != parent, create=True),
+        patch.object(torch._C, "_cuda_getDevice", lambda: 0, create=True),
+        patch.object(torch._C, "_cuda_setDevice", lambda index: torch.cuda._lazy_init(), create=True),
+        patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True),
+        patch.object(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, create=True),
+        patch.object(torch.cuda, "_is_compiled", lambda: True),
+        patch.object(torch.cuda, "_cudart", object()),
+        patch.object(torch.cuda, "_device_count_nvml", lambda: -1),
+        patch.object(torch.cuda, "_queued_calls", []),
+        patch.object(torch.cuda, "_initialized", False),
+        patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        patch.object(torch.cuda, "_get_device_properties",
+                     lambda index: SimpleNamespace(total_memory=80 * 2**30, name="Stub"), create=True),
+        patch.object(Path, "exists", lambda self, **options: str(self) == _DRIVER or exists(self, **options))]
+    for one in replaced:
+        one.start()
+    try:
+        yield touched
+    finally:
+        for one in reversed(replaced):
+            one.stop()

@@ -1,0 +1,73 @@
+"""On a machine with GPUs no verb's own process begins to use CUDA: ranks are forks of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from stubbed_cuda import stubbed_cuda
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.cluster import Cluster, _seen_gpus
+from paceline.launch.fork import in_a_fork
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What this process does with CUDA."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    _seen_gpus.cache_clear()
+    with stubbed_cuda() as done:
+        yield done
+    _seen_gpus.cache_clear()
+
+
+def job() -> paceline.Job:
+    x = torch.randn(24, 6)
+    return paceline.Job(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 3)), loss=F.cross_entropy,
+        data=TensorDataset(x, (x[:, 0] > 0).long()), batch=8, steps=2, clip=1.0,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2))
+
+
+VERBS: dict[str, Callable[[Path], Any]] = {
+    "train": lambda folder: paceline.train(job(), "data=2", devices="cpu:0,cpu:1", run=folder / "run"),
+    "train tensor": lambda folder: paceline.train(job(), "tensor=2", devices="cpu:0,cpu:1", run=folder / "run"),
+    "train auto": lambda folder: paceline.train(job(), "auto", devices="cpu:0,cpu:1", run=folder / "run"),
+    "verify": lambda folder: paceline.verify(job(), ["data=2"], steps=2)}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_uses_cuda_in_its_own_process(verb: str, touched: list[str], tmp_path: Path):
+    VERBS[verb](tmp_path)
+    assert not touched
+
+
+def test_gpus_are_looked_at_in_a_fork(touched: list[str]):
+    """Their names and memory are known here all the same."""
+    assert [(str(device), device.name, device.memory_bytes) for device in Cluster.local().devices] == [
+        ("cuda:0", "Stub", 80 * 2**30), ("cuda:1", "Stub", 80 * 2**30)]
+    assert not touched
+
+
+def test_a_stub_that_is_touched_is_seen(touched: list[str]):
+    """The test can fail."""
+    torch.cuda.is_available()
+    assert touched
+
+
+def test_what_a_fork_answers():
+    assert in_a_fork(lambda: {"pid": os.getpid()})["pid"] != os.getpid()
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        in_a_fork(lambda: 1 / 0)
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        in_a_fork(lambda: os._exit(3))
