@@ -1,0 +1,103 @@
+"""Collectives and messages of every kind of plan obey NCCL's rules, which gloo doesn't ask for."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import chain
+
+import pytest
+import torch
+from messages import NCCL_DTYPES, Entry, Recording, is_cyclic, stuck, unlike_sequences
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.launch.local import run_local
+from paceline.planner.resolve import resolve
+from paceline.plans import Plan
+from paceline.runtime.loop import Settings, train_rank
+from paceline.strategies.compose import load
+
+pytestmark = pytest.mark.timeout(120)
+
+PLANS = ("data=2", "data=2 accumulate=2 recompute=full", "data=2 compress=int8", "shard=2 zero=1",
+         "shard=2 accumulate=2",
+         "data=2 shard=2", "tensor=2", "data=2 local=2 outer=diloco", "place=auto parts=2", "pipeline=2 data=2",
+         "pipeline=2 schedule=gpipe", "pipeline=3", "pipeline=2 schedule=interleaved",
+         "pipeline=2 schedule=zero-bubble", "pipeline=2 microbatches=1", "pipeline=2 shard=2")
+
+
+class Net(nn.Module):
+    """Blocks, a skip over all of them, and a running statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)])
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = skip = self.norm(self.first(x))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x + skip)
+
+
+def job() -> paceline.Job:
+    x = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
+    return paceline.Job(model=Net, data=TensorDataset(x, x[:, :4].clone()), loss=nn.functional.mse_loss, batch=16,
+                        steps=3, clip=1.0, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2))
+
+
+@cache
+def recorded(plan: str) -> list[list[Entry]]:
+    """What each rank of the plan asks for in three steps."""
+    asked = resolve(job(), plan, devices=f"cpu:0-{Plan.parse(plan).world_size - 1}")
+    load(asked.plan)
+
+    def body(context: object) -> list[Entry]:
+        with Recording() as recording:
+            train_rank(context, job(), asked.plan, Settings(None, asked.shares))
+        return recording.entries
+
+    found = run_local(lambda context: [entry.to_list() for entry in body(context)], asked.cluster.devices)
+    return [[Entry.of_list(entry) for entry in entries] for entries in found]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_ranks_of_a_group_ask_for_the_same(plan: str):
+    """Collectives, shapes and dtypes, in one order that all groups agree on; from one thread."""
+    ranks = recorded(plan)
+    assert any(ranks) and not unlike_sequences(ranks)
+    assert not is_cyclic(ranks)
+    for entries in ranks:
+        threads: dict[object, set[int]] = {}
+        for entry in entries:
+            threads.setdefault(entry.group, set()).add(entry.thread)
+        assert all(len(of_group) == 1 for group, of_group in threads.items() if group[0])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_messages_arrive(plan: str):
+    """No rank waits for what another one will send after it has received."""
+    assert not stuck(recorded(plan))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_dtypes_are_those_of_nccl(plan: str):
+    assert {entry.dtype for entry in chain(*recorded(plan)) if entry.dtype} <= NCCL_DTYPES
+
+
+def test_what_nccl_would_hang_on_is_seen():
+    """Two ranks that receive before they send: with one group they wait for ever, with one a direction they don't."""
+    def ranks(groups: tuple[str, str]) -> list[list[Entry]]:
+        return [[Entry("recv", ((0, 1), groups[1 - own]), 1 - own), Entry("send", ((0, 1), groups[own]), 1 - own)]
+                for own in (0, 1)]
+
+    assert stuck(ranks(("both", "both"))) and not stuck(ranks(("ahead", "back")))
+
+
+def test_ranks_that_disagree_are_seen():
+    first, second = Entry("allreduce_", ((0, 1), "a")), Entry("allreduce_", ((0, 1), "b"))
+    assert is_cyclic([[first, second], [second, first]]) and not is_cyclic([[first, second], [first, second]])
+    assert unlike_sequences([[first], []]) and not unlike_sequences([[first], [first]])
