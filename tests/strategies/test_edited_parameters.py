@@ -105,6 +105,46 @@ def test_an_edit_that_no_look_at_the_model_showed_is_refused(tmp_path: Path):
         trained(target(LateTarget), "shard=2", tmp_path)
 
 
+class CopiedTarget(MomentumTarget):
+    """The first forward writes to the target what it holds already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target.load_state_dict(self.online.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for p, q in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                q.lerp_(p, 0.1)
+        return torch.tanh(self.online(x) + self.target(x))
+
+
+def test_a_write_that_changes_nothing_at_first_is_seen(tmp_path: Path):
+    """The target begins as a copy of what it follows."""
+    assert_alike(target(CopiedTarget), "shard=2", tmp_path)
+    with pytest.raises(RankFailed, match=r"a forward changes the parameter '0\.target\.bias' in place, and servers"):
+        trained(target(CopiedTarget), "server=1 workers=2", tmp_path)
+
+
+class Centred(nn.Module):
+    """Keeps a running centre in an attribute that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.centre = nn.Linear(8, 4), torch.zeros(4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.centre = 0.9 * self.centre + 0.1 * y.detach().mean(0)
+        return y - self.centre
+
+
+def test_servers_refuse_tensors_in_attributes_that_change(tmp_path: Path):
+    """Each worker would go on with its own."""
+    with pytest.raises(RankFailed, match="training changes 'centre', and servers keep trained parameters alone"):
+        trained(stateful_job(Centred), "server=1 workers=2", tmp_path)
+
+
 @pytest.mark.parametrize("name", ["limit", "target"])
 def test_servers_refuse_edited_parameters(name: str, tmp_path: Path):
     """They keep the parameters and would not learn of it."""

@@ -88,6 +88,12 @@ def is_same(value: Any, other: Any) -> bool:
     return bool(value == other or (value != value and other != other))
 
 
+def is_like_a_buffer(before: Any, after: Any) -> bool:
+    """Whether an attribute is a tensor without gradient that keeps its shape: state, and no activation."""
+    return (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and not after.requires_grad
+            and before.shape == after.shape and before.dtype == after.dtype)
+
+
 def is_plain(value: Any) -> bool:
     """Whether it is a number, text, a tensor that is no parameter, or a container of these."""
     if isinstance(value, nn.Parameter):

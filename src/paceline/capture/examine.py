@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from paceline.capture.attributes import AttributeSnapshot, plain_attributes
+from paceline.capture.attributes import AttributeSnapshot, is_like_a_buffer, plain_attributes
 from paceline.capture.randomness import WithoutRandomness
 from paceline.capture.state import StateSnapshot, draws_state
 from paceline.errors import PlanRefused
@@ -85,7 +85,7 @@ def _run_twice(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     to_buffers = []
     for name in changing:
         path, _, attribute = name.rpartition(".")
-        if not path and _is_a_buffer(snapshot.attributes.values.get(name), values[name][2]):
+        if not path and is_like_a_buffer(snapshot.attributes.values.get(name), values[name][2]):
             to_buffers.append(attribute)
             findings.changing.add(name)
         else:
@@ -111,12 +111,6 @@ def _make_known(value: Any) -> None:
         if is_dataclass(leaf) and not isinstance(leaf, type):
             torch.export.register_dataclass(type(leaf))
             _make_known(leaf)  # what its fields hold
-
-
-def _is_a_buffer(before: Any, after: Any) -> bool:
-    """Whether an attribute is a tensor without gradient that keeps its shape."""
-    return (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and not after.requires_grad
-            and before.shape == after.shape and before.dtype == after.dtype)
 
 
 def alike(value: Any, other: Any) -> bool:

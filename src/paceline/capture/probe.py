@@ -104,7 +104,8 @@ def owner(model: nn.Module, path: str) -> str:
 
 def written_by(forward: Callable[[], Any], model: nn.Module,
                is_elsewhere: Callable[[torch.Tensor], bool] = lambda tensor: False) -> frozenset[str]:
-    """Names of the parameters that hold other values after a forward of the model. The model is not fit for use then.
+    """Names of the parameters that a forward of the model writes to, be it what they hold already. The model is not fit
+    for use then.
 
     is_elsewhere: whether a tensor lies in a file; of those, version counters alone tell.
     """
@@ -113,4 +114,5 @@ def written_by(forward: Callable[[], Any], model: nn.Module,
     seen = {name: Seen(p) for name, p in named.items() if not is_elsewhere(p)}
     forward()
     return frozenset(name for name, p in named.items()
-                     if (seen[name].is_changed() if name in seen else before[name] != (p._version, address(p))))
+                     if (before[name][0] != p._version or seen[name].is_changed() if name in seen
+                         else before[name] != (p._version, address(p))))

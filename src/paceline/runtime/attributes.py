@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.capture.attributes import AttributeSnapshot, plain_attributes
+from paceline.capture.attributes import AttributeSnapshot, is_like_a_buffer, plain_attributes
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.checkpoint.values import from_text_tensor, pack, text_tensor, unpack
@@ -42,6 +42,11 @@ class ChangingAttributes:
             name: value for name, value in numbers.items()
             if name not in self._numbers or value != self._numbers[name]}
         return {name: value for name, value in changed.items() if name not in self._not_the_models}
+
+    def changed_tensors(self) -> list[str]:
+        """Names of tensors that were there when this was made and hold other values now, in the same shape."""
+        return [name for name, value in self.changed().items()
+                if is_like_a_buffer(self._before.values.get(name), value)]
 
     def stored(self, place: int) -> dict[str, torch.Tensor]:
         """What has changed, as tensors for a checkpoint. place: of this rank among those that run other modules."""

@@ -59,7 +59,7 @@ class Server:
         self.writer = None
         if settings.run_dir is not None:
             self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt)
-            state.document(self.shelf, step=0, samples=0)  # what can't be saved is refused now, not after an hour
+            state.refuse_unsaveable(self.shelf)  # now, not after an hour
         self.version = self.turns.before(self._restore())  # updates made
         self.exchange.begin_at(self.version)
         self.history = History(self.version)

@@ -75,7 +75,7 @@ class Worker:
                             alive=partial(context.beat, "input"))
         self.observed_step: int | None = None
         self.has_looked_at_attributes = False
-        self.buffers = {name: Seen(buffer) for name, buffer in self.stepper.model.named_buffers()}
+        self.unserved = {name: (Seen(tensor), tensor._version) for name, tensor in self._unserved().items()}
         self.is_over = threading.Event()
         threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
         self.waited_for_step_s = 0.0
@@ -139,7 +139,7 @@ class Worker:
         with self.arrivals.watched(self.stepper.model):
             _, used = self.stepper.backward(window, batches, step=step, part=order["part"], beat=self.context.beat,
                                             tell=partial(self._tell_loss, order))
-        self._check_buffers()
+        self._check_unserved()
         return {"finished": order["lease"], "version": self.arrivals.version,
                 "unused": sorted(self.stepper.parameters.keys() - used)}
 
@@ -171,18 +171,26 @@ class Worker:
                                mesh=self.stepper.mesh, device=self.context.device, beat=self.context.beat)
         return {"sums": order["evaluate"], "values": sums.tolist()}
 
-    def _check_buffers(self) -> None:
-        """Refuse a model whose forward changes its buffers, in whatever step it first does; tell of attributes once."""
+    def _unserved(self) -> dict[str, torch.Tensor]:
+        """What servers don't keep of a model, by name: buffers and frozen parameters."""
+        model = self.stepper.model
+        return {**dict(model.named_buffers()), **{name: p for name, p in model.named_parameters()
+                                                  if not p.requires_grad}}
+
+    def _check_unserved(self) -> None:
+        """Refuse a model whose forward changes what servers don't keep, in whatever step it first does; tell of other
+        attributes once."""
+        now = self._unserved()
+        changed = [name for name, (seen, version) in self.unserved.items() if name not in now or (
+            now[name]._version != version or seen.is_changed() if now[name] is seen.tensor
+            else not torch.equal(seen.value, now[name]))]
+        if changed := changed or self.stepper.attributes.changed_tensors():
+            raise JobError(f"training changes '{changed[0]}', and servers keep trained parameters alone",
+                           hint="GroupNorm or LayerNorm in place of BatchNorm, or a data=N plan")
         if not self.has_looked_at_attributes and (attributes := list(self.stepper.attributes.changed())):
             logger.warning("training changes the attribute '%s', which servers don't save: a resumed run begins with "
                            "its first value", attributes[0])
         self.has_looked_at_attributes = True
-        now = dict(self.stepper.model.named_buffers())
-        changed = [name for name, seen in self.buffers.items() if name not in now or (
-            seen.is_changed() if now[name] is seen.tensor else not torch.equal(seen.value, now[name]))]
-        if changed:
-            raise JobError(f"training changes the buffer '{changed[0]}', and servers keep parameters alone",
-                           hint="GroupNorm or LayerNorm in place of BatchNorm, or a data=N plan")
 
     def _figures(self) -> dict[str, Any]:
         return {"peak_memory_bytes": self.memory.bytes(), "waited_for_step_s": self.waited_for_step_s,
