@@ -64,5 +64,5 @@ def test_only_modules_that_choose_are_named():
     blocks = {name: module for name, module in model.named_modules() if name.rpartition(".")[2].isdigit()}
     batches = [torch.randn(2, 8) for _ in range(4)]
     assert choosing(model, blocks, [lambda x=x: model(x) for x in batches]) == {"routed"}
-    assert may_choose(model)
+    assert may_choose(model, blocks) and not may_choose(model, ["layers.0", "layers.1"])
     assert not any(module._forward_pre_hooks for module in model.modules())

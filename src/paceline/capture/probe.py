@@ -51,9 +51,20 @@ def may_write(model: nn.Module) -> bool:
             or any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()))
 
 
-def may_choose(model: nn.Module) -> bool:
-    """Whether code of the model's own might call other blocks for other samples."""
-    return _has_in_source(model, _CHOOSES)
+def may_choose(model: nn.Module, blocks: Iterable[str]) -> bool:
+    """Whether the code of a class that calls some of these blocks might call others for other samples.
+
+    Such a class of a library calls its blocks alike.
+    """
+    for kind in {type(model.get_submodule(owner(model, path))) for path in blocks}:
+        if kind.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        try:
+            if _CHOOSES.search(inspect.getsource(kind)):
+                return True
+        except (OSError, TypeError):
+            return True
+    return False
 
 
 def _has_in_source(model: nn.Module, words: re.Pattern[str]) -> bool:

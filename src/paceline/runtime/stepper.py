@@ -144,7 +144,7 @@ def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
         PlanRefused: parameters lie on servers, which would not learn of what a worker writes to them.
     """
     edited, chooses = limited_by_norm(model), frozenset[str]()
-    compares = plan.axes.shard > 1 and not plan.splits_model and may_choose(model)
+    compares = plan.axes.shard > 1 and not plan.splits_model and may_choose(model, find_units(model))
     is_run = compares or may_write(model)
     if is_run:
         dtype = torch.float64 if job.precision == "float64" else None
