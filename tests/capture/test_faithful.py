@@ -17,6 +17,7 @@ from paceline.capture.examine import examine
 from paceline.capture.graph import CaptureFailed, capture
 from paceline.capture.losses import refuse_readers
 from paceline.capture.opaque import OpaqueModules
+from paceline.capture.randomness import WithoutRandomness
 from paceline.capture.state import StateSnapshot
 from paceline.errors import PlanRefused
 from paceline.strategies.stages.build import faithful_capture
@@ -202,3 +203,24 @@ def test_a_module_taken_whole_is_captured_with_and_without_gradients(enabled: bo
 
         assert first_difference(model, found, args, kwargs) is None
         assert [piece.opaque for piece in found.pieces] == [(), ("layers.1",)]
+
+
+class Reparametrised(nn.Module):
+    """Draws in its own forward, as a variational autoencoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.encoder(x)
+        return self.decoder(mean + torch.randn_like(mean))
+
+
+def test_a_capture_made_without_randomness_still_draws() -> None:
+    model, batch = Reparametrised(), Batch(2)
+    with WithoutRandomness() as random_layers:
+        captured = capture(model, *batch.arguments())
+        assert not random_layers.is_needed, "nothing has run yet"
+    names = [node.target for piece in captured.pieces for node in piece.nodes]
+    assert torch.ops.aten.randn_like.default in names

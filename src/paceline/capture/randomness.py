@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -38,7 +39,8 @@ class WithoutRandomness(TorchDispatchMode):
     """While this is entered, random operators give the mean of what they draw; not while a model is built.
 
     The operators are caught below autograd, where those inside torch's own functions (attention, recurrent layers)
-    are seen too, and in the second forward of a recomputed block.
+    are seen too, and in the second forward of a recomputed block. A forward on fake tensors is left as it is: what is
+    recorded there draws where the recording runs.
 
     left: names of random operators that were called and have no mean here.
     drawn: for each call that gave a mean, in order, what torch's generator would have drawn there: one number that
@@ -86,7 +88,8 @@ class WithoutRandomness(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._building or torch.Tag.nondeterministic_seeded not in func.tags:
+        if (self._building or torch.Tag.nondeterministic_seeded not in func.tags
+                or detect_fake_mode(args) is not None):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name in _MEANS:
