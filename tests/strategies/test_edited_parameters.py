@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.capture.probe import may_write
+from paceline.capture.probe import followers, may_write
 from paceline.launch.failure import RankFailed
+from paceline.strategies.units import find_units
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -190,3 +192,57 @@ def test_stand_ins_leave_no_trace_in_buffers(tmp_path: Path):
     expected = trained(job, "data=2 accumulate=4", tmp_path)
     found = trained(job, "pipeline=2 shard=2 microbatches=4", tmp_path)
     torch.testing.assert_close(found["seen"], expected["seen"])
+
+
+class ThroughData(TwoNets):
+    """MoCo's way of writing it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for p, q in zip(self.online.parameters(), self.target.parameters(), strict=True):
+            q.data = q.data if not self.training else q.data.mul_(0.9).add_(p.data, alpha=0.1)
+        return self.online(x) * self.target(x)
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=1", "data=2 shard=2", "shard=2 recompute=full"])
+@pytest.mark.parametrize("kind", [TwoNets, ThroughData])
+def test_shards_follow_shards(kind: type[nn.Module], plan: str, tmp_path: Path):
+    """Outside of their blocks both nets are in parts, and are written to in parts."""
+    assert_alike(stateful_job(kind), plan, tmp_path)
+
+
+def test_shards_do_not_follow_in_several_micro_batches(tmp_path: Path):
+    """Some of them may have no samples, and must leave no trace."""
+    with pytest.raises(RankFailed, match="uses a parameter of one of its blocks without calling the block"):
+        trained(stateful_job(TwoNets), "shard=2 accumulate=2", tmp_path)
+
+
+class BySamples(TwoNets):
+    """A momentum that the samples set."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for p, q in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                q.lerp_(p, float(x.abs().mean()))
+        return self.online(x) * self.target(x)
+
+
+class InBlocks(TwoNets):
+    """Writes in the block itself, what it holds already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target[0].register_forward_pre_hook(lambda block, _: (block.weight.data.copy_(torch.eye(8)), None)[1])
+        self.target[0].weight.data.copy_(torch.eye(8))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    (TwoNets, {"target.0.weight", "target.0.bias", "target.2.weight", "target.2.bias", "target.4.weight",
+               "target.4.bias"}),
+    (BySamples, set()),
+    (InBlocks, {"target.0.bias", "target.2.weight", "target.2.bias", "target.4.weight", "target.4.bias"})])
+def test_followers_are_written_to_from_outside_alike_for_all_samples(kind: type[nn.Module], expected: set[str]):
+    model = kind()
+    names = [name for name, _ in model.target.named_parameters(prefix="target")]
+
+    assert followers(names, model, find_units(model), tuple(
+        partial(model, torch.full((2, 8), value)) for value in (0.1, 0.2))) == expected

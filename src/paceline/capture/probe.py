@@ -27,7 +27,7 @@ _LIBRARIES = ("torch", "transformers", "keras", "torchvision")
 class Observed:
     """What a model's forward was seen to do.
 
-    edited: names of parameters that it writes to.
+    edited: names of parameters that it writes to, without `followers` where the plan keeps their values.
     choosing: paths of modules that call some of their blocks for one batch and others for another.
     """
 
@@ -127,3 +127,45 @@ def written_by(forward: Callable[[], Any], model: nn.Module,
     return frozenset(name for name, p in named.items()
                      if (before[name][0] != p._version or seen[name].is_changed() if name in seen
                          else before[name] != (p._version, address(p))))
+
+
+def followers(names: Iterable[str], model: nn.Module, blocks: Mapping[str, nn.Module],
+              forwards: tuple[Callable[[], Any], Callable[[], Any]]) -> frozenset[str]:
+    """Which parameters of blocks a forward writes to in place while their block does not run, alike for all samples,
+    such as the target of a momentum encoder. The model is not fit for use then.
+
+    names: of parameters that forwards write to. blocks: by path. forwards: of the model, each for other samples.
+    """
+    named = dict(model.named_parameters())
+    in_block = {path: [name for name in names if name.startswith(f"{path}.")] for path in blocks}
+    # What begins as a copy of what it follows would not change: it begins elsewhere here.
+    values = {name: named[name].detach() + 1 for group in in_block.values() for name in group}
+    starts: dict[str, list[Seen]] = {}
+    inside: set[str] = set()
+
+    @torch.no_grad()
+    def reset() -> None:
+        for name, value in values.items():
+            named[name].copy_(value)
+
+    def begin(path: str) -> None:
+        starts[path] = [Seen(named[name]) for name in in_block[path]]
+
+    def end(path: str) -> None:
+        inside.update(name for name, seen in zip(in_block[path], starts.pop(path), strict=True) if seen.is_changed())
+
+    handles = [handle for path, block in blocks.items() if in_block[path] for handle in (
+        block.register_forward_pre_hook(lambda *_, path=path: begin(path), prepend=True),
+        block.register_forward_hook(lambda *_, path=path: end(path)))]
+    reset()
+    try:
+        forwards[0]()
+    finally:
+        for handle in handles:
+            handle.remove()
+    after = {name: named[name].detach().clone() for name in values}
+    reset()
+    addresses = {name: address(named[name]) for name in values}
+    forwards[1]()
+    return frozenset(name for name in values if name not in inside and torch.equal(named[name], after[name])
+                     and address(named[name]) == addresses[name])

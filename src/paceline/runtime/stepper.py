@@ -14,7 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
-from paceline.capture.probe import NOTHING, Observed, choosing, limited_by_norm, may_choose, may_write, written_by
+from paceline.capture.probe import (
+    NOTHING,
+    Observed,
+    choosing,
+    followers,
+    limited_by_norm,
+    may_choose,
+    may_write,
+    written_by,
+)
 from paceline.cluster import Device
 from paceline.errors import JobError, PlanRefused, TrainingError
 from paceline.job import Job
@@ -36,7 +45,7 @@ from paceline.strategies.kept import Kept
 from paceline.strategies.layout import Layout
 from paceline.strategies.meeting import Met
 from paceline.strategies.mesh import Mesh, axes_cut
-from paceline.strategies.shard.run import is_about_shards, is_sharded
+from paceline.strategies.shard.run import is_about_shards, is_sharded, writes_to_shards
 from paceline.strategies.spill import CannotSpill, Spill
 from paceline.strategies.units import find_units
 
@@ -148,10 +157,14 @@ def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
     is_run = compares or may_write(model)
     if is_run:
         dtype = torch.float64 if job.precision == "float64" else None
-        batches = [example_batch(job.data, 2, first=2 * k).to(device, dtype) for k in range(4 if compares else 1)]
+        batches = [example_batch(job.data, 2, first=2 * k).to(device, dtype) for k in range(4 if compares else 2)]
         is_elsewhere, running = (spill.holds, spill.running) if spill else (lambda tensor: False, nullcontext)
         with suppress(Exception), autocast(job, device), running():  # what fails here fails in the first step, too
             edited |= written_by(lambda: batches[0].call(model.train()), model, is_elsewhere)
+            in_memory = [name for name, p in model.named_parameters() if name in edited and not is_elsewhere(p)]
+            if in_memory and writes_to_shards(plan):
+                edited -= followers(in_memory, model, find_units(model),
+                                    (partial(batches[0].call, model), partial(batches[1].call, model)))
             if compares:
                 chooses = choosing(model, find_units(model), [partial(batch.call, model) for batch in batches])
     if edited and isinstance(plan.sync, Servers):

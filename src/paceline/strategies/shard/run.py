@@ -44,10 +44,20 @@ def is_active(plan: Plan) -> bool:
     return plan.axes.shard > 1
 
 
+def writes_to_shards(plan: Plan) -> bool:
+    """Whether what a forward writes to the parameters of a block that is not running goes to its shards.
+
+    Below stage 3 a block stays gathered between the micro-batches of a step; and of several micro-batches some may be
+    stand-ins on all ranks, whose writes must leave nothing behind.
+    """
+    return is_active(plan) and not plan.splits_model and plan.num_microbatches == 1
+
+
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING) -> Sharding:
     """Shard every unit and what is left at the root along dim 0.
 
-    Parameters that a forward writes to stay whole: FSDP2 drops what is written to the weights it has gathered.
+    Parameters that a forward writes to stay whole: FSDP2 drops what is written to the weights it has gathered. Those
+    of a block that is not running are not gathered, and are written to in parts.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
