@@ -202,7 +202,7 @@ def test_failures_are_reckoned_with():
 
 def test_plans_that_are_here_are_tried():
     """The chosen plan's figures were measured, and the document says which."""
-    answer = paceline.plan(_job(), "2xcpu", rehearse_s=5.0)
+    answer = paceline.plan(_job(), "2xcpu", rehearse_s=2.0)
     rows = {row["plan"]: row for row in answer.to_dict()["plans"]}
 
     assert rows[str(answer.chosen)]["measured"]
