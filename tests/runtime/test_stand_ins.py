@@ -46,20 +46,20 @@ def test_stand_ins_change_no_state(plan: str, calls: int, tmp_path: Path) -> Non
 
 
 def test_what_no_file_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """A weight of complex128, here: not after the whole run, when it is saved."""
-    class Complex(nn.Module):
+    """A sparse buffer, here: not after the whole run, when it is saved."""
+    class Sparse(nn.Linear):
         def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3, 2, dtype=torch.complex128))
+            super().__init__(3, 2)
+            self.register_buffer("neighbours", torch.eye(3).to_sparse())
 
         def forward(self, x: Tensor) -> Tensor:
-            return (x.to(torch.complex128) @ self.weight).abs()
+            return super().forward((self.neighbours @ x.T).T)
 
     x = torch.ones(4, 3)
-    job = paceline.Job(model=Complex, data=TensorDataset(x, x[:, :2].clone()), loss=F.mse_loss, batch=2, epochs=1,
+    job = paceline.Job(model=Sparse, data=TensorDataset(x, x[:, :2].clone()), loss=F.mse_loss, batch=2, epochs=1,
                        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3))
 
-    with pytest.raises(paceline.errors.PacelineError, match="complex128"):
+    with pytest.raises(paceline.errors.PacelineError, match=r"buffers/neighbours.*sparse(.|\n)*persistent=False"):
         paceline.train(job, "single", run=tmp_path)
 
     assert not (tmp_path / "metrics.jsonl").exists()

@@ -16,6 +16,7 @@ from paceline.capture.randomness import WithoutRandomness
 from paceline.proof.plain import distance, is_weight, rates_of, sample_marks
 from paceline.proof.reference import KINDS
 from paceline.runtime import state
+from paceline.runtime.checkpoint.dtypes import from_stored
 from paceline.runtime.checkpoint.pieces import Piece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.feed import MicroBatch
@@ -142,7 +143,7 @@ def _region(file: Any, piece: Piece) -> torch.Tensor:
     name = piece.name if piece.name in file.keys() else piece.name.partition("/")[2]  # noqa: SIM118  # no mapping
     found: torch.Tensor = (file.get_slice(name)[piece.region.slices((0,) * piece.tensor.ndim)] if piece.tensor.ndim
                            else file.get_tensor(name))
-    return found
+    return from_stored(found, piece.tensor.dtype)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
@@ -165,7 +166,8 @@ def file_difference(checkpoint: Checkpoint, folder: Path, reference: Mapping[str
         with safe_open(folder / f"{kind}-{step - 1}.safetensors", framework="pt") as file:
             stored = {name.partition("/")[2]: name for name in checkpoint.tensors if name.startswith(f"{section}/")}
             for name in set(file.keys()) & stored.keys():
-                off = _greatest(checkpoint.read(stored[name]), file.get_tensor(name))
+                mine = checkpoint.read(stored[name])
+                off = _greatest(mine, from_stored(file.get_tensor(name), mine.dtype))
                 if not off <= limits[name]:
                     return (f"the checkpoint after step {step} has another '{stored[name]}': off by {off:.3g}, "
                             f"{limits[name]:.3g} is allowed")

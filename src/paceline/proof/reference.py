@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
@@ -38,6 +37,7 @@ from paceline.proof.plain import (
     greatest,
     sample_marks,
 )
+from paceline.runtime.checkpoint.dtypes import load_tensors, save_tensors
 from paceline.runtime.feed import is_stream
 
 ALLOWED = 10.0  # times the yardstick; see DESIGN: how equal is equal
@@ -286,18 +286,18 @@ def _drop_is_noticed(job: Job, folder: Path, limit: Named) -> bool | None:
 
 
 def _save(folder: Path, kind: str, step: int, tensors: dict[str, torch.Tensor]) -> None:
-    save_file({name: tensor.detach().clone(memory_format=torch.contiguous_format)
-               for name, tensor in tensors.items()}, folder / f"{kind}-{step}.safetensors")
+    copies = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    save_tensors(folder / f"{kind}-{step}.safetensors", copies)
 
 
 def _load(folder: Path, kind: str, step: int) -> dict[str, torch.Tensor]:
     path = folder / f"{kind}-{step}.safetensors"
-    return _kept(path) if path.stat().st_size <= _KEPT_BYTES else load_file(path)
+    return _kept(path) if path.stat().st_size <= _KEPT_BYTES else load_tensors(path)
 
 
 @lru_cache(maxsize=128)
 def _kept(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path)
+    return load_tensors(path)
 
 
 def coarsest(job: Job) -> float:

@@ -211,7 +211,7 @@ def refuse_unsaveable(stepper: Holder) -> None:
 
     Raises:
         JobError: a schedule or optimizer keeps something that JSON can't hold, or a tensor has a dtype or a layout that
-            no file of a checkpoint can hold.
+            no file of a checkpoint can hold, such as a sparse one.
         PlanRefused: as `document`.
     """
     document(stepper, step=0, samples=0)
@@ -220,7 +220,8 @@ def refuse_unsaveable(stepper: Holder) -> None:
             pass
     except ValueError as error:
         raise JobError(f"a run could not be saved: {error}",
-                       hint="complex64 in place of complex128, and dense tensors") from error
+                       hint="use dense tensors; a buffer that the model makes anew can be registered with "
+                            "persistent=False") from error
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

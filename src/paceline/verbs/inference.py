@@ -91,14 +91,13 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
         scratch = place.agree("predictions", lambda: made)
 
         def body(context: RankContext) -> dict[str, Any]:
-            from safetensors.torch import save_file
-
+            from paceline.runtime.checkpoint.dtypes import save_tensors
             from paceline.runtime.evaluate import outputs
 
             trained = load_trained(context, job, asked, Path(run))
             for number, found in enumerate(outputs(trained.model, trained.layout, job, data, part=trained.part,
                                                       device=context.device)):
-                save_file(_named(found), Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors")
+                save_tensors(Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors", _named(found))
             if context.world_size > 1:
                 import torch.distributed as dist
 
@@ -173,9 +172,9 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise UsageError(f"can't read inputs from {path}", hint=f"one of {', '.join(kinds)}")
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
+            from paceline.runtime.checkpoint.dtypes import load_tensors
 
-            found = dict(load_file(path))
+            found = load_tensors(path)
         elif path.suffix == ".csv":
             found = {"input": torch.from_numpy(np.loadtxt(path, delimiter=",", ndmin=2))}
         else:
@@ -201,16 +200,17 @@ def _gather(scratch: Path, run_dir: Path, output: Path | None, part: Part) -> tu
     """Put the ranks' outputs together in the order of the inputs."""
     import numpy as np
     import torch
-    from safetensors.torch import load_file, save_file
 
-    pieces = [load_file(path) for path in sorted(scratch.glob("*.safetensors"))]
+    from paceline.runtime.checkpoint.dtypes import load_tensors, save_tensors
+
+    pieces = [load_tensors(path) for path in sorted(scratch.glob("*.safetensors"))]
     whole = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
     single = list(whole) == ["output"]
     path = output or run_dir / ("predictions.npy" if single else "predictions.safetensors")
     if path.suffix == ".npy" and single:
         np.save(path, whole["output"].numpy(), allow_pickle=False)
     elif path.suffix == ".safetensors":
-        save_file(whole, path)
+        save_tensors(path, whole)
     else:
         raise UsageError(f"can't write {len(whole)} outputs to {path}", hint="a .npy file holds one, .safetensors any")
     return {name: list(tensor.shape) for name, tensor in whole.items()}, path

@@ -25,7 +25,7 @@ from paceline.runtime.checkpoint import (
     open_checkpoint,
     pieces_of,
 )
-from paceline.runtime.checkpoint.pieces import DTYPES
+from paceline.runtime.checkpoint.dtypes import DTYPES
 
 SHAPE = (11, 6)
 DENSE = torch.arange(66, dtype=torch.float64).reshape(SHAPE)
@@ -70,6 +70,7 @@ def newest(run_dir: Path) -> tuple[int, list[str]]:
     return found.step, warnings
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_every_dtype_comes_back(tmp_path: Path) -> None:
     """All dtypes, as matrices, scalars and empty tensors, come back bit by bit."""
     tensors = {f"{name}.{len(shape)}": torch.randint(0, 2, (*shape, 16), dtype=torch.uint8).view(dtype)[..., 0]
@@ -111,6 +112,18 @@ def test_whole_tensor_of_uneven_pieces(cut: Checkpoint) -> None:
     target = torch.zeros(6, 11, dtype=torch.float64).T
     cut.read_into("w", target)
     assert torch.equal(target, DENSE)
+
+
+def test_regions_of_complex_pieces(tmp_path: Path) -> None:
+    """What a file holds in pairs has the shape and the dtype of the tensor itself, for all who cut it."""
+    whole = torch.view_as_complex(torch.rand(6, 4, 2, dtype=torch.float64))
+    path = save(tmp_path, 1, [Piece("w", (6, 4), (0, 0), whole[:4])],
+                [Piece("w", (6, 4), (4, 0), whole[4:])])
+    checkpoint = open_checkpoint(path)
+
+    assert (checkpoint.tensors["w"].dtype, checkpoint.tensors["w"].shape) == (torch.complex128, (6, 4))
+    assert torch.equal(checkpoint.read("w", (3, 1), (2, 3)), whole[3:5, 1:])
+    assert torch.equal(checkpoint.read("w"), whole)
 
 
 def test_the_six_lines_of_the_docs(cut: Checkpoint) -> None:

@@ -9,17 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES
 from paceline.strategies.layout import Extent
-
-# The dtypes a safetensors file can hold whole bytes of, by the names it uses in its header.
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
-    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-}
-DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +98,7 @@ class Piece:
     tensor: The part itself, on any device.
 
     Raises:
-        ValueError: the part reaches out of the whole tensor, or is not a dense tensor of a dtype that a
-            safetensors file can hold.
+        ValueError: the part reaches out of the whole tensor, or is not a dense tensor of one of `DTYPES`.
     """
 
     name: str

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from paceline.errors import CheckpointError
-from paceline.runtime.checkpoint.pieces import DTYPES, Region, copy, pieces_of, uncovered
+from paceline.runtime.checkpoint.dtypes import DTYPES, in_file
+from paceline.runtime.checkpoint.pieces import Region, copy, pieces_of, uncovered
 from paceline.runtime.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, VERSION
 from paceline.strategies.layout import Extent
 from paceline.strategies.spill import give_back_freed
@@ -157,7 +158,7 @@ class _Mapped:
             ValueError: it is another one than the index says.
         """
         entry = self.header[piece.key]
-        if tuple(entry["shape"]) != piece.region.shape or DTYPES[entry["dtype"]] != dtype:
+        if (DTYPES[entry["dtype"]], tuple(entry["shape"])) != in_file(dtype, piece.region.shape):
             raise ValueError("its shape or dtype is not that of the index")
         start, end = entry["data_offsets"]
         whole = self.bytes[start:end].reshape(*piece.region.shape, dtype.itemsize)

@@ -26,7 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from paceline.errors import CheckpointError
-from paceline.runtime.checkpoint.pieces import DTYPE_NAMES, Piece, Region, copy, uncovered
+from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, as_stored, in_file, metadata
+from paceline.runtime.checkpoint.pieces import Piece, Region, copy, uncovered
 from paceline.strategies.spill import give_back_freed
 
 FORMAT = "paceline-checkpoint"
@@ -47,7 +48,7 @@ _RUN_BYTES = 16 * 2**20  # of a large tensor that is read and written at a time
 
 def write_model(path: Path, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
                 read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]) -> None:
-    """Write whole tensors by name to one safetensors file, one after the other, in one move.
+    """Write whole tensors by name to one safetensors file, one after the other, in one move; see `load_tensors`.
 
     Args:
         kinds: Each tensor's dtype and shape.
@@ -62,15 +63,15 @@ def write_model(path: Path, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ..
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in kinds.items()}
     try:
         ordered = sorted(kinds, key=lambda name: -kinds[name][0].itemsize)  # so that each is aligned
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without
+        header: dict[str, Any] = {"__metadata__": metadata({name: dtype for name, (dtype, _) in kinds.items()})}
         start = 0
         for name in ordered:
-            dtype, shape = kinds[name]
+            dtype, shape = in_file(*kinds[name])
             header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape),
                             "data_offsets": [start, start + sizes[name]]}
             start += sizes[name]
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-(8 + len(text)) % 16)  # as complex128 wants it, where the file is mapped
         with temp.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in ordered:
@@ -444,7 +445,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     path.touch()
     mode = path.stat().st_mode  # as the user's umask has it: safetensors makes its file private (0600)
     try:
-        save_file(dict(tensors), path)
+        save_file({name: as_stored(tensor) for name, tensor in tensors.items()}, path)
     except SafetensorError as error:
         if code := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
