@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,8 @@ class WithoutRandomness(TorchDispatchMode):
     left: names of random operators that were called and have no mean here.
     drawn: for each call that gave a mean, in order, what torch's generator would have drawn there: one number that
         tells streams apart.
+    drawn_forward: those of them that were drawn outside of a backward, where nothing is recomputed.
+    seeds: that the generator had been given when it drew these.
     off: names of those that gave their mean, by the path of the module that called them; "" for none.
     """
 
@@ -53,6 +56,8 @@ class WithoutRandomness(TorchDispatchMode):
         self.left: set[str] = set()
         self.off: dict[str, set[str]] = {}
         self.drawn: list[int] = []
+        self.drawn_forward: list[int] = []
+        self.seeds: set[int] = set()
         self._building = False
         self._inside: list[str] = []
 
@@ -71,6 +76,22 @@ class WithoutRandomness(TorchDispatchMode):
                 self._building = before
 
         return built
+
+    def forget(self) -> None:
+        """Another step begins."""
+        self.drawn.clear()
+        self.drawn_forward.clear()
+        self.seeds.clear()
+
+    def most_repeats(self) -> int:
+        """How often the most frequent number was drawn outside of a backward since the step began."""
+        return max(Counter(self.drawn_forward).values(), default=0)
+
+    def _draw(self) -> None:
+        self.seeds.add(torch.default_generator.initial_seed())
+        self.drawn.append(int(torch.empty((), dtype=torch.int64).random_()))
+        if torch._C._current_graph_task_id() == -1:
+            self.drawn_forward.append(self.drawn[-1])
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -94,7 +115,7 @@ class WithoutRandomness(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _MEANS:
             self.off.setdefault(self._inside[-1] if self._inside else "", set()).add(name)
-            self.drawn.append(int(torch.empty((), dtype=torch.int64).random_()))
+            self._draw()
             return _MEANS[name](*args, **{key: value for key, value in kwargs.items() if key != "generator"})
         if "scaled_dot_product" not in name:  # on the CPU it draws nothing itself
             self.left.add(name)

@@ -44,6 +44,7 @@ class Recorder:
         self.losses: list[float] = []
         self.rates: list[list[float]] = []
         self.drawn: list[list[int]] = []
+        self.repeats: list[int] = []
         self.stored_elements: dict[str, int] = {}
         self.evaluated: dict[str, float] = {}
         self.distances: dict[str, list[dict[str, float]]] = {kind: [] for kind in ("initial", *KINDS, "stored")}
@@ -56,7 +57,7 @@ class Recorder:
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         self.marks.append([mark for batch in batches for mark in sample_marks(batch).tolist()])
         if self.random is not None:
-            self.random.drawn.clear()
+            self.random.forget()
 
     def gradients(self, step: int, stepper: state.Holder) -> None:
         if step == self.first_step:
@@ -68,6 +69,7 @@ class Recorder:
                 self._compare_initial(stepper)
         if self.random is not None:
             self.drawn.append(sorted(set(self.random.drawn)))
+            self.repeats.append(self.random.most_repeats())
         self._compare("gradient", step, {name: p.grad.to_dense() if p.grad.is_sparse else p.grad
                                          for name, p in stepper.parameters.items() if p.grad is not None},
                       stepper.layout.extents)
@@ -134,8 +136,9 @@ class Recorder:
 
     def to_dict(self) -> dict[str, Any]:
         return {"replica": self.replica, "held": self.held, "marks": self.marks, "losses": self.losses,
-                "rates": self.rates, "drawn": self.drawn, "stored_elements": self.stored_elements,
-                "evaluated": self.evaluated, "first_step": self.first_step, **self.distances}
+                "rates": self.rates, "drawn": self.drawn, "repeats": self.repeats,
+                "stored_elements": self.stored_elements, "evaluated": self.evaluated, "first_step": self.first_step,
+                **self.distances}
 
 
 def _region(file: Any, piece: Piece) -> torch.Tensor:
@@ -334,8 +337,15 @@ def _evaluation_difference(reference: Mapping[str, Any], ranks: Sequence[Mapping
 
 def _stream_difference(reference: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]],
                        forwards: int | None) -> str | None:
-    """Where random layers would draw the same in two steps or on two replicas, or draw anew what they recompute."""
+    """Where random layers would draw the same in two steps, on two replicas or in two micro-batches, or draw anew what
+    they recompute. None of a job that seeds the generator itself."""
+    if reference["seeds_itself"]:
+        return None
     for number, rank in enumerate(ranks):
+        for step, repeats in enumerate(rank["repeats"], rank["first_step"]):
+            if repeats > max(reference["most_repeats"], 1):
+                return (f"random layers on rank {number} draw the same {repeats} times in the forwards of step "
+                        f"{step + 1}: their streams must be keyed by the micro-batch")
         seen: dict[int, int] = {}
         for step, drawn in enumerate(rank["drawn"], rank["first_step"]):
             most = reference["draws"][step] * (forwards or 0)

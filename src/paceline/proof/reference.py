@@ -39,6 +39,7 @@ from paceline.proof.plain import (
 )
 from paceline.runtime.checkpoint.dtypes import load_tensors, save_tensors
 from paceline.runtime.feed import is_stream
+from paceline.runtime.streams import key_to_seed
 
 ALLOWED = 10.0  # times the yardstick; see DESIGN: how equal is equal
 KINDS = ("gradient", "weight", "buffer")
@@ -72,7 +73,8 @@ def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandom
         judges_power: Whether to find out which planted errors would be noticed.
 
     Returns:
-        draws: of each step: how often random layers draw.
+        draws: of each step: how often random layers draw. most_repeats: how often a forward draws the same number, at
+        most. seeds_itself: whether the job gives the random generator seeds of its own while it takes a step.
         losses, rates, marks, state_sizes: of each step: the loss, the learning rates, a mark for each sample, the
         elements of the optimizer's tensors by name.
         loss_limit: what losses may differ by. gradient_limit, weight_limit, buffer_limit: of each step, what any
@@ -83,7 +85,8 @@ def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandom
         power: which planted errors the limits would have caught.
     """
     folder.mkdir(exist_ok=True)
-    reference: dict[str, Any] = {"losses": [], "rates": [], "marks": [], "state_sizes": [], "draws": []}
+    reference: dict[str, Any] = {"losses": [], "rates": [], "marks": [], "state_sizes": [], "draws": [],
+                                 "most_repeats": 0, "seeds_itself": False}
     with random:
         epsilon = coarsest(job)
         floors, figures = _write_plain(job, folder, reference, steps, random, evaluation, epsilon)
@@ -110,9 +113,11 @@ def _write_plain(job: Job, folder: Path, reference: dict[str, Any], steps: int, 
     _save(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
     floors: list[dict[str, Named]] = []
     for step, batch in enumerate(whole_batches(job, steps)):
-        random.drawn.clear()
+        random.forget()
         record = run.step(batch)
         reference["draws"].append(len(random.drawn))
+        reference["most_repeats"] = max(reference["most_repeats"], random.most_repeats())
+        reference["seeds_itself"] |= bool(random.seeds - {key_to_seed(job.seed, "step", step, 0, 0)})
         reference["losses"].append(record.loss)
         reference["rates"].append(record.rates)
         reference["marks"].append(sample_marks(batch).tolist())
