@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from corpus.experts import Routed
 from stateful_jobs import assert_alike, stateful_job
 from torch import Tensor, nn
 
@@ -14,29 +15,12 @@ from paceline.capture.probe import choosing, may_choose
 pytestmark = pytest.mark.timeout(120)
 
 
-class Routed(nn.Module):
-    """Each sample goes to its best expert; an expert without samples is not called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(8, 6), nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, which = self.router(x).softmax(-1).max(-1)
-        made = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = (which == number).nonzero()[:, 0]
-            if len(rows):
-                made = made.index_add(0, rows, expert(x[rows]) * weight[rows, None])
-        return made
-
-
 class Net(nn.Module):
     """One layer of experts that stands in no list, beside layers that do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.routed = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)]), Routed()
+        self.layers, self.routed = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)]), Routed(6)
         self.last = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +34,7 @@ class AtTheTop(Routed):
 
 
 @pytest.mark.parametrize("plan", ["shard=3", "shard=2 zero=2 accumulate=3"])
-@pytest.mark.parametrize("kind", [Net, lambda: nn.Sequential(AtTheTop(), nn.Linear(8, 4)),
+@pytest.mark.parametrize("kind", [Net, lambda: nn.Sequential(AtTheTop(6), nn.Linear(8, 4)),
                                   lambda: nn.ModuleDict({"a": Net()})["a"]])
 def test_ranks_may_choose_other_blocks(kind: type[nn.Module], plan: str, tmp_path: Path):
     """FSDP2 gathers what all ranks call."""

@@ -11,7 +11,7 @@ import torch
 from optimizer_jobs import furthest, make_job, train, train_in_legs
 from torch import nn
 
-from paceline.runtime.optimizers.own_parts import as_plain
+from paceline.runtime.optimizers.own_parts import as_distributed, as_plain
 
 EXACT = 1e-12
 pytestmark = pytest.mark.timeout(120)
@@ -38,7 +38,25 @@ def test_it_goes_on_under_other_plans(tmp_path: Path) -> None:
 
 
 def test_state_inside_lists_is_found() -> None:
-    """Tensors that are no parts stay as they are."""
-    tensors = [torch.ones(2), {"a": (torch.zeros(()), 3)}]
-    assert as_plain(tensors) == tensors
+    """What has the shape of a rank's part becomes distributed, and plain again; what is no part stays as it is."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    part, count = torch.ones(2, 3), torch.zeros(())
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        parameter = DTensor.from_local(torch.zeros(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+        distributed = as_distributed([part, {"a": (count, part, 3)}], parameter)
+        plain = as_plain(distributed)
+    finally:
+        dist.destroy_process_group()
+
+    for found in (distributed[0], distributed[1]["a"][1]):
+        assert isinstance(found, DTensor) and found.shape == (4, 3)
+    assert distributed[1]["a"][0] is count and distributed[1]["a"][2] == 3
+    for found in (plain[0], plain[1]["a"][1]):
+        assert not isinstance(found, DTensor) and found.data_ptr() == part.data_ptr() and found.shape == (2, 3)
+    assert plain[1]["a"][0] is count and isinstance(plain[1]["a"], tuple) and plain[1]["a"][2] == 3
     assert isinstance(as_plain(nn.Parameter(torch.ones(2))), nn.Parameter)
