@@ -225,6 +225,25 @@ def test_an_uneven_cut_is_rounded_up():
     assert start.num_bytes == pytest.approx(2 * UNIT * 4 / 10 + ROOT * 2 / 4)
 
 
+@pytest.mark.parametrize("text", ["shard=2", "shard=2 zero=2", "shard=2 zero=1"])
+@pytest.mark.parametrize("samples", [(2.0,), (2.0, 2.0)])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_parameter_with_a_sparse_gradient_stays_whole(text, samples, kind):
+    """It is not gathered, and its gradient is summed at the end, at most as a dense one."""
+    profile = replace(PROFILE, parameters=tuple(replace(p, is_sparse=p.name == "a") for p in PROFILE.parameters))
+    events = step_program(profile, Plan.parse(text), kind, samples)
+    found = [(e.kind, e.num_bytes) for e in events if isinstance(e, Collective) and e.name not in ("meet", "roll")]
+    held: dict[str, float] = {}
+    for event in events:
+        if isinstance(event, Allocate):
+            held[event.ledger] = held.get(event.ledger, 0) + event.num_bytes
+
+    assert found.count(("all_reduce", UNIT)) == 1
+    assert sum(name == "all_gather" and size == UNIT for name, size in found) == sum(
+        name == "all_gather" and size == ROOT for name, size in found) > 0  # of the other unit alone
+    assert (held["parameters"], held["gradients"]) == (UNIT + (UNIT + ROOT) / 2,) * 2
+
+
 def test_sharding_stops_a_cpu_and_runs_beside_a_gpu():
     """FSDP2's collectives end before a CPU rank goes on."""
     assert collectives("shard=2", stream=NETWORK) == []

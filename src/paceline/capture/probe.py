@@ -29,10 +29,12 @@ class Observed:
 
     edited: names of parameters that it writes to, without `followers` where the plan keeps their values.
     choosing: paths of modules that call some of their blocks for one batch and others for another.
+    sparse: names of parameters that get sparse gradients.
     """
 
     edited: frozenset[str] = frozenset()
     choosing: frozenset[str] = frozenset()
+    sparse: frozenset[str] = frozenset()
 
 
 NOTHING = Observed()
@@ -43,6 +45,13 @@ def limited_by_norm(model: nn.Module) -> frozenset[str]:
     modules = {id(module.weight) for module in model.modules()
                if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None}
     return frozenset(name for name, p in model.named_parameters() if id(p) in modules)
+
+
+def sparsely_trained(model: nn.Module) -> frozenset[str]:
+    """Names of trainable parameters whose modules make sparse gradients, as `nn.Embedding(sparse=True)` does."""
+    own = {id(p) for module in model.modules() if getattr(module, "sparse", False) is True
+           for p in module._parameters.values() if p is not None}
+    return frozenset(name for name, p in model.named_parameters() if id(p) in own and p.requires_grad)
 
 
 def may_write(model: nn.Module) -> bool:

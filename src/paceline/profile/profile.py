@@ -124,6 +124,7 @@ class Parameter:
     count: how many of it there are, one in each repetition of its unit; other figures are of one.
     gradient_part: bytes of its gradient a byte of its own; 1 where both have the same type.
     is_cut: whether ranks of a tensor axis hold parts of it.
+    is_sparse: whether its gradient is sparse; it is priced as a dense one, which is at least as large.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Parameter:
     count: int = 1
     gradient_part: float = 1.0
     is_cut: bool = False
+    is_sparse: bool = False
 
     @property
     def gradient_bytes(self) -> int:

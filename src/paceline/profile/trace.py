@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
+from paceline.capture.probe import sparsely_trained
 from paceline.errors import JobError
 from paceline.job import Job
 from paceline.launch.fork import cuda_left_alone
@@ -322,7 +323,7 @@ def _from_parameters(job: Job, notes: list[str]) -> Profile:
 
 
 def _parameters(model: nn.Module, units: tuple[str, ...], state_bytes: dict[str, int] | None) -> tuple[Parameter, ...]:
-    made = []
+    made, sparse = [], sparsely_trained(model)
     for name, p in model.named_parameters():
         num_bytes = p.numel() * p.element_size()
         assumed = ASSUMED_STATE_FACTOR * num_bytes if p.requires_grad else 0
@@ -330,6 +331,7 @@ def _parameters(model: nn.Module, units: tuple[str, ...], state_bytes: dict[str,
             name, unit=next((unit for unit in units if name.startswith(f"{unit}.")), ""), num_bytes=num_bytes,
             rows=p.shape[0] if p.dim() else 1, dtype=str(p.dtype).removeprefix("torch."),
             trainable=p.requires_grad, state_bytes=assumed if state_bytes is None else state_bytes.get(name, 0),
+            is_sparse=name in sparse,
         ))
     return tuple(made)
 

@@ -37,7 +37,12 @@ def hold(held: Held, plan: Plan, profile: Profile) -> Held:
 
 
 def _part(parameter: Parameter, ranks: int) -> float:
-    return -(-parameter.rows // ranks) / parameter.rows if parameter.rows else 1.0
+    return -(-parameter.rows // ranks) / parameter.rows if parameter.rows and not parameter.is_sparse else 1.0
+
+
+def _sharded(step: Step, unit: str) -> list[Parameter]:
+    """A unit's parameters without those that stay whole."""
+    return [p for p in step.profile.owned_by(unit) if not p.is_sparse]
 
 
 def enter(step: Step) -> Hooks:
@@ -54,6 +59,7 @@ def enter(step: Step) -> Hooks:
     # updated in parts are gathered where they were updated, and kept whole.
     kept_whole = zero < 3 and not on_cpu and (not software.prefetches or step.plan.axes.pipeline > 1)
 
+    sparse_bytes = sum(p.gradient_bytes * p.count for p in step.profile.parameters if p.is_sparse)
     at_the_end = zero == 1 and not on_cpu and not software.overlaps
 
     def issue(unit: str) -> Iterable[Event]:
@@ -79,7 +85,7 @@ def enter(step: Step) -> Hooks:
         """The unit's gradients go into a buffer, and each rank gets the sum of its part."""
         if at_the_end:
             return
-        trainable = [p for p in step.profile.owned_by(unit) if p.trainable]
+        trainable = [p for p in _sharded(step, unit) if p.trainable]
         whole, local = sum(p.gradient_bytes for p in trainable), sum(step.held.gradients[p.name] for p in trainable)
         if not whole or not (zero > 1 or step.is_last(at)):
             return
@@ -174,8 +180,11 @@ def enter(step: Step) -> Hooks:
             yield release(ROOT)
 
     def finish(at: Moment) -> Iterable[Event]:
+        if sparse_bytes:
+            yield Collective("all_reduce", sparse_bytes, ranks, stream=COMPUTE, stride=stride)
         if at_the_end:
-            whole = step.profile.reduced_part * sum(p.gradient_bytes * p.count for p in step.profile.parameters)
+            whole = step.profile.reduced_part * sum(p.gradient_bytes * p.count for p in step.profile.parameters
+                                                    if not p.is_sparse)
             yield Collective("reduce_scatter", whole, ranks, name=REDUCED, stream=COMPUTE, stride=stride)
             yield free("gradients", sum((p.gradient_bytes - step.held.gradients[p.name]) * p.count
                                         for p in step.profile.parameters))
@@ -199,7 +208,7 @@ def _kept_bytes(step: Step) -> float:
 
 def _gathered_bytes(step: Step, unit: str) -> tuple[float, float]:
     """Of a unit's parameters on their way: whole, and what this rank sends."""
-    owned, part = step.profile.owned_by(unit), step.profile.gathered_part
+    owned, part = _sharded(step, unit), step.profile.gathered_part
     return part * sum(p.num_bytes for p in owned), part * sum(step.held.parameters[p.name] for p in owned)
 
 
