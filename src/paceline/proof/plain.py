@@ -285,7 +285,13 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _real(parameter: torch.Tensor) -> torch.Tensor:
-    """A complex parameter as pairs of real numbers, with its gradient: what a norm is taken of."""
+    """A complex parameter as pairs of real numbers, with its gradient, or the values of a sparse gradient: what a norm
+    is taken of."""
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.coalesce()
+        rows = torch.empty_like(parameter.grad.values())
+        rows.grad = parameter.grad.values()
+        return rows
     if not parameter.is_complex():
         return parameter
     pairs = torch.view_as_real(parameter.detach())
@@ -295,9 +301,9 @@ def _real(parameter: torch.Tensor) -> torch.Tensor:
 
 def _shake(gradients: Iterable[torch.Tensor], size: float, draws: torch.Generator) -> None:
     for gradient in gradients:
-        if not gradient.is_sparse:
-            sign = torch.randint(2, gradient.shape, generator=draws) * 2 - 1
-            gradient += sign.to(gradient.dtype) * size
+        values = gradient._values() if gradient.is_sparse else gradient
+        sign = torch.randint(2, values.shape, generator=draws) * 2 - 1
+        values += sign.to(values.dtype) * size
 
 
 def _nudge(weights: Iterable[torch.Tensor], relative: float, draws: torch.Generator) -> None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from paceline.capture.probe import (
     limited_by_norm,
     may_choose,
     may_write,
+    sparsely_trained,
     written_by,
 )
 from paceline.cluster import Device
@@ -41,6 +42,7 @@ from paceline.runtime.streams import seed_model, seed_streams
 from paceline.runtime.trace import Recorder
 from paceline.strategies.compose import Synchroniser, held_elsewhere, holds_parts, lay_out, meetings, prepare
 from paceline.strategies.data.run import local
+from paceline.strategies.data.sparse import with_dense_gradient
 from paceline.strategies.kept import Kept
 from paceline.strategies.layout import Layout
 from paceline.strategies.meeting import Met
@@ -126,6 +128,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         if is_used:
             del spill, model
             spill, model = build()
+    observed = replace(observed, sparse=sparsely_trained(model))
     running, attributes = spill.running if spill is not None else nullcontext, ChangingAttributes(model)
     layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,
                      example=lambda samples: example_batch(job.data, samples).to(device, dtype),
@@ -192,9 +195,9 @@ def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.
     return spill, model
 
 
-def _kinds(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+def _kinds(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Parameters that torch takes together: whole ones, and distributed ones of one mesh."""
-    found: dict[Any, list[torch.nn.Parameter]] = {}
+    found: dict[Any, list[torch.Tensor]] = {}
     for p in parameters:
         found.setdefault(getattr(p, "device_mesh", None), []).append(p)
     return list(found.values())
@@ -210,6 +213,7 @@ class _Window:
         dtype = torch.float64 if stepper.job.precision == "float64" else None
         self.batches = [batch.to(stepper.device, dtype) for batch in batches]
         self.tallies: list[Tally] = []
+        self.set_aside: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         own_samples = sum(batch.samples for batch in batches)
         self.samples = max(own_samples, 1) if stepper.meetings.has_own_steps else window.count
 
@@ -249,11 +253,22 @@ class _Window:
 
     def before_backward(self, microbatch: int) -> None:
         is_last = microbatch == len(self.batches) - 1
+        self.drop_rows_of_stand_in()
+        if not self.batches[microbatch].samples:
+            self.set_aside = {p: p.grad for p in self.stepper.sparsely_trained}
+            for p in self.set_aside:
+                p.grad = None
         for synchroniser in self.stepper.synchronisers:
             synchroniser.begin(last=is_last)
         if is_last:
             self.tell(self.tallies)
         self.beat("backward")
+
+    def drop_rows_of_stand_in(self) -> None:
+        """A stand-in adds zeros, and in a sparse gradient those are rows that an optimizer would update."""
+        for p, gradient in self.set_aside.items():
+            p.grad = gradient
+        self.set_aside = {}
 
 
 def _reads_shards(what: str) -> PlanRefused:
@@ -272,6 +287,7 @@ class Stepper:
     groups: names of the parameters in each of the optimizer's groups, wherever they are held.
     optimizer_state: what is to be kept of the optimizer. gathered: what it updates whole though ranks hold parts.
     own_parts: what it updates of tensors that ranks hold in parts.
+    sparsely_trained: parameters of this rank that get sparse gradients.
     """
 
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
@@ -287,7 +303,9 @@ class Stepper:
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.held = dict(self.layout.module.named_parameters())
         self.parameters = {name: p for name, p in self.held.items() if p.requires_grad}
-        built = build_optimizer(job, self.trainable, self.parameters, mesh=mesh)
+        sparse = sparsely_trained(self.model)
+        self.sparsely_trained = [p for name, p in self.parameters.items() if name in sparse]
+        built = build_optimizer(job, self.trainable, self.parameters, mesh=mesh, sparse=sparse)
         self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
         self.gathered, self.own_parts = built.gathered, built.own_parts
         self.schedule = build_schedule(job, self.optimizer)
@@ -382,6 +400,7 @@ class Stepper:
         self.layout.module.zero_grad()  # also of parameters that the optimizer leaves out
         work = _Window(self, window, batches, step, part, beat, tell)
         self.layout.run(work.batches, work)
+        work.drop_rows_of_stand_in()
         unused = set().union(*(synchroniser.unused() for synchroniser in self.synchronisers))
         used = {name for name, p in self.parameters.items() if p.grad is not None and name not in unused}
         beat("reduce")
@@ -456,7 +475,8 @@ class Stepper:
             return None
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         cut: dict[tuple[str, ...], list[torch.Tensor]] = {}
-        for name, p in self.parameters.items():
+        parameters = {name: with_dense_gradient(p) for name, p in self.parameters.items()}
+        for name, p in parameters.items():
             if p.grad is not None and name in self.layout.owned:
                 gradient = local(p.grad)
                 cut.setdefault(axes_cut(p), []).append(
@@ -470,7 +490,7 @@ class Stepper:
         if self.mesh.sizes[self.mesh.stage_axis] > 1:
             dist.all_reduce(squares, group=self.mesh.group(self.mesh.stage_axis))
         total = squares.sqrt()
-        for kind in _kinds(self.parameters.values()):
+        for kind in _kinds(parameters.values()):
             gradient = next((p.grad for p in kind if p.grad is not None), total)
             torch.nn.utils.clip_grads_with_norm_(kind, self.job.clip, total.to(gradient.dtype.to_real()))
         return float(total)

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.capture.probe import NOTHING, Observed
-from paceline.errors import JobError
 from paceline.plans import Plan, Servers
 from paceline.strategies.data import run as data
 from paceline.strategies.kept import Kept, Saved
@@ -137,11 +136,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
         functions: The job's loss and metrics, from (output, target), by what they are called in a message.
         running: Entered where the whole model's weights are used.
 
-    Raises:
-        JobError: the model can't be trained by several replicas.
     """
-    if mesh.world_size > 1 and plan.replicas > 1:
-        _refuse_sparse(model)
     if plan.splits_model or (plan.axes.shard > 1 and _reads_past_modules(model)):
         from paceline.strategies.stages.build import lay_out as lay_out_stages
 
@@ -160,10 +155,3 @@ def _reads_past_modules(model: nn.Module) -> bool:
     from torch.nn import ParameterDict
 
     return any(isinstance(module, ParameterDict) and len(module) for module in model.modules())
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
-            raise JobError(f"'{name}' ({type(module).__name__}) makes sparse gradients, and ranks exchange dense ones",
-                           hint="build it with sparse=False, or train it with one replica")

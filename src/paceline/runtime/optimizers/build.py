@@ -43,7 +43,8 @@ class Built:
 
 
 def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
-                    parameters: Mapping[str, torch.nn.Parameter], *, mesh: Mesh | None = None) -> Built:
+                    parameters: Mapping[str, torch.nn.Parameter], *, mesh: Mesh | None = None,
+                    sparse: frozenset[str] = frozenset()) -> Built:
     """The optimizer for what this rank holds.
 
     The job's function sees every parameter, so that its groups are the same on every rank.
@@ -51,16 +52,17 @@ def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
     Args:
         trainable: All parameters. parameters: Those that are here, as this rank holds them.
         mesh: Of ranks that train together; the call is collective over all of them.
+        sparse: Names of parameters that get sparse gradients.
 
     Raises:
         JobError: the function returns no optimizer that can be used.
         PlanRefused: ranks hold parts of a model whose optimizer must see all of it.
     """
-    behaviour, device = _behaviour(job, trainable), next(iter(trainable.values())).device.type
+    behaviour, device = _behaviour(job, trainable, sparse), next(iter(trainable.values())).device.type
     gathered, own_parts = None, OwnParts({})
     if mesh is not None and any(mesh.sizes.get(axis, 1) > 1 for axis in (*AXES, "pipeline", "parts")):
         reach = _agreed(behaviour.reach, mesh, device)
-        gathered = _gathered(job, reach, parameters, mesh)
+        gathered = _gathered(job, reach, parameters, mesh, sparse)
         if Reach.PARAMETERS not in reach.values():
             own_parts = OwnParts({name: p for name, p in parameters.items()
                                   if hasattr(p, "device_mesh") and reach[name] is Reach.ELEMENT})
@@ -89,9 +91,9 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach],
                  "SGD, Muon)")
 
 
-def _behaviour(job: Job, trainable: Mapping[str, torch.nn.Parameter]) -> Behaviour:
+def _behaviour(job: Job, trainable: Mapping[str, torch.nn.Parameter], sparse: frozenset[str]) -> Behaviour:
     try:
-        return observe(job.optimizer, trainable)
+        return observe(job.optimizer, trainable, sparse)
     except Exception as error:  # of the user's code: it comes again with the real parameters, if sizes don't matter
         first = (str(error).splitlines() or [""])[0]
         logger.warning("the optimizer could not be tried on stand-ins of the parameters, so it is taken to see each "
@@ -124,11 +126,11 @@ def _is_exact_in_parts(job: Job, parameters: Mapping[str, torch.nn.Parameter], m
 
 
 def _gathered(job: Job, reach: Mapping[str, Reach], parameters: Mapping[str, torch.nn.Parameter],
-              mesh: Mesh) -> GatheredTensors | None:
+              mesh: Mesh, sparse: frozenset[str]) -> GatheredTensors | None:
     """What must be updated whole and is held in parts; None if nothing is. Collective over all ranks.
 
     Raises:
-        PlanRefused: the optimizer must see all parameters, and no rank may have them.
+        PlanRefused: the optimizer must see all parameters, and no rank may have them, or not their sparse gradients.
     """
     if max(reach.values()) is Reach.ELEMENT:
         return None
@@ -143,6 +145,10 @@ def _gathered(job: Job, reach: Mapping[str, Reach], parameters: Mapping[str, tor
         gathered = {name: p for name, p in parameters.items() if axes_cut(p) and reach[name] is Reach.TENSOR}
     elif _is_exact_in_parts(job, parameters, mesh):  # torch computes its norms over all parts
         return None
+    elif tables := sorted(sparse & parameters.keys()):
+        raise PlanRefused(f"the optimizer updates parameters by others' gradients or weights, and '{tables[0]}' gets "
+                          "sparse gradients, which ranks that hold parts of a model don't send to one of them",
+                          hint="use a data=N plan, or build the embedding with sparse=False")
     else:
         logger.warning("the optimizer couples parameters: one rank of each %d that hold the model's parts updates all "
                        "of them, and holds all of the optimizer's state", len(ranks))

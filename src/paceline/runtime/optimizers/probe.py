@@ -73,16 +73,17 @@ def known_reach(optimizer: Optimizer) -> Reach | None:
     return Reach.TENSOR if kind.__name__ in ("Muon", "Adafactor") else None
 
 
-def observe(build: Build, parameters: Mapping[str, torch.Tensor]) -> Behaviour:
+def observe(build: Build, parameters: Mapping[str, torch.Tensor], sparse: frozenset[str] = frozenset()) -> Behaviour:
     """What the job's optimizer does. Random streams are left as they were.
 
     parameters: the trainable ones, by name; their shapes, dtypes and attributes count and their values don't.
+    sparse: names of those that get sparse gradients, if the optimizer takes such.
 
     Raises:
         JobError: the job's function fails for parameters like these, or a step does.
     """
     with kept_streams(), torch.enable_grad(), _one_thread():
-        trial, optimizer = _first_trial(build, parameters)
+        trial, optimizer = _first_trial(build, parameters, sparse)
         reach = known_reach(optimizer)
         if reach is not None:
             return Behaviour(dict.fromkeys(parameters, reach))
@@ -109,18 +110,20 @@ def is_exact_in_parts(build: Build, parameters: Mapping[str, torch.Tensor],
         return not any(bool(_differs(full[name], weight).any()) for name, weight in whole.items())
 
 
-def _first_trial(build: Build, parameters: Mapping[str, torch.Tensor]) -> tuple[_Trial, Optimizer]:
+def _first_trial(build: Build, parameters: Mapping[str, torch.Tensor],
+                 sparse: frozenset[str] = frozenset()) -> tuple[_Trial, Optimizer]:
     """A trial on stand-ins that the job's function accepts: small ones, or of the real shapes."""
-    small = _Trial(build, {name: tuple(min(length, LONGEST_DIM) for length in p.shape)
-                           for name, p in parameters.items()}, parameters)
-    try:
-        optimizer = small.build(small.weights)[0]
-        if known_reach(optimizer) is None:
-            small.run(small.weights, small.gradients, steps=1)
-        return small, optimizer
-    except Exception:
-        if sum(p.numel() for p in parameters.values()) > REAL_SIZES:
-            raise
+    shapes = {name: tuple(min(length, LONGEST_DIM) for length in p.shape) for name, p in parameters.items()}
+    for names in dict.fromkeys((sparse, frozenset[str]())):
+        small = _Trial(build, shapes, parameters, names)
+        try:
+            optimizer = small.build(small.weights)[0]
+            if known_reach(optimizer) is None:
+                small.run(small.weights, small.gradients, steps=1)
+            return small, optimizer
+        except Exception:
+            if not names and sum(p.numel() for p in parameters.values()) > REAL_SIZES:
+                raise
     full = _Trial(build, {name: tuple(p.shape) for name, p in parameters.items()}, parameters)
     return full, full.build(full.weights)[0]
 
@@ -142,11 +145,11 @@ def _observe(trial: _Trial) -> Behaviour:
 
 
 class _Trial:
-    """Stand-ins of some shapes, with drawn weights and gradients."""
+    """Stand-ins of some shapes, with drawn weights and gradients. sparse: names of those whose gradients are."""
 
-    def __init__(self, build: Build, shapes: Mapping[str, tuple[int, ...]],
-                 parameters: Mapping[str, torch.Tensor]) -> None:
-        self.user_function, self.shapes, self.like = build, shapes, parameters
+    def __init__(self, build: Build, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, torch.Tensor],
+                 sparse: frozenset[str] = frozenset()) -> None:
+        self.user_function, self.shapes, self.like, self.sparse = build, shapes, parameters, sparse
         self.steps = min(max(UPDATES // max(len(shapes), 1), FEWEST_STEPS), MOST_STEPS)
         self.draws = torch.Generator().manual_seed(0)
         self.weights, self.other_weights = self._drawn(), self._drawn()
@@ -185,7 +188,7 @@ class _Trial:
         for number, each in enumerate(gradients, first):
             seed_streams("optimizer", "step", number)
             for name, p in parameters.items():
-                p.grad = each[name].clone()
+                p.grad = each[name].to_sparse(1) if name in self.sparse else each[name].clone()
             optimizer.step()
 
     def lost_by_resuming(self, weights: Mapping[str, torch.Tensor], changing: frozenset[str], *,

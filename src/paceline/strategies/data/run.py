@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from paceline.capture.probe import NOTHING, Observed
+from paceline.launch.logs import logger
 from paceline.strategies.compress.run import Compressed
 from paceline.strategies.data.arrivals import Arrivals
 from paceline.strategies.data.buckets import assign
 from paceline.strategies.data.reduce import Reduction, reduction
+from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
 from paceline.strategies.kept import Kept, Saved
 
 if TYPE_CHECKING:
@@ -37,8 +39,10 @@ def is_active(plan: Plan) -> bool:
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING) -> GradientBuckets:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if plan.modifiers.compress != "none" and (apart := sorted(observed.sparse & trainable.keys())):
+        logger.info("sparse gradients are not compressed: %s", ", ".join(apart))
     return GradientBuckets(trainable, mesh.group("data"), compress=plan.modifiers.compress,
-                           replica=mesh.coordinates["data"])
+                           replica=mesh.coordinates["data"], sparse=observed.sparse)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,11 +55,15 @@ class GradientBuckets:
 
     Gradients of whole parameters live in the buckets, so they are neither held twice nor copied; those of shards
     are copied in and out. Compressed, a sum leaves something out on each replica, which belongs to the run's state.
+    Sparse gradients are in no bucket; they are summed at the end, and never compressed.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, *, compress: str = "none",
-                 replica: int = 0) -> None:
-        self.group, self.replica = group, replica
+                 replica: int = 0, sparse: frozenset[str] = frozenset()) -> None:
+        """sparse: names of parameters whose gradients are sparse."""
+        apart = sparse_parameters(parameters, sparse)
+        parameters = {name: p for name, p in parameters.items() if name not in apart}
+        self.group, self.replica, self.sparse = group, replica, SparseGradients(list(apart.values()), group)
         self.names = {p: name for name, p in parameters.items()}
         held = list(parameters.values())
         sizes = [local(p).numel() * p.element_size() for p in held]
@@ -79,21 +87,22 @@ class GradientBuckets:
             self.begun = True
             self.arrivals.begin()
             self.missing = [len(bucket) for bucket in self.buckets]
-            torch._foreach_zero_(self.memory)
+            if self.memory:
+                torch._foreach_zero_(self.memory)
             for parameter, view in self.views.items():
                 if not _is_distributed(parameter):
                     parameter.grad = view
         self.armed = last
 
     def unused(self) -> set[str]:
-        """Whole parameters that no backward of this rank reached since the last `finish`."""
+        """Whole parameters in buckets that no backward of this rank reached since the last `finish`."""
         return {name for p, name in self.names.items() if self.begun and p not in self.arrivals.arrived
                 and not _is_distributed(p)}
 
     @property
     def sent_bytes(self) -> float:
         """What this rank has sent so far."""
-        return self.reduction.sent_bytes
+        return self.reduction.sent_bytes + self.sparse.sent_bytes
 
     def kept(self) -> Iterator[Kept]:
         """What the sums so far left out here, and the factors that the next ones start from."""
@@ -149,6 +158,7 @@ class GradientBuckets:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 local(parameter.grad).copy_(view)
+        self.sparse.finish()
 
 
 def reduce_buckets(buckets: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup, *,

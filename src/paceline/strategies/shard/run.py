@@ -7,8 +7,8 @@ The three stages of ZeRO (Rajbhandari et al. 2020) are three settings of when FS
     2     whole                                     sharded, reduced every micro-batch
     3     sharded, gathered unit by unit            sharded, reduced every micro-batch
 
-What FSDP2 can't shard (scalars, empty and complex parameters, the odd dtypes of a unit) stays whole on every rank, and
-its gradient is summed at the end of a step.
+What FSDP2 can't shard (scalars, empty and complex parameters, those with sparse gradients, the odd dtypes of a unit)
+stays whole on every rank, and its gradient is summed at the end of a step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     units = _called_alike(find_units(model), model, observed.choosing)
     hooks = hooks_of(model)
     whole = _kept_whole(model, units.values()) | {
-        p for name, p in model.named_parameters() if name in observed.edited or (
+        p for name, p in model.named_parameters() if name in observed.edited | observed.sparse or (
             name in hooks and hooks[name].after and plan.num_microbatches > 1 and plan.zero > 1)}
     if not is_callable(model):  # pieces of stages: nothing would gather what lies outside them
         in_units = {p for unit in units.values() for p in unit.parameters()}
@@ -95,7 +95,8 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
         _watch_calls(sharded, Roll(list(sharded), mesh.group("shard"), mesh.ranks_along("shard")))
         model.forward = _explained(model.forward)
     trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
-    return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard")), zero=plan.zero, hooks=hooks)
+    return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard"), sparse=observed.sparse),
+                    zero=plan.zero, hooks=hooks)
 
 
 def _let_go_without_gradients(module: Any, inputs: Any, output: Any) -> None:

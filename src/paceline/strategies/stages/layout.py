@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 
 from paceline.capture.graph import Capture, Piece, capture
 from paceline.capture.opaque import OpaqueModules
+from paceline.capture.probe import sparsely_trained
 from paceline.errors import JobError, PlanRefused
+from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
 from paceline.strategies.layout import Batch, Extent, Work
 from paceline.strategies.pipeline.schedule import Action
 from paceline.strategies.stages.engine import Engine, Links, Stage, Staged, cut
@@ -122,7 +124,7 @@ class Stages:
         self.ties = [(name, at) for name, at in holders.items() if len(at) > 1]
         self.groups = {members: _group(mesh, axis, members) for members in
                        sorted({tuple(at) for _, at in self.ties})}
-        self.own = own
+        self.own, self.sparse = own, sparsely_trained(template)
         self.extents: dict[str, Extent] = {}
 
     def let_go(self) -> None:
@@ -164,11 +166,15 @@ class Stages:
         for name, members in self.ties:
             if self.own not in members:
                 continue
-            parameter = held[name]
+            parameter, group = held[name], self.groups[tuple(members)]
+            assert group is not None, "this rank is a member"
+            if sparse_parameters({name: parameter}, self.sparse):
+                SparseGradients([parameter], group).finish()
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-            dist.all_reduce(gradient, group=self.groups[tuple(members)])
+            dist.all_reduce(gradient, group=group)
 
     def _weights(self, stage: Stage) -> list[nn.Parameter]:
         modules = [self.module.by_key[piece.key] for piece in stage.pieces if piece.parameters]

@@ -1,0 +1,153 @@
+"""Sparse gradients of replicas: the rows that occur travel, and every rank makes the same sparse sum of them.
+
+A gradient has its rows along dim 0, as those of `nn.Embedding` and `nn.EmbeddingBag` do with `sparse=True`. Sums are
+sparse, too: SparseAdam and Adagrad update the rows that occur in the window, and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from paceline.strategies.compress.size import all_reduce_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# What a rank tells of a gradient in the place of its number of rows.
+_ABSENT, _DENSE = -2, -1
+
+
+class SparseGradients:
+    """Sums the sparse gradients of some parameters over a group, when the last backward of a window is through.
+
+    sent_bytes: what this rank has sent so far.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """parameters: alike on all ranks of the group, and in one order."""
+        self.parameters, self.group, self.sent_bytes = list(parameters), group, 0.0
+
+    def finish(self) -> None:
+        """On return every rank of the group has the sum of all gradients. Collective.
+
+        A gradient that no rank has stays None. One that is dense on some rank, where another layer uses the weight,
+        becomes dense on all: dense and sparse gradients of one device add up to a dense one.
+        """
+        if not self.parameters:
+            return
+        gradients = [_with_rows(p.grad) for p in self.parameters]
+        told = self._gather(torch.tensor([_rows(gradient) for gradient in gradients],
+                                         device=self.parameters[0].device))
+        counts = [of_rank.tolist() for of_rank in told]
+        parts = self._exchange(gradients, counts)
+        for number, (p, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
+            kinds = {of_rank[number] for of_rank in counts}
+            if _DENSE in kinds:
+                p.grad = self._dense_sum(p, gradient, [part[number] for part in parts])
+            elif kinds != {_ABSENT}:
+                p.grad = row_sum([part[number] for part in parts], p)
+
+    def _exchange(self, gradients: Sequence[torch.Tensor | None],
+                  counts: Sequence[Sequence[int]]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """(row numbers, values) of every parameter's sparse gradient on every rank, by rank. Collective.
+
+        All of a rank's travel in one message of bytes, as long as the longest of them.
+        """
+        lengths = [sum(_message_bytes(p, count) for p, count in zip(self.parameters, of_rank, strict=True))
+                   for of_rank in counts]
+        message = torch.zeros(max(lengths), dtype=torch.uint8, device=self.parameters[0].device)
+        own = [part for gradient in gradients if gradient is not None and gradient.is_sparse
+               for part in (gradient.indices()[0], gradient.values())]
+        if own:
+            flat = torch.cat([part.reshape(-1).view(torch.uint8) for part in own])
+            message[:len(flat)] = flat
+        return [list(self._unpacked(received, of_rank)) for received, of_rank in zip(
+            self._gather(message) if len(message) else [message] * len(counts), counts, strict=True)]
+
+    def _unpacked(self, message: torch.Tensor, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found = []
+        for p, count in zip(self.parameters, counts, strict=True):
+            count = max(count, 0)
+            own, message = message[:_message_bytes(p, count)], message[_message_bytes(p, count):]
+            rows, values = own[:count * _ROW_NUMBER.itemsize], own[count * _ROW_NUMBER.itemsize:]
+            # Copies: bytes of one dtype may begin where another one can't.
+            found.append((rows.clone().view(_ROW_NUMBER), values.clone().view(p.dtype).view(count, *p.shape[1:])))
+        return found
+
+    def _dense_sum(self, p: nn.Parameter, gradient: torch.Tensor | None,
+                   parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Of all ranks' gradients. parts: the sparse ones, by rank. Collective."""
+        total = torch.zeros_like(p) if gradient is None or gradient.is_sparse else gradient.detach().clone()
+        real = torch.view_as_real(total) if total.is_complex() else total
+        dist.all_reduce(real, group=self.group)
+        self.sent_bytes += all_reduce_bytes(real.nbytes, len(parts))
+        return total + row_sum(parts, p)
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's, in the order of ranks. Collective."""
+        everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(everyone, tensor, group=self.group)
+        self.sent_bytes += tensor.nbytes * (len(everyone) - 1)
+        return everyone
+
+
+_ROW_NUMBER = torch.int64
+
+
+def row_sum(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor from each rank's (row numbers, values). Equal parts in one order give equal bits.
+
+    parts: a rank's row numbers are distinct. like: a tensor of the whole's shape and dtype.
+
+    >>> parts = [(torch.tensor([0, 2]), torch.ones(2, 1)), (torch.tensor([2]), torch.ones(1, 1))]
+    >>> row_sum(parts, torch.zeros(4, 1)).to_dense().flatten()
+    tensor([1., 0., 2., 0.])
+    """
+    rows = torch.cat([of_rank for of_rank, _ in parts]).unique()
+    values = torch.zeros(len(rows), *like.shape[1:], dtype=like.dtype, device=like.device)
+    for of_rank, added in parts:  # no row twice at a time: the order of additions is that of ranks
+        values.index_add_(0, torch.searchsorted(rows, of_rank), added)
+    return torch.sparse_coo_tensor(rows[None], values, like.shape, is_coalesced=True, check_invariants=False)
+
+
+def sparse_parameters(parameters: Mapping[str, nn.Parameter], names: frozenset[str]) -> dict[str, nn.Parameter]:
+    """Those of these names whose gradients can be sparse here; a distributed tensor's is dense."""
+    return {name: p for name, p in parameters.items() if name in names and not hasattr(p, "to_local")}
+
+
+def with_dense_gradient(p: torch.Tensor) -> torch.Tensor:
+    """What a norm is taken of, and scaled: the parameter, or a tensor whose gradient is the values of its sparse one.
+
+    The values share memory. Rows that occur twice are added up first, in place.
+    """
+    if p.grad is None or not p.grad.is_sparse:
+        return p
+    p.grad = p.grad.coalesce()
+    values = p.grad.values()
+    stand_in = torch.empty_like(values)
+    stand_in.grad = values
+    return stand_in
+
+
+def _with_rows(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient with each row once; dense if it isn't sparse along dim 0 alone."""
+    if gradient is None or gradient.layout is torch.strided:
+        return gradient
+    if gradient.is_sparse and gradient.sparse_dim() == 1:
+        return gradient.detach().coalesce()
+    return gradient.detach().to_dense()
+
+
+def _rows(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return _ABSENT
+    return len(gradient.values()) if gradient.is_sparse else _DENSE
+
+
+def _message_bytes(p: torch.Tensor, count: int) -> int:
+    """Of so many rows of a gradient, and their numbers."""
+    return max(count, 0) * (_ROW_NUMBER.itemsize + p[:1].numel() * p.element_size())
