@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import chain
 
@@ -49,8 +50,29 @@ def job() -> paceline.Job:
                         steps=3, clip=1.0, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2))
 
 
+class Table(nn.Module):
+    """Blocks over a table with sparse gradients, which the last layer uses, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.rare = nn.Embedding(32, 8, sparse=True), nn.Embedding(32, 8, sparse=True)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.words(x).mean(1) + self.rare(x[:, :1]).mean(1)
+        for block in self.blocks:
+            h = h + block(h)
+        return nn.functional.linear(h, self.words.weight)
+
+
+def table_job() -> paceline.Job:
+    words = torch.randint(0, 32, (42, 3), generator=torch.Generator().manual_seed(0))  # the last window is short
+    return paceline.Job(model=Table, data=TensorDataset(words, torch.ones(42, 32)), loss=nn.functional.mse_loss,
+                        batch=20, steps=3, clip=1.0, optimizer=lambda named: torch.optim.SGD(named, lr=1e-2))
+
+
 @cache
-def recorded(plan: str) -> list[list[Entry]]:
+def recorded(plan: str, job: Callable[[], paceline.Job] = job) -> list[list[Entry]]:
     """What each rank of the plan asks for in three steps."""
     asked = resolve(job(), plan, devices=f"cpu:0-{Plan.parse(plan).world_size - 1}")
     load(asked.plan)
@@ -86,6 +108,15 @@ def test_messages_arrive(plan: str):
 @pytest.mark.parametrize("plan", PLANS)
 def test_dtypes_are_those_of_nccl(plan: str):
     assert {entry.dtype for entry in chain(*recorded(plan)) if entry.dtype} <= NCCL_DTYPES
+
+
+@pytest.mark.parametrize("plan", ["data=3", "data=2 shard=2", "pipeline=2 data=2"])
+def test_sparse_gradients_travel_by_the_same_rules(plan: str):
+    """Ranks with other numbers of rows, and none, send messages of one length."""
+    ranks = recorded(plan, table_job)
+    assert not unlike_sequences(ranks) and not is_cyclic(ranks) and not stuck(ranks)
+    assert {entry.dtype for entry in chain(*ranks) if entry.dtype} <= NCCL_DTYPES
+    assert any("allgather" in entry.kind for entry in chain(*ranks))
 
 
 def test_what_nccl_would_hang_on_is_seen():
