@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -9,13 +10,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import torch
+
 from paceline.launch import signals
 from paceline.launch.local import die_with, end_openmp_threads, refuse_used_cuda
+from paceline.launch.process import set_up_heap, use_threads
 
 
 @contextmanager
 def aside(work: Callable[[], None]) -> Iterator[None]:
     """Run `work()` in a fork while the block runs; the fork is ended with the block, if it isn't done by then.
+
+    It has all cores, as a run's only rank has.
 
     An error of the work is printed and ends the fork; the block learns nothing of it.
 
@@ -44,9 +50,11 @@ def _be_fork(work: Callable[[], None], parent_pid: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPPING)
-        import torch
-
-        torch.set_num_threads(1)
+        if multiprocessing.parent_process() is None:
+            use_threads(1)
+        else:  # threads may have been left in the lists of OpenMP, see `end_openmp_threads`
+            torch.set_num_threads(1)
+        set_up_heap(keep=True)
         work()
         code = 0
     except BaseException:

@@ -31,7 +31,7 @@ class Recorder:
 
     folder: of the reference. random: switched-off random layers; tells which streams they would have drawn from.
     first_step: of the run that is watched; above 0 for one that was resumed.
-    ready: returns when the reference is in the folder.
+    ready: returns when the reference is in the folder; asked before the first forward, where a rank tells of it.
     """
 
     def __init__(self, folder: Path, random: WithoutRandomness | None = None, *, first_step: int = 0,
@@ -50,7 +50,8 @@ class Recorder:
         self.distances: dict[str, list[dict[str, float]]] = {kind: [] for kind in ("initial", *KINDS, "stored")}
 
     def initial(self, stepper: state.Holder) -> None:
-        """The weights before a forward may have changed them; the reference need not be there yet."""
+        """The weights before a forward may have changed them."""
+        self.ready()
         self.digests = {name: [_digest(piece.tensor) for piece in pieces_of(name, p, stepper.layout.extents.get(name))]
                         for name, p in stepper.held.items()}
 

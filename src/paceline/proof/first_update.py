@@ -1,7 +1,7 @@
 """Whether a plan's first update is one device's: what a run asks before it trains.
 
-A process of its own takes the first step on one device, as the plan cuts the batch; ranks of their own take it under
-the plan. Both end before the run's ranks start, so the run is as if nothing had happened.
+A process of its own takes the first step on one device; ranks of their own take it under the plan. Both end before the
+run's ranks start, so the run is as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from paceline.job import Job
 from paceline.planner.resolve import Resolved
 
 _POLL_S = 0.005
-_REFERENCE = "reference.json"
+# In the folder of a check: documents and tensors of one device, and a file that says that a plan is beyond the first.
+_NARROW, _MEASURED, _WHOLE, _CUT, _BEYOND = "narrow.json", "measured.json", "whole", "cut", "beyond"
 _SHARE_OF_MEMORY = 0.5  # of what is free, that one device may take: the plan's ranks take theirs at the same time
 
 
@@ -47,39 +48,57 @@ class FirstUpdate:
 def check_first_update(job: Job, asked: Resolved, *, timeout_s: float) -> FirstUpdate:
     """Take the first step on one device and under the plan, and compare loss, gradients, weights and buffers.
 
+    Most plans are within limits that cost one device no second forward. For others the yardstick is measured, and the
+    plan's ranks take their step once more beside one device that cuts the batch alike.
+
     Raises:
         PlanRefused: they differ by more than rounding.
         RankFailed: a rank failed, as it would have in the run.
     """
     from paceline.launch.aside import aside
-    from paceline.launch.local import run_local
-    from paceline.planner.estimate import devices_of
-    from paceline.runtime.drivers import crew
 
     began_s = time.monotonic()
     job = replace(job, steps=1, epochs=None, validation=None, metrics={})
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as name:
         folder = Path(name)
-        body = _watched(job, asked, folder, devices_of(asked.plan, asked.cluster))
-        with aside(lambda: _write_reference(job, asked, folder)):
-            ranks = run_local(body, asked.cluster.devices, timeout_s=timeout_s, crew=crew(asked.plan))
-        reference = json.loads((folder / _REFERENCE).read_text())
-    seconds = time.monotonic() - began_s
+        with aside(lambda: _write_references(job, asked, folder)):
+            reference, difference = _compared(job, asked, folder / _NARROW, folder / _WHOLE, timeout_s=timeout_s)
+            if difference is not None:
+                (folder / _BEYOND).touch()
+                tensors = folder / (_CUT if _is_cut(asked) else _WHOLE)
+                reference, difference = _compared(job, asked, folder / _MEASURED, tensors, timeout_s=timeout_s)
+    return _judged(asked, reference, difference, time.monotonic() - began_s)
+
+
+def _compared(job: Job, asked: Resolved, document: Path, tensors: Path, *,
+              timeout_s: float) -> tuple[dict[str, Any], str | None]:
+    """Have the plan's ranks take the first step, once one device has. Returns its figures, or its error, and what
+    differs, in words; None if nothing does.
+
+    document, tensors: where one device leaves its figures and its tensors.
+    """
+    from paceline.launch.local import run_local
+    from paceline.planner.estimate import devices_of
+    from paceline.proof.compare import judge
+    from paceline.proof.ranks import recomputed_forwards
+    from paceline.runtime.drivers import crew
+
+    body = _watched(job, asked, document, tensors, devices_of(asked.plan, asked.cluster))
+    ranks = run_local(body, asked.cluster.devices, timeout_s=timeout_s, crew=crew(asked.plan))
+    reference = json.loads(document.read_text())
+    if "error" in reference:
+        return reference, None
+    verdict = judge(reference, ranks, precision=job.precision, forwards=recomputed_forwards(asked.plan))
+    return reference, verdict.difference
+
+
+def _judged(asked: Resolved, reference: dict[str, Any], difference: str | None, seconds: float) -> FirstUpdate:
     if "error" in reference:
         return FirstUpdate("unchecked", "one device could not take the first step: "
                            f"{reference['error'].splitlines()[0]}", seconds)
-    return _judged(job, asked, reference, ranks, seconds)
-
-
-def _judged(job: Job, asked: Resolved, reference: dict[str, Any], ranks: list[dict[str, Any]],
-            seconds: float) -> FirstUpdate:
-    from paceline.proof.compare import judge
-    from paceline.proof.ranks import recomputed_forwards
-
-    verdict = judge(reference, ranks, precision=job.precision, forwards=recomputed_forwards(asked.plan))
-    if verdict.difference is not None:
+    if difference is not None:
         raise PlanRefused(
-            f"the first update under '{asked.plan}' is not what one device computes: {verdict.difference}",
+            f"the first update under '{asked.plan}' is not what one device computes: {difference}",
             hint="nothing was trained. 'paceline verify' says more of it and which plans are exact for this job; "
                  "'single' always is, and --check no trains all the same")
     if reference["coupling"] is None:
@@ -90,8 +109,12 @@ def _judged(job: Job, asked: Resolved, reference: dict[str, Any], ranks: list[di
         "is not the mean over its samples; 'paceline verify' names the cause", seconds)
 
 
-def _watched(job: Job, asked: Resolved, folder: Path, devices: Any) -> Callable[[Any], dict[str, Any]]:
-    """What each rank does: the first step, with a recorder that waits for the reference before it compares."""
+def _is_cut(asked: Resolved) -> bool:
+    return asked.plan.replicas > 1 or asked.plan.num_microbatches > 1
+
+
+def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, devices: Any) -> Callable[[Any], dict[str, Any]]:
+    """What each rank does: the first step, with a recorder that waits for one device first, as both need the cores."""
     def body(context: Any) -> dict[str, Any]:
         from paceline.capture.randomness import WithoutRandomness
         from paceline.proof.compare import Recorder
@@ -100,14 +123,14 @@ def _watched(job: Job, asked: Resolved, folder: Path, devices: Any) -> Callable[
         from paceline.runtime.loop import Settings
 
         def wait() -> None:
-            while not (folder / _REFERENCE).exists():
-                context.beat("reduce")
+            while not document.exists():
+                context.beat("build")
                 time.sleep(_POLL_S)
-            if "error" in json.loads((folder / _REFERENCE).read_text()):
+            if "error" in json.loads(document.read_text()):
                 raise _NoReferenceError
 
         with WithoutRandomness() as random:
-            recorder = Recorder(folder / "tensors", random, ready=wait)
+            recorder = Recorder(tensors, random, ready=wait)
             with suppress(_NoReferenceError):
                 train_rank(context, in_precision(job, job.precision, random), asked.plan,
                            Settings(None, asked.shares, observer=recorder, devices=devices))
@@ -120,27 +143,37 @@ class _NoReferenceError(Exception):
     """One device could not take the first step."""
 
 
-def _write_reference(job: Job, asked: Resolved, folder: Path) -> None:
-    """One device's first step: whole, its rounding, and as the plan cuts the batch. Runs in a process of its own."""
+def _write_references(job: Job, asked: Resolved, folder: Path) -> None:
+    """One device's first step, whole; then, where the plan is beyond its limits, measured and as the plan cuts the
+    batch. Runs in a process of its own, which is ended when no more is needed.
+    """
     from paceline.capture.randomness import WithoutRandomness
+    from paceline.proof.first_step import FirstStep
     from paceline.proof.ranks import in_precision
-    from paceline.proof.reference import Variation, write_cut, write_reference
-    from paceline.runtime.checkpoint.write import write_json
 
-    tensors, whole = folder / "tensors", folder / "whole"
+    most_bytes = int(psutil.virtual_memory().available * _SHARE_OF_MEMORY)
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))  # a model that is too large is an error here
+    random = WithoutRandomness()
+
+    steps: list[FirstStep] = []
+
+    def narrow() -> dict[str, Any]:
+        steps.append(FirstStep(in_precision(job, job.precision, random), folder / _WHOLE, random))
+        return steps[0].narrow()
+
+    _tell(folder / _NARROW, narrow)
+    while not (folder / _BEYOND).exists():
+        time.sleep(_POLL_S)
+    _tell(folder / _MEASURED, lambda: steps[0].measured(
+        shares=asked.shares, microbatches=asked.plan.num_microbatches, cut_folder=folder / _CUT))
+
+
+def _tell(document: Path, compute: Callable[[], dict[str, Any]]) -> None:
+    """Write what is computed, or the error, in one move."""
     try:
-        most_bytes = int(psutil.virtual_memory().available * _SHARE_OF_MEMORY)
-        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))  # a model that is too large is an error here
-        random = WithoutRandomness()
-        exact = in_precision(job, job.precision, random)
-        cuts = asked.plan.replicas > 1 or asked.plan.num_microbatches > 1
-        found = write_reference(exact, whole if cuts else tensors, steps=1, random=random, judges_power=False,
-                                variations=(Variation(shake=1.0), Variation(nudge=1.0)))
-        found["coupling"] = None
-        if cuts:
-            with random if random.is_needed else nullcontext():
-                found = write_cut(exact, tensors, found, beside=whole, shares=asked.shares,
-                                  microbatches=asked.plan.num_microbatches)
+        found = compute()
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}"}
-    write_json(folder / _REFERENCE, found)
+    part = document.with_suffix(".part")
+    part.write_text(json.dumps(found))
+    part.replace(document)

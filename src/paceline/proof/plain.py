@@ -73,11 +73,15 @@ class PlainRun:
         self.model = build_plain(job)
         self.draws = torch.Generator().manual_seed(0)
         self.named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.optimizer = job.optimizer(self.named)
-        self.schedule = job.lr_schedule(self.optimizer) if job.lr_schedule else None
+        self.make_optimizer()
         self.num_steps = 0
         if variation.nudge:
             _nudge([p for _, p in self.named], variation.nudge, self.draws)
+
+    def make_optimizer(self) -> None:
+        """A new optimizer, and its schedule, for the weights as they are."""
+        self.optimizer = self.job.optimizer(self.named)
+        self.schedule = self.job.lr_schedule(self.optimizer) if self.job.lr_schedule else None
 
     def steps(self, steps: int) -> Iterator[StepRecord]:
         """The first steps of the job."""
@@ -86,15 +90,26 @@ class PlainRun:
 
     def step(self, batch: MicroBatch) -> StepRecord:
         """Forward, backward, clipping, update and schedule for one batch."""
+        loss = self.backward(batch)
+        gradients = gradients_of(self.model)
+        if self.variation.shake:
+            self.shake_gradients(self.variation.shake * greatest(gradients.values()))
+        return self.update(loss, gradients)
+
+    def backward(self, batch: MicroBatch) -> float:
+        """Leave the gradients of a batch in the model, and return its loss."""
         if self.variation.permuted:
             batch = permuted(batch, self.draws)
         replicas = ([cut_batch(batch, self.variation.cuts)] if self.variation.cuts > 1
                     else as_planned(batch, self.shares, self.microbatches))
-        loss = backward(self.job, self.model, *replicas, step=self.num_steps)
-        gradients = gradients_of(self.model)
-        if self.variation.shake:
-            size = self.variation.shake * greatest(gradients.values())
-            _shake([p.grad for _, p in self.named if p.grad is not None], size, self.draws)
+        return backward(self.job, self.model, *replicas, step=self.num_steps)
+
+    def shake_gradients(self, size: float) -> None:
+        """Add `size` to each element of the model's gradients or take it away, by a fixed draw."""
+        _shake([p.grad for _, p in self.named if p.grad is not None], size, self.draws)
+
+    def update(self, loss: float, gradients: dict[str, torch.Tensor]) -> StepRecord:
+        """Clipping, update and schedule. loss, gradients: go into the record."""
         if self.job.clip is not None:
             torch.nn.utils.clip_grad_norm_([_real(p) for _, p in self.named], self.job.clip)
         self.optimizer.step()

@@ -60,17 +60,16 @@ PLANTED = 1e-3  # relative error of one gradient that a comparison must notice t
 _KEPT_BYTES = 2**22  # of a file that stays in memory once it was read; 128 of them are half a GiB
 
 Named = dict[str, float]
+Kinds = dict[str, Named]  # figures of a step by kind and name
 
 
-def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandomness, evaluation: Any = None,
-                    judges_power: bool = True,
-                    variations: Sequence[Variation] = (*ROUNDING, *REORDERED)) -> dict[str, Any]:
+def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandomness,
+                    evaluation: Any = None) -> dict[str, Any]:
     """Run the plain loop, then its variations. Its tensors go to files in `folder`, named by kind and step.
 
     Args:
         random: Switches random layers off; entered here, after the plain loop only if the job draws at all.
         evaluation: Data to evaluate on after the last step, samples with an index; None for no evaluation.
-        judges_power: Whether to find out which planted errors would be noticed.
 
     Returns:
         draws: of each step: how often random layers draw. most_repeats: how often a forward draws the same number, at
@@ -91,27 +90,36 @@ def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandom
         epsilon = coarsest(job)
         floors, figures = _write_plain(job, folder, reference, steps, random, evaluation, epsilon)
     with random if random.is_needed else nullcontext():
-        rounding, reordered = (_spreads(job, folder, reference["losses"], floors, figures, evaluation, group, epsilon)
-                               for group in ([v for v in variations if v in ROUNDING],
-                                             [v for v in variations if v in REORDERED]))
+        rounding, reordered = (spreads_of(job, folder, reference["losses"], floors, figures, evaluation, group, epsilon)
+                               for group in (ROUNDING, REORDERED))
     spreads = [{kind: {name: _spread(rounding[step][kind][name], reordered[step][kind][name], least)
                        for name, least in named.items()} for kind, named in floor.items()}
                for step, floor in enumerate(floors)]
-    limits = [{kind: {name: ALLOWED * max(spread[kind][name], least) for name, least in named.items()}
-               for kind, named in floor.items()} for spread, floor in zip(spreads, floors, strict=True)]
-    return {**reference, "evaluation": figures, "evaluation_limit": limits[-1]["evaluation"],
-            "loss_limit": [limit["loss"][""] for limit in limits],
-            **{f"{kind}_limit": [limit[kind] for limit in limits] for kind in ALL_KINDS},
+    limits = limits_of(floors, spreads)
+    return {**with_limits(reference, limits), "evaluation": figures,
+            "evaluation_limit": limits[-1]["evaluation"],
             "yardstick": {kind: _widest(spreads, limits, kind) for kind in ("loss", "gradient", "weight")},
-            "power": _power(job, folder, limits) if judges_power else None}
+            "power": _power(job, folder, limits)}
+
+
+def limits_of(floors: Sequence[Kinds], spreads: Sequence[Kinds]) -> list[Kinds]:
+    """What each figure may differ by, from how far rounding moves it and from what it never has to be nearer than."""
+    return [{kind: {name: ALLOWED * max(spread[kind][name], least) for name, least in named.items()}
+             for kind, named in floor.items()} for spread, floor in zip(spreads, floors, strict=True)]
+
+
+def with_limits(figures: Mapping[str, Any], limits: Sequence[Kinds]) -> dict[str, Any]:
+    """The figures of one device with what ranks may differ by, as `write_reference` returns it."""
+    return {**figures, "loss_limit": [limit["loss"][""] for limit in limits],
+            **{f"{kind}_limit": [limit[kind] for limit in limits] for kind in ALL_KINDS}}
 
 
 def _write_plain(job: Job, folder: Path, reference: dict[str, Any], steps: int, random: WithoutRandomness,
-                 evaluation: Any, epsilon: float) -> tuple[list[dict[str, Named]], Named]:
+                 evaluation: Any, epsilon: float) -> tuple[list[Kinds], Named]:
     """The plain loop: tensors go to files, figures into `reference`. Returns floors by step, and the evaluation."""
     run = PlainRun(job)
-    _save(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
-    floors: list[dict[str, Named]] = []
+    save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
+    floors: list[Kinds] = []
     for step, batch in enumerate(whole_batches(job, steps)):
         random.forget()
         record = run.step(batch)
@@ -123,15 +131,15 @@ def _write_plain(job: Job, folder: Path, reference: dict[str, Any], steps: int, 
         reference["marks"].append(sample_marks(batch).tolist())
         reference["state_sizes"].append({name: tensor.numel() for name, tensor in record.state.items()})
         for kind in ALL_KINDS:
-            _save(folder, kind, step, record.tensors(kind))
-        floors.append(_floors(record, epsilon, largest_loss=max(map(abs, reference["losses"]))))
+            save_kind(folder, kind, step, record.tensors(kind))
+        floors.append(floors_of(record, epsilon, largest_loss=max(map(abs, reference["losses"]))))
     figures = _evaluated(run, evaluation)
     floors[-1]["evaluation"] = {name: max(epsilon, 0.0 if name == "loss" else EPSILON["float32"]) * abs(value)
                                 for name, value in figures.items()}  # metrics are often means of float32
     return floors, figures
 
 
-def _floors(record: StepRecord, epsilon: float, *, largest_loss: float) -> dict[str, Named]:
+def floors_of(record: StepRecord, epsilon: float, *, largest_loss: float) -> Kinds:
     """What no plan has to be nearer than, before it is multiplied by `ALLOWED`."""
     # A gradient's own size says nothing about its rounding: terms that cancel leave noise of the terms' size.
     noise = epsilon * greatest(record.gradients.values())
@@ -151,10 +159,10 @@ def _eps(tensor: torch.Tensor, epsilon: float) -> float:
     return max(torch.finfo(tensor.dtype).eps, epsilon if tensor.dtype != torch.float64 else 0.0)
 
 
-def _spreads(job: Job, folder: Path, losses: list[float], floors: list[dict[str, Named]], figures: Named,
-             evaluation: Any, variations: Sequence[Variation], epsilon: float) -> list[dict[str, Named]]:
+def spreads_of(job: Job, folder: Path, losses: list[float], floors: list[Kinds], figures: Named,
+             evaluation: Any, variations: Sequence[Variation], epsilon: float) -> list[Kinds]:
     """How far the variations move each figure at most, by step, kind and name."""
-    spreads: list[dict[str, Named]] = [{kind: dict.fromkeys(names, 0.0) for kind, names in floor.items()}
+    spreads: list[Kinds] = [{kind: dict.fromkeys(names, 0.0) for kind, names in floor.items()}
                                        for floor in floors]
     for variation in variations:
         scaled = replace(variation, shake=variation.shake * epsilon, nudge=variation.nudge * epsilon)
@@ -168,17 +176,17 @@ def _spreads(job: Job, folder: Path, losses: list[float], floors: list[dict[str,
 
 
 def _vary(run: PlainRun, folder: Path, losses: list[float], figures: Named, evaluation: Any,
-          spreads: list[dict[str, Named]]) -> None:
+          spreads: list[Kinds]) -> None:
     """Widen the spreads by what one more run gives."""
     for step, batch in enumerate(whole_batches(run.job, len(losses))):
         record = run.step(batch)
-        _widen(spreads[step]["loss"], {"": abs(record.loss - losses[step])})
+        widen(spreads[step]["loss"], {"": abs(record.loss - losses[step])})
         for kind in ALL_KINDS:
             theirs = record.tensors(kind)
-            _widen(spreads[step][kind], {name: distance(tensor, theirs.get(name))
-                                         for name, tensor in _load(folder, kind, step).items()})
+            widen(spreads[step][kind], {name: distance(tensor, theirs.get(name))
+                                         for name, tensor in load_kind(folder, kind, step).items()})
     moved = _evaluated(run, evaluation)
-    _widen(spreads[-1]["evaluation"], {name: abs(moved[name] - value) for name, value in figures.items()})
+    widen(spreads[-1]["evaluation"], {name: abs(moved[name] - value) for name, value in figures.items()})
 
 
 def _spread(rounding: float, reordered: float, least: float) -> float:
@@ -186,14 +194,14 @@ def _spread(rounding: float, reordered: float, least: float) -> float:
     return max(rounding, min(reordered, REORDERED_AT_MOST * max(rounding, least)))
 
 
-def _widest(spreads: list[dict[str, Named]], limits: list[dict[str, Named]], kind: str) -> dict[str, Any]:
+def _widest(spreads: list[Kinds], limits: list[Kinds], kind: str) -> dict[str, Any]:
     """Where rounding moves one device's own figures furthest, and what plans may differ by there."""
     spread, step, name = max((spread, -step, name) for step, kinds in enumerate(spreads)
                              for name, spread in kinds[kind].items())
     return {"spread": spread, "tolerance": limits[-step][kind][name], "name": name or None, "step": 1 - step}
 
 
-def _widen(spread: Named, distances: Mapping[str, float]) -> None:
+def widen(spread: Named, distances: Mapping[str, float]) -> None:
     for name, moved in distances.items():
         spread[name] = max(spread[name], moved)
 
@@ -227,12 +235,12 @@ def write_cut(job: Job, folder: Path, whole: Mapping[str, Any], *, beside: Path,
     """
     run, losses, coupling = PlainRun(job, shares=shares, microbatches=microbatches), [], None
     folder.mkdir(exist_ok=True)
-    _save(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
+    save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
     for step, batch in enumerate(whole_batches(job, len(whole["losses"]))):
         record = run.step(batch)
         losses.append(record.loss)
         for kind in ALL_KINDS:
-            _save(folder, kind, step, record.tensors(kind))
+            save_kind(folder, kind, step, record.tensors(kind))
         if coupling is None:
             coupling = _coupled(beside, step, record, whole)
     return {**whole, "losses": losses, "evaluation": {}, "coupling": coupling}
@@ -241,7 +249,7 @@ def write_cut(job: Job, folder: Path, whole: Mapping[str, Any], *, beside: Path,
 def _coupled(folder: Path, step: int, record: StepRecord, whole: Mapping[str, Any]) -> str | None:
     """Where a step with a cut batch differs from the one without."""
     for kind in KINDS:
-        theirs = _load(folder, kind, step)
+        theirs = load_kind(folder, kind, step)
         for name, tensor in record.tensors(kind).items():
             limit = whole[f"{kind}_limit"][step].get(name, 0.0)
             off = distance(tensor, theirs.get(name))
@@ -264,7 +272,7 @@ def _power(job: Job, folder: Path, limits: Sequence[Mapping[str, Named]]) -> dic
     """
     noticed: dict[str, bool] = {}
     for step, limit in enumerate(limits):
-        gradients = _load(folder, "gradient", step)
+        gradients = load_kind(folder, "gradient", step)
         largest = greatest(gradients.values())
         for name, gradient in gradients.items():
             size = greatest([gradient])
@@ -284,18 +292,18 @@ def _drop_is_noticed(job: Job, folder: Path, limit: Named) -> bool | None:
     backward(job, model, pieces[:-1])
     gradients = gradients_of(model)
     return any(distance(whole, gradients[name] * kept if name in gradients else None) > limit[name]
-               for name, whole in _load(folder, "gradient", 0).items())
+               for name, whole in load_kind(folder, "gradient", 0).items())
 
 
 # --- Files and precision -------------------------------------------------------------------------------------------
 
 
-def _save(folder: Path, kind: str, step: int, tensors: dict[str, torch.Tensor]) -> None:
+def save_kind(folder: Path, kind: str, step: int, tensors: dict[str, torch.Tensor]) -> None:
     copies = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     save_tensors(folder / f"{kind}-{step}.safetensors", copies)
 
 
-def _load(folder: Path, kind: str, step: int) -> dict[str, torch.Tensor]:
+def load_kind(folder: Path, kind: str, step: int) -> dict[str, torch.Tensor]:
     path = folder / f"{kind}-{step}.safetensors"
     return _kept(path) if path.stat().st_size <= _KEPT_BYTES else load_tensors(path)
 
@@ -311,14 +319,14 @@ def coarsest(job: Job) -> float:
     Layers may compute in float32 whatever they are given; some norms and Keras's layers do.
     """
     model = build_plain(job)
-    seen = _Dtypes({p.dtype for p in model.parameters() if p.requires_grad})
+    seen = Dtypes({p.dtype for p in model.parameters() if p.requires_grad})
     for batch in whole_batches(job, 1):
         with torch.no_grad(), autocast(job), seen:
             job.loss(batch.call(model), batch.target)
     return max(EPSILON[job.precision], *(torch.finfo(dtype).eps for dtype in seen.found))
 
 
-class _Dtypes(TorchDispatchMode):
+class Dtypes(TorchDispatchMode):
     """Notes the floating-point types that operators return."""
 
     def __init__(self, found: set[torch.dtype]) -> None:

@@ -1,0 +1,101 @@
+"""One device's first step, for the check before a run: limits that cost nothing first, measured ones where they matter.
+
+Each variation of a yardstick costs a forward and a backward. A first update can be judged without: by the rounding of
+the job's precision, and by how far the update goes from gradients that were shaken by a unit in the last place. These
+limits are never above those of `write_reference`, so what is within them needs no more. Only for what is beyond them is
+the yardstick measured, and the batch cut as the plan cuts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.capture.randomness import WithoutRandomness
+from paceline.job import Job
+from paceline.proof.order import whole_batches
+from paceline.proof.plain import PlainRun, Variation, distance, gradients_of, greatest, sample_marks
+from paceline.proof.reference import (
+    ALL_KINDS,
+    EPSILON,
+    Dtypes,
+    Kinds,
+    floors_of,
+    limits_of,
+    save_kind,
+    spreads_of,
+    widen,
+    with_limits,
+    write_cut,
+)
+from paceline.runtime.streams import key_to_seed
+
+
+class FirstStep:
+    """One device's first step with the whole batch; its tensors go to files in `folder`, as in `write_reference`.
+
+    random: Switches random layers off; entered here.
+    """
+
+    def __init__(self, job: Job, folder: Path, random: WithoutRandomness) -> None:
+        folder.mkdir(exist_ok=True)
+        self.job, self.folder, self.random = job, folder, random
+        with random:
+            self.run = run = PlainRun(job)
+            save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
+            batch = next(whole_batches(job, 1))
+            random.forget()
+            self.dtypes = Dtypes({p.dtype for _, p in run.named})
+            with self.dtypes:
+                loss = run.backward(batch)
+            self.weights = [p.detach().clone() for p in run.model.parameters()]
+            self.gradients = [None if p.grad is None else p.grad.clone() for p in run.model.parameters()]
+            self.record = run.update(loss, gradients_of(run.model))
+        for kind in ALL_KINDS:
+            save_kind(folder, kind, 0, self.record.tensors(kind))
+        self.figures: dict[str, Any] = {
+            "losses": [loss], "rates": [self.record.rates], "marks": [sample_marks(batch).tolist()],
+            "draws": [len(random.drawn)], "most_repeats": random.most_repeats(),
+            "seeds_itself": bool(random.seeds - {key_to_seed(job.seed, "step", 0, 0, 0)}), "evaluation": {}, "evaluation_limit": {}, "coupling": None,
+            "state_sizes": [{name: tensor.numel() for name, tensor in self.record.state.items()}]}
+
+    def narrow(self) -> dict[str, Any]:
+        """A reference like that of `write_reference`, with limits that need no second forward."""
+        return self._reference(EPSILON[self.job.precision], ())
+
+    def measured(self, *, shares: Sequence[int], microbatches: int, cut_folder: Path) -> dict[str, Any]:
+        """A reference with measured limits. Tensors of a batch that is cut go to `cut_folder`; see `write_cut`."""
+        epsilon = max(EPSILON[self.job.precision], *(torch.finfo(dtype).eps for dtype in self.dtypes.found))
+        with self.random if self.random.is_needed else nullcontext():
+            found = self._reference(epsilon, (Variation(nudge=1.0),))
+            if len(shares) > 1 or microbatches > 1:
+                found = write_cut(self.job, cut_folder, found, beside=self.folder, shares=shares,
+                                  microbatches=microbatches)
+        return found
+
+    def _reference(self, epsilon: float, variations: Sequence[Variation]) -> dict[str, Any]:
+        floors = [{**floors_of(self.record, epsilon, largest_loss=abs(self.record.loss)), "evaluation": {}}]
+        spreads = spreads_of(self.job, self.folder, self.figures["losses"], floors, {}, None, variations, epsilon)
+        with self.random if self.random.is_needed else nullcontext(), suppress(Exception):
+            # An optimizer that can't be made a second time for one model is judged without.
+            for kind, moved in self._shaken(epsilon).items():
+                widen(spreads[0][kind], moved)
+        return with_limits(self.figures, limits_of(floors, spreads))
+
+    def _shaken(self, epsilon: float) -> Kinds:
+        """How far weights and the optimizer's state move when the same gradients are shaken by `epsilon`."""
+        run = self.run
+        with torch.no_grad():
+            for p, weight, gradient in zip(run.model.parameters(), self.weights, self.gradients, strict=True):
+                p.copy_(weight)
+                p.grad = None if gradient is None else gradient.clone()
+        run.make_optimizer()
+        run.draws.manual_seed(0)
+        run.shake_gradients(epsilon * greatest(self.record.gradients.values()))
+        record = run.update(self.record.loss, {})
+        return {kind: {name: distance(tensor, record.tensors(kind).get(name))
+                       for name, tensor in self.record.tensors(kind).items()} for kind in ("weight", "state")}
