@@ -156,13 +156,19 @@ def _figures(record: Record[Run]) -> dict[str, Any]:
             "runs": list(map(asdict, record.runs))}
 
 
-def run_command(command: Sequence[str], *, timeout_s: float = 600.0) -> str:
-    """Run a command from the root of the project, one thread a process, and return its stdout.
+def run_command(command: Sequence[str], *, timeout_s: float = 600.0, threads: int | None = 1) -> str:
+    """Run a command from the root of the project and return its stdout.
+
+    Args:
+        threads: Of each process; None leaves that to the command.
 
     Raises:
         ContenderFailed: it failed or took too long; nothing of it is left running.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    environment.pop("OMP_NUM_THREADS", None)
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
     process = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -21,7 +21,7 @@ from paceline.launch.process import set_up_heap, use_threads
 def aside(work: Callable[[], None]) -> Iterator[None]:
     """Run `work()` in a fork while the block runs; the fork is ended with the block, if it isn't done by then.
 
-    It has all cores, as a run's only rank has.
+    It begins with one thread; `take_cores` gives it more.
 
     An error of the work is printed and ends the fork; the block learns nothing of it.
 
@@ -43,6 +43,12 @@ def aside(work: Callable[[], None]) -> Iterator[None]:
         os.waitpid(pid, 0)
 
 
+def take_cores() -> None:
+    """Use all cores from now on, as a run's only rank does."""
+    if multiprocessing.parent_process() is None:  # else OpenMP may list threads that are not here, see above
+        use_threads(1)
+
+
 def _be_fork(work: Callable[[], None], parent_pid: int) -> None:
     code = 1
     try:
@@ -50,10 +56,7 @@ def _be_fork(work: Callable[[], None], parent_pid: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPPING)
-        if multiprocessing.parent_process() is None:
-            use_threads(1)
-        else:  # threads may have been left in the lists of OpenMP, see `end_openmp_threads`
-            torch.set_num_threads(1)
+        torch.set_num_threads(1)
         set_up_heap(keep=True)
         work()
         code = 0

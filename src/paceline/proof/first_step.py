@@ -8,7 +8,8 @@ the yardstick measured, and the batch cut as the plan cuts it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,17 @@ from paceline.proof.reference import (
 from paceline.runtime.streams import key_to_seed
 
 
+_SHORT_S = 0.1  # a step that takes no longer loses more by waking threads, and waiting for them, than it gains
+
+
 class FirstStep:
     """One device's first step with the whole batch; its tensors go to files in `folder`, as in `write_reference`.
 
     random: Switches random layers off; entered here.
+    take_cores: Called in a step that is long enough to gain from more threads.
     """
 
-    def __init__(self, job: Job, folder: Path, random: WithoutRandomness) -> None:
+    def __init__(self, job: Job, folder: Path, random: WithoutRandomness, *, take_cores: Callable[[], None]) -> None:
         folder.mkdir(exist_ok=True)
         self.job, self.folder, self.random = job, folder, random
         with random:
@@ -49,7 +54,7 @@ class FirstStep:
             save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
             batch = next(whole_batches(job, 1))
             random.forget()
-            self.dtypes = Dtypes({p.dtype for _, p in run.named})
+            self.dtypes = _Watched({p.dtype for _, p in run.named}, take_cores)
             with self.dtypes:
                 loss = run.backward(batch)
             self.weights = [p.detach().clone() for p in run.model.parameters()]
@@ -60,7 +65,8 @@ class FirstStep:
         self.figures: dict[str, Any] = {
             "losses": [loss], "rates": [self.record.rates], "marks": [sample_marks(batch).tolist()],
             "draws": [len(random.drawn)], "most_repeats": random.most_repeats(),
-            "seeds_itself": bool(random.seeds - {key_to_seed(job.seed, "step", 0, 0, 0)}), "evaluation": {}, "evaluation_limit": {}, "coupling": None,
+            "seeds_itself": bool(random.seeds - {key_to_seed(job.seed, "step", 0, 0, 0)}),
+            "evaluation": {}, "evaluation_limit": {}, "coupling": None,
             "state_sizes": [{name: tensor.numel() for name, tensor in self.record.state.items()}]}
 
     def narrow(self) -> dict[str, Any]:
@@ -99,3 +105,17 @@ class FirstStep:
         record = run.update(self.record.loss, {})
         return {kind: {name: distance(tensor, record.tensors(kind).get(name))
                        for name, tensor in self.record.tensors(kind).items()} for kind in ("weight", "state")}
+
+
+class _Watched(Dtypes):
+    """Also calls `take_cores` when operators have been seen for a while."""
+
+    def __init__(self, seen: set[torch.dtype], take_cores: Callable[[], None]) -> None:
+        super().__init__(seen)
+        self.take_cores, self.began_s, self.is_long = take_cores, time.monotonic(), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.is_long and time.monotonic() - self.began_s > _SHORT_S:
+            self.is_long = True
+            self.take_cores()
+        return super().__torch_dispatch__(func, types, args, kwargs)

@@ -148,6 +148,7 @@ def _write_references(job: Job, asked: Resolved, folder: Path) -> None:
     batch. Runs in a process of its own, which is ended when no more is needed.
     """
     from paceline.capture.randomness import WithoutRandomness
+    from paceline.launch.aside import take_cores
     from paceline.proof.first_step import FirstStep
     from paceline.proof.ranks import in_precision
 
@@ -158,7 +159,8 @@ def _write_references(job: Job, asked: Resolved, folder: Path) -> None:
     steps: list[FirstStep] = []
 
     def narrow() -> dict[str, Any]:
-        steps.append(FirstStep(in_precision(job, job.precision, random), folder / _WHOLE, random))
+        exact = in_precision(job, job.precision, random)
+        steps.append(FirstStep(exact, folder / _WHOLE, random, take_cores=take_cores))
         return steps[0].narrow()
 
     _tell(folder / _NARROW, narrow)
