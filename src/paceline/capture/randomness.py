@@ -36,8 +36,23 @@ _MEANS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+_open_drawing = 0  # blocks of `drawing`
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Meanwhile random operators draw, whatever is switched off outside; for what is no part of a forward."""
+    global _open_drawing
+    _open_drawing += 1
+    try:
+        yield
+    finally:
+        _open_drawing -= 1
+
+
 class WithoutRandomness(TorchDispatchMode):
-    """While this is entered, random operators give the mean of what they draw; not while a model is built.
+    """While this is entered, random operators give the mean of what they draw; not while a model is built, nor in
+    `drawing`.
 
     The operators are caught below autograd, where those inside torch's own functions (attention, recurrent layers)
     are seen too, and in the second forward of a recomputed block. A forward on fake tensors is left as it is: what is
@@ -109,7 +124,7 @@ class WithoutRandomness(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (self._building or torch.Tag.nondeterministic_seeded not in func.tags
+        if (self._building or _open_drawing or torch.Tag.nondeterministic_seeded not in func.tags
                 or detect_fake_mode(args) is not None):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.capture.attributes import is_same
+from paceline.capture.randomness import drawing
 from paceline.errors import JobError
 from paceline.runtime.checkpoint.values import pack
 from paceline.runtime.optimizers.kept import OptimizerState, load_snapshot, snapshot
@@ -82,7 +84,7 @@ def observe(build: Build, parameters: Mapping[str, torch.Tensor], sparse: frozen
     Raises:
         JobError: the job's function fails for parameters like these, or a step does.
     """
-    with kept_streams(), torch.enable_grad(), _one_thread():
+    with kept_streams(), torch.enable_grad(), _one_thread(), drawing():
         trial, optimizer = _first_trial(build, parameters, sparse)
         reach = known_reach(optimizer)
         if reach is not None:
@@ -97,7 +99,7 @@ def is_exact_in_parts(build: Build, parameters: Mapping[str, torch.Tensor],
 
     distribute: gives this rank's distributed tensor of a whole one, as it holds the parameter of that name.
     """
-    with kept_streams(), torch.enable_grad(), _one_thread():
+    with kept_streams(), torch.enable_grad(), _one_thread(), drawing():
         trial, _ = _first_trial(build, parameters)
         whole, *_ = trial.run(trial.weights, trial.gradients, FEWEST_STEPS)
         try:
@@ -152,9 +154,24 @@ class _Trial:
         self.user_function, self.shapes, self.like, self.sparse = build, shapes, parameters, sparse
         self.steps = min(max(UPDATES // max(len(shapes), 1), FEWEST_STEPS), MOST_STEPS)
         self.draws = torch.Generator().manual_seed(0)
-        self.weights, self.other_weights = self._drawn(), self._drawn()
-        self.gradients = [self._drawn() for _ in range(self.steps)]
-        self.other_gradients = [self._drawn() for _ in range(self.steps)]
+        self.weights = self._drawn()
+
+    @cached_property
+    def _later(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+        """Other weights, gradients and other gradients: not drawn for an optimizer that is known."""
+        return (self._drawn(), [self._drawn() for _ in range(self.steps)], [self._drawn() for _ in range(self.steps)])
+
+    @property
+    def other_weights(self) -> dict[str, torch.Tensor]:
+        return self._later[0]
+
+    @property
+    def gradients(self) -> list[dict[str, torch.Tensor]]:
+        return self._later[1]
+
+    @property
+    def other_gradients(self) -> list[dict[str, torch.Tensor]]:
+        return self._later[2]
 
     def _drawn(self) -> dict[str, torch.Tensor]:
         return {name: torch.randn(shape, generator=self.draws, dtype=_dtype(self.like[name]))
