@@ -22,6 +22,7 @@ from paceline.document import strict
 from paceline.errors import PacelineError, UsageError
 from paceline.jobfile import JobFile
 from paceline.launch import environment
+from paceline.launch.imports import OF_RUNS, load_modules
 from paceline.runtime.folder import fresh_name
 
 app = typer.Typer(
@@ -82,6 +83,7 @@ def train(
     """Train a job on one device or many."""
     with _reported():
         job = JobFile.parse(file, _parse_settings(settings))
+        load_modules(OF_RUNS)
         summary = paceline.train(job, plan, devices=devices, procs=procs, memory=memory, steps=steps,
                                  save_every=save_every, trace=trace, run=run, resume=resume,
                                  loader_workers=loader_workers, timeout_s=timeout, restarts=restarts,
