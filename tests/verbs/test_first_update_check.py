@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.capture.randomness import WithoutRandomness
 from paceline.errors import PlanRefused
 from paceline.jobfile import JobFile
+from paceline.planner.resolve import resolve
+from paceline.plans import Plan
+from paceline.proof.first_step import FirstStep
+from paceline.proof.first_update import check_first_update
+from paceline.proof.reference import ALL_KINDS, write_reference
+from paceline.runtime.stepper import _Window
 from paceline.strategies.data.run import GradientBuckets
 
 pytestmark = pytest.mark.checked_runs
@@ -72,6 +79,83 @@ def test_a_wrong_gradient_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.
         paceline.train(make_job(), "data=2", run=tmp_path / "run")
 
     assert not (tmp_path / "run" / "metrics.jsonl").exists() and not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("factors", [(1.0, 0.0), (1.001, 1.001)], ids=["dropped", "wrongly divided"])
+def test_a_wrong_window_is_not_trained_on(factors: tuple[float, float], tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-batch that is left out, and a sum that is divided by another count."""
+    loss = _Window.loss
+    monkeypatch.setattr(_Window, "loss", lambda self, microbatch, output: (
+        loss(self, microbatch, output) * factors[microbatch]))
+
+    with pytest.raises(PlanRefused, match=r"first update under 'data=2 accumulate=2'.*gradient of"):
+        paceline.train(make_job(), "data=2 accumulate=2", run=tmp_path / "run")
+
+
+class Counted(nn.Module):
+    """Leaves a file for every forward in training on one device."""
+
+    def __init__(self, folder: Path, *, coupled: bool) -> None:
+        super().__init__()
+        self.folder, self.linear = folder, nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(3) if coupled else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not dist.is_initialized():
+            (self.folder / f"forward-{len(list(self.folder.iterdir()))}").touch()
+        output: Tensor = self.norm(self.linear(x))
+        return output
+
+
+@pytest.mark.parametrize(("coupled", "forwards"), [(False, 1), (True, 4)])
+def test_a_yardstick_is_measured_only_where_it_matters(coupled: bool, forwards: int, tmp_path: Path) -> None:
+    """One forward of one device is enough for a plan that agrees to a few roundings; else three more: one for nudged
+    weights, and one for each replica's part of the batch."""
+    job = make_job(lambda: Counted(tmp_path, coupled=coupled), steps=1)
+    asked = resolve(job, Plan.read("data=2"), devices=None, procs=None, memory=None, environment=None)
+
+    found = check_first_update(job, asked, timeout_s=60)
+
+    assert found.verdict == ("coupled" if coupled else "passed")
+    assert len(list(tmp_path.iterdir())) == forwards
+
+
+class NormOfEachTensor(torch.optim.Optimizer):
+    """Looks at a whole tensor for the update of each element."""
+
+    def __init__(self, named: Any) -> None:
+        super().__init__(named, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad / (p.grad.norm() + 1e-3)
+
+
+def test_an_optimizer_is_tried_though_random_layers_are_off(tmp_path: Path) -> None:
+    """Its stand-ins are drawn in the check as in the run: both learn that it needs whole tensors."""
+    found = paceline.train(make_job(optimizer=NormOfEachTensor), "shard=2", run=tmp_path)
+
+    assert found["check"]["verdict"] == "passed"
+
+
+@pytest.mark.parametrize("schedule", [None, lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3)])
+def test_the_first_limits_are_never_wider_than_the_measured_ones(schedule: Any, tmp_path: Path) -> None:
+    """What they let pass would pass anyway."""
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3), nn.BatchNorm1d(3))
+
+    job = make_job(model, steps=1, lr_schedule=schedule, clip=0.1)
+    first = FirstStep(job, tmp_path / "first", WithoutRandomness(), take_cores=lambda: None).narrow()
+    measured = write_reference(job, tmp_path / "measured", steps=1, random=WithoutRandomness())
+
+    assert first["losses"] == measured["losses"] and first["loss_limit"][0] <= measured["loss_limit"][0]
+    for kind in ALL_KINDS:
+        limits, wider = first[f"{kind}_limit"][0], measured[f"{kind}_limit"][0]
+        assert limits.keys() == wider.keys()
+        assert all(limit <= wider[name] for name, limit in limits.items()), kind
 
 
 def test_a_model_that_knows_its_rank_is_refused(tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ from paceline.proof.reference import (
 )
 from paceline.runtime.streams import key_to_seed
 
-
 _SHORT_S = 0.1  # a step that takes no longer loses more by waking threads, and waiting for them, than it gains
 
 

@@ -330,7 +330,8 @@ def _nudge(weights: Iterable[torch.Tensor], relative: float, draws: torch.Genera
 
 def greatest(tensors: Iterable[torch.Tensor]) -> float:
     """The largest absolute value of any element; 0.0 without elements."""
-    return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+    return max((float((tensor.int() if tensor.dtype == torch.bool else tensor).abs().max())
+                for tensor in tensors if tensor.numel()), default=0.0)
 
 
 def distance(mine: torch.Tensor, theirs: torch.Tensor | None) -> float:
