@@ -14,7 +14,7 @@ from paceline.launch.imports import load_modules
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_rests_while_modules_are_loaded(enabled: bool, tmp_path: Path,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is off during the import, on again if it was on before, and leaves what there is alone, also after an error."""
+    """It is off during an import, also one that fails, and on afterwards if it was on before."""
     (tmp_path / "watched_import.py").write_text("import gc\nwas_enabled = gc.isenabled()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     before, frozen = gc.isenabled(), gc.get_freeze_count()
