@@ -32,21 +32,38 @@ def _warm_up(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (0.3, 1.0, 0.6, 0.8, 0.2)[step % 5])
 
 
+class Gated(nn.Module):
+    """A residual block that also makes a gate of the model's input, which no gradient comes back for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        return x + torch.tanh(self.linear(x)), torch.sigmoid(self.gate(given))
+
+
 class Skipping(nn.Module):
-    """Residual blocks whose first output every later block and the head read, a scalar weight, dropout."""
+    """Residual blocks whose first output every later block and the head read, a gate that a middle block makes for the
+    head, a scalar weight, dropout."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.scale = nn.Linear(FEATURES, FEATURES), nn.Parameter(torch.tensor(1.5))
         self.blocks = nn.ModuleList([Block(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.3)))
                                      for _ in range(4)])
+        self.gated = Gated()
         self.last = nn.Linear(FEATURES, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        skip = x = torch.tanh(self.first(x))
-        for block in self.blocks:
+        given, skip = x, torch.tanh(self.first(x))
+        x = skip
+        for block in self.blocks[:2]:
             x = block(x + skip)
-        return self.last(x + skip) * self.scale
+        x, gate = self.gated(x, given)
+        for block in self.blocks[2:]:
+            x = block(x + skip)
+        return self.last((x + skip) * gate) * self.scale
 
 
 def _regression(samples: int) -> TensorDataset:

@@ -82,6 +82,13 @@ def test_a_run_goes_on_under_another_plan(before: str, after: str, tmp_path: Pat
         torch.testing.assert_close(exported[name], tensor, rtol=1e-11, atol=1e-12)
 
 
+def test_verify_compares_complex_numbers() -> None:
+    """Its reference, and what it reads of a plan's checkpoint, are complex too."""
+    certificate, = paceline.verify(waves(), ["shard=2"], steps=3)
+    assert certificate.passed, certificate.describe()
+    assert certificate.weakness is None and certificate.resumed_from == "single"
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_what_a_model_returns_is_complex_again(tmp_path: Path) -> None:
     """A run's folder has its model and predictions in files that are read back in the dtypes they were written in."""

@@ -34,6 +34,26 @@ def test_weights_that_a_stage_uses_twice(tmp_path: Path):
     assert_alike(stateful_job(Recurrent), "pipeline=2 microbatches=3 schedule=zero-bubble", tmp_path)
 
 
+class Gated(nn.Module):
+    """A layer in the middle that also makes a gate of the samples, for the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.gate, self.last = (nn.Linear(8, 8) for _ in range(4))
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.middle(torch.tanh(self.first(x))))
+        gate = torch.sigmoid(self.gate(x))
+        return self.out(torch.tanh(self.last(y)) * gate)
+
+
+@pytest.mark.timeout(120)
+def test_weights_beside_the_path_of_a_stage(tmp_path: Path):
+    """No gradient goes from the gate's weights on to the inputs of their stage."""
+    assert_alike(stateful_job(Gated), "pipeline=3 microbatches=3 schedule=zero-bubble", tmp_path)
+
+
 @pytest.mark.parametrize(("forward", "once"), [
     (lambda a, b, x: b(torch.tanh(a(x))), True), (lambda a, b, x: a(torch.tanh(a(x))), False),
     (lambda a, b, x: a(x) * a(x.sin()), False), (lambda a, b, x: a(x) + torch.tanh(b(x)) + x, True),
