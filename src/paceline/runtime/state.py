@@ -111,11 +111,12 @@ def _tensors(stepper: Holder) -> Iterator[tuple[str, torch.Tensor, tuple[str, ..
     own_steps = stepper.meetings.has_own_steps
     prefix = _own_prefix(stepper.mesh.coordinates["data"]) if own_steps else ""
     for name, parameter in stepper.optimizer_state.held().items():
-        if name not in owned:
+        is_alone = name in stepper.optimizer_state.alone
+        if name not in owned and not is_alone:
             continue
         alike: tuple[str, ...] = _IN_A_REPLICA if own_steps else _EVERYWHERE
-        if axes_cut(stepper.parameters[name]) and not axes_cut(parameter):  # one rank of several updates it whole
-            alike = ("data",)
+        if is_alone or (axes_cut(stepper.parameters[name]) and not axes_cut(parameter)):
+            alike = () if own_steps else ("data",)  # one rank of several updates it whole
         for key, value in _stored_state(stepper.optimizer_state, name).items():
             # Laid out like its parameter if it has its shape, else whole.
             yield (f"{prefix}optimizer/{name}/{key}", value, alike,

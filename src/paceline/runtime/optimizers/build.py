@@ -14,7 +14,7 @@ import torch.distributed as dist
 from paceline.errors import JobError, PlanRefused
 from paceline.job import Job
 from paceline.launch.logs import logger
-from paceline.runtime.optimizers.gather import AXES, GatheredTensors, connect
+from paceline.runtime.optimizers.gather import AXES, STAGES, GatheredTensors, connect
 from paceline.runtime.optimizers.kept import OptimizerState
 from paceline.runtime.optimizers.own_parts import OwnParts
 from paceline.runtime.optimizers.parts import groups_of
@@ -56,23 +56,23 @@ def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
 
     Raises:
         JobError: the function returns no optimizer that can be used.
-        PlanRefused: ranks hold parts of a model whose optimizer must see all of it.
     """
     behaviour, device = _behaviour(job, trainable, sparse), next(iter(trainable.values())).device.type
     gathered, own_parts = None, OwnParts({})
-    if mesh is not None and any(mesh.sizes.get(axis, 1) > 1 for axis in (*AXES, "pipeline", "parts")):
+    if mesh is not None and any(mesh.sizes.get(axis, 1) > 1 for axis in (*AXES, *STAGES)):
         reach = _agreed(behaviour.reach, mesh, device)
-        gathered = _gathered(job, reach, parameters, mesh, sparse)
+        gathered = _gathered(job, reach, trainable, parameters, mesh, sparse)
         if Reach.PARAMETERS not in reach.values():
             own_parts = OwnParts({name: p for name, p in parameters.items()
                                   if hasattr(p, "device_mesh") and reach[name] is Reach.ELEMENT})
-    updated = {**parameters, **own_parts.plain} if gathered is None else {
-        name: gathered.whole.get(name, p) for name, p in {**parameters, **own_parts.plain}.items()
-        if name not in gathered.parameters or name in gathered.whole}
+    whole = {} if gathered is None else gathered.whole
+    elsewhere = () if gathered is None else gathered.parameters.keys() - whole.keys()
+    updated = {name: p for name, p in {**parameters, **own_parts.plain, **whole}.items() if name not in elsewhere}
     optimizer, groups = _built(job, trainable, updated)
     state = OptimizerState(optimizer, updated, behaviour.changing, unnamed=behaviour.unnamed,
                            through_state_dict=behaviour.through_state_dict, unkept=behaviour.unkept,
-                           distributed=own_parts.distributed)
+                           distributed=own_parts.distributed,
+                           alone=whole.keys() if gathered is not None and gathered.is_together else ())
     return Built(optimizer, groups, state, behaviour, gathered, own_parts)
 
 
@@ -125,36 +125,34 @@ def _is_exact_in_parts(job: Job, parameters: Mapping[str, torch.nn.Parameter], m
     return bool(exact)
 
 
-def _gathered(job: Job, reach: Mapping[str, Reach], parameters: Mapping[str, torch.nn.Parameter],
-              mesh: Mesh, sparse: frozenset[str]) -> GatheredTensors | None:
+def _gathered(job: Job, reach: Mapping[str, Reach], trainable: Mapping[str, torch.nn.Parameter],
+              parameters: Mapping[str, torch.nn.Parameter], mesh: Mesh,
+              sparse: frozenset[str]) -> GatheredTensors | None:
     """What must be updated whole and is held in parts; None if nothing is. Collective over all ranks.
 
     Raises:
-        PlanRefused: the optimizer must see all parameters, and no rank may have them, or not their sparse gradients.
+        PlanRefused: the optimizer must see all parameters, and one of them gets sparse gradients.
     """
-    if max(reach.values()) is Reach.ELEMENT:
-        return None
     is_coupled = Reach.PARAMETERS in reach.values()
-    staged = [f"{axis}={mesh.sizes[axis]}" for axis in ("pipeline", "parts") if mesh.sizes.get(axis, 1) > 1]
-    if is_coupled and staged:
-        refuse_coupled(_built(job, parameters, parameters)[0], reach, what=staged[0])
-    if all(mesh.sizes.get(axis, 1) == 1 for axis in AXES):
+    if not is_coupled and max(reach.values()) is Reach.ELEMENT:
         return None
-    group, ranks = connect(mesh)
+    has_stages = any(mesh.sizes.get(axis, 1) > 1 for axis in STAGES)
+    if all(mesh.sizes.get(axis, 1) == 1 for axis in AXES) and not (is_coupled and has_stages):
+        return None
+    group, ranks = connect(mesh, stages=is_coupled)
+    place = ranks.index(mesh.rank)
     if not is_coupled:
         gathered = {name: p for name, p in parameters.items() if axes_cut(p) and reach[name] is Reach.TENSOR}
-    elif _is_exact_in_parts(job, parameters, mesh):  # torch computes its norms over all parts
-        return None
-    elif tables := sorted(sparse & parameters.keys()):
+        return GatheredTensors(gathered, group, place=place, size=len(ranks)) if gathered else None
+    if not has_stages and _is_exact_in_parts(job, parameters, mesh):
+        return None  # torch computes its norms over all parts
+    if tables := sorted(sparse & trainable.keys()):
         raise PlanRefused(f"the optimizer updates parameters by others' gradients or weights, and '{tables[0]}' gets "
                           "sparse gradients, which ranks that hold parts of a model don't send to one of them",
                           hint="use a data=N plan, or build the embedding with sparse=False")
-    else:
-        logger.warning("the optimizer couples parameters: one rank of each %d that hold the model's parts updates all "
-                       "of them, and holds all of the optimizer's state", len(ranks))
-        gathered = dict(parameters)
-    return GatheredTensors(gathered, group, place=ranks.index(mesh.rank), size=len(ranks),
-                           together=is_coupled) if gathered else None
+    logger.warning("the optimizer couples parameters: one rank of each %d that hold the model's parts updates all "
+                   "of them, and holds all of the optimizer's state", len(ranks))
+    return GatheredTensors(parameters, group, place=place, size=len(ranks), every=trainable)
 
 
 def _built(job: Job, trainable: Mapping[str, torch.nn.Parameter],

@@ -32,13 +32,15 @@ class OptimizerState:
         unnamed: Those of them that hold tensors by position and not by parameter.
         through_state_dict: Whether all of it is kept as `state_dict()` gives it, with no names.
         unkept: What goes wrong if it is kept; "" if nothing does.
+        alone: Names of those that this rank alone updates for all that hold parts of the model.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter],
                  changing: Collection[str] = (), *, unnamed: Collection[str] = (), through_state_dict: bool = False,
-                 unkept: str = "", distributed: Mapping[str, torch.nn.Parameter] = MappingProxyType({})) -> None:
+                 unkept: str = "", distributed: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
+                 alone: Collection[str] = ()) -> None:
         self.optimizer, self.parameters, self.changing = optimizer, dict(parameters), sorted(changing)
-        self.distributed = distributed
+        self.distributed, self.alone = distributed, frozenset(alone)
         self.unnamed, self.through_state_dict, self.unkept = sorted(unnamed), through_state_dict, unkept
 
     def check(self, names: Collection[str]) -> None:
