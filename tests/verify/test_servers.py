@@ -275,8 +275,8 @@ class Norm(nn.Module):
 @pytest.mark.parametrize(("job", "plan", "kind", "why"), [
     (make_job(Norm), "server=1 workers=2", JobError, "changes 'norm.running_mean'"),
     (make_job(Norm), "server=1 workers=2 staleness=1", JobError, "changes 'norm.(.|\n)*GroupNorm or LayerNorm"),
-    (make_job(Mlp, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])), "server=1 workers=1", JobError,
-     "LBFGS evaluates the loss several times a step"),
+    (make_job(Mlp, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])), "server=1 workers=1",
+     PlanError, "LBFGS needs a closure that evaluates the loss several times a step(.|\n)*use a data=N"),
     (make_job(Mlp, optimizer=lambda named: torch.optim.Adafactor([p for _, p in named])), "server=7 workers=1",
      PlanError, "server=7 servers and 6 parameters(.|\n)*at most 6 servers"),
     (make_job(lambda: nn.Linear(6, 3, bias=False)), "server=4 workers=1", PlanError, "at most 3 servers"),

@@ -100,8 +100,8 @@ class FirstStep:
                 p.grad = None if gradient is None else gradient.clone()
         run.make_optimizer()
         run.draws.manual_seed(0)
-        run.shake_gradients(epsilon * greatest(self.record.gradients.values()))
-        record = run.update(self.record.loss, {})
+        run.num_steps = 0
+        record = run.update(self.record.loss, {}, shake=epsilon * greatest(self.record.gradients.values()))
         return {kind: {name: distance(tensor, record.tensors(kind).get(name))
                        for name, tensor in self.record.tensors(kind).items()} for kind in ("weight", "state")}
 

@@ -6,7 +6,7 @@ samples of a batch are coupled the two differ, and that is the job's own doing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from paceline.capture.attributes import AttributeSnapshot, plain_attributes
 from paceline.job import Job
 from paceline.proof.order import whole_batches
 from paceline.runtime.feed import MicroBatch, map_tensors
+from paceline.runtime.optimizers.probe import needs_closure
 from paceline.runtime.order import split
 from paceline.runtime.streams import key_to_seed, seed_model, seed_sample, seed_streams
 
@@ -81,6 +82,7 @@ class PlainRun:
     def make_optimizer(self) -> None:
         """A new optimizer, and its schedule, for the weights as they are."""
         self.optimizer = self.job.optimizer(self.named)
+        self.needs_closure = needs_closure(self.optimizer, self.job.optimizer, dict(self.named))
         self.schedule = self.job.lr_schedule(self.optimizer) if self.job.lr_schedule else None
 
     def steps(self, steps: int) -> Iterator[StepRecord]:
@@ -92,27 +94,40 @@ class PlainRun:
         """Forward, backward, clipping, update and schedule for one batch."""
         loss = self.backward(batch)
         gradients = gradients_of(self.model)
-        if self.variation.shake:
-            self.shake_gradients(self.variation.shake * greatest(gradients.values()))
-        return self.update(loss, gradients)
+        shake = self.variation.shake * greatest(gradients.values()) if self.variation.shake else 0.0
+        return self.update(loss, gradients, shake=shake)
 
     def backward(self, batch: MicroBatch) -> float:
         """Leave the gradients of a batch in the model, and return its loss."""
         if self.variation.permuted:
             batch = permuted(batch, self.draws)
-        replicas = ([cut_batch(batch, self.variation.cuts)] if self.variation.cuts > 1
-                    else as_planned(batch, self.shares, self.microbatches))
-        return backward(self.job, self.model, *replicas, step=self.num_steps)
+        self.replicas = ([cut_batch(batch, self.variation.cuts)] if self.variation.cuts > 1
+                         else as_planned(batch, self.shares, self.microbatches))
+        return self._evaluate()
 
-    def shake_gradients(self, size: float) -> None:
-        """Add `size` to each element of the model's gradients or take it away, by a fixed draw."""
-        _shake([p.grad for _, p in self.named if p.grad is not None], size, self.draws)
+    def _evaluate(self) -> float:
+        return backward(self.job, self.model, *self.replicas, step=self.num_steps)
 
-    def update(self, loss: float, gradients: dict[str, torch.Tensor]) -> StepRecord:
-        """Clipping, update and schedule. loss, gradients: go into the record."""
-        if self.job.clip is not None:
-            torch.nn.utils.clip_grad_norm_([_real(p) for _, p in self.named], self.job.clip)
-        self.optimizer.step()
+    def update(self, loss: float, gradients: dict[str, torch.Tensor], *, shake: float = 0.0) -> StepRecord:
+        """Clipping, update and schedule.
+
+        Args:
+            loss, gradients: Go into the record.
+            shake: Is added to each element of the gradients first, or taken away, by a fixed draw.
+        """
+        def adjust_gradients() -> None:
+            if shake:
+                _shake([p.grad for _, p in self.named if p.grad is not None], shake, self.draws)
+            if self.job.clip is not None:
+                torch.nn.utils.clip_grad_norm_([_real(p) for _, p in self.named], self.job.clip)
+
+        def evaluate() -> float:
+            loss = self._evaluate()
+            adjust_gradients()
+            return loss
+
+        adjust_gradients()
+        update(self.optimizer, evaluate if self.needs_closure else None, loss)
         if self.schedule is not None:
             self.schedule.step()
         self.num_steps += 1
@@ -120,8 +135,8 @@ class PlainRun:
             loss, gradients, {name: p.detach().clone() for name, p in self.model.named_parameters()
                               if is_weight(p)},
             {name: b.detach().clone() for name, b in self.model.named_buffers()}, rates_of(self.optimizer),
-            {f"{name}/{key}": value.detach() for name, p in self.named
-             for key, value in self.optimizer.state.get(p, {}).items() if isinstance(value, torch.Tensor)})
+            {f"{name}/{key}": value for name, p in self.named
+             for key, value in _state_of(self.optimizer.state.get(p, {})).items()})
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """The loss (as "loss") and every metric over all samples of the data, in batches of the job's size."""
@@ -150,6 +165,33 @@ class PlainRun:
         inputs, targets = default_collate(items)
         dtype = torch.float64 if self.job.precision == "float64" else None
         return MicroBatch(inputs, targets, len(items)).to(torch.device("cpu"), dtype)
+
+
+def update(optimizer: torch.optim.Optimizer, evaluate: Callable[[], float] | None, loss: float) -> None:
+    """A step of an optimizer, with gradients there.
+
+    evaluate: For one that evaluates the loss itself, as often as it likes. It finds the loss that is known if it asks
+        at the weights and gradients that are there. loss: That one.
+    """
+    if evaluate is None:
+        optimizer.step()
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def values() -> list[torch.Tensor | None]:
+        gradients = [None if p.grad is None else p.grad.to_dense() for p in parameters]
+        return [*(p.detach() for p in parameters), *gradients]
+
+    known = [None if value is None else value.clone() for value in values()]
+
+    def closure() -> torch.Tensor:
+        is_known = bool(known) and all(then is now is None if then is None or now is None else torch.equal(then, now)
+                                       for then, now in zip(known, values(), strict=True))
+        known.clear()
+        with torch.enable_grad():
+            return torch.tensor(loss if is_known else evaluate(), dtype=torch.float64)
+
+    optimizer.step(closure)  # type: ignore[arg-type]
 
 
 def autocast(job: Job) -> torch.autocast:
@@ -281,6 +323,13 @@ class _Replicas:
             for name, p in self.model.named_parameters():
                 total, users = self.changes[name]
                 p.copy_(self.weights[name] + total / users.clamp(min=1).to(total.dtype))
+
+
+def _state_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a parameter's state, those in lists as `KEY.INDEX`."""
+    listed = {f"{key}.{index}": item for key, value in state.items() if isinstance(value, list | tuple)
+              for index, item in enumerate(value)}
+    return {key: value.detach() for key, value in {**state, **listed}.items() if isinstance(value, torch.Tensor)}
 
 
 def is_weight(parameter: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,9 +29,11 @@ from paceline.proof.plain import (
     gradients_of,
     greatest,
     rows,
+    update,
 )
 from paceline.proof.reference import EXACT
 from paceline.runtime.feed import MicroBatch, map_tensors
+from paceline.runtime.optimizers.probe import needs_closure
 
 UNCUT = "plans that don't cut the batch, such as tensor=N and place=auto parts=N, are exact as it is"
 
@@ -156,18 +159,21 @@ def _no_mean(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
 def _coupling(job: Job, *, steps: int) -> Problem | None:
     """Whether cutting a batch changes its gradients by more than rounding can explain: samples see each other."""
     model = build_plain(job)
-    optimizer = job.optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = job.optimizer(named)
+    evaluates = needs_closure(optimizer, job.optimizer, dict(named))
     for step, batch in enumerate(whole_batches(job, steps)):
         backward(job, model, cut_batch(batch, 2))
         cut = gradients_of(model)
-        backward(job, model, [batch])
+        evaluate = partial(backward, job, model, [batch])
+        loss = evaluate()
         whole = gradients_of(model)
         moved = {name: distance(g, cut.get(name)) for name, g in whole.items()}
         name = max(moved, key=lambda name: moved[name])
         if not moved[name] <= EXACT[job.precision] * greatest(whole.values()):
             return _described(job, model, batch, f"cutting the batch of step {step + 1} in two moves the gradient of "
                                                  f"'{name}' by {moved[name]:.2g} on one device already")
-        optimizer.step()
+        update(optimizer, evaluate if evaluates else None, loss)
     return None
 
 

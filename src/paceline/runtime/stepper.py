@@ -36,7 +36,8 @@ from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.edits import Edits
 from paceline.runtime.feed import MicroBatch, example_batch
 from paceline.runtime.loss import Tally, read_tally, with_gradient
-from paceline.runtime.optimizers.build import build_optimizer
+from paceline.runtime.optimizers.build import build_optimizer, refuse_closure
+from paceline.runtime.optimizers.closure import Closure, step_gathered
 from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_model, seed_streams
 from paceline.runtime.trace import Recorder
@@ -45,11 +46,13 @@ from paceline.strategies.data.run import local
 from paceline.strategies.data.sparse import with_dense_gradient
 from paceline.strategies.kept import Kept
 from paceline.strategies.layout import Layout
-from paceline.strategies.meeting import Met
+from paceline.strategies.meeting import STEP_FIGURES, Met
 from paceline.strategies.mesh import Mesh, axes_cut
 from paceline.strategies.shard.run import is_about_shards, is_sharded, writes_to_shards
 from paceline.strategies.spill import CannotSpill, Spill
 from paceline.strategies.units import find_units
+
+_CHANGED = STEP_FIGURES + 2  # where a step's figures say whether forwards changed state that is not met yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +206,23 @@ def _kinds(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(found.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A window's loss, at the weights that ranks hold; its gradients are in the parameters.
+
+    figures: as `_figures`, of all whose gradients an update is made of. norm: of the gradients before clipping; None if
+        the job doesn't clip.
+    """
+
+    figures: torch.Tensor
+    norm: float | None
+
+    @property
+    def loss(self) -> float:
+        total, count = self.figures[:STEP_FIGURES].tolist()
+        return float(total / count)
+
+
 class _Window:
     """The work around the micro-batches of one step."""
 
@@ -286,7 +306,7 @@ class Stepper:
     trace: notes what is done when, if it is set.
     groups: names of the parameters in each of the optimizer's groups, wherever they are held.
     optimizer_state: what is to be kept of the optimizer. gathered: what it updates whole though ranks hold parts.
-    own_parts: what it updates of tensors that ranks hold in parts.
+    own_parts: what it updates of tensors that ranks hold in parts. needs_closure: whether it evaluates the loss itself.
     sparsely_trained: parameters of this rank that get sparse gradients.
     """
 
@@ -306,8 +326,10 @@ class Stepper:
         sparse = sparsely_trained(self.model)
         self.sparsely_trained = [p for name, p in self.parameters.items() if name in sparse]
         built = build_optimizer(job, self.trainable, self.parameters, mesh=mesh, sparse=sparse)
+        refuse_closure(built, plan)
         self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
         self.gathered, self.own_parts = built.gathered, built.own_parts
+        self.needs_closure = built.behaviour.needs_closure
         self.schedule = build_schedule(job, self.optimizer)
         self.buffers = ChangingBuffers(self.model, with_frozen=self.meetings.has_own_steps)
         self.edits = Edits({name: p for name, p in self.held.items() if not is_sharded(p)})
@@ -332,17 +354,41 @@ class Stepper:
             TrainingError: a loss that is not finite or can't be trained on, a parameter that nothing uses. No
                 weight was changed.
         """
+        own_part = sum(batch.samples for batch in batches) / window.count
+        evaluate = partial(self._evaluate, window, batches, step=step, stop=stop, beat=beat)
+        evaluation = evaluate(observe=observe)
+        figures, norm = evaluation.figures, evaluation.norm
+        if self.needs_closure:
+            figures = self._update_with_closure(evaluation, evaluate, own_part=own_part, step=step)
+        else:
+            self._update()
+        if self._merges_edits:
+            self.edits.updated()
+        if self.schedule is not None:
+            self.schedule.step()
+        met = self.meetings.close(step + 1, figures, beat)
+        if met is None:
+            return StepResult((), 0, norm, is_settled=False)
+        return self._learn(met, own_part=met.weight if self.meetings.has_own_steps else own_part, norm=norm, step=step)
+
+    def _evaluate(self, window: Window, batches: list[MicroBatch], *, step: int, stop: Callable[[], bool],
+                  beat: Callable[[str], None], observe: Callable[[Stepper], None] | None = None,
+                  is_first: bool = True) -> Evaluation:
+        """Forward and backward of every micro-batch, reduction, clipping: leaves the gradients of an update.
+
+        is_first: of the step; of others a loss that is not finite is the optimizer's affair.
+        """
         part = self.mesh.rank // self.mesh.sizes["tensor"]  # ranks that compute one layer together draw alike
         self._look()
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
         figures = self.meetings.agree(self._figures(tallies, used, stop()))
         loss, count, _, summed, _, edited, unknown, *users = figures.tolist()
-        # Whether anything counts is known of all replicas together.
-        check_loss(loss, max(count, 1.0) if self.meetings.has_own_steps else count, tallies, step)
+        if is_first:  # whether anything counts is known of all replicas together
+            check_loss(loss, max(count, 1.0) if self.meetings.has_own_steps else count, tallies, step)
         self._drop_unused(users)
         if not count:
             self.layout.module.zero_grad()  # a replica without samples of its own takes no step
-        if not step and not self.meetings.has_own_steps:
+        if is_first and not step and not self.meetings.has_own_steps:
             self._refuse_unused(users)  # before the first update
         if summed and count:
             self._scale_gradients(1.0 / count)
@@ -351,17 +397,7 @@ class Stepper:
         if edited and self._merges_edits:
             self.edits.merge(self.mesh.group("replicas"), news=bool(unknown), step=step)
         beat("optimizer")
-        norm = self._clip()
-        self._update()
-        if self._merges_edits:
-            self.edits.updated()
-        if self.schedule is not None:
-            self.schedule.step()
-        met = self.meetings.close(step + 1, figures, beat)
-        if met is None:
-            return StepResult((), 0, norm, is_settled=False)
-        own_part = sum(batch.samples for batch in batches) / window.count
-        return self._learn(met, own_part=met.weight if self.meetings.has_own_steps else own_part, norm=norm, step=step)
+        return Evaluation(figures, self._clip())
 
     def settle(self, step: int) -> StepResult | None:
         """The run ends after `step` steps: on return all replicas hold the same. None if they already did.
@@ -514,6 +550,63 @@ class Stepper:
         self.own_parts.after_update()
         if self.gathered is not None:
             self.gathered.after_update()
+
+    def _update_with_closure(self, first: Evaluation, evaluate: Callable[..., Evaluation], *, own_part: float,
+                             step: int) -> torch.Tensor:
+        """The update of an optimizer that evaluates the loss as often as it likes. Collective as `_evaluate` is.
+
+        Args:
+            first: The step's first evaluation. evaluate: Makes another.
+            own_part: This replica's, of the window's samples.
+
+        Returns:
+            The figures of the step: the first evaluation's loss, and what the last one's forwards did.
+
+        Raises:
+            TrainingError: an evaluation's loss was not finite, and neither are the weights that were made of it.
+        """
+        figures, losses = first.figures, [first.loss]
+
+        def again() -> float:
+            nonlocal figures
+            if len(self.mesh.replicas) > 1:
+                self.buffers.meet(own_part, self.mesh.group("replicas"), news=bool(figures[_CHANGED]))
+            if self._merges_edits:
+                self.edits.updated()  # the optimizer's writes are no forward's
+            evaluation = evaluate(is_first=False)
+            self._let_optimizer_keep_gradients()
+            figures = evaluation.figures
+            losses.append(evaluation.loss)
+            return evaluation.loss
+
+        self._let_optimizer_keep_gradients()
+        if self.gathered is not None:
+            step_gathered(self.optimizer, self.gathered, first.loss, again)
+            if not self.gathered.whole:
+                self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look
+        else:
+            self.optimizer.step(Closure(first.loss, again, self.parameters.values()))  # type: ignore[arg-type]
+        if not all(map(math.isfinite, losses)):
+            self._refuse_weights_that_are_not_finite(losses, step)
+        return torch.cat([first.figures[:STEP_FIGURES], figures[STEP_FIGURES:]])
+
+    def _let_optimizer_keep_gradients(self) -> None:
+        """Replicas sum gradients in memory that the next evaluation overwrites; those of one device stay."""
+        if self.gathered is None and self.synchronisers:
+            for p in self.parameters.values():
+                p.grad = None if p.grad is None else p.grad.clone()
+
+    def _refuse_weights_that_are_not_finite(self, losses: Sequence[float], step: int) -> None:
+        """Collective over all ranks. losses: of the step's evaluations, of which some are not finite."""
+        is_finite = all(bool(local(p.detach()).isfinite().all()) for p in self.parameters.values())
+        is_bad = torch.tensor(float(not is_finite), device=self.device)
+        if self.mesh.world_size > 1:
+            dist.all_reduce(is_bad, dist.ReduceOp.MAX)
+        if bool(is_bad):
+            number = next(number for number, loss in enumerate(losses, 1) if not math.isfinite(loss))
+            raise TrainingError(f"the loss is {losses[number - 1]} in evaluation {number} of step {step + 1}, and "
+                                f"{type(self.optimizer).__name__} makes weights of it that are not finite",
+                                hint="a lower learning rate, a line search, or clip=1.0")
 
     @property
     def sent_bytes(self) -> float:

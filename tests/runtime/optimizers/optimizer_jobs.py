@@ -220,3 +220,52 @@ class ByPosition(torch.optim.Optimizer):
         super().load_state_dict(rest)
         self.averages = {id(p): average for p, average in zip(self._all(), averages, strict=True)
                          if average is not None}
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimisation as its authors' code does it: it starts from gradients that are there, and asks for
+    those at the worst point nearby."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__([p for _, p in named], {"rho": 0.05, "lr": 0.1})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in trained]).norm()
+        for p in trained:
+            self.state[p]["old_p"] = p.data.clone()
+            p.data.add_(p.grad * (0.05 / (norm + 1e-12)))
+            p.grad = None
+        torch.enable_grad()(closure)()
+        for p in trained:
+            p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+
+
+class Extragradient(torch.optim.Optimizer):
+    """Looks at the gradients of two points, the second of which the first ones lead to, and at the fall of the loss.
+
+    It keeps the first gradients as the closure left them.
+    """
+
+    def __init__(self, named: Named) -> None:
+        super().__init__([p for _, p in named], {"lr": 0.1})
+        self.evaluations = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        trained = self.param_groups[0]["params"]
+        first = closure()
+        gradients, weights = [p.grad for p in trained], [p.clone() for p in trained]
+        for p in trained:
+            p.sub_(p.grad, alpha=0.1)
+        second = closure()
+        self.evaluations += 2
+        rate = 0.1 if second < first else 0.05
+        for p, before, gradient in zip(trained, weights, gradients, strict=True):
+            p.copy_(before - rate * (p.grad + 0.5 * gradient))
+        return first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ import torch.distributed as dist
 from paceline.errors import JobError, PlanRefused
 from paceline.job import Job
 from paceline.launch.logs import logger
+from paceline.plans import Plan, Servers
+from paceline.runtime.optimizers.closure import requires_closure
 from paceline.runtime.optimizers.gather import AXES, STAGES, GatheredTensors, connect
 from paceline.runtime.optimizers.kept import OptimizerState
 from paceline.runtime.optimizers.own_parts import OwnParts
@@ -61,8 +62,8 @@ def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
     gathered, own_parts = None, OwnParts({})
     if mesh is not None and any(mesh.sizes.get(axis, 1) > 1 for axis in (*AXES, *STAGES)):
         reach = _agreed(behaviour.reach, mesh, device)
-        gathered = _gathered(job, reach, trainable, parameters, mesh, sparse)
-        if Reach.PARAMETERS not in reach.values():
+        gathered = _gathered(job, behaviour, reach, trainable, parameters, mesh, sparse)
+        if Reach.PARAMETERS not in reach.values() and not behaviour.needs_closure:
             own_parts = OwnParts({name: p for name, p in parameters.items()
                                   if hasattr(p, "device_mesh") and reach[name] is Reach.ELEMENT})
     whole = {} if gathered is None else gathered.whole
@@ -91,14 +92,35 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach],
                  "SGD, Muon)")
 
 
+def refuse_closure(built: Built, plan: Plan) -> None:
+    """Refuse an optimizer that evaluates the loss several times a step under plans whose ranks can't do that together.
+
+    Raises:
+        PlanRefused: parameters lie on servers, or replicas take steps of their own.
+    """
+    if not built.behaviour.needs_closure:
+        return
+    if isinstance(plan.sync, Servers):
+        why = "servers, which keep the parameters, get one gradient a step from each worker"
+    elif plan.outer_steps is not None:
+        why = "replicas that take steps of their own would each follow another loss"
+    else:
+        return
+    raise PlanRefused(f"{type(built.optimizer).__name__} needs a closure that evaluates the loss several times a step, "
+                      f"and {why}", hint="use a data=N, shard=N or tensor=N plan")
+
+
 def _behaviour(job: Job, trainable: Mapping[str, torch.nn.Parameter], sparse: frozenset[str]) -> Behaviour:
     try:
         return observe(job.optimizer, trainable, sparse)
     except Exception as error:  # of the user's code: it comes again with the real parameters, if sizes don't matter
+        needs_closure = requires_closure(_built(job, trainable, {})[0])
         first = (str(error).splitlines() or [""])[0]
-        logger.warning("the optimizer could not be tried on stand-ins of the parameters, so it is taken to see each "
-                       "tensor whole and to keep its state where torch says (%s: %s)", type(error).__name__, first)
-        return Behaviour(dict.fromkeys(trainable, Reach.TENSOR))
+        logger.warning("the optimizer could not be tried on stand-ins of the parameters, so it is taken to see %s "
+                       "whole and to keep its state where torch says (%s: %s)",
+                       "all tensors" if needs_closure else "each tensor", type(error).__name__, first)
+        return Behaviour(dict.fromkeys(trainable, Reach.PARAMETERS if needs_closure else Reach.TENSOR),
+                         needs_closure=needs_closure)
 
 
 def _agreed(reach: Mapping[str, Reach], mesh: Mesh, device: str) -> dict[str, Reach]:
@@ -125,15 +147,17 @@ def _is_exact_in_parts(job: Job, parameters: Mapping[str, torch.nn.Parameter], m
     return bool(exact)
 
 
-def _gathered(job: Job, reach: Mapping[str, Reach], trainable: Mapping[str, torch.nn.Parameter],
-              parameters: Mapping[str, torch.nn.Parameter], mesh: Mesh,
-              sparse: frozenset[str]) -> GatheredTensors | None:
+def _gathered(job: Job, behaviour: Behaviour, reach: Mapping[str, Reach],
+              trainable: Mapping[str, torch.nn.Parameter], parameters: Mapping[str, torch.nn.Parameter],
+              mesh: Mesh, sparse: frozenset[str]) -> GatheredTensors | None:
     """What must be updated whole and is held in parts; None if nothing is. Collective over all ranks.
+
+    An optimizer that evaluates the loss several times a step decides on one rank how often: it may look at anything.
 
     Raises:
         PlanRefused: the optimizer must see all parameters, and one of them gets sparse gradients.
     """
-    is_coupled = Reach.PARAMETERS in reach.values()
+    is_coupled = Reach.PARAMETERS in reach.values() or behaviour.needs_closure
     if not is_coupled and max(reach.values()) is Reach.ELEMENT:
         return None
     has_stages = any(mesh.sizes.get(axis, 1) > 1 for axis in STAGES)
@@ -144,7 +168,7 @@ def _gathered(job: Job, reach: Mapping[str, Reach], trainable: Mapping[str, torc
     if not is_coupled:
         gathered = {name: p for name, p in parameters.items() if axes_cut(p) and reach[name] is Reach.TENSOR}
         return GatheredTensors(gathered, group, place=place, size=len(ranks)) if gathered else None
-    if not has_stages and _is_exact_in_parts(job, parameters, mesh):
+    if not has_stages and not behaviour.needs_closure and _is_exact_in_parts(job, parameters, mesh):
         return None  # torch computes its norms over all parts
     if tables := sorted(sparse & trainable.keys()):
         raise PlanRefused(f"the optimizer updates parameters by others' gradients or weights, and '{tables[0]}' gets "
@@ -181,10 +205,6 @@ def _built(job: Job, trainable: Mapping[str, torch.nn.Parameter],
 def _check(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(f"optimizer returned {type(optimizer).__name__} and not a torch.optim.Optimizer")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise JobError(f"{type(optimizer).__name__} evaluates the loss several times a step, and a step here does "
-                       "so once", hint="an optimizer whose step() needs no closure, such as AdamW or SGD")
 
 
 def _stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

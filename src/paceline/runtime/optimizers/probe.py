@@ -7,10 +7,10 @@ built anew goes on like the one that was saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from paceline.capture.attributes import is_same
 from paceline.capture.randomness import drawing
 from paceline.errors import JobError
 from paceline.runtime.checkpoint.values import pack
+from paceline.runtime.optimizers.closure import requires_closure
 from paceline.runtime.optimizers.kept import OptimizerState, load_snapshot, snapshot
 from paceline.runtime.optimizers.parts import parts_of
 from paceline.runtime.streams import kept_streams, seed_streams
@@ -52,6 +53,7 @@ class Behaviour:
     unnamed: those of them that hold tensors by position and not by parameter.
     through_state_dict: whether its state can be kept through its own `state_dict` alone.
     unkept: what goes wrong if it is kept; "" if nothing does.
+    needs_closure: whether its steps evaluate the loss.
     """
 
     reach: Mapping[str, Reach]
@@ -59,6 +61,7 @@ class Behaviour:
     unnamed: frozenset[str] = frozenset()
     through_state_dict: bool = False
     unkept: str = ""
+    needs_closure: bool = False
 
 
 def known_reach(optimizer: Optimizer) -> Reach | None:
@@ -72,7 +75,7 @@ def known_reach(optimizer: Optimizer) -> Reach | None:
         return None
     if kind.__name__ in ELEMENTWISE:
         return Reach.ELEMENT
-    return Reach.TENSOR if kind.__name__ in ("Muon", "Adafactor") else None
+    return {"Muon": Reach.TENSOR, "Adafactor": Reach.TENSOR, "LBFGS": Reach.PARAMETERS}.get(kind.__name__)
 
 
 def observe(build: Build, parameters: Mapping[str, torch.Tensor], sparse: frozenset[str] = frozenset()) -> Behaviour:
@@ -88,8 +91,19 @@ def observe(build: Build, parameters: Mapping[str, torch.Tensor], sparse: frozen
         trial, optimizer = _first_trial(build, parameters, sparse)
         reach = known_reach(optimizer)
         if reach is not None:
-            return Behaviour(dict.fromkeys(parameters, reach))
+            return Behaviour(dict.fromkeys(parameters, reach), needs_closure=trial.needs_closure)
         return _observe(trial)
+
+
+def needs_closure(optimizer: Optimizer, build: Build, parameters: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the steps of an optimizer evaluate the loss: `step` requires a closure, or fails without one.
+
+    build, parameters: that made it; as for `observe`. Random streams are left as they were.
+    """
+    if known_reach(optimizer) is None:
+        with kept_streams(), torch.enable_grad(), _one_thread(), suppress(Exception):
+            return _first_trial(build, parameters)[0].needs_closure
+    return requires_closure(optimizer)
 
 
 def is_exact_in_parts(build: Build, parameters: Mapping[str, torch.Tensor],
@@ -119,15 +133,12 @@ def _first_trial(build: Build, parameters: Mapping[str, torch.Tensor],
     for names in dict.fromkeys((sparse, frozenset[str]())):
         small = _Trial(build, shapes, parameters, names)
         try:
-            optimizer = small.build(small.weights)[0]
-            if known_reach(optimizer) is None:
-                small.run(small.weights, small.gradients, steps=1)
-            return small, optimizer
+            return small, small.begin()
         except Exception:
             if not names and sum(p.numel() for p in parameters.values()) > REAL_SIZES:
                 raise
     full = _Trial(build, {name: tuple(p.shape) for name, p in parameters.items()}, parameters)
-    return full, full.build(full.weights)[0]
+    return full, full.begin()
 
 
 def _observe(trial: _Trial) -> Behaviour:
@@ -142,12 +153,16 @@ def _observe(trial: _Trial) -> Behaviour:
     for through_state_dict in (False, True):
         unkept = trial.lost_by_resuming(weights, changing, through_state_dict=through_state_dict)
         if not unkept:
-            return Behaviour(reach, changing, unnamed, through_state_dict)
-    return Behaviour(reach, changing, unnamed, unkept=unkept)
+            return Behaviour(reach, changing, unnamed, through_state_dict, needs_closure=trial.needs_closure)
+    return Behaviour(reach, changing, unnamed, unkept=unkept, needs_closure=trial.needs_closure)
 
 
 class _Trial:
-    """Stand-ins of some shapes, with drawn weights and gradients. sparse: names of those whose gradients are."""
+    """Stand-ins of some shapes, with drawn weights and gradients.
+
+    sparse: names of those whose gradients are. needs_closure: whether a step is given a closure, once `begin` has found
+    that out.
+    """
 
     def __init__(self, build: Build, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, torch.Tensor],
                  sparse: frozenset[str] = frozenset()) -> None:
@@ -155,6 +170,7 @@ class _Trial:
         self.steps = min(max(UPDATES // max(len(shapes), 1), FEWEST_STEPS), MOST_STEPS)
         self.draws = torch.Generator().manual_seed(0)
         self.weights = self._drawn()
+        self.needs_closure = False
 
     @cached_property
     def _later(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
@@ -187,6 +203,27 @@ class _Trial:
             raise JobError(f"optimizer returned {type(optimizer).__name__} and not a torch.optim.Optimizer")
         return optimizer, parameters
 
+    def begin(self) -> Optimizer:
+        """Take a step to see whether these shapes are accepted, and whether it needs a closure.
+
+        Returns:
+            A new optimizer.
+        """
+        optimizer = self.build(self.weights)[0]
+        self.needs_closure = requires_closure(optimizer)
+        if known_reach(optimizer) is None:
+            try:
+                self.run(self.weights, self.gradients, steps=1)
+            except Exception as error:
+                if self.needs_closure:
+                    raise
+                self.needs_closure = True
+                try:
+                    self.run(self.weights, self.gradients, steps=1)
+                except Exception:
+                    raise error from None
+        return optimizer
+
     def run(self, weights: Mapping[str, torch.Tensor], gradients: list[dict[str, torch.Tensor]],
             steps: int | None = None) -> tuple[dict[str, torch.Tensor], frozenset[str], frozenset[str]]:
         """The weights after some steps, the paths of attributes that they changed, and which of these are unnamed."""
@@ -204,9 +241,14 @@ class _Trial:
              gradients: list[dict[str, torch.Tensor]], first: int = 0) -> None:
         for number, each in enumerate(gradients, first):
             seed_streams("optimizer", "step", number)
-            for name, p in parameters.items():
-                p.grad = each[name].to_sparse(1) if name in self.sparse else each[name].clone()
-            optimizer.step()
+            if not self.needs_closure:
+                for name, p in parameters.items():
+                    p.grad = each[name].to_sparse(1) if name in self.sparse else each[name].clone()
+                optimizer.step()
+                continue
+            evaluate = partial(_quadratic, parameters, each, self.sparse)
+            evaluate()  # some start from gradients that are there
+            optimizer.step(evaluate)  # type: ignore[arg-type]
 
     def lost_by_resuming(self, weights: Mapping[str, torch.Tensor], changing: frozenset[str], *,
                          through_state_dict: bool) -> str:
@@ -255,6 +297,16 @@ class _Trial:
 
     def mixed_each_step(self, half: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         return [self.mixed(*each, half) for each in zip(self.gradients, self.other_gradients, strict=True)]
+
+
+@torch.no_grad()
+def _quadratic(parameters: Mapping[str, nn.Parameter], slopes: Mapping[str, torch.Tensor],
+               sparse: frozenset[str]) -> torch.Tensor:
+    """A loss to which every element adds its own part, and its gradients in the parameters; sparse ones of some."""
+    for name, p in parameters.items():
+        gradient = slopes[name] + p
+        p.grad = gradient.to_sparse(1) if name in sparse else gradient
+    return torch.stack([((slopes[name] + p / 2).conj() * p).real.sum() for name, p in parameters.items()]).sum()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 
 from paceline.job import Job
 from paceline.plans import Plan
-from paceline.runtime.optimizers.build import build_optimizer, refuse_coupled
+from paceline.runtime.optimizers.build import build_optimizer, refuse_closure, refuse_coupled
 from paceline.runtime.servers.roles import servers_of
 from paceline.runtime.state import persistent_buffers
 from paceline.runtime.stepper import build_in_files, build_schedule
@@ -163,4 +163,6 @@ def _hollow(model: torch.nn.Module, kept: Iterable[torch.nn.Parameter]) -> None:
 def build(job: Job, device: torch.device, plan: Plan) -> tuple[torch.nn.Module, tuple[Shard, ...]]:
     """The job's model, in files where it is large, and how it is dealt out; on a rank that serves."""
     _, model = build_in_files(job, device)
-    return model, deal_out(model, build_optimizer(job, trainable_of(model), {}).optimizer, plan)
+    built = build_optimizer(job, trainable_of(model), {})
+    refuse_closure(built, plan)
+    return model, deal_out(model, built.optimizer, plan)
