@@ -240,9 +240,44 @@ def sparse_sgd() -> paceline.Job:
     return make_job(SparseNet, data=_tokens())
 
 
-@entry("LBFGS, which needs a closure: refused by every plan")
+@entry("LBFGS on all samples at once, which evaluates the loss twenty times a step")
 def lbfgs() -> paceline.Job:
-    return make_job(optimizer=lambda named: torch.optim.LBFGS([p for _, p in named], lr=0.1))
+    return make_job(batch=SAMPLES, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named], lr=0.1))
+
+
+@entry("LBFGS with a line search and a short history, and clipping")
+def lbfgs_line_search() -> paceline.Job:
+    return make_job(clip=1.0, optimizer=lambda named: torch.optim.LBFGS(
+        [p for _, p in named], lr=1.0, max_iter=4, history_size=5, line_search_fn="strong_wolfe"))
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimisation: SGD by the gradients at the worst point nearby."""
+
+    step_takes = "closure"
+
+    def __init__(self, named: Any) -> None:
+        super().__init__([p for _, p in named], {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "SAM requires a closure"
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in trained]).norm()
+        before = [p.clone() for p in trained]
+        for p in trained:
+            p.data.add_(p.grad * (0.05 / norm))
+        closure()
+        for p, weight in zip(trained, before, strict=True):
+            p.data.copy_(weight)
+        self.base.step()
+
+
+@entry("SAM, which evaluates the loss at two points a step")
+def sam() -> paceline.Job:
+    return make_job(optimizer=Sam)
 
 
 @entry("a learning rate that is a tensor")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -68,20 +69,46 @@ def _run(job: Job, cut: Cut, build: Any) -> Outcome:
     optimizer = job.optimizer(parameters)
     schedule = job.lr_schedule(optimizer) if job.lr_schedule else None
     for items in islice(_windows(job), job.total_steps):
-        before = {name: p.detach().clone() for name, p in model.named_parameters()} if len(replicas) > 1 else {}
-        outcome.losses.append(_backward(job, replicas, items, cut))
-        _join_edits(replicas, before)
-        if job.clip is not None:
-            torch.nn.utils.clip_grad_norm_([p for _, p in parameters], job.clip)
-        optimizer.step()
+        weights = [sum(map(len, own)) / len(items) for own in cut.pieces(len(items))]
+        losses: list[float] = []
+        closure = partial(_evaluate, job, replicas, items, cut, weights, losses)
+        if needs_gradients(optimizer):
+            closure()
+        optimizer.step(*([closure] if evaluates_itself(optimizer) else []))
+        outcome.losses.append(losses[0])
         if schedule is not None:
             schedule.step()
-        _meet(replicas, [sum(map(len, own)) / len(items) for own in cut.pieces(len(items))])
+        _meet(replicas, weights)
     if job.validation is not None:
         outcome.validation_loss = _validate(job, model)
     outcome.state = {name: value.detach().clone() for name, value in model.state_dict().items()
                      if isinstance(value, Tensor)}
     return outcome
+
+
+def evaluates_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` is to be given a closure: torch's documentation says so of LBFGS, and SAM's of SAM."""
+    return isinstance(optimizer, torch.optim.LBFGS) or getattr(optimizer, "step_takes", "") == "closure"
+
+
+def needs_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether gradients are there before a step. LBFGS computes them first."""
+    return not isinstance(optimizer, torch.optim.LBFGS)
+
+
+@torch.enable_grad()
+def _evaluate(job: Job, replicas: Sequence[nn.Module], items: list[Any], cut: Cut, weights: Sequence[float],
+              losses: list[float]) -> Tensor:
+    """Gradients of a window in the first replica, and its loss, also in `losses`."""
+    if losses:
+        _meet(replicas, weights)  # an optimizer has moved the first one
+    parameters = [p for p in replicas[0].parameters() if p.requires_grad]
+    before = {name: p.detach().clone() for name, p in replicas[0].named_parameters()} if len(replicas) > 1 else {}
+    losses.append(_backward(job, replicas, items, cut))
+    _join_edits(replicas, before)
+    if job.clip is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, job.clip)
+    return torch.tensor(losses[-1], dtype=torch.float64)
 
 
 def _built(job: Job, build: Any) -> nn.Module:
