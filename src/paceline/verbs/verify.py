@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 # What is tried when no plan is named: every axis, its stages, their products, uneven numbers, accumulation.
 EXACT_PLANS = (
-    "single accumulate=4", "data=2", "data=3", "data=2 shares=3:1", "shard=2 zero=1", "shard=2 zero=2", "shard=2",
-    "data=2 shard=2", "data=2 accumulate=2 recompute=full", "pipeline=2", "pipeline=3 schedule=zero-bubble",
+    "single accumulate=4", "data=2", "data=3", "data=2 shares=3:1", "shard=2 zero=1 accumulate=2", "shard=2 zero=2",
+    "shard=2", "data=2 shard=2", "data=2 accumulate=2 recompute=full", "pipeline=2", "pipeline=3 schedule=zero-bubble",
     "pipeline=2 schedule=interleaved", "pipeline=2 schedule=zero-bubble", "tensor=2", "place=auto parts=2",
     "pipeline=2 data=2 schedule=gpipe", "pipeline=2 shard=2", "data=2 tensor=2", "pipeline=2 data=2 tensor=2")
 Resume = Literal["short", "full", "no"]
