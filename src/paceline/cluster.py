@@ -461,6 +461,11 @@ def _size_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[unit])
 
 
+def has_gpus() -> bool:
+    """Whether torch can use GPUs on this machine."""
+    return bool(_gpus())
+
+
 def _gpus() -> list[Device]:
     # Only NVIDIA's driver node is looked at first, so that a machine without GPUs pays no torch import here.
     if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")):

@@ -1,29 +1,42 @@
-"""Asks a fork for what this process must not touch: CUDA, which forks can't share once it is in use."""
+"""Asks a fork for what this process must not touch: CUDA, which forks can't share once it is in use.
+
+torch begins to use CUDA in more places than one thinks of: any backward starts a thread for each GPU, of fake tensors
+and of the CPU's, too, and fake tensors look for GPUs when their mode is entered.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from paceline import errors
+from paceline.errors import PacelineError
+
+_is_apart = False  # whether this process is such a fork: it may use CUDA, and forks of it might not
+
 
 def in_a_fork(work: Callable[[], Any]) -> Any:
-    """What `work()` returns, as JSON brings it: run in a fork that ends with it.
+    """What `work()` returns, as JSON brings it: run in a fork that ends with it. Such a fork does it itself.
 
     Raises:
-        RuntimeError: the work failed; its last line says how.
+        PacelineError: the work raised it, or one of its kinds.
+        RuntimeError: the work failed otherwise; its last line says how.
     """
+    if _is_apart:
+        return json.loads(json.dumps(work()))
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()
-    pid = os.fork()
+    parent_pid, pid = os.getpid(), os.fork()
     if pid == 0:
         os.close(reading)
-        _answer(work, writing)
+        _answer(work, writing, parent_pid)
     os.close(writing)
     with open(reading, "rb") as pipe:
         answer = pipe.read()
@@ -31,9 +44,23 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
     if not answer:
         raise RuntimeError(f"the process that was asked ended with {os.waitstatus_to_exitcode(status)}")
     found = json.loads(answer)
+    if "kind" in found:
+        raise getattr(errors, found["kind"])(found["error"], hint=found["hint"])
     if "error" in found:
         raise RuntimeError(found["error"])
     return found["value"]
+
+
+def apart_from_cuda(work: Callable[[], Any]) -> Any:
+    """`work()`, which runs backwards or fake tensors and answers in JSON; in a fork if this machine has GPUs.
+
+    Raises:
+        PacelineError: the work raised it, or one of its kinds.
+        Exception: whatever the work raises; a RuntimeError in its place where a fork did it.
+    """
+    from paceline.cluster import has_gpus
+
+    return in_a_fork(work) if has_gpus() else work()
 
 
 @contextmanager
@@ -53,12 +80,22 @@ def cuda_left_alone() -> Iterator[None]:
         torch.cuda.is_available, torch.accelerator.current_accelerator = is_available, current
 
 
-def _answer(work: Callable[[], Any], writing: int) -> None:
+def _answer(work: Callable[[], Any], writing: int, parent_pid: int) -> None:
+    from paceline.launch.local import die_with
+
+    global _is_apart
     code = 1
     try:
+        _is_apart = True
+        die_with(parent_pid)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks that the parent has started are not this process's
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             answer = {"value": work()}
             code = 0
+        except PacelineError as error:
+            kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+            answer = {"kind": kind.__name__, "error": error.args[0], "hint": error.hint}
         except Exception as error:
             answer = {"error": "".join(traceback.format_exception_only(error)).strip()}
         with open(writing, "wb") as pipe:

@@ -48,10 +48,13 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
 
         shares = split_shares(given, cluster)
     if accumulate == "auto":
+        from paceline.launch.fork import apart_from_cuda
         from paceline.planner.estimate import fewest_microbatches
         from paceline.profile import profile_job
 
-        accumulate = fewest_microbatches(profile_job(job), given, cluster, batch=job.batch, precision=job.precision)
+        asked: Plan = given
+        accumulate = apart_from_cuda(lambda: fewest_microbatches(
+            profile_job(job), asked, cluster, batch=job.batch, precision=job.precision))
         given = given.with_(accumulate=accumulate)
     if given.axes.pipeline > 1 and given.schedule.microbatches == "auto":
         given = given.with_(microbatches=2 * given.axes.pipeline)  # idle a third of the time at most under 1F1B

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster import DeviceKind
 from paceline.job import Precision
-from paceline.launch.fork import in_a_fork
+from paceline.launch.fork import apart_from_cuda
 from paceline.profile import cache
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ def measure_device(kind: DeviceKind, num_threads: int = 1) -> DeviceRates:
 
     Takes about 0.3 s the first time. A CPU is measured on one thread, whatever `num_threads` says: kernels on
     several would leave threads behind that children forked later wait for without end. The rates are those of a
-    rank alone; ranks that share a memory bus or a power limit are slower. A GPU is measured in a fork.
+    rank alone; ranks that share a memory bus or a power limit are slower. On a machine with GPUs a fork measures.
     """
     rates = _read(kind)
     if rates is None:
-        rates = _measure(kind) if kind == "cpu" else DeviceRates(**in_a_fork(lambda: asdict(_measure(kind))))
+        rates = DeviceRates(**apart_from_cuda(lambda: asdict(_measure(kind))))
         cache.write("device", kind, asdict(rates))
     return rates.with_threads(num_threads) if kind == "cpu" else rates
 

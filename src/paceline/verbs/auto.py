@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paceline.cluster import Cluster
+from paceline.cluster import Cluster, has_gpus
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.launch.environment import Environment
+from paceline.launch.fork import in_a_fork
 from paceline.planner.estimate import Estimate
 from paceline.planner.question import Question
 from paceline.planner.rank import Candidate, reason
@@ -60,11 +61,22 @@ def choose(job: Job, asked: str | Plan | None, *, devices: str | None, procs: in
     where = with_links(Cluster.local(devices, num_ranks=procs, memory=memory))
     if len(where.devices) == 1:
         return Chosen(Plan())
+    if has_gpus():
+        plan, why = in_a_fork(lambda: _named(_choose(job, where, may_be_fewer=devices is None and procs is None)))
+        return Chosen(Plan.parse(plan), why)
+    return _choose(job, where, may_be_fewer=devices is None and procs is None)
+
+
+def _named(chosen: Chosen) -> tuple[str, str]:
+    return str(chosen.plan), chosen.why
+
+
+def _choose(job: Job, where: Cluster, *, may_be_fewer: bool) -> Chosen:
     try:
         question = Question.of(job)
     except Exception as error:  # the model may do anything when it is profiled
         return Chosen(default_plan(job, len(where.devices)), f"it can't be priced: {error}".partition("\n")[0])
-    return _found(replace(question, may_be_fewer=devices is None and procs is None), where)
+    return _found(replace(question, may_be_fewer=may_be_fewer), where)
 
 
 def _found(question: Question, where: Cluster) -> Chosen:
@@ -74,7 +86,7 @@ def _found(question: Question, where: Cluster) -> Chosen:
     budget_s = _budget_s(question.job, found.chosen)
     if found.chosen is None or budget_s >= CUTTING_S:
         found = question.search(where)
-    if budget_s >= LEAST_S:
+    if budget_s >= LEAST_S and not has_gpus():  # this process uses CUDA by now, and its forks can't
         found = rehearse_best(found, partial(rehearse, question.job, where), budget_s=budget_s, worth=WORTH)
     if found.chosen is None:
         raise nothing_fits(found, "these devices")

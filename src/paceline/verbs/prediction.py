@@ -6,13 +6,17 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cluster import has_gpus
 from paceline.errors import PacelineError, PlanError
 from paceline.job import Job
+from paceline.launch.fork import apart_from_cuda, in_a_fork
 from paceline.planner.resolve import Resolved
+from paceline.profile.device import measure_device
 from paceline.runtime import folder
 from paceline.verbs.links import with_links
 
@@ -52,18 +56,36 @@ def price(job: Job, asked: Resolved, chosen: Chosen, *, snapshot: bool) -> Price
     Raises:
         PlanError: a rank needs more memory than its device has; with the ledger and the plans that fit.
     """
-    from paceline.planner.fit import check_fits
-    from paceline.planner.pieces import Pieces
-
     priced = Priced(job, asked, snapshot, chosen.profile, estimate=chosen.estimate)
     if not any(device.is_limit or device.kind == "cuda" for device in asked.cluster.devices):
         return priced
+    if not has_gpus():
+        return _checked(priced)
+
+    def problem() -> str:
+        with suppress(RuntimeError):  # kept for the prediction: once ranks run, a measurement would be in their way
+            measure_device("cuda")
+        return _checked(priced).problem
+
+    return replace(priced, problem=in_a_fork(problem))
+
+
+def _checked(priced: Priced) -> Priced:
+    """With the job's cost.
+
+    Raises:
+        PlanError: see `price`.
+    """
+    from paceline.planner.fit import check_fits
+    from paceline.planner.pieces import Pieces
+
+    job, asked = priced.job, priced.asked
     priced = _profiled(priced)
     if priced.profile is None:
         return priced
     try:
         check_fits(job, asked.plan, asked.cluster, priced.profile, priced.split or Pieces(job, priced.profile),
-                   snapshot=snapshot)
+                   snapshot=priced.snapshot)
     except PlanError:
         raise
     except Exception as error:  # pieces of the model are run on fake tensors for their price
@@ -97,7 +119,7 @@ def predict_once_started(board: Board, priced: Priced, run_dir: Path) -> None:
             return
         time.sleep(0.05)
     with board.forkable:
-        _predict(priced, run_dir)
+        apart_from_cuda(lambda: _predict(priced, run_dir))
 
 
 def _predict(priced: Priced, run_dir: Path) -> None:
@@ -136,7 +158,7 @@ def sum_up(run_dir: Path, figures: dict[str, Any], priced: Priced) -> dict[str, 
     from paceline.runtime.checkpoint.write import write_json
 
     if not (run_dir / folder.PREDICTED).exists():
-        _predict(priced, run_dir)
+        apart_from_cuda(lambda: _predict(priced, run_dir))
     predicted = folder.read_document(run_dir, folder.PREDICTED)
     figures = {**figures, "predicted": {key: predicted.get(key) for key in (
         "step_s", "step_s_low", "step_s_high", "peak_memory_bytes")}}
@@ -185,6 +207,10 @@ def _memory_miss(figures: Mapping[str, Any]) -> str:
 
 def what_would_fit(priced: Priced) -> str:
     """For a run that ran out of memory: the ledger of its ranks, and the smallest change of plan that needs less."""
+    return str(apart_from_cuda(lambda: _what_would_fit(priced)))
+
+
+def _what_would_fit(priced: Priced) -> str:
     from paceline.planner.fit import smallest_change
     from paceline.planner.pieces import Pieces
 
