@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,12 +19,18 @@ def _randint(*args: Any, **options: Any) -> torch.Tensor:
     return torch.full(size, sum(bounds) // 2, **{"dtype": torch.int64, **options})
 
 
-# A mean for each operator that the layers of models draw with on the CPU, without its `generator`. Dropout of every
-# kind draws its mask with bernoulli_(keep) and divides by `keep`, so the mean makes it pass its input through.
-_MEANS: dict[str, Callable[..., torch.Tensor]] = {
+def _native_dropout(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.clone(), torch.ones_like(x, dtype=torch.bool)
+
+
+# A mean for each operator that the layers of models draw with, without its `generator`. Dropout of every kind draws its
+# mask with bernoulli_(keep) on the CPU and divides by `keep`, so the mean makes it pass its input through; GPUs have
+# one operator for all of that.
+_MEANS: dict[str, Callable[..., Any]] = {
     "bernoulli": lambda x, p=None: x.clone() if p is None else torch.full_like(x, p),
     "bernoulli_": lambda x, p=0.5: x.copy_(p) if isinstance(p, torch.Tensor) else x.fill_(p),
     "exponential_": lambda x, rate=1.0: x.fill_(1 / rate),
+    "native_dropout": _native_dropout,
     "normal_": lambda x, mean=0.0, std=1.0: x.fill_(mean),
     "rand": lambda size, **options: torch.full(size, 0.5, **options),
     "rand_like": lambda x, **options: torch.full_like(x, 0.5, **options),
@@ -34,6 +41,11 @@ _MEANS: dict[str, Callable[..., torch.Tensor]] = {
     "randperm": lambda size, **options: torch.arange(size, **options),
     "uniform_": lambda x, low=0.0, high=1.0: x.fill_((low + high) / 2),
 }
+
+# Arguments by which fused operators (attention, recurrent layers of several steps) are told how much to drop, forward
+# and backward; they pass everything through at 0.
+_DROPS = ("dropout_p", "dropout")
+_HARMLESS = ("_cudnn_init_dropout_state",)  # a generator for what is dropped, and nothing is
 
 
 _open_drawing = 0  # blocks of `drawing`
@@ -102,12 +114,6 @@ class WithoutRandomness(TorchDispatchMode):
         """How often the most frequent number was drawn outside of a backward since the step began."""
         return max(Counter(self.drawn_forward).values(), default=0)
 
-    def _draw(self) -> None:
-        self.seeds.add(torch.default_generator.initial_seed())
-        self.drawn.append(int(torch.empty((), dtype=torch.int64).random_()))
-        if torch._C._current_graph_task_id() == -1:
-            self.drawn_forward.append(self.drawn[-1])
-
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Meanwhile `off` learns which of the model's modules draw."""
@@ -124,14 +130,48 @@ class WithoutRandomness(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (self._building or _open_drawing or torch.Tag.nondeterministic_seeded not in func.tags
+        name = func.overloadpacket.__name__
+        is_random, is_backward = torch.Tag.nondeterministic_seeded in func.tags, name.endswith("_backward")
+        if (not (is_random or is_backward) or self._building or _open_drawing
                 or detect_fake_mode(args) is not None):
             return func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if name in _MEANS:
-            self.off.setdefault(self._inside[-1] if self._inside else "", set()).add(name)
-            self._draw()
+        if name == "native_dropout_backward":  # of what went through as it was
+            return args[0].clone()
+        given = _without_drops(func, args, kwargs)
+        if name in _HARMLESS:
+            pass
+        elif given is not None:
+            args, kwargs, drops = given
+            if drops and not is_backward:
+                self._note(name)
+        elif is_random and name in _MEANS:
+            self._note(name)
             return _MEANS[name](*args, **{key: value for key, value in kwargs.items() if key != "generator"})
-        if "scaled_dot_product" not in name:  # on the CPU it draws nothing itself
+        elif is_random:
             self.left.add(name)
         return func(*args, **kwargs)
+
+    def _note(self, name: str) -> None:
+        self.off.setdefault(self._inside[-1] if self._inside else "", set()).add(name)
+        self.seeds.add(torch.default_generator.initial_seed())
+        self.drawn.append(int(torch.empty((), dtype=torch.int64).random_()))
+        if torch._C._current_graph_task_id() == -1:
+            self.drawn_forward.append(self.drawn[-1])
+
+
+@cache
+def _drop_argument(func: Any) -> tuple[int, str] | None:
+    """Where an operator is told how much to drop."""
+    return next(((place, argument.name) for place, argument in enumerate(func._schema.arguments)
+                 if argument.name in _DROPS), None)
+
+
+def _without_drops(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool] | None:
+    """A fused operator's arguments with nothing to drop, and whether there was; None for one that drops nothing."""
+    where = _drop_argument(func)
+    if where is None:
+        return None
+    place, name = where
+    if place < len(args):
+        return (*args[:place], 0.0, *args[place + 1:]), kwargs, bool(args[place])
+    return args, {**kwargs, name: 0.0} if name in kwargs else kwargs, bool(kwargs.get(name))
