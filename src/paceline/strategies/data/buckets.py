@@ -19,7 +19,7 @@ def assign(sizes_bytes: Sequence[int], kinds: Sequence[Hashable]) -> list[list[i
 
     Args:
         sizes_bytes: Bytes of each gradient held by this rank, in the model's own order.
-        kinds: What may share a bucket (dtype and device) for each gradient.
+        kinds: What may share a bucket (dtype, device, whether it is a shard) for each gradient.
 
     Returns:
         Buckets of indices. Every index is in exactly one; a bucket holds one kind and is closed once it reaches

@@ -67,7 +67,10 @@ class GradientBuckets:
         self.names = {p: name for name, p in parameters.items()}
         held = list(parameters.values())
         sizes = [local(p).numel() * p.element_size() for p in held]
-        self.buckets = [[held[i] for i in bucket] for bucket in assign(sizes, [(p.dtype, p.device) for p in held])]
+        # Shards come on the stream on which they were reduced, whole gradients on that of backward: one that waits for
+        # the last to come must not hold the other kind.
+        kinds = [(p.dtype, p.device, _is_distributed(p)) for p in held]
+        self.buckets = [[held[i] for i in bucket] for bucket in assign(sizes, kinds)]
         self.bucket_of = {parameter: k for k, bucket in enumerate(self.buckets) for parameter in bucket}
         self.reduction = reduce_buckets([[local(p) for p in bucket] for bucket in self.buckets], group,
                                         compress=compress)
