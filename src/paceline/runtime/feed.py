@@ -19,6 +19,7 @@ from paceline.errors import JobError, PacelineError, TrainingError
 from paceline.launch.failure import user_frames
 from paceline.runtime.order import Order, Window, split
 from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
+from paceline.runtime.upload import uploaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class MicroBatch:
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> MicroBatch:
         """On the device; floating-point tensors as `dtype` if one is given."""
-        move = lambda tensor: tensor.to(  # noqa: E731
-            device, dtype if dtype and tensor.is_floating_point() else None, non_blocking=True)
+        move = lambda tensor: uploaded(  # noqa: E731
+            tensor, device, dtype if dtype and tensor.is_floating_point() else None)
         return MicroBatch(map_tensors(move, self.input), map_tensors(move, self.target), self.samples)
 
     def call(self, model: Any) -> Any:

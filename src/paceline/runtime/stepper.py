@@ -41,6 +41,7 @@ from paceline.runtime.optimizers.closure import Closure, step_gathered
 from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_model, seed_streams
 from paceline.runtime.trace import Recorder
+from paceline.runtime.upload import uploaded
 from paceline.strategies.compose import Synchroniser, held_elsewhere, holds_parts, lay_out, meetings, prepare
 from paceline.strategies.data.run import local
 from paceline.strategies.data.sparse import with_dense_gradient
@@ -210,17 +211,18 @@ def _kinds(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 class Evaluation:
     """A window's loss, at the weights that ranks hold; its gradients are in the parameters.
 
-    figures: as `_figures`, of all whose gradients an update is made of. norm: of the gradients before clipping; None if
-        the job doesn't clip.
+    figures: as `_figures`, of all whose gradients an update is made of. known: the same, read. norm: of the gradients
+        before clipping; None if the job doesn't clip.
     """
 
     figures: torch.Tensor
+    known: list[float]
     norm: float | None
 
     @property
     def loss(self) -> float:
-        total, count = self.figures[:STEP_FIGURES].tolist()
-        return float(total / count)
+        total, count = self.known[:STEP_FIGURES]
+        return total / count if count else math.nan
 
 
 class _Window:
@@ -357,16 +359,16 @@ class Stepper:
         own_part = sum(batch.samples for batch in batches) / window.count
         evaluate = partial(self._evaluate, window, batches, step=step, stop=stop, beat=beat)
         evaluation = evaluate(observe=observe)
-        figures, norm = evaluation.figures, evaluation.norm
+        norm = evaluation.norm
         if self.needs_closure:
-            figures = self._update_with_closure(evaluation, evaluate, own_part=own_part, step=step)
+            evaluation = self._update_with_closure(evaluation, evaluate, own_part=own_part, step=step)
         else:
             self._update()
         if self._merges_edits:
             self.edits.updated()
         if self.schedule is not None:
             self.schedule.step()
-        met = self.meetings.close(step + 1, figures, beat)
+        met = self.meetings.close(step + 1, evaluation.figures, evaluation.known, beat)
         if met is None:
             return StepResult((), 0, norm, is_settled=False)
         return self._learn(met, own_part=met.weight if self.meetings.has_own_steps else own_part, norm=norm, step=step)
@@ -381,8 +383,11 @@ class Stepper:
         part = self.mesh.rank // self.mesh.sizes["tensor"]  # ranks that compute one layer together draw alike
         self._look()
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
+        squares = self._squared_norm()
         figures = self.meetings.agree(self._figures(tallies, used, stop()))
-        loss, count, _, summed, _, edited, unknown, *users = figures.tolist()
+        # The one time in an evaluation that the host waits for the device.
+        *known, norm_squared = torch.cat([figures, squares.reshape(1)]).tolist()
+        loss, count, _, summed, _, edited, unknown, *users = known
         if is_first:  # whether anything counts is known of all replicas together
             check_loss(loss, max(count, 1.0) if self.meetings.has_own_steps else count, tallies, step)
         self._drop_unused(users)
@@ -397,7 +402,8 @@ class Stepper:
         if edited and self._merges_edits:
             self.edits.merge(self.mesh.group("replicas"), news=bool(unknown), step=step)
         beat("optimizer")
-        return Evaluation(figures, self._clip())
+        norm = self._clip(squares, norm_squared, 1.0 / count if summed and count else float(count != 0))
+        return Evaluation(figures, known, norm)
 
     def settle(self, step: int) -> StepResult | None:
         """The run ends after `step` steps: on return all replicas hold the same. None if they already did.
@@ -454,13 +460,19 @@ class Stepper:
         """
         if self.mesh.coordinates["tensor"]:
             tallies = []  # the first of those that compute a loss together tells it
-        totals = [tally.total for tally in tallies] or [torch.zeros((), dtype=torch.float64, device=self.device)]
-        count = sum(torch.as_tensor(tally.count, dtype=torch.float64, device=self.device) for tally in tallies)
+        on_device = [tally.count for tally in tallies
+                     if isinstance(tally.count, torch.Tensor) and tally.count.device.type != "cpu"]
+        count = sum(float(tally.count) for tally in tallies
+                    if not isinstance(tally.count, torch.Tensor) or tally.count.device.type == "cpu")
         sums = sum(not tally.is_mean for tally in tallies)
-        flags = torch.tensor([float(stop), float(sums), *map(float, self._changes()),
-                              *(float(name in used) for name in self.trainable)], dtype=torch.float64)
-        return torch.cat([torch.stack([torch.stack(totals).sum(), torch.as_tensor(
-            count, dtype=torch.float64, device=self.device)]), flags.to(self.device)])
+        figures = uploaded(torch.tensor([0.0, count, float(stop), float(sums), *map(float, self._changes()),
+                                         *(float(name in used) for name in self.trainable)], dtype=torch.float64),
+                           self.device)
+        if tallies:
+            figures[0] += torch.stack([tally.total.to(self.device) for tally in tallies]).sum()
+        if on_device:
+            figures[1] += torch.stack([count.double() for count in on_device]).sum()
+        return figures
 
     @property
     def _merges_edits(self) -> bool:
@@ -502,14 +514,14 @@ class Stepper:
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
-    def _clip(self) -> float | None:
-        """Scale all gradients down to the greatest norm; as `clip_grad_norm_`, over all parts of the model.
+    def _squared_norm(self) -> torch.Tensor:
+        """Of all gradients, over all parts of the model; 0 if the job doesn't clip.
 
         Collective where gradients are sharded or in stages.
         """
-        if self.job.clip is None:
-            return None
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.job.clip is None:
+            return squares
         cut: dict[tuple[str, ...], list[torch.Tensor]] = {}
         parameters = {name: with_dense_gradient(p) for name, p in self.parameters.items()}
         for name, p in parameters.items():
@@ -519,17 +531,28 @@ class Stepper:
                     torch.view_as_real(gradient) if gradient.is_complex() else gradient)
         # Ranks that hold parts of the model have other parameters, but cut them along the same axes.
         for axes in ((), ("shard",), ("tensor",), ("shard", "tensor")):
-            own = torch.nn.utils.get_total_norm(cut.get(axes, [])).to(squares).square()
+            gradients = cut.get(axes, [])
+            own = (torch.nn.utils.get_total_norm(gradients).to(squares).square() if gradients
+                   else torch.zeros_like(squares))
             for axis in axes if all(self.mesh.sizes[axis] > 1 for axis in axes) else ():
                 dist.all_reduce(own, group=self.mesh.group(axis))
             squares += own
         if self.mesh.sizes[self.mesh.stage_axis] > 1:
             dist.all_reduce(squares, group=self.mesh.group(self.mesh.stage_axis))
-        total = squares.sqrt()
-        for kind in _kinds(parameters.values()):
+        return squares
+
+    def _clip(self, squares: torch.Tensor, known: float, factor: float) -> float | None:
+        """Scale all gradients down to the greatest norm, as `clip_grad_norm_`. Returns the norm before.
+
+        squares: the norm's square on the device. known: the same, read. factor: by which gradients were scaled since.
+        """
+        if self.job.clip is None:
+            return None
+        total = squares.sqrt() * factor
+        for kind in _kinds(map(with_dense_gradient, self.parameters.values())):
             gradient = next((p.grad for p in kind if p.grad is not None), total)
             torch.nn.utils.clip_grads_with_norm_(kind, self.job.clip, total.to(gradient.dtype.to_real()))
-        return float(total)
+        return math.sqrt(known) * factor
 
     def _update(self) -> None:
         self.own_parts.before_update()
@@ -552,7 +575,7 @@ class Stepper:
             self.gathered.after_update()
 
     def _update_with_closure(self, first: Evaluation, evaluate: Callable[..., Evaluation], *, own_part: float,
-                             step: int) -> torch.Tensor:
+                             step: int) -> Evaluation:
         """The update of an optimizer that evaluates the loss as often as it likes. Collective as `_evaluate` is.
 
         Args:
@@ -560,24 +583,23 @@ class Stepper:
             own_part: This replica's, of the window's samples.
 
         Returns:
-            The figures of the step: the first evaluation's loss, and what the last one's forwards did.
+            The first evaluation's loss, and what the last one's forwards did.
 
         Raises:
             TrainingError: an evaluation's loss was not finite, and neither are the weights that were made of it.
         """
-        figures, losses = first.figures, [first.loss]
+        last, losses = first, [first.loss]
 
         def again() -> float:
-            nonlocal figures
+            nonlocal last
             if len(self.mesh.replicas) > 1:
-                self.buffers.meet(own_part, self.mesh.group("replicas"), news=bool(figures[_CHANGED]))
+                self.buffers.meet(own_part, self.mesh.group("replicas"), news=bool(last.known[_CHANGED]))
             if self._merges_edits:
                 self.edits.updated()  # the optimizer's writes are no forward's
-            evaluation = evaluate(is_first=False)
+            last = evaluate(is_first=False)
             self._let_optimizer_keep_gradients()
-            figures = evaluation.figures
-            losses.append(evaluation.loss)
-            return evaluation.loss
+            losses.append(last.loss)
+            return last.loss
 
         self._let_optimizer_keep_gradients()
         if self.gathered is not None:
@@ -588,7 +610,8 @@ class Stepper:
             self.optimizer.step(Closure(first.loss, again, self.parameters.values()))  # type: ignore[arg-type]
         if not all(map(math.isfinite, losses)):
             self._refuse_weights_that_are_not_finite(losses, step)
-        return torch.cat([first.figures[:STEP_FIGURES], figures[STEP_FIGURES:]])
+        figures = torch.cat([first.figures[:STEP_FIGURES], last.figures[STEP_FIGURES:]])
+        return Evaluation(figures, [*first.known[:STEP_FIGURES], *last.known[STEP_FIGURES:]], first.norm)
 
     def _let_optimizer_keep_gradients(self) -> None:
         """Replicas sum gradients in memory that the next evaluation overwrites; those of one device stay."""

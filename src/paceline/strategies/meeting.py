@@ -44,8 +44,11 @@ class Meetings(Protocol):
     def agree(self, figures: torch.Tensor) -> torch.Tensor:
         """The figures of all whose gradients an update is made of, summed. figures: loss, count, flags; float64."""
 
-    def close(self, step: int, figures: torch.Tensor, beat: Callable[[str], None]) -> Met | None:
-        """The update of step `step` (counted from 1) is done; None if the ranks don't meet after it."""
+    def close(self, step: int, figures: torch.Tensor, known: list[float], beat: Callable[[str], None]) -> Met | None:
+        """The update of step `step` (counted from 1) is done; None if the ranks don't meet after it.
+
+        figures: what was agreed. known: the same, read already; to read them again is to wait for the update.
+        """
 
     def settle(self, step: int) -> Met | None:
         """The run ends: on return all replicas hold the same. None if there was nothing left to meet for."""
@@ -74,8 +77,7 @@ class EveryStep:
             self.met_bytes += all_reduce_bytes(figures.nbytes, self.world_size)
         return figures
 
-    def close(self, step: int, figures: torch.Tensor, beat: Callable[[str], None]) -> Met | None:
-        known = figures.tolist()
+    def close(self, step: int, figures: torch.Tensor, known: list[float], beat: Callable[[str], None]) -> Met | None:
         return Met([known[:STEP_FIGURES]], known[STEP_FIGURES:], 1.0)
 
     def settle(self, step: int) -> Met | None:

@@ -157,10 +157,10 @@ class Rounds:
         return figures
 
     @torch.no_grad()
-    def close(self, step: int, figures: torch.Tensor, beat: Callable[[str], None]) -> Met | None:
+    def close(self, step: int, figures: torch.Tensor, known: list[float], beat: Callable[[str], None]) -> Met | None:
         self.figures.append(figures)
         for fragment in self.fragments:
-            fragment.steps, fragment.count = fragment.steps + 1, fragment.count + float(figures[1])
+            fragment.steps, fragment.count = fragment.steps + 1, fragment.count + known[1]
         if self.transfer is not None and self.transfer.arrives <= step:
             beat("reduce")
             self._arrive(OWN_PART)
