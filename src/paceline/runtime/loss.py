@@ -41,7 +41,7 @@ def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
         total, count = _one(value[0], f"{name} returned a sum"), _one(value[1], f"{name} returned a count")
         return Tally(total, count.detach(), is_mean=False)
     if isinstance(value, Real) and not isinstance(value, bool) and name != "the loss":
-        value = torch.as_tensor(float(value))
+        value = torch.as_tensor(float(value), dtype=torch.float64)
     if not isinstance(value, torch.Tensor):
         raise TrainingError(f"{name} returned {type(value).__name__}",
                             hint="return a scalar tensor, the mean over the samples, or (sum, count)")
@@ -54,7 +54,7 @@ def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
 def _one(part: Any, what: str) -> torch.Tensor:
     """A part of (sum, count) as a scalar tensor."""
     if isinstance(part, Real):
-        return torch.as_tensor(float(part))
+        return torch.as_tensor(float(part), dtype=torch.float64)
     if not isinstance(part, torch.Tensor):
         raise TrainingError(f"{what} that is {type(part).__name__}", hint="(sum, count) are two scalars")
     if part.numel() != 1:
