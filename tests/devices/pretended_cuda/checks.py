@@ -1,0 +1,118 @@
+"""What is checked on pretended devices in a process of its own: each check returns what JSON can hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.capture.randomness import WithoutRandomness
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.mix(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.3 if self.training else 0.0)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, 2, dropout=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x)[0]
+
+
+def means() -> dict[str, Any]:
+    """How far layers without their draws are from layers that don't draw, with what was switched off or left on."""
+    found = {}
+    for name, model in (("dropout", nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 2))),
+                        ("attention", _Attention()), ("recurrent", _Recurrent())):
+        model, x = model.cuda(), torch.randn(4, 5, 8, device="cuda")
+        with WithoutRandomness() as random:
+            drawn = _figures(model, x)
+        plain = _figures(model.eval(), x)
+        found[name] = {"off": max(float((one - other).abs().max()) for one, other in zip(drawn, plain, strict=True)),
+                       "switched_off": sorted({name for names in random.off.values() for name in names}),
+                       "left_on": sorted(random.left), "draws": len(random.drawn)}
+    return found
+
+
+def _figures(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    output = model(x)
+    output.square().sum().backward()
+    return [output.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def device() -> dict[str, Any]:
+    """What torch says of a device, its streams, its memory and its refusals."""
+    found: dict[str, Any] = {"count": torch.cuda.device_count(),
+                             "accelerator": str(torch.accelerator.current_accelerator())}
+    stream, before, after = torch.cuda.Stream(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    x = torch.ones(4, 4, device="cuda:1")
+    with torch.cuda.stream(stream):
+        before.record()
+        found["is_current"] = torch.cuda.current_stream() == stream
+        after.record()
+    torch.cuda.current_stream().wait_event(after)
+    found["elapsed"] = before.elapsed_time(after) >= 0
+    found["allocated"] = torch.cuda.memory_allocated("cuda:1"), torch.accelerator.memory_allocated("cuda:1")
+    found["free"] = torch.cuda.mem_get_info("cuda:1")
+    found["pinned"] = torch.ones(3).pin_memory().is_pinned(), torch.ones(3).is_pinned()
+    for name, work in (("mixed", lambda: x + torch.ones(4, 4)), ("two", lambda: x + torch.ones(4, 4, device="cuda:0")),
+                       ("index", lambda: torch.ones(1, device="cuda:9")),
+                       ("memory", lambda: torch.empty(1 << 40, device="cuda:1"))):
+        try:
+            work()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    torch.manual_seed(5)
+    draws = [torch.rand(3, device="cuda:1") for _ in range(2)]
+    torch.manual_seed(5)
+    found["draws"] = [torch.equal(draws[0], torch.rand(3, device="cuda:1")), torch.equal(draws[0], draws[1])]
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        found["autocast"] = str((x @ x).dtype), str(x.sum().dtype), str(F.softmax((x @ x), 0).dtype)
+    return found
+
+
+def counts() -> dict[str, Any]:
+    """What is counted of reads and uploads."""
+    import pretended_cuda_device as counting
+
+    found: dict[str, Any] = {}
+    x, host = torch.ones(8, device="cuda"), torch.ones(8)
+    pinned = host.pin_memory()
+    for name, work in (("item", lambda: x.sum().item()), ("list", x.tolist), ("if", lambda: bool(x.any())),
+                       ("mask", lambda: x[x > 0]), ("arithmetic", lambda: (x * 2).exp().sum()),
+                       ("upload", host.cuda), ("upload later", lambda: pinned.to("cuda", non_blocking=True)),
+                       ("numbers", lambda: torch.tensor([1.0, 2.0], device="cuda")),
+                       ("wait", torch.cuda.synchronize)):
+        before = counting.counts()
+        work()
+        found[name] = {key: value - before[key] for key, value in counting.counts().items()
+                       if value != before[key] and key != "kernels"}
+    return found
+
+
+def poisoned() -> dict[str, Any]:
+    """What the fork of a process that used CUDA can do; and of one whose backward ran on the CPU alone."""
+    from paceline.launch import fork
+
+    fork._is_apart = False
+    torch.ones(2, requires_grad=True).sum().backward()
+    found = {}
+    for name, work in (("use", lambda: float(torch.ones(1, device="cuda"))),
+                       ("backward", lambda: torch.ones(2, requires_grad=True).sum().backward())):
+        try:
+            fork.in_a_fork(work)
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found

@@ -1,0 +1,120 @@
+"""Small jobs that reach what differs on a GPU: fused kernels, draws, statistics, numbers of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+
+
+class Blocks(nn.Module):
+    """Blocks with a skip over all of them and a parameter without dimensions, which FSDP leaves whole."""
+
+    def __init__(self, *, drop: float = 0.0, width: int = 16, depth: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width),
+                                                   nn.Dropout(drop)) for _ in range(depth)])
+        self.gain = nn.Parameter(torch.ones(()))
+        self.last = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = skip = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(self.gain * x + skip)
+
+
+class Attention(nn.Module):
+    """A byte model of two blocks, with torch's fused attention."""
+
+    def __init__(self, *, drop: float = 0.0, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.table, self.heads, self.drop = nn.Embedding(11, width), heads, drop
+        self.mixes = nn.ModuleList([nn.Linear(width, 3 * width) for _ in range(2)])
+        self.outs = nn.ModuleList([nn.Linear(width, width) for _ in range(2)])
+        self.norm, self.last = nn.LayerNorm(width), nn.Linear(width, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for mix, out in zip(self.mixes, self.outs, strict=True):
+            q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in mix(x).chunk(3, -1))
+            x = x + out(F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, dropout_p=self.drop if self.training else 0.0).transpose(1, 2).flatten(2))
+        return self.last(self.norm(x)).transpose(1, 2)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.rnn, self.last = nn.Embedding(11, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(self.rnn(self.table(tokens))[0]).transpose(1, 2)
+
+
+class Hungry(nn.Module):
+    """Takes memory on GPUs that nobody knows of before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [torch.empty(1 << 20, device=x.device) for _ in range(4 if x.is_cuda else 0)]
+        return self.last(x) + 0.0 * len(kept)
+
+
+def images() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
+                         nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
+                         nn.Linear(16, 4))
+
+
+def numbers(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator))
+
+
+def words(samples: int) -> TensorDataset:
+    tokens = torch.randint(11, (samples, 7), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())
+
+
+def furthest(output: Tensor, target: Tensor) -> float:
+    """A metric that is a Python number."""
+    return (output - target).abs().mean().item()
+
+
+def regression(model: Callable[[], nn.Module], **changes: Any) -> paceline.Job:
+    fields: dict[str, Any] = {
+        "model": model, "data": numbers(48), "loss": F.mse_loss, "batch": 12, "steps": 4, "precision": "float64",
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2)}
+    return paceline.Job(**{**fields, **changes})
+
+
+def language(model: Callable[[], nn.Module], **changes: Any) -> paceline.Job:
+    return regression(model, **{"data": words(48), "loss": F.cross_entropy, **changes})
+
+
+JOBS: dict[str, Callable[[], paceline.Job]] = {
+    "blocks": lambda: regression(Blocks),
+    "clip and validation": lambda: regression(Blocks, clip=0.1, validation=numbers(20),
+                                              metrics={"furthest": furthest}),
+    "dropout": lambda: regression(lambda: Blocks(drop=0.2)),
+    "half": lambda: regression(Blocks, precision="bf16"),
+    "float32": lambda: regression(Blocks, precision="float32"),
+    "statistics": lambda: regression(images),
+    "attention": lambda: language(Attention),
+    "attention in float32": lambda: language(Attention, precision="float32"),
+    "attention with dropout": lambda: language(lambda: Attention(drop=0.2), precision="float32"),
+    "recurrent": lambda: language(Recurrent),
+    "hungry": lambda: regression(Hungry, precision="float32"),
+    "large": lambda: regression(lambda: Blocks(width=128, depth=8), precision="float32", steps=2),
+}

@@ -1,0 +1,106 @@
+"""Trains jobs on request, one line of JSON each, in a process with pretended CUDA devices: all tests share it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline
+from paceline.errors import PacelineError
+from paceline.launch import process
+from paceline.launch.fork import in_a_fork
+from paceline.profile import device as rates
+from paceline.runtime.stepper import Stepper
+from pretended_cuda import checks
+from pretended_cuda.jobs import JOBS
+
+_measured: dict[str, Any] = {}
+
+
+def _measure(device: Any) -> None:
+    """Let ranks note what they ask of their device in each step, and what they hold once they are built."""
+    build, step = Stepper.__init__, Stepper.step
+
+    def built(stepper: Stepper, *args: Any, **options: Any) -> None:
+        build(stepper, *args, **options)
+        if stepper.device.type == "cuda":
+            stats = torch.cuda.memory_stats(stepper.device)
+            _measured.update(built_peak_bytes=stats["requested_bytes.all.peak"], steps=[],
+                             built_bytes=stats["requested_bytes.all.current"],
+                             devices=sorted({str(p.device) for p in stepper.held.values() if p.device.type != "meta"}))
+
+    def stepped(stepper: Stepper, *args: Any, **options: Any) -> Any:
+        before = device.counts()
+        result = step(stepper, *args, **options)
+        if "steps" in _measured:
+            _measured["steps"].append({name: count - before[name] for name, count in device.counts().items()})
+        return result
+
+    Stepper.__init__, Stepper.step = built, stepped  # type: ignore[method-assign]
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Ranks write what they noted when they end."""
+    run_body = process.run_body
+
+    def noted(body: Any, context: Any, **options: Any) -> Any:
+        _measured.clear()
+        _measured["rank"] = context.rank
+        result = run_body(body, context, **options)
+        if "steps" in _measured:
+            (folder / f"measured-{context.rank}.json").write_text(json.dumps(_measured))
+        return result
+
+    process.run_body = noted
+    try:
+        yield
+    finally:
+        process.run_body = run_body
+
+
+def _train(request: dict[str, Any]) -> dict[str, Any]:
+    run = Path(request["run"])
+    try:
+        with _written(run.parent):
+            summary = paceline.train(JOBS[request["job"]](), request["plan"], devices=request["devices"], run=run,
+                                     timeout_s=120, **{"check": False, **request["options"]})
+        return {"summary": summary.figures}
+    except PacelineError as error:
+        return {"error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}
+    except Exception:
+        return {"error": traceback.format_exc(), "kind": "Exception", "exit_code": 1}
+
+
+def _check(name: str) -> dict[str, Any]:
+    try:
+        return {"found": in_a_fork(getattr(checks, name))}
+    except Exception as error:
+        return {"error": str(error)}
+
+
+def main() -> None:
+    import pretended_cuda_device as device
+
+    torch.set_num_threads(1)
+    rates.MATRIX_SIDE["cuda"], rates.STREAM_BYTES["cuda"] = rates.MATRIX_SIDE["cpu"], rates.STREAM_BYTES["cpu"]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints, prints beside the answers
+    _measure(device)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = _check(request["check"]) if "check" in request else _train(request)
+        answer["first_use"] = device.first_use()
+        print(json.dumps(answer, default=str), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Plans on a device that pretends to be CUDA compute what the CPU computes; runs are those of users."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from pretended_cuda.build import CannotBuild
+from pretended_cuda.client import Trained, Workshop, workshop
+
+from paceline.plans import Plan
+from paceline.runtime import folder
+
+pytestmark = pytest.mark.timeout(600)  # the first one builds the device
+
+# Under which a job is one device's.
+EXACT = ("single", "data=2 accumulate=2", "shard=2", "shard=2 zero=1", "tensor=2", "pipeline=2 schedule=1f1b",
+         "place=auto parts=2", "server=1 workers=2")
+MORE_EXACT = ("data=2 recompute=full", "shard=2 zero=2", "shard=3", "data=2 shard=2", "shard=2 tensor=2",
+              "pipeline=2 schedule=gpipe", "pipeline=2 schedule=interleaved", "pipeline=2 schedule=zero-bubble",
+              "pipeline=2 shard=2", "pipeline=2 data=2", "pipeline=3", "place=auto parts=3", "server=2 workers=2",
+              "data=3")
+# Which are compared with themselves on the CPU.
+ALIKE = ("data=2 local=2 outer=diloco", "data=2 compress=int8")
+MORE_ALIKE = ("data=2 local=2 outer=average", "data=2 compress=topk", "data=2 compress=powersgd",
+              "server=1 workers=2 staleness=1")
+FEATURES = (("clip and validation", "data=2"), ("statistics", "data=2"), ("attention", "tensor=2"),
+            ("recurrent", "shard=2"))
+MORE_FEATURES = tuple((job, plan) for job in ("clip and validation", "attention", "recurrent")
+                      for plan in ("single", "data=2", "shard=2", "tensor=2", "pipeline=2", "place=auto parts=2"))
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    try:
+        with workshop(tmp_path_factory.mktemp("workshop")) as opened:
+            yield opened
+    except CannotBuild as error:
+        pytest.skip(str(error))
+
+
+def on(kind: str, plan: str) -> str:
+    """Devices for a plan's ranks."""
+    last = Plan.parse(plan).world_size - 1
+    return f"{kind}:0-{last}" if last else f"{kind}:0"
+
+
+def assert_alike(found: Trained, expected: Trained, *, rtol: float = 1e-10) -> None:
+    assert found.losses == pytest.approx(expected.losses, rel=rtol)
+    assert found.weights.keys() == expected.weights.keys()
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], value, rtol=rtol, atol=rtol, msg=lambda text, name=name: (
+            f"{name}: {text}"))
+    for name, value in expected.summary["metrics"].items():
+        assert found.summary["metrics"][name] == pytest.approx(value, rel=rtol)
+
+
+@pytest.mark.parametrize("plan", [*EXACT, *(pytest.param(plan, marks=pytest.mark.slow) for plan in MORE_EXACT)])
+def test_a_plan_on_gpus_is_one_cpu(shop: Workshop, plan: str):
+    found = shop.train("blocks", plan, on("cuda", plan))
+    assert_alike(found, shop.train("blocks", "single", "cpu:0"))
+    assert all(rank["devices"] in ([f"cuda:{rank['rank']}"], []) for rank in found.measured)
+    assert found.first_use is None, f"the process that forks ranks began to use CUDA: {found.first_use}"
+    for rank in found.measured:
+        for step in rank["steps"][1:]:  # the first compares replicas
+            assert step["reads"] <= 1 and step["blocking_uploads"] == step["pageable_uploads"] == 0, step
+
+
+@pytest.mark.parametrize("plan", [*ALIKE, *(pytest.param(plan, marks=pytest.mark.slow) for plan in MORE_ALIKE)])
+def test_a_relaxed_plan_on_gpus_is_itself_on_cpus(shop: Workshop, plan: str):
+    assert_alike(shop.train("blocks", plan, on("cuda", plan)), shop.train("blocks", plan, on("cpu", plan)))
+
+
+@pytest.mark.parametrize(("job", "plan"), [
+    *FEATURES, *(pytest.param(job, plan, marks=pytest.mark.slow) for job, plan in MORE_FEATURES)])
+def test_a_feature_on_gpus_is_itself_on_cpus(shop: Workshop, job: str, plan: str):
+    reference = plan if job == "statistics" else "single"
+    assert_alike(shop.train(job, plan, on("cuda", plan)), shop.train(job, reference, on("cpu", reference)))
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", pytest.param("pipeline=2", marks=pytest.mark.slow)])
+def test_layers_that_draw_are_split_as_on_cpus(shop: Workshop, plan: str):
+    """CUDA's dropout is another operator than the CPU's, and hides nothing from the split."""
+    found, expected = (shop.train("dropout", plan, on(kind, plan)) for kind in ("cuda", "cpu"))
+    assert (found.run / folder.SPLIT).exists() == (expected.run / folder.SPLIT).exists()
+    if (found.run / folder.SPLIT).exists():
+        assert (found.run / folder.SPLIT).read_text() == (expected.run / folder.SPLIT).read_text()
+
+
+def test_draws_of_gpus_are_switched_off(shop: Workshop):
+    found = shop.check("means")
+    assert all(kind["off"] < 1e-6 and not kind["left_on"] and kind["draws"] == 1 for kind in found.values()), found
+    assert found["dropout"]["switched_off"] == ["native_dropout"]
+    assert found["attention"]["switched_off"] == ["_scaled_dot_product_efficient_attention"]
+
+
+def test_a_run_goes_on_under_another_plan(shop: Workshop, tmp_path: Path):
+    shop.train("blocks", "shard=2", "cuda:0-1", run=tmp_path / "run", steps=2)
+    found = shop.train("blocks", "data=2", "cuda:2-3", run=tmp_path / "run", resume=True)
+    expected = shop.train("blocks", "single", "cpu:0")
+    assert found.losses[-2:] == pytest.approx(expected.losses[-2:], rel=1e-10)
+
+
+def test_a_gpu_that_is_too_small_is_named(tmp_path: Path):
+    """Before the run, as far as its memory is known; else where it ends, with exit code 3."""
+    with workshop(tmp_path, devices=1, memory_bytes=8 << 20) as small:
+        refused, ended = (small.ask(job, "single", "cuda:0") for job in ("large", "hungry"))
+        assert refused["kind"] == "PlanError" and refused["exit_code"] == 2 and "doesn't fit" in refused["error"]
+        assert ended["exit_code"] == 3 and "cuda out of memory" in ended["error"].lower(), ended
+        assert "ledger" in small.printed() or "MiB" in small.printed()
+
+
+def test_the_device_is_cuda_to_torch(shop: Workshop):
+    found = shop.check("device")
+    assert found["count"] == 4 and found["accelerator"] == "cuda" and found["is_current"] and found["elapsed"]
+    assert found["allocated"] == [512, 512] and found["free"] == [(80 << 30) - 512, 80 << 30]
+    assert found["pinned"] == [True, False] and found["draws"] == [True, False]
+    assert found["mixed"].endswith("found at least two devices, cuda:1 and cpu!") and "cuda:0" in found["two"]
+    assert "invalid device ordinal" in found["index"]
+    assert found["memory"].startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 4096.00 GiB")
+    assert found["autocast"] == ["torch.bfloat16", "torch.float32", "torch.float32"]
+
+
+def test_reads_and_uploads_are_counted(shop: Workshop):
+    found = shop.check("counts")
+    assert all(found[name] == {"reads": 1} for name in ("item", "list", "if", "mask")), found
+    assert found["arithmetic"] == {} and found["wait"] == {"waits": 1}
+    assert found["upload"] == found["numbers"] == {"uploads": 1, "blocking_uploads": 1, "pageable_uploads": 1}
+    assert found["upload later"] == {"uploads": 1}
+
+
+def test_what_a_used_process_leaves_its_forks(shop: Workshop):
+    """Neither CUDA nor autograd, though the backward was of the CPU alone."""
+    found = shop.check("poisoned")
+    assert "CUDA" in found["use"] and "fork-based multiprocessing" in found["backward"]
