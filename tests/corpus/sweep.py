@@ -41,7 +41,7 @@ EXACT, COUPLED, REFUSED, WRONG = "exact", "coupled", "refused", "wrong"
 REFUSALS = {"PlanError", "PlanRefused", "CaptureFailed", "JobError", "UsageError"}
 # Relative to the largest number of a tensor, and absolute below 1.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bf16": 5e-2}
-POOL_JOBS = 40  # that ranks run before they are forked anew, as each leaves process groups behind
+POOL_JOBS = 12  # that ranks run before they are forked anew, as each leaves process groups and their threads behind
 MODEL, METRICS, SUMMARY, REFUSAL = "model.safetensors", "metrics.jsonl", "corpus-summary.json", "refusal.txt"
 REFUSAL_S = 5.0  # for the other ranks to refuse a job too
 

@@ -94,11 +94,11 @@ def test_the_plain_loop_cuts_as_it_is_told():
 
 def test_the_page(tmp_path: Path):
     """Signs, shares and reasons."""
-    jobs = entries("residual,complex128_parameters")
-    cells = Sweep(tmp_path).run(jobs, ["single"])
+    jobs = entries("adamw,lbfgs")
+    cells = Sweep(tmp_path).run(jobs, ["server=1 workers=2"])
 
     assert cells[0].verdict == EXACT
-    assert "50.0 %" in page(jobs, cells) and "complex128" in page(jobs, cells)
+    assert "50.0 %" in page(jobs, cells) and "LBFGS" in page(jobs, cells)
     assert table(jobs, cells).splitlines()[-2:][0].endswith("=")
     assert kind_of("'a.b' of 3") == kind_of("'c' of 44")
 
