@@ -103,6 +103,17 @@ def test_a_run_goes_on_under_another_plan(shop: Workshop, tmp_path: Path):
     assert found.losses[-2:] == pytest.approx(expected.losses[-2:], rel=1e-10)
 
 
+def test_a_gpu_never_has_more_than_its_shard_and_a_block(shop: Workshop):
+    """Also while the model is built: it may be larger than any GPU."""
+    found = shop.train("large", "shard=4", "cuda:0-3")
+    whole = sum(weight.nbytes for weight in found.weights.values())
+    block = sum(weight.nbytes for name, weight in found.weights.items() if name.startswith("blocks.0."))
+    assert len(found.measured) == 4
+    for rank in found.measured:
+        assert rank["built_bytes"] < 0.3 * whole
+        assert rank["built_peak_bytes"] < rank["built_bytes"] + 1.1 * block
+
+
 def test_a_gpu_that_is_too_small_is_named(tmp_path: Path):
     """Before the run, as far as its memory is known; else where it ends, with exit code 3."""
     with workshop(tmp_path, devices=1, memory_bytes=8 << 20) as small:

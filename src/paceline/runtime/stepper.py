@@ -42,7 +42,15 @@ from paceline.runtime.order import Window
 from paceline.runtime.streams import seed_model, seed_streams
 from paceline.runtime.trace import Recorder
 from paceline.runtime.upload import uploaded
-from paceline.strategies.compose import Synchroniser, held_elsewhere, holds_parts, lay_out, meetings, prepare
+from paceline.strategies.compose import (
+    Synchroniser,
+    held_elsewhere,
+    holds_parts,
+    lay_out,
+    may_be_elsewhere,
+    meetings,
+    prepare,
+)
 from paceline.strategies.data.run import local
 from paceline.strategies.data.sparse import with_dense_gradient
 from paceline.strategies.kept import Kept
@@ -123,12 +131,16 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     dtype = torch.float64 if job.precision == "float64" else None
 
     def build() -> tuple[Spill | None, torch.nn.Module]:
-        return build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
+        if not holds_parts(plan):
+            return None, build_model(job, device)
+        spill, model = build_in_files(job, torch.device("cpu"))
+        return spill, model if may_be_elsewhere(plan, model) else model.to(device)
 
     spill, model = build()
     observed = NOTHING
     if plan.axes.shard > 1 or isinstance(plan.sync, Servers):
-        observed, is_used = observe(job, plan, model, spill, device)
+        here = torch.device("cpu") if may_be_elsewhere(plan, model) else device
+        observed, is_used = observe(job, plan, model, spill, here)
         if is_used:
             del spill, model
             spill, model = build()
@@ -142,7 +154,8 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
                                 **{f"metric '{name}'": metric for name, metric in job.metrics.items()}},
                      state_factor=lambda: state_factor(job, model))
     with running():
-        synchronisers = prepare(layout.module, plan=plan, mesh=mesh, observed=observed)
+        synchronisers = prepare(layout.module, plan=plan, mesh=mesh, observed=observed,
+                                device=device if may_be_elsewhere(plan, model) else None)
         layout.let_go()
         if spill is not None:
             elsewhere = held_elsewhere(plan, layout.module)

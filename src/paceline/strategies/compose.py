@@ -64,11 +64,12 @@ class Room(Protocol):
 
     def is_active(self, plan: Plan) -> bool: ...
 
-    def prepare(self, model: nn.Module, *, plan: Plan, mesh: Mesh,
-                observed: Observed = NOTHING) -> Synchroniser | None:
+    def prepare(self, model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
+                device: torch.device | None = None) -> Synchroniser | None:
         """Change the model in place for this rank. Collective along the room's axis.
 
-        observed: what the model's forward was seen to do.
+        observed: what the model's forward was seen to do. device: where the rank's part is to be, which only sharding
+        is given a model for that isn't there.
         """
 
 
@@ -94,6 +95,11 @@ def holds_parts(plan: Plan) -> bool:
         size > 1 for size in (axes.pipeline, axes.parts, axes.shard, axes.tensor))
 
 
+def may_be_elsewhere(plan: Plan, model: nn.Module) -> bool:
+    """Whether the rooms of the plan take a model that isn't on the device, and bring it there part by part."""
+    return plan.axes.shard > 1 and not plan.splits_model and not _reads_past_modules(model)
+
+
 def held_elsewhere(plan: Plan, model: nn.Module) -> set[torch.Tensor]:
     """What a rank uses of a model and never holds: tables whose rows lie on servers."""
     if not isinstance(plan.sync, Servers):
@@ -101,16 +107,18 @@ def held_elsewhere(plan: Plan, model: nn.Module) -> set[torch.Tensor]:
     return {module.weight for module in tables(model).values()}
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING) -> list[Synchroniser]:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
+            device: torch.device | None = None) -> list[Synchroniser]:
     """Enter every room of the plan. Collective: every rank calls it with equal weights.
 
-    observed: what the model's forward was seen to do.
+    observed: what the model's forward was seen to do. device: see `may_be_elsewhere`.
 
     Returns:
         What must be begun in this order and finished in the reverse one: the outermost reduction has run beside
         backward already, and the inner ones add to what it gives.
     """
-    made = [room.prepare(model, plan=plan, mesh=mesh, observed=observed) for room in ROOMS if room.is_active(plan)]
+    made = [room.prepare(model, plan=plan, mesh=mesh, observed=observed, device=device)
+            for room in ROOMS if room.is_active(plan)]
     return [synchroniser for synchroniser in made if synchroniser is not None]
 
 

@@ -37,7 +37,8 @@ def is_active(plan: Plan) -> bool:
     return plan.axes.data > 1 and plan.outer_steps is None
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING) -> GradientBuckets:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
+            device: torch.device | None = None) -> GradientBuckets:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if plan.modifiers.compress != "none" and (apart := sorted(observed.sparse & trainable.keys())):
         logger.info("sparse gradients are not compressed: %s", ", ".join(apart))

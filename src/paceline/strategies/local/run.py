@@ -50,7 +50,8 @@ def is_active(plan: Plan) -> bool:
     return plan.outer_steps is not None
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING) -> Rounds:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
+            device: torch.device | None = None) -> Rounds:
     assert plan.outer_steps is not None
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return Rounds(trainable, plan.outer_steps, mesh.group("data"), compress=plan.modifiers.compress)

@@ -29,7 +29,8 @@ def is_active(plan: Plan) -> bool:
     return plan.modifiers.recompute == "full"
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING) -> None:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
+            device: torch.device | None = None) -> None:
     """Wrap the forward of every unit, so that the names of modules and parameters stay as they are.
 
     A model without units is recomputed whole. The second forward reads the state and draws the random numbers that the

@@ -53,11 +53,13 @@ def writes_to_shards(plan: Plan) -> bool:
     return is_active(plan) and not plan.splits_model and plan.num_microbatches == 1
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING) -> Sharding:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
+            device: torch.device | None = None) -> Sharding:
     """Shard every unit and what is left at the root along dim 0.
 
     Parameters that a forward writes to stay whole: FSDP2 drops what is written to the weights it has gathered. Those
     of a block that is not running are not gathered, and are written to in parts.
+    A model that is not on the device is brought there unit by unit, each cut before the next one comes.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -73,10 +75,10 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     for parameter in model.parameters():
         if parameter not in whole:
             parameter.data = parameter.data.contiguous()  # FSDP2 takes no other memory format
-    device = next(model.parameters()).device.type
+    kind = device.type if device is not None else next(model.parameters()).device.type
     # FSDP2 wants its mesh and that of split layers from one parent.
-    along = (mesh.devices(device)["shard"] if mesh.sizes["tensor"] > 1
-             else DeviceMesh.from_group(mesh.group("shard"), device, mesh_dim_names=("shard",)))
+    along = (mesh.devices(kind)["shard"] if mesh.sizes["tensor"] > 1
+             else DeviceMesh.from_group(mesh.group("shard"), kind, mesh_dim_names=("shard",)))
     outermost = {"": model} if is_callable(model) else {}
     # Pieces that edit each other's outputs in place are refused before (strategies/stages).
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPPieceModule\) returned a view")
@@ -91,12 +93,21 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
         # Ranks may use different parameters of a unit (experts): all take part in its reduction.
         if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
             module.set_reduce_scatter_unused_params(True, recurse=False)
+    if device is not None:
+        _bring(device, [*(p for p in model.parameters() if not is_sharded(p)), *model.buffers()])
     if outermost:  # a captured piece is called by every rank alike, and returns tensors
         _watch_calls(sharded, Roll(list(sharded), mesh.group("shard"), mesh.ranks_along("shard")))
         model.forward = _explained(model.forward)
     trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
     return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard"), sparse=observed.sparse),
                     zero=plan.zero, hooks=hooks)
+
+
+def _bring(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
+    """To the device, in place."""
+    for tensor in tensors:
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
 
 
 def _let_go_without_gradients(module: Any, inputs: Any, output: Any) -> None:
