@@ -146,3 +146,8 @@ def test_what_a_used_process_leaves_its_forks(shop: Workshop):
     """Neither CUDA nor autograd, though the backward was of the CPU alone."""
     found = shop.check("poisoned")
     assert "CUDA" in found["use"] and "fork-based multiprocessing" in found["backward"]
+
+
+def test_pieces_that_make_tensors_are_priced_alike(shop: Workshop):
+    on_cpu, on_gpu = shop.check("kept")
+    assert on_cpu == on_gpu > 0

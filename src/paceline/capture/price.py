@@ -35,7 +35,9 @@ def kept_bytes(piece: Piece, values: Mapping[str, Value], parameters: Mapping[st
         kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    with cuda_left_alone(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    # A graph makes tensors of its own (positions, masks) on the device that it was captured on.
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    with cuda_left_alone(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), device:
         held = [torch.empty(parameters[name].shape, dtype=parameters[name].dtype,
                             requires_grad=parameters[name].requires_grad) for name in piece.parameters]
         also = [torch.empty(buffers[name].shape, dtype=buffers[name].dtype) for name in piece.buffers]
