@@ -5,6 +5,7 @@ What was imported and loaded before the pool was made is paid for once. Tasks, r
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -275,6 +276,7 @@ class Pool:
             before.close()
             line = Line(connection, told["task"])
             line.end(*self._run(slot, where, told, line, log, output))
+            _let_go(where)
 
     def _run(self, slot: int, where: torch.device, told: dict[str, Any], line: Line, log: Path | None,
              output: TextIO) -> tuple[Any, Failure | None]:
@@ -292,3 +294,12 @@ class Pool:
         sys.stdout.flush()
         sys.stderr.flush()
         return found
+
+
+def _let_go(device: torch.device) -> None:
+    """Free what a task's model left in cycles, so that the next one starts with the whole device, and its own peak."""
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
