@@ -151,7 +151,7 @@ def test_a_scaled_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_norm_of_one_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage clips by the norm of its own gradients."""
-    def clip(self: Stepper) -> float:
+    def clip(self: Stepper, squares: torch.Tensor, known: float, factor: float) -> float:
         return float(torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), self.job.clip))
 
     monkeypatch.setattr(Stepper, "_clip", clip)

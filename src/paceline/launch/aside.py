@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import psutil
 import torch
 
 from paceline.launch import signals
@@ -18,12 +19,15 @@ from paceline.launch.process import set_up_heap, use_threads
 
 
 @contextmanager
-def aside(work: Callable[[], None]) -> Iterator[None]:
+def aside(work: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """Run `work()` in a fork while the block runs; the fork is ended with the block, if it isn't done by then.
 
     It begins with one thread; `take_cores` gives it more.
 
-    An error of the work is printed and ends the fork; the block learns nothing of it.
+    An error of the work is printed and ends the fork.
+
+    Yields:
+        Whether the fork has ended; may be asked in other forks of this process, too.
 
     Raises:
         PacelineError: CUDA is already in use in this process, which forks can't share.
@@ -36,11 +40,18 @@ def aside(work: Callable[[], None]) -> Iterator[None]:
     if pid == 0:
         _be_fork(work, parent_pid)
     try:
-        yield
+        yield lambda: _has_ended(pid)
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def take_cores() -> None:

@@ -61,21 +61,23 @@ def check_first_update(job: Job, asked: Resolved, *, timeout_s: float) -> FirstU
     job = replace(job, steps=1, epochs=None, validation=None, metrics={})
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as name:
         folder = Path(name)
-        with aside(lambda: _write_references(job, asked, folder)):
-            reference, difference = _compared(job, asked, folder / _NARROW, folder / _WHOLE, timeout_s=timeout_s)
+        with aside(lambda: _write_references(job, asked, folder)) as has_ended:
+            reference, difference = _compared(job, asked, folder / _NARROW, folder / _WHOLE, has_ended,
+                                              timeout_s=timeout_s)
             if difference is not None:
                 (folder / _BEYOND).touch()
                 tensors = folder / (_CUT if _is_cut(asked) else _WHOLE)
-                reference, difference = _compared(job, asked, folder / _MEASURED, tensors, timeout_s=timeout_s)
+                reference, difference = _compared(job, asked, folder / _MEASURED, tensors, has_ended,
+                                                  timeout_s=timeout_s)
     return _judged(asked, reference, difference, time.monotonic() - began_s)
 
 
-def _compared(job: Job, asked: Resolved, document: Path, tensors: Path, *,
+def _compared(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended: Callable[[], bool], *,
               timeout_s: float) -> tuple[dict[str, Any], str | None]:
     """Have the plan's ranks take the first step, once one device has. Returns its figures, or its error, and what
     differs, in words; None if nothing does.
 
-    document, tensors: where one device leaves its figures and its tensors.
+    document, tensors: where one device leaves its figures and its tensors. has_ended: whether its process has.
     """
     from paceline.launch.local import run_local
     from paceline.planner.estimate import devices_of
@@ -83,8 +85,10 @@ def _compared(job: Job, asked: Resolved, document: Path, tensors: Path, *,
     from paceline.proof.ranks import recomputed_forwards
     from paceline.runtime.drivers import crew
 
-    body = _watched(job, asked, document, tensors, devices_of(asked.plan, asked.cluster))
+    body = _watched(job, asked, document, tensors, has_ended, devices_of(asked.plan, asked.cluster))
     ranks = run_local(body, asked.cluster.devices, timeout_s=timeout_s, crew=crew(asked.plan))
+    if not document.exists():
+        return {"error": "its process was ended from outside, or ended itself"}, None
     reference = json.loads(document.read_text())
     if "error" in reference:
         return reference, None
@@ -113,7 +117,8 @@ def _is_cut(asked: Resolved) -> bool:
     return asked.plan.replicas > 1 or asked.plan.num_microbatches > 1
 
 
-def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, devices: Any) -> Callable[[Any], dict[str, Any]]:
+def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended: Callable[[], bool],
+             devices: Any) -> Callable[[Any], dict[str, Any]]:
     """What each rank does: the first step, with a recorder that waits for one device first, as both need the cores."""
     def body(context: Any) -> dict[str, Any]:
         from paceline.capture.randomness import WithoutRandomness
@@ -124,6 +129,8 @@ def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, devices: 
 
         def wait() -> None:
             while not document.exists():
+                if has_ended() and not document.exists():
+                    raise _NoReferenceError
                 context.beat("build")
                 time.sleep(_POLL_S)
             if "error" in json.loads(document.read_text()):
