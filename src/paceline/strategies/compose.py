@@ -143,7 +143,6 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
         context: The numeric context of a forward.
         functions: The job's loss and metrics, from (output, target), by what they are called in a message.
         running: Entered where the whole model's weights are used.
-
     """
     if plan.splits_model or (plan.axes.shard > 1 and _reads_past_modules(model)):
         from paceline.strategies.stages.build import lay_out as lay_out_stages
