@@ -246,3 +246,23 @@ def test_followers_are_written_to_from_outside_alike_for_all_samples(kind: type[
 
     assert followers(names, model, find_units(model), tuple(
         partial(model, torch.full((2, 8), value)) for value in (0.1, 0.2))) == expected
+
+
+class LateNets(TwoNets):
+    """Begins to follow in the third step, where no look beforehand sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards > 5:
+            return super().forward(x)
+        return self.online(x) * self.target(x)
+
+
+def test_what_would_be_lost_of_gathered_blocks_is_refused(tmp_path: Path):
+    """Below ZeRO's third stage blocks stay gathered between micro-batches; what is written to them there is dropped."""
+    with pytest.raises(RankFailed, match=r"changes the parameter 'target\.\d\.\w+' in place, and shard=N would lose"):
+        trained(stateful_job(LateNets), "shard=2 zero=2 accumulate=2", tmp_path)

@@ -128,10 +128,11 @@ class Sharding:
         self.names = {name for name, p in root.named_parameters() if is_sharded(p) and p.requires_grad}
         self.used: set[str] = set()
         self.marked: set[str] = set()
+        self.edits: list[_Edits] = []
         places = _own_places(sharded)
         for name, module in sharded.items():
             module.register_forward_pre_hook(self._mark(name))
-            edits = _Edits(places[name])
+            self.edits.append(edits := _Edits(places[name]))
             module.register_forward_pre_hook(edits.before)
             module.register_forward_hook(edits.after, prepend=True)  # before FSDP2 lets go of the weights
 
@@ -140,6 +141,8 @@ class Sharding:
             module.set_is_last_backward(last)
             module.set_reshard_after_backward(last or self.zero == 3)
             module.set_requires_gradient_sync(last or self.zero > 1)
+        for edits in self.edits:
+            edits.stays_gathered = self.zero < 3 and not last
 
     def unused(self) -> set[str]:
         """Parameters without a gradient of this rank since the last `finish`; FSDP2 gives them zeros."""
@@ -178,18 +181,26 @@ class Sharding:
 
 
 class _Edits:
-    """Refuses what a forward writes to the weights that FSDP2 has gathered for it; version counters tell.
+    """Refuses what is written to the weights that FSDP2 has gathered for a unit; version counters tell.
+
+    That is in the unit's forward, and below stage 3 from one micro-batch to the next, in which it stays gathered.
 
     places: of the unit's own parameters, each with its name in the model.
     """
 
     def __init__(self, places: Sequence[tuple[nn.Module, str, str]]) -> None:
         self.places, self.versions = places, list[int]()
+        self.stays_gathered = False
 
     def before(self, module: nn.Module, inputs: Any) -> None:
+        if self.stays_gathered:
+            self._compare()
         self.versions = self._versions()
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._compare()
+
+    def _compare(self) -> None:
         for before, now, (_, _, name) in zip(self.versions, self._versions(), self.places, strict=True):
             if before != now:
                 raise PlanRefused(f"a forward changes the parameter '{name}' in place, and shard=N would lose the "
