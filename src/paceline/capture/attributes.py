@@ -24,6 +24,19 @@ def plain_attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, An
                 yield f"{path}.{attribute}" if path else attribute, module, attribute, value
 
 
+def tensor_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that are tensors themselves, by name."""
+    return ((name, value) for name, _, _, value in plain_attributes(model) if isinstance(value, torch.Tensor))
+
+
+def in_float64(model: nn.Module) -> nn.Module:
+    """The model with its parameters, its buffers and tensors in attributes in float64, or complex128, in place."""
+    for _, module, attribute, value in list(plain_attributes(model)):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            setattr(module, attribute, value.double())
+    return model.double()  # .to(dtype) would cut complex numbers in two
+
+
 class AttributeSnapshot:
     """The plain attributes of a model at one moment.
 

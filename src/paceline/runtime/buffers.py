@@ -22,9 +22,10 @@ _MOST_ELEMENTS = 2**20
 class ChangingBuffers:
     """Finds the buffers and attributes that steps change, in any step, and meets them after every step.
 
-    Floating-point tensors and numbers that differ become their mean weighted by samples, whole-number buffers their
-    maximum. Other attributes must be equal; those that aren't are named in a warning. This keeps replicas, evaluation
-    and checkpoints well defined; it doesn't make a BatchNorm over micro-batches the one over the whole batch.
+    Floating-point tensors and numbers that differ become their mean weighted by samples, whole-number buffers and
+    numbers their maximum: a count goes on from the replica that had the most to count. Other attributes must be equal;
+    those that aren't are named in a warning. This keeps replicas, evaluation and checkpoints well defined; it doesn't
+    make a BatchNorm over micro-batches the one over the whole batch.
 
     names: of the buffers and parameters that have changed in some step. attributes: of the attributes that have.
     unlike: of buffers that have other shapes on other replicas, such as a cache that grows with its inputs; not met.
@@ -87,14 +88,15 @@ class ChangingBuffers:
         tensors = [named[name].detach() for name in self.names if name not in self.unlike]
         floats = [t for t in tensors if t.is_floating_point() or t.is_complex()]
         attributes = self._agreed(group)
-        numbers = [(module, key, torch.tensor(value, dtype=torch.float64)) for module, key, value in attributes
-                   if isinstance(value, float)]
+        whole = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
         floats += [value for _, _, value in attributes if isinstance(value, torch.Tensor)]
-        floats += [number for _, _, number in numbers]
-        _meet([torch.view_as_real(t) if t.is_complex() else t for t in floats],
-              [t for t in tensors if not (t.is_floating_point() or t.is_complex())], weight, group)
+        numbers = [(module, key, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64))
+                   for module, key, value in attributes if not isinstance(value, torch.Tensor)]
+        for _, _, number in numbers:
+            (floats if number.is_floating_point() else whole).append(number)
+        _meet([torch.view_as_real(t) if t.is_complex() else t for t in floats], whole, weight, group)
         for module, key, number in numbers:
-            setattr(module, key, float(number))
+            setattr(module, key, number.item())
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
@@ -128,13 +130,18 @@ class ChangingBuffers:
         for name, value, same_kind, same in zip(self.attributes, values, equal[:len(values)], equal[len(values):],
                                                 strict=True):
             is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
-            if same_kind and (is_tensor or (isinstance(value, float) and not same)):
+            if same_kind and (is_tensor or (_is_number(value) and not same)):
                 found.append(there[name])
-            elif not (same_kind and same) and name not in self._warned:
+            if not (same_kind and same) and not isinstance(value, float) and name not in self._warned:
                 self._warned.add(name)
-                logger.warning("replicas hold different values of the attribute '%s', which forwards change: each goes "
-                               "on with its own; a buffer (register_buffer) becomes the mean of all", name)
+                what = "all go on with the greatest" if same_kind and _is_number(value) else "each goes on with its own"
+                logger.warning("replicas hold different values of the attribute '%s', which forwards change: %s; "
+                               "a buffer (register_buffer) of floats becomes the mean of all", name, what)
         return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
 _ATTRIBUTE = "="  # before a name, as no module or buffer is called

@@ -209,6 +209,14 @@ def evaluation_feed(data: Any, *, batch: int, part: Part, seed: int) -> Iterator
             yield MicroBatch(*pair, samples=len(cut))
 
 
+def evaluated_part(data: Any, *, batch: int, part: Part) -> float:
+    """A replica's fraction of the samples in `evaluation_feed`; by its share where a stream doesn't tell how many."""
+    if is_stream(data):
+        return part.shares[part.index] / sum(part.shares)
+    sizes = [min(batch, len(data) - first) for first in range(0, len(data), batch)]
+    return sum(len(cut) for size in sizes for cut in part.cuts(size)) / len(data)
+
+
 def example_batch(data: Any, samples: int, *, first: int = 0) -> MicroBatch:
     """Samples of the data from the first one on, and again from its beginning where it ends."""
     if is_stream(data):

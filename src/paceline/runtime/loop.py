@@ -25,7 +25,7 @@ from paceline.runtime import drift, state, trace
 from paceline.runtime.checkpoint.write import Writer, write_json
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import evaluate
-from paceline.runtime.feed import MicroBatch, Part, is_stream, training_feed
+from paceline.runtime.feed import MicroBatch, Part, evaluated_part, is_stream, training_feed
 from paceline.runtime.folder import SPLIT
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
@@ -375,7 +375,8 @@ def _evaluate(run: _Run) -> None:
         return
     stepper, part = run.stepper, part_of(run.plan, run.mesh, run.settings.shares)
     stepper.meetings.quiet()
-    with stepper.meetings.shared_in_place():
+    own_part = evaluated_part(run.job.validation, batch=run.job.batch, part=part)
+    with stepper.meetings.shared_in_place(), stepper.evaluating(own_part, step=run.step):
         figures = evaluate(stepper.model, stepper.layout, run.job, run.job.validation, mesh=run.mesh,
                            device=run.context.device, part=part, beat=run.context.beat)
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
+from paceline.capture.attributes import in_float64
 from paceline.capture.probe import (
     NOTHING,
     Observed,
@@ -44,6 +45,7 @@ from paceline.runtime.trace import Recorder
 from paceline.runtime.upload import uploaded
 from paceline.strategies.compose import (
     Synchroniser,
+    end_evaluation,
     held_elsewhere,
     holds_parts,
     lay_out,
@@ -99,7 +101,7 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
         raise JobError("the model has no trainable parameter",
                        hint="every parameter has requires_grad=False, or the module registers none")
     model = model.to(device)
-    return model.double() if job.precision == "float64" else model  # .to(dtype) would cut complex numbers in two
+    return in_float64(model) if job.precision == "float64" else model
 
 
 def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
@@ -152,7 +154,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
                      microbatch_samples=-(-job.batch // (plan.replicas * plan.num_microbatches)),
                      functions={"the loss": job.loss,
                                 **{f"metric '{name}'": metric for name, metric in job.metrics.items()}},
-                     state_factor=lambda: state_factor(job, model))
+                     state_factor=lambda: state_factor(job, model), evaluates=job.validation is not None)
     with running():
         synchronisers = prepare(layout.module, plan=plan, mesh=mesh, observed=observed,
                                 device=device if may_be_elsewhere(plan, model) else None)
@@ -194,7 +196,8 @@ def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
 
 
 def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:
-    """The model with its weights in files, or in memory where that can't be."""
+    """The model with its weights in files, or in memory where that can't be or they are no more than what stays there
+    of files too."""
     try:
         spill = Spill()
         with spill.building():
@@ -206,6 +209,10 @@ def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.
         logger.warning("every rank takes memory for the whole model to begin with: it could not be built in files (%s)",
                        first if isinstance(error, CannotSpill) else f"{type(error).__name__}: {first}")
         return None, build_model(job, device)
+    held = [*model.parameters(), *model.buffers()]
+    if sum(tensor.nbytes for tensor in held) <= spill.resident_bytes:
+        spill.bring_in(held)
+        return None, model
     if (left := spill.in_memory_bytes(model.parameters())) > spill.resident_bytes:
         logger.warning("every rank takes %.0f MB for the whole model to begin with: that much of it was not made by "
                        "torch on the thread that calls model()", left / 1e6)
@@ -417,6 +424,29 @@ class Stepper:
         beat("optimizer")
         norm = self._clip(squares, norm_squared, 1.0 / count if summed and count else float(count != 0))
         return Evaluation(figures, known, norm)
+
+    @contextmanager
+    def evaluating(self, own_part: float, *, step: int) -> Iterator[None]:
+        """While the model is evaluated: what its forwards change of its state meets as after a step. Collective over
+        the replicas.
+
+        Args:
+            own_part: This replica's, of the samples that the model is evaluated on.
+        """
+        meets = len(self.mesh.replicas) > 1 and not self.meetings.has_own_steps
+        if meets:
+            self._look()
+        yield
+        end_evaluation(self.synchronisers)
+        if not meets:
+            return
+        changes, group = uploaded(torch.tensor(self._changes()).float(), self.device), self.mesh.group("replicas")
+        dist.all_reduce(changes, dist.ReduceOp.MAX, group=group)
+        changed, edited, unknown = map(bool, changes.tolist())
+        if edited:
+            self.edits.merge(group, news=unknown, step=step)
+        self.edits.updated()
+        self.buffers.meet(own_part, group, news=changed)
 
     def settle(self, step: int) -> StepResult | None:
         """The run ends after `step` steps: on return all replicas hold the same. None if they already did.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from paceline.capture.probe import NOTHING, Observed
 from paceline.plans import Plan, Servers
@@ -52,6 +52,14 @@ class Synchroniser(Protocol):
 
     def restore(self, saved: Saved) -> list[str]:
         """Go on from a checkpoint's state. Returns what could not be taken over, in words."""
+
+
+@runtime_checkable
+class Gathers(Protocol):
+    """A synchroniser that keeps gathered weights from one forward to the next."""
+
+    def end_evaluation(self) -> None:
+        """The next forward is one of training, at other weights."""
 
 
 class Room(Protocol):
@@ -122,6 +130,13 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     return [synchroniser for synchroniser in made if synchroniser is not None]
 
 
+def end_evaluation(synchronisers: Sequence[Synchroniser]) -> None:
+    """An evaluation is over."""
+    for synchroniser in synchronisers:
+        if isinstance(synchroniser, Gathers):
+            synchroniser.end_evaluation()
+
+
 def meetings(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> Meetings:
     """When ranks meet: as a room of the plan says, or else in every step."""
     said = [synchroniser for synchroniser in synchronisers if isinstance(synchroniser, Meetings)]
@@ -131,7 +146,7 @@ def meetings(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> Meetings:
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Callable[[int], Batch],
             context: Callable[[], Any], microbatch_samples: int,
             state_factor: Callable[[], float], devices: Sequence[Device],
-            functions: Mapping[str, Callable[[Any, Any], Any]],
+            functions: Mapping[str, Callable[[Any, Any], Any]], evaluates: bool,
             running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Layout:
     """What this rank runs of the model. Collective.
 
@@ -142,6 +157,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
         example: Makes a batch of so many samples, for plans that must see the model's forward.
         context: The numeric context of a forward.
         functions: The job's loss and metrics, from (output, target), by what they are called in a message.
+        evaluates: Whether the model also runs in evaluation mode.
         running: Entered where the whole model's weights are used.
     """
     if plan.splits_model or (plan.axes.shard > 1 and _reads_past_modules(model)):
@@ -149,7 +165,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
 
         return lay_out_stages(model, plan=plan, mesh=mesh, device=device, example=example, context=context,
                               microbatch_samples=microbatch_samples, state_factor=state_factor,
-                              devices=devices, functions=functions, running=running)
+                              devices=devices, functions=functions, evaluates=evaluates, running=running)
     return Whole(model, context, meets_in_forward=plan.axes.shard > 1)
 
 

@@ -89,7 +89,8 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
         # Gradients are sums: the loss is already divided by the whole window's count.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        unit.register_forward_hook(_let_go_without_gradients)
+        if plan.zero == 3:
+            unit.register_forward_hook(_let_go_without_gradients)
         # Ranks may use different parameters of a unit (experts): all take part in its reduction.
         if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
             module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -111,8 +112,7 @@ def _bring(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _let_go_without_gradients(module: Any, inputs: Any, output: Any) -> None:
-    """Below stage 3 FSDP2 keeps gathered weights for a backward. An evaluation has none: they would outlive the next
-    update, and the forward after it would still use them."""
+    """FSDP2 keeps the outermost unit's gathered weights for a backward, and an evaluation has none."""
     if not torch.is_grad_enabled():
         module.reshard()
 
@@ -124,6 +124,7 @@ class Sharding:
                  zero: int, hooks: Mapping[str, Hooks]) -> None:
         # The outermost tells those inside it.
         self.told: list[FSDPModule] = [sharded[""]] if "" in sharded else list(sharded.values())  # type: ignore
+        self.units: list[FSDPModule] = list(sharded.values())  # type: ignore[arg-type]
         self.whole, self.zero, self.hooks = whole, zero, hooks
         self.names = {name for name, p in root.named_parameters() if is_sharded(p) and p.requires_grad}
         self.used: set[str] = set()
@@ -143,6 +144,12 @@ class Sharding:
             module.set_requires_gradient_sync(last or self.zero > 1)
         for edits in self.edits:
             edits.stays_gathered = self.zero < 3 and not last
+
+    def end_evaluation(self) -> None:
+        """Below stage 3 FSDP2 keeps gathered weights for a backward. An evaluation has none: they would outlive the
+        next update, and the forward after it would still use them."""
+        for module in self.units:
+            module.reshard()
 
     def unused(self) -> set[str]:
         """Parameters without a gradient of this rank since the last `finish`; FSDP2 gives them zeros."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
             example: Callable[[int], Batch], context: Callable[[], Any], microbatch_samples: int,
             state_factor: Callable[[], float], devices: Sequence[Device],
-            functions: Mapping[str, Callable[[Any, Any], Any]],
+            functions: Mapping[str, Callable[[Any, Any], Any]], evaluates: bool,
             running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Stages:
     """This rank's part of a model that is cut into stages, or whose layers are split, or both. Collective.
 
@@ -45,11 +45,12 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
         state_factor: Gives bytes of optimizer state a byte of trainable parameters.
         devices: Of each rank.
         functions: The job's loss and metrics, from (output, target), by what they are called in a message.
+        evaluates: Whether the model also runs in evaluation mode.
         running: Entered where the whole model's weights are used.
 
     Raises:
-        PlanRefused: the model can't be captured, or its capture would compute something else, or a function uses
-            more of the model than its output.
+        PlanRefused: the model can't be captured, or its capture would compute something else, or it can't be evaluated
+            by these stages, or a function uses more of the model than its output.
         PlanError: it has fewer pieces than the plan has stages, or what it is cut into doesn't fit.
     """
     model.train()
@@ -69,11 +70,14 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
             inputs = found.bind(*example(EXAMPLE_SAMPLES).arguments())
             split = derive(found, dict(model.named_parameters()), buffers, inputs,
                            mesh.devices(device.type)["tensor"], wishes=published(model), sharded=plan.axes.shard > 1,
-                           hooked=_hooked(model))
+                           whole=_kept_whole(model, found))
     with running():
-        return Stages(model, hollow(model), example=found, stage_of=cut.stage_of,
+        stages = Stages(model, hollow(model), example=found, stage_of=cut.stage_of,
                       ranks=cut.ranks, orders=cut.orders, mesh=mesh, axis=mesh.stage_axis, device=device,
                       context=context, split=split, opaque=opaque, changing=findings.changing, notes=notes)
+    if evaluates:
+        stages.prepare_evaluation(example(EXAMPLE_SAMPLES))
+    return stages
 
 
 def _of_output(function: Callable[[Any, Any], Any], target: Any, output: Any) -> Any:
@@ -129,6 +133,9 @@ def _is_inside(path: str, opaque: OpaqueModules) -> bool:
     return any(path == outer or path.startswith(f"{outer}.") for outer in opaque.outputs)
 
 
-def _hooked(model: nn.Module) -> set[str]:
-    """Parameters with hooks of the user's on their gradients, by name."""
-    return {name for name, p in model.named_parameters() if has_hooks(p)}
+def _kept_whole(model: nn.Module, found: Capture) -> dict[str, str]:
+    """Parameters that no rank can hold a part of, by name, and why."""
+    hooked = [name for name, p in model.named_parameters() if has_hooks(p)]
+    changed = set().union(*(piece.changes for piece in found.pieces))
+    return dict.fromkeys(hooked, "its gradient has a hook, which expects it whole") | dict.fromkeys(
+        changed, "the forward changes it in place")

@@ -83,7 +83,8 @@ class Stages:
                  opaque: OpaqueModules, changing: Collection[str] = (), notes: Sequence[str] = ()) -> None:
         self.template, self.stage_of, self.ranks, self.context = template, stage_of, ranks, context
         self.captures: dict[Any, Staged] = {}
-        self.opaque, self.tensors = opaque, tensors
+        self.opaque, self.tensors, self.example, self.split = opaque, tensors, example, split
+        self.is_sharded = mesh.sizes["shard"] > 1
         own = mesh.coordinates[axis]
         self.links = Links(mesh.ranks_along(axis), own, device, ahead=None,
                            back=_group(mesh, axis, range(mesh.sizes[axis])))
@@ -101,6 +102,8 @@ class Stages:
         # The order of a tied parameter's owners is that of the stages, so that the first one answers for it.
         self.owned = frozenset(name for name, at in holders.items() if at[0] == own)
         self.owned_buffers = frozenset(name for name, at in buffer_owners.items() if at == own)
+        self.holders = holders
+        self.changing_at = {name: buffer_owners[name] for name in _changed(example, changing) if name in buffer_owners}
         edited = next((piece for piece in example.pieces if piece.mutates), None)
         if edited is not None and mesh.sizes["shard"] > 1:
             raise JobError(f"'{edited.key}' edits in place what another module returned, and shard=N would lose the "
@@ -118,7 +121,7 @@ class Stages:
             {name: here[name] for name in piece.parameters if name in apart}, runs_once=bool(piece.opaque))
             for piece in example.pieces if piece.parameters and ranks[stage_of[piece.key]] == own}
         lone = {name: p for name, p in here.items() if name in (*unused, *apart)}
-        self.module: Pieces = Pieces(pieces, lone, template)
+        self.module: Pieces = Pieces(pieces, lone, template, split)
         self.engine = Engine(orders, self.links, self.module.run, self._weights)
         self.has_output, self.meets_in_forward = ranks[-1] == own, mesh.sizes["shard"] > 1
         self.ties = [(name, at) for name, at in holders.items() if len(at) > 1]
@@ -190,17 +193,62 @@ class Stages:
         if key not in self.captures:
             with self.context():
                 found = capture(self.template, args, kwargs, opaque=self.opaque, tensors=self.tensors)
-            self.captures[key] = cut(renamed(found, self.first_name), self._stage, self.ranks)
-            self._before = 0
+            found = renamed(found, self.first_name)
+            self.captures[key] = (self._cut_for_training if self.template.training else self._cut_for_evaluation)(found)
         return self.captures[key]
 
-    def _stage(self, piece: Piece) -> int:
-        """A piece that training doesn't have (or calls otherwise) runs where the one before it runs."""
-        if piece.key not in self.stage_of and piece.parameters:
-            raise JobError(f"'{piece.key}' runs here and not in the capture that the model was cut by",
-                           hint="the model takes another course for this input; use a data=N or shard=N plan")
-        self._before = self.stage_of.get(piece.key, getattr(self, "_before", 0))
-        return self._before
+    def prepare_evaluation(self, batch: Batch) -> None:
+        """Capture the model as it runs in an evaluation of a batch like this.
+
+        Raises:
+            PlanRefused: it can't be captured, or runs in no way that these stages allow.
+        """
+        self.template.eval()
+        try:
+            with torch.no_grad():
+                self._staged(batch)
+        finally:
+            self.template.train()
+
+    def _cut_for_training(self, found: Capture) -> Staged:
+        """Pieces in the stages of the first capture; one without weights that this does not have, with the last."""
+        weights = {piece.key: set(piece.parameters) for piece in self.example.pieces}
+        stages: dict[str, int] = {}
+        for piece in found.pieces:
+            if not weights.get(piece.key, set()).issuperset(piece.parameters):
+                raise PlanRefused(f"'{piece.key}' runs here otherwise than in the capture that the model was cut by",
+                                  hint="the model takes another course for this input; use a data=N or shard=N plan")
+            stages[piece.key] = self.stage_of.get(piece.key, next(reversed(stages.values()), 0))
+        return cut(found, lambda piece: stages[piece.key], self.ranks)
+
+    def _cut_for_evaluation(self, found: Capture) -> Staged:
+        """Pieces in the order in which the model runs them, which may not be that of training: each where its weights
+        are, and a new stage wherever that is another rank. The last one is on the rank that has the loss."""
+        ranks: list[int] = []
+        stages: dict[str, int] = {}
+        for piece in found.pieces:
+            place = self._place(piece, before=ranks[-1] if ranks else 0)
+            if not ranks or ranks[-1] != place:
+                ranks.append(place)
+            stages[piece.key] = len(ranks) - 1
+        if not ranks or ranks[-1] != self.ranks[-1]:
+            ranks.append(self.ranks[-1])
+        return cut(found, lambda piece: stages[piece.key], ranks)
+
+    def _place(self, piece: Piece, *, before: int) -> int:
+        """Where along the axis a piece of an evaluation can run; where training runs it, if it does."""
+        places = {self.ranks[self.stage_of[other.key]] for other in self.example.pieces
+                  if piece.parameters and set(piece.parameters) <= set(other.parameters)}
+        if not places and not self.is_sharded:  # its weights are in several modules, or in none
+            places = set(range(max(self.ranks) + 1)).intersection(*(self.holders[name] for name in piece.parameters))
+        if not piece.parameters:
+            places = set(range(max(self.ranks) + 1))
+        places = places.intersection(*([self.changing_at[name]] for name in piece.buffers if name in self.changing_at))
+        if not places:
+            raise PlanRefused(f"an evaluation runs '{piece.key}' otherwise than training does, and no rank has all "
+                              "that it needs there", hint="data=N and shard=N plans run the model as it is")
+        usual = self.ranks[self.stage_of[piece.key]] if piece.key in self.stage_of else before
+        return next((place for place in (usual, before) if place in places), min(places))
 
     def _bound(self, staged: Staged, batch: Batch) -> dict[str, torch.Tensor]:
         return staged.capture.bind(*batch.arguments())
@@ -215,12 +263,17 @@ def _used_twice(example: Capture, rank_of: Callable[[Piece], int]) -> set[str]:
     return {name for (name, _), keys in users.items() if len(keys) > 1}
 
 
+def _changed(example: Capture, changing: Collection[str]) -> set[str]:
+    """Buffers and parameters that a forward changes: seen to, or recorded. A copy of a weight that follows it does not
+    move before the weight has."""
+    return set(changing).union(*(piece.changes for piece in example.pieces))
+
+
 def _refuse_spread(example: Capture, holders: Mapping[str, Sequence[int]], rank_of: Callable[[Piece], int],
                    changing: Collection[str], tensors: Mapping[str, nn.Parameter]) -> None:
     """Refuse tensors that a forward changes and that several ranks use: only one of them would see the change; and
     hooks on the gradients of parameters that several ranks use: each would see a part of the gradient."""
-    changed = set(changing).union(*(piece.changes for piece in example.pieces))
-    for name in changed:
+    for name in _changed(example, changing):
         used_at = {rank_of(piece) for piece in example.pieces if name in (*piece.buffers, *piece.parameters)}
         if len(used_at) > 1:
             raise PlanRefused(f"the forward changes '{name}', which modules on {len(used_at)} ranks would use",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from paceline.capture.graph import Piece
+from paceline.strategies.tensor.run import Split
 from paceline.strategies.units import name_in_model, name_of_attribute
 
 
@@ -39,6 +40,9 @@ class PieceModule(nn.Module):
             self.runs[id(piece)] = (piece, self.split(piece) if self.split else piece.run)
         parameters = tuple(map(self.held, piece.parameters))
         return run_purely(self.runs[id(piece)][1], piece, parameters, tensors)
+
+    def holds(self, names: Iterable[str]) -> bool:
+        return all(name in self.apart or name_of_attribute(name) in self._parameters for name in names)
 
     def held(self, name: str) -> nn.Parameter:
         """A parameter by its name in the model."""
@@ -73,8 +77,10 @@ class Pieces(nn.Module):
     keeps_changes: whether what pieces write to buffers and parameters now is kept; a stand-in leaves nothing behind.
     """
 
-    def __init__(self, pieces: Mapping[str, PieceModule], lone: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    def __init__(self, pieces: Mapping[str, PieceModule], lone: Mapping[str, nn.Parameter], model: nn.Module,
+                 split: Split) -> None:
         super().__init__()
+        self.split = split
         self.pieces = nn.ModuleList(pieces.values())
         for name, parameter in lone.items():
             self.register_parameter(name_of_attribute(name), parameter)
@@ -95,13 +101,13 @@ class Pieces(nn.Module):
         # What a later forward changes must not be what an earlier one has kept for its backward.
         given = [buffer.clone() if name in piece.changes else buffer
                  for name, buffer in zip(piece.buffers, buffers, strict=True)]
-        module = self.by_key.get(piece.key)
+        module = self._module_of(piece)
         edited = [] if module is None or self.keeps_changes else [
             module.held(name) for name in piece.parameters if name in piece.changes]
         before = [parameter.detach().clone() for parameter in edited]
         outputs: tuple[torch.Tensor, ...] = (
-            run_purely(piece.run, piece, (), (*given, *inputs)) if module is None  # it has no parameters
-            else module(piece, *given, *inputs))
+            run_purely(self._run_of(piece), piece, tuple(map(self._held, piece.parameters)), (*given, *inputs))
+            if module is None else module(piece, *given, *inputs))
         count = len(piece.outputs)
         changed = [buffer for name, buffer in zip(piece.buffers, buffers, strict=True) if name in piece.changes]
         with torch.no_grad():
@@ -110,3 +116,19 @@ class Pieces(nn.Module):
             for parameter, value in zip(edited, before, strict=True):
                 parameter.data.copy_(value)  # which no version counter tells backward of
         return outputs[:count]
+
+    def _module_of(self, piece: Piece) -> PieceModule | None:
+        """Which one holds the weights of a piece: the one with its key, or else another one, for a capture of the
+        model's evaluation may use the same weights at other places. None if they lie in several, or there are none."""
+        own = self.by_key.get(piece.key)
+        if own is not None and own.holds(piece.parameters):
+            return own
+        return next((module for module in self.by_key.values() if piece.parameters and module.holds(piece.parameters)),
+                    None)
+
+    def _held(self, name: str) -> nn.Parameter:
+        return next((module.held(name) for module in self.by_key.values() if module.holds([name])),
+                    getattr(self, name_of_attribute(name), None))  # type: ignore[return-value]
+
+    def _run_of(self, piece: Piece) -> Callable[..., tuple[torch.Tensor, ...]]:
+        return self.split.runner(piece) if self.split.touches(piece) else piece.run

@@ -77,23 +77,23 @@ class Split:
 def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
            inputs: Mapping[str, torch.Tensor], mesh: DeviceMesh, *,
            wishes: Mapping[str, Direction] = MappingProxyType({}), sharded: bool = False,
-           hooked: Collection[str] = ()) -> Split:
+           whole: Mapping[str, str] = MappingProxyType({})) -> Split:
     """How the model's pieces are split over a mesh of one dim, each checked on the example. Collective.
 
     tensors: the model's parameters, whole. inputs: the example's, by name. wishes: see `published.py`; a piece that
-    can't run as they say is split without them. sharded: replicas will share them out too. hooked: parameters that
-    stay whole, as their gradients have hooks that expect them whole.
+    can't run as they say is split without them. sharded: replicas will share them out too. whole: parameters that
+    stay whole, by name, and why.
     """
-    forbidden: dict[str, str] = dict.fromkeys(hooked, "its gradient has a hook, which expects it whole")
+    forbidden = dict(whole)
     while True:
         found = _derive(capture, tensors, buffers, inputs, partial(
             SplitPiece, mesh=mesh, derive=True, forbidden=forbidden, sharded=sharded), wishes)
         # A parameter that one piece cuts and another can't take cut (a tied one) stays whole in both.
         clash = {name for piece in found.unsplit for name in piece.parameters if name in found.cuts}
         if not clash:
-            whole = {name: found.reasons.get(name, "no module uses it") for name in tensors if name not in found.cuts}
+            reasons = {name: found.reasons.get(name, "no module uses it") for name in tensors if name not in found.cuts}
             notes = tuple(dict.fromkeys(map(pattern, found.notes)))
-            return Split(mesh, found.cuts, frozenset(found.sequence), whole, notes)
+            return Split(mesh, found.cuts, frozenset(found.sequence), reasons, notes)
         forbidden |= dict.fromkeys(clash, "another module that uses it can't run split")
 
 

@@ -1,0 +1,135 @@
+"""Models that run otherwise in an evaluation than in training, under plans that split them: evaluated as on one device,
+or refused before step 1."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import odd_models as odd
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+import paceline
+from paceline.launch.failure import RankFailed
+
+PLANS = (*odd.SPLITS, "pipeline=3 microbatches=1 schedule=zero-bubble", "pipeline=2 shard=2 microbatches=1")
+
+
+class Scaled(odd.Net):
+    """Calls its first layer twice, once without a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.a(x).norm(dim=1, keepdim=True)
+        x = self.a(x) / (1 + scale)
+        for block in self.b:
+            x = block(x)
+        return self.o(x)
+
+
+class Following(nn.Module):
+    """A frozen net that follows a trained one, in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = odd.Net()
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for p, q in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                    q.lerp_(p, 0.1)
+        return self.online(x) + self.target(x)
+
+
+class Equilibrium(nn.Module):
+    """Finds a fixed point without gradients, then calls the cell once more with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.cell, self.o = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, z = self.a(x), torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(4):
+                z = torch.tanh(0.5 * self.cell(z) + x)
+        return self.o(torch.tanh(0.5 * self.cell(z) + x))
+
+
+class AnotherOrder(odd.Net):
+    """Runs its blocks backwards in an evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        for block in self.b if self.training else reversed(self.b):
+            x = block(x)
+        return self.o(x)
+
+
+class Averaged(odd.Net):
+    """Evaluates with averages of its last layer's weights, in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", self.o.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.average.lerp_(self.o.weight, 0.5)
+            return super().forward(x)
+        x = self.a(x)
+        for block in self.b:
+            x = block(x)
+        return nn.functional.linear(x, self.average, self.o.bias)
+
+
+class AverageElsewhere(Averaged):
+    """The average is of the last layer, and an evaluation uses it before the first one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.training else x + self.average.sum(0))
+
+
+class EvaluationHead(odd.Net):
+    """Has a layer that no training runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else self.scale(super().forward(x))
+
+
+def validation_loss(model: Callable[[], nn.Module], plan: str, folder: Path) -> float:
+    job = odd.job_of(model)
+    job = replace(job, validation=Subset(job.data, range(23)))
+    world_size = paceline.Plan.parse(plan).world_size
+    summary = paceline.train(job, plan, devices=f"cpu:0-{world_size - 1}", run=folder, timeout_s=60)
+    return float(summary["validation_loss"])
+
+
+@pytest.mark.parametrize(("model", "plan"), [
+    *((model, plan) for model in (Scaled, Following, Equilibrium, AnotherOrder) for plan in PLANS),
+    *((EvaluationHead, plan) for plan in odd.SPLITS)])
+def test_the_loss_of_an_evaluation(model: Callable[[], nn.Module], plan: str, tmp_path: Path) -> None:
+    expected = validation_loss(model, "single", tmp_path / "single")
+    assert validation_loss(model, plan, tmp_path / "plan") == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("model", [Averaged, AverageElsewhere])
+def test_a_layer_whose_place_has_two_parts(model: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """The average follows at the beginning of a forward, on another rank than the layer that it is of: an evaluation
+    would need both."""
+    test_the_loss_of_an_evaluation(model, "tensor=2", tmp_path)
+    with pytest.raises(RankFailed, match="an evaluation runs 'o' otherwise than training does") as refused:
+        validation_loss(model, "place=auto parts=2", tmp_path / "refused")
+    assert (refused.value.failure.kind, refused.value.failure.step) == ("PlanRefused", 0)
