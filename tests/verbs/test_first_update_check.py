@@ -148,7 +148,7 @@ def test_the_first_limits_are_never_wider_than_the_measured_ones(schedule: Any, 
         return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3), nn.BatchNorm1d(3))
 
     job = make_job(model, steps=1, lr_schedule=schedule, clip=0.1)
-    first = FirstStep(job, tmp_path / "first", WithoutRandomness(), take_cores=lambda: None).narrow()
+    first = FirstStep(job, tmp_path / "first", WithoutRandomness(), take_cores=lambda: False).narrow()
     measured = write_reference(job, tmp_path / "measured", steps=1, random=WithoutRandomness())
 
     assert first["losses"] == measured["losses"] and first["loss_limit"][0] <= measured["loss_limit"][0]

@@ -39,7 +39,7 @@ def first_difference(model: nn.Module, capture: Capture, args: tuple[Any, ...], 
                      running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Difference | None:
     """Run the model and its capture on one batch, twice in a row, with random layers off, in the model's mode.
 
-    Compares outputs, gradients of a fixed mixture of them, and buffers.
+    Compares outputs and buffers, and of the first forward the gradients of a fixed mixture of the outputs.
     The model's state is left as it was.
     """
     snapshot = StateSnapshot(model)
@@ -48,7 +48,8 @@ def first_difference(model: nn.Module, capture: Capture, args: tuple[Any, ...], 
         with running(), snapshot.watching(), WithoutRandomness():
             try:
                 with modules:
-                    expected = [_figures(model, partial(model, *args, **kwargs)) for _ in range(FORWARDS)]
+                    expected = [_figures(model, partial(model, *args, **kwargs), backward=not number)
+                                for number in range(FORWARDS)]
             except Exception as error:  # on a batch of this size, say
                 logger.info("not compared with its capture: the model fails on the example: %s", error)
                 return None
@@ -56,7 +57,7 @@ def first_difference(model: nn.Module, capture: Capture, args: tuple[Any, ...], 
             for number, figures in enumerate(expected):
                 made: dict[str, torch.Tensor] = {}
                 try:
-                    actual = _figures(model, partial(_run, model, capture, args, kwargs, made))
+                    actual = _figures(model, partial(_run, model, capture, args, kwargs, made), backward=not number)
                 except Exception as error:
                     return Difference("", f"{type(error).__name__}: {error}")
                 found = _compare(figures, actual)
@@ -73,17 +74,18 @@ OUTPUT = "its output differs"
 
 @dataclass(frozen=True)
 class _Figures:
-    """Of one forward. outputs: flat, without gradient. gradients, buffers: by name, as they are after it."""
+    """Of one forward. outputs: flat, without gradient. gradients, buffers: by name, as they are after it; no gradients
+    without a backward."""
 
     outputs: list[torch.Tensor]
     gradients: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor]
 
 
-def _figures(model: nn.Module, forward: Callable[[], Any]) -> _Figures:
+def _figures(model: nn.Module, forward: Callable[[], Any], *, backward: bool) -> _Figures:
     outputs = [leaf for leaf in pytree.tree_leaves(forward()) if isinstance(leaf, torch.Tensor)]
     gradients: dict[str, torch.Tensor | None] = {}
-    parts = [_mixture(output) for output in outputs if output.requires_grad]
+    parts = [_mixture(output) for output in outputs if output.requires_grad] if backward else []
     if parts:
         with _without_gradients(model) as trained:  # a whole backward: torch's reentrant checkpoint takes no other
             torch.stack(parts).sum().backward()

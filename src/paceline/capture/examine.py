@@ -131,7 +131,7 @@ def is_near(tensor: torch.Tensor, other: torch.Tensor, *, size: float = 0.0) -> 
     tensor, other = tensor.detach(), other.detach()
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return bool(torch.equal(tensor, other))
-    if not tensor.numel():
+    if not tensor.numel() or torch.equal(tensor, other):
         return True
     both = tensor.isnan() & other.isnan() | (tensor == other)
     differences = torch.where(both, 0.0, (tensor - other).abs().double())

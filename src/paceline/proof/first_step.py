@@ -36,16 +36,17 @@ from paceline.proof.reference import (
 from paceline.runtime.streams import key_to_seed
 
 _SHORT_S = 0.1  # a step that takes no longer loses more by waking threads, and waiting for them, than it gains
+_ASKED_S = 0.02  # between questions whether there are cores to take; an operator of a long step takes about as long
 
 
 class FirstStep:
     """One device's first step with the whole batch; its tensors go to files in `folder`, as in `write_reference`.
 
     random: Switches random layers off; entered here.
-    take_cores: Called in a step that is long enough to gain from more threads.
+    take_cores: Called in a step that is long enough to gain from more threads, until it says that it has taken them.
     """
 
-    def __init__(self, job: Job, folder: Path, random: WithoutRandomness, *, take_cores: Callable[[], None]) -> None:
+    def __init__(self, job: Job, folder: Path, random: WithoutRandomness, *, take_cores: Callable[[], bool]) -> None:
         folder.mkdir(exist_ok=True)
         self.job, self.folder, self.random = job, folder, random
         with random:
@@ -107,14 +108,13 @@ class FirstStep:
 
 
 class _Watched(Dtypes):
-    """Also calls `take_cores` when operators have been seen for a while."""
+    """Also asks `take_cores`, when operators have been seen for a while."""
 
-    def __init__(self, seen: set[torch.dtype], take_cores: Callable[[], None]) -> None:
+    def __init__(self, seen: set[torch.dtype], take_cores: Callable[[], bool]) -> None:
         super().__init__(seen)
-        self.take_cores, self.began_s, self.is_long = take_cores, time.monotonic(), False
+        self.take_cores, self.has_taken, self.asks_at_s = take_cores, False, time.monotonic() + _SHORT_S
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.is_long and time.monotonic() - self.began_s > _SHORT_S:
-            self.is_long = True
-            self.take_cores()
+        if not self.has_taken and time.monotonic() > self.asks_at_s:
+            self.has_taken, self.asks_at_s = self.take_cores(), time.monotonic() + _ASKED_S
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -25,6 +25,7 @@ from paceline.planner.resolve import Resolved
 _POLL_S = 0.005
 # In the folder of a check: documents and tensors of one device, and a file that says that a plan is beyond the first.
 _NARROW, _MEASURED, _WHOLE, _CUT, _BEYOND = "narrow.json", "measured.json", "whole", "cut", "beyond"
+_WAITS = "waits-{}"  # a file of each rank that is built and waits for one device: it leaves a core
 _SHARE_OF_MEMORY = 0.5  # of what is free, that one device may take: the plan's ranks take theirs at the same time
 
 
@@ -128,6 +129,7 @@ def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended
         from paceline.runtime.loop import Settings
 
         def wait() -> None:
+            document.with_name(_WAITS.format(context.rank)).touch()
             while not document.exists():
                 if has_ended() and not document.exists():
                     raise _NoReferenceError
@@ -164,10 +166,17 @@ def _write_references(job: Job, asked: Resolved, folder: Path) -> None:
     random = WithoutRandomness()
 
     steps: list[FirstStep] = []
+    waits = [folder / _WAITS.format(rank) for rank in range(asked.plan.world_size)]
+
+    def take_free_cores() -> bool:
+        if not all(path.exists() for path in waits):
+            return False
+        take_cores()
+        return True
 
     def narrow() -> dict[str, Any]:
         exact = in_precision(job, job.precision, random)
-        steps.append(FirstStep(exact, folder / _WHOLE, random, take_cores=take_cores))
+        steps.append(FirstStep(exact, folder / _WHOLE, random, take_cores=take_free_cores))
         return steps[0].narrow()
 
     _tell(folder / _NARROW, narrow)
