@@ -33,7 +33,7 @@ def document(subject: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], *, 
         coupling: Why no plan that cuts the batch can be exact; None if nothing was found.
         note: What the certificate does not cover.
     """
-    judged = [plan for plan in plans if plan["refused"] is None]
+    judged = [plan for plan in plans if plan["refused"] is None or plan["asked_for"]]
     found: dict[str, Any] = strict({
         "certificate": "paceline verify", "version": VERSION,
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

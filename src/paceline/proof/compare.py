@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from paceline.capture.attributes import tensor_attributes
 from paceline.capture.randomness import WithoutRandomness
 from paceline.proof.plain import distance, is_weight, rates_of, sample_marks
 from paceline.proof.reference import KINDS
@@ -20,7 +21,7 @@ from paceline.runtime.checkpoint.dtypes import from_stored
 from paceline.runtime.checkpoint.pieces import Piece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.feed import MicroBatch
-from paceline.strategies.layout import Extent
+from paceline.strategies.layout import Extent, Whole
 
 _STORED = {"parameters": "weight", "buffers": "buffer", "optimizer": "state"}  # kinds of what a checkpoint names
 SAME_RATE = 1e-9  # relative; a schedule is a formula, computed by the same code on every rank
@@ -84,6 +85,10 @@ class Recorder:
         self.rates.append(rates_of(stepper.optimizer))
         answered = stepper.layout.owned_buffers
         buffers = {name: buffer for name, buffer in stepper.model.named_buffers() if name in answered}
+        if isinstance(stepper.layout, Whole):  # elsewhere modules that are taken whole keep theirs on one rank
+            with safe_open(self.folder / f"buffer-{step}.safetensors", framework="pt") as reference:
+                known = set(reference.keys())
+            buffers |= {name: value for name, value in tensor_attributes(stepper.model) if name in known}
         self._compare("buffer", step, buffers, {})
         self._compare_stored(step, state.pieces(stepper))
 

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from paceline.capture.attributes import AttributeSnapshot, plain_attributes
+from paceline.capture.attributes import (
+    AttributeSnapshot,
+    in_float64,
+    is_like_a_buffer,
+    plain_attributes,
+    tensor_attributes,
+)
 from paceline.job import Job
 from paceline.proof.order import whole_batches
 from paceline.runtime.feed import MicroBatch, map_tensors
@@ -41,6 +47,7 @@ class Variation:
 class StepRecord:
     """What one device has after a step, by name: gradients before clipping, the rest after the update.
 
+    buffers: and tensors in attributes that are used like buffers.
     rates: the next step's learning rate of each group of the optimizer.
     state: the optimizer's tensors as `NAME/KEY`, not copied.
     """
@@ -61,7 +68,7 @@ def build_plain(job: Job) -> torch.nn.Module:
     seed_model(job.seed)
     model = job.model()
     if job.precision == "float64":
-        model = model.double()
+        model = in_float64(model)
     return model.train()
 
 
@@ -75,7 +82,7 @@ class PlainRun:
         self.draws = torch.Generator().manual_seed(0)
         self.named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.make_optimizer()
-        self.num_steps = 0
+        self.num_steps, self.attributes = 0, AttributeSnapshot(self.model)
         if variation.nudge:
             _nudge([p for _, p in self.named], variation.nudge, self.draws)
 
@@ -134,9 +141,14 @@ class PlainRun:
         return StepRecord(
             loss, gradients, {name: p.detach().clone() for name, p in self.model.named_parameters()
                               if is_weight(p)},
-            {name: b.detach().clone() for name, b in self.model.named_buffers()}, rates_of(self.optimizer),
+            {name: b.detach().clone() for name, b in (*self.model.named_buffers(), *self._attributes_like_buffers())},
+            rates_of(self.optimizer),
             {f"{name}/{key}": value for name, p in self.named
              for key, value in _state_of(self.optimizer.state.get(p, {})).items()})
+
+    def _attributes_like_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, value) for name, value in tensor_attributes(self.model)
+                if is_like_a_buffer(self.attributes.values.get(name), value))
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """The loss (as "loss") and every metric over all samples of the data, in batches of the job's size."""
@@ -205,7 +217,7 @@ def autocast(job: Job) -> torch.autocast:
 def cut_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
     """The batch in consecutive pieces along dim 0, as equal as can be; fewer if it has fewer samples."""
     edges = sorted({batch.samples * i // pieces for i in range(pieces + 1)})
-    return [_part(batch, range(first, last)) for first, last in pairwise(edges)]
+    return [part_of_batch(batch, range(first, last)) for first, last in pairwise(edges)]
 
 
 def as_planned(batch: MicroBatch, shares: Sequence[int], microbatches: int) -> list[list[MicroBatch]]:
@@ -215,7 +227,7 @@ def as_planned(batch: MicroBatch, shares: Sequence[int], microbatches: int) -> l
     replicas = []
     for own in split(batch.samples, shares):
         parts = [range(own.start + part.start, own.start + part.stop) for part in split(len(own), [1] * microbatches)]
-        replicas.append([_part(batch, part) for part in parts if len(part)])
+        replicas.append([part_of_batch(batch, part) for part in parts if len(part)])
     return [replica for replica in replicas if replica]
 
 
@@ -226,7 +238,8 @@ def permuted(batch: MicroBatch, draws: torch.Generator) -> MicroBatch:
     return MicroBatch(map_tensors(change, batch.input), map_tensors(change, batch.target), batch.samples)
 
 
-def _part(batch: MicroBatch, part: range) -> MicroBatch:
+def part_of_batch(batch: MicroBatch, part: range) -> MicroBatch:
+    """Some samples of a batch."""
     return MicroBatch(rows(batch.input, part, batch.samples), rows(batch.target, part, batch.samples), len(part))
 
 
@@ -253,6 +266,7 @@ def backward(job: Job, model: torch.nn.Module, *replicas: list[MicroBatch], step
     for replica, pieces in enumerate(replicas):
         if together is not None:
             together.begin()
+            model.zero_grad()  # hooks see the gradients of one replica
         for number, piece in enumerate(pieces):
             seed_streams(job.seed, "step", step, replica, number)
             with autocast(job):
@@ -276,21 +290,27 @@ def backward(job: Job, model: torch.nn.Module, *replicas: list[MicroBatch], step
 
 
 class _Replicas:
-    """State that forwards change, over replicas that start alike: means of buffers, and changes of weights once."""
+    """What replicas that start alike make of a model: sums of gradients, means of buffers, changes of weights once."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.before = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         self.attributes = AttributeSnapshot(model)
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.counts: dict[tuple[str, str], int] = {}
         self.sums: dict[str, torch.Tensor] = {}
         self.changes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.is_first = True
 
+    def _counts(self) -> dict[tuple[str, str], int]:
+        """Attributes that are whole numbers, by module and name."""
+        return {(name.rpartition(".")[0], key): value for name, _, key, value in plain_attributes(self.model)
+                if type(value) is int}
+
     def _tensors(self) -> dict[str, torch.Tensor]:
         found = dict(self.model.named_buffers())
-        return found | {f"attribute {name}": value for name, _, _, value in plain_attributes(self.model)
-                        if isinstance(value, torch.Tensor)}
+        return found | {f"attribute {name}": value for name, value in tensor_attributes(self.model)}
 
     def begin(self) -> None:
         if self.is_first:
@@ -305,6 +325,7 @@ class _Replicas:
 
     def add(self, share: float) -> None:
         """A replica with this share of the samples is done."""
+        self.counts = {key: max(count, self.counts.get(key, count)) for key, count in self._counts().items()}
         for name, tensor in self._tensors().items():
             if tensor.is_floating_point() or tensor.is_complex():
                 self.sums[name] = self.sums.get(name, 0.0) + tensor.detach() * share
@@ -314,8 +335,14 @@ class _Replicas:
             change = p.detach() - self.weights[name]
             total, users = self.changes.get(name, (torch.zeros_like(change), torch.zeros(change.shape)))
             self.changes[name] = total + change, users + (change != 0)
+            if p.grad is not None:
+                self.gradients[name] = self.gradients[name] + p.grad if name in self.gradients else p.grad
 
     def finish(self) -> None:
+        for name, p in self.model.named_parameters():
+            p.grad = self.gradients.get(name)
+        for (path, key), count in self.counts.items():
+            setattr(self.model.get_submodule(path), key, count)
         with torch.no_grad():
             for name, tensor in self._tensors().items():
                 if not torch.equal(self.sums[name], self.before.get(name, self.sums[name])):

@@ -93,8 +93,8 @@ def _loss_problem(job: Job, *, steps: int) -> Problem | None:
     for batch in whole_batches(job, steps):
         if batch.samples < 2:
             continue
-        with torch.no_grad(), autocast(job):
-            output = batch.call(model)
+        with autocast(job):  # a forward may take gradients
+            output = map_tensors(torch.Tensor.detach, batch.call(model))
         for check in (_comparing, _no_mean):
             with suppress(*_NOT_CUT):
                 if found := check(job, output, batch):
@@ -163,8 +163,11 @@ def _coupling(job: Job, *, steps: int) -> Problem | None:
     optimizer = job.optimizer(named)
     evaluates = needs_closure(optimizer, job.optimizer, dict(named))
     for step, batch in enumerate(whole_batches(job, steps)):
-        backward(job, model, cut_batch(batch, 2))
-        cut = gradients_of(model)
+        try:
+            backward(job, model, cut_batch(batch, 2))
+            cut = gradients_of(model)
+        except Exception:  # a BatchNorm can't take one sample
+            continue
         evaluate = partial(backward, job, model, [batch])
         loss = evaluate()
         whole = gradients_of(model)
@@ -219,7 +222,7 @@ def _outputs(job: Job, model: nn.Module, batch: MicroBatch) -> list[tuple[str, l
         return lambda module, given, output: found.append((path, [t.detach().clone() for t in _tensors(output)]))
 
     handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules()]
-    with torch.no_grad(), autocast(job):
+    with autocast(job):
         batch.call(model)
     for handle in handles:
         handle.remove()

@@ -87,6 +87,8 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float) -
         finest = list(figures)[-1]
         if note is None and figures[finest]["left"]:
             note = f"the job draws random numbers that can't be switched off ({', '.join(figures[finest]['left'])})"
+        if note is None and figures[finest]["not_evaluated"]:
+            note = f"evaluations are not compared: {figures[finest]['not_evaluated']}"
         if saved_step:
             _save_single(context, job, finest, folder, saved_step)
         return {"figures": figures, "problem": figures[finest]["problem"], "note": note, "subject": subject(job)}
@@ -191,7 +193,8 @@ def _watch(context: Any, proof: Proof, asked: Resolved, folder: Path, precision:
     with random if proof.figures[precision]["is_random"] else nullcontext():
         recorder = Recorder(folder, random, first_step=proof.saved_step if resume else 0)
         job = in_precision(proof.job, precision, random)
-        data = evaluation_data(job) if run_dir is not None and not resume else None
+        evaluates = run_dir is not None and not resume and proof.figures[precision]["not_evaluated"] is None
+        data = evaluation_data(job) if evaluates else None
         job = replace(job, validation=data, metrics=job.metrics if data is not None else {})
         train_rank(context, job, asked.plan, Settings(
             run_dir, asked.shares, observer=recorder, resume=resume, keep=lambda: False,

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
 
+from paceline.capture.attributes import AttributeSnapshot, is_same
 from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
 from paceline.proof.order import whole_batches
@@ -31,10 +32,10 @@ from paceline.proof.plain import (
     autocast,
     backward,
     build_plain,
-    cut_batch,
     distance,
     gradients_of,
     greatest,
+    part_of_batch,
     sample_marks,
 )
 from paceline.runtime.checkpoint.dtypes import load_tensors, save_tensors
@@ -79,6 +80,7 @@ def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandom
         loss_limit: what losses may differ by. gradient_limit, weight_limit, buffer_limit: of each step, what any
         element of a tensor may differ by, by name. state_limit: the same of the optimizer's state, after each step.
         evaluation, evaluation_limit: figures by name after the last step, and what they may differ by.
+        not_evaluated: why there are none although data was given; None if there are, or none was.
         yardstick: of losses, gradients and weights, the largest spread over the variations, what plans may differ by
         there, the parameter, and the step from 1.
         power: which planted errors the limits would have caught.
@@ -133,7 +135,7 @@ def _write_plain(job: Job, folder: Path, reference: dict[str, Any], steps: int, 
         for kind in ALL_KINDS:
             save_kind(folder, kind, step, record.tensors(kind))
         floors.append(floors_of(record, epsilon, largest_loss=max(map(abs, reference["losses"]))))
-    figures = _evaluated(run, evaluation)
+    figures, reference["not_evaluated"] = _first_evaluation(run, evaluation)
     floors[-1]["evaluation"] = {name: max(epsilon, 0.0 if name == "loss" else EPSILON["float32"]) * abs(value)
                                 for name, value in figures.items()}  # metrics are often means of float32
     return floors, figures
@@ -185,7 +187,7 @@ def _vary(run: PlainRun, folder: Path, losses: list[float], figures: Named, eval
             theirs = record.tensors(kind)
             widen(spreads[step][kind], {name: distance(tensor, theirs.get(name))
                                          for name, tensor in load_kind(folder, kind, step).items()})
-    moved = _evaluated(run, evaluation)
+    moved = run.evaluate(evaluation) if figures else {}
     widen(spreads[-1]["evaluation"], {name: abs(moved[name] - value) for name, value in figures.items()})
 
 
@@ -206,8 +208,23 @@ def widen(spread: Named, distances: Mapping[str, float]) -> None:
         spread[name] = max(spread[name], moved)
 
 
-def _evaluated(run: PlainRun, data: Any) -> Named:
-    return run.evaluate(data) if data is not None else {}
+def _first_evaluation(run: PlainRun, data: Any) -> tuple[Named, str | None]:
+    """The figures of an evaluation, or why a proof can't compare them."""
+    if data is None:
+        return {}, None
+    buffers = {name: buffer.detach().clone() for name, buffer in run.model.named_buffers()}
+    attributes = AttributeSnapshot(run.model)
+    try:
+        figures = run.evaluate(data)
+    except Exception as error:
+        if run.job.validation is not None:
+            raise
+        return {}, f"the model fails in evaluation mode, which the job does not use: {type(error).__name__}: {error}"
+    changed = [*attributes.changed(), *(name for name, buffer in run.model.named_buffers()
+                                        if name not in buffers or not is_same(buffer.detach(), buffers[name]))]
+    if changed:  # it depends on which forwards came before, and so on how the samples are cut
+        return {}, f"an evaluation changes '{changed[0]}' of the model"
+    return figures, None
 
 
 def evaluation_data(job: Job) -> Any:
@@ -287,10 +304,12 @@ def _drop_is_noticed(job: Job, folder: Path, limit: Named) -> bool | None:
     batch = next(whole_batches(job, 1))
     if batch.samples < 2:
         return None
-    model, pieces = build_plain(job), cut_batch(batch, 4)
-    kept = sum(piece.samples for piece in pieces[:-1]) / batch.samples
-    backward(job, model, pieces[:-1])
-    gradients = gradients_of(model)
+    model, rest = build_plain(job), part_of_batch(batch, range(max(1, batch.samples * 3 // 4)))
+    try:
+        backward(job, model, [rest])
+    except Exception:  # a BatchNorm can't take one sample
+        return None
+    kept, gradients = rest.samples / batch.samples, gradients_of(model)
     return any(distance(whole, gradients[name] * kept if name in gradients else None) > limit[name]
                for name, whole in load_kind(folder, "gradient", 0).items())
 
@@ -321,7 +340,7 @@ def coarsest(job: Job) -> float:
     model = build_plain(job)
     seen = Dtypes({p.dtype for p in model.parameters() if p.requires_grad})
     for batch in whole_batches(job, 1):
-        with torch.no_grad(), autocast(job), seen:
+        with autocast(job), seen:
             job.loss(batch.call(model), batch.target)
     return max(EPSILON[job.precision], *(torch.finfo(dtype).eps for dtype in seen.found))
 

@@ -55,7 +55,7 @@ def _randomness(job: Job, model: nn.Module) -> dict[str, Any]:
     """Which modules draw in a training step and what is switched off in them; seen in the first step."""
     random = WithoutRandomness()
     for batch in whole_batches(job, 1):
-        with torch.no_grad(), autocast(job):
+        with autocast(job):
             with random, random.watching(model):
                 output = batch.call(model)
             with random:

@@ -39,7 +39,8 @@ class Certificate:
     coupling: why the plan computes something else than one device although it equals one that cuts the batch alike.
     weakness: why the comparison would not have noticed an error; None if it would.
     note: what the verdict does not cover; None if nothing.
-    refused: why the plan is none for this model, where it was not asked for; it neither passes nor fails.
+    refused: why the plan is none for this model; it neither passes nor fails.
+    asked_for: whether the plan was named.
     resumed_from: the plan that wrote the checkpoint from which this one went on; None if it did not.
     """
 
@@ -52,6 +53,7 @@ class Certificate:
     weakness: str | None = None
     resumed_from: str | None = None
     power: dict[str, Any] | None = field(default=None)
+    asked_for: bool = False
 
     @property
     def verdict(self) -> str:
@@ -82,8 +84,8 @@ class Certificate:
         empty = {"max_loss_diff": None, "max_param_diff": None, "worst_param": None, "steps": 0, "tolerance": None}
         main = {key: shown[0][key] for key in empty} if shown else empty
         return {"plan": self.plan, "passed": self.passed, "verdict": self.verdict, **main, "reason": self.reason,
-                "note": self.note, "refused": self.refused, "resumed_from": self.resumed_from, "power": self.power,
-                "precisions": shown}
+                "note": self.note, "refused": self.refused, "asked_for": self.asked_for,
+                "resumed_from": self.resumed_from, "power": self.power, "precisions": shown}
 
     @property
     def reason(self) -> str | None:
@@ -94,7 +96,9 @@ class Certificate:
     def describe(self) -> str:
         """A line for the verdict, and lines for what differs."""
         if self.refused is not None:
-            return f"no plan {self.plan:<36} {self.refused.splitlines()[0]}"
+            lines = self.refused.splitlines()
+            return "\n".join([f"no plan {self.plan:<36} {lines[0]}", *(
+                f"        {line}".rstrip() for line in (lines[1:] if self.asked_for else ()))])
         figures = "; ".join(f"{v.precision}: loss {v.max_loss_diff:.1e}, weights {v.max_param_diff:.1e}"
                             for v in self.verdicts)
         lines = [f"{certificate.MARKS[self.verdict]:<7} {self.plan:<36} {figures}".rstrip()]
@@ -245,8 +249,8 @@ def _certify(proof: Proof, plan: Plan, reference: dict[str, Any], *, number: int
     except RankFailed as error:
         if error.failure.is_stop:
             raise
-        if error.failure.kind in _REFUSALS and not asked_for:
-            return Certificate(str(plan), (), refused=error.failure.message)
+        if error.failure.kind in _REFUSALS:
+            return Certificate(str(plan), (), refused=error.failure.message, asked_for=asked_for)
         why = "\n".join(str(cause) for cause in (problem if trial.cuts else None, error) if cause is not None)
         return Certificate(str(plan), (), why, reference["note"])
 
@@ -273,13 +277,26 @@ class _Trial:
             found = self._judged(self.proof.figures, whole, resumes=True)
             if found.passed or not self.cuts:
                 return found
-        figures, folders = self._cut_alike()
+        from paceline.launch.failure import RankFailed
+
+        try:
+            figures, folders = self._cut_alike()
+        except RankFailed as error:  # a batch cut so is no batch for the job: the plan says so itself
+            if error.failure.is_stop:
+                raise
+            return self._judged(self.proof.figures, whole, resumes=True)
         coupled = next((f["coupling"] for f in reversed(figures.values()) if f["coupling"]), None)
         if coupled is None and problem is None:
             return found
         if coupled is None:
             found = self._judged(self.proof.figures, whole, resumes=True)
-            return found if found.passed else replace(found, problem=f"{problem}\n{found.reason}")
+            if found.passed:
+                return found
+            trained = self._judged({precision: {**each, "evaluation": {}} for precision, each
+                                    in self.proof.figures.items()}, whole, resumes=False)
+            if trained.passed:  # what a forward changes of the model first shows after the last step
+                return replace(trained, coupling=_coupling(problem, "evaluation after the last step"))
+            return replace(found, problem=f"{problem}\n{found.reason}")
         return replace(self._judged(figures, folders, resumes=False), coupling=_coupling(problem, coupled))
 
     def _cut_alike(self) -> tuple[dict[Precision, dict[str, Any]], dict[Precision, Path]]:
