@@ -332,12 +332,12 @@ def max_norm_embedding() -> paceline.Job:
     class Tokens(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table, self.net = nn.Embedding(33, FEATURES, max_norm=1.0), Net()
+            self.table, self.net = nn.Embedding(34, FEATURES, max_norm=1.0), Net()
 
         def forward(self, x: Tensor) -> Tensor:
             return self.net(self.table(x).mean(1))
 
-    return make_job(Tokens, data=TensorDataset(integers(33, SAMPLES, 4), numbers(SAMPLES, 3, seed=3)))
+    return make_job(Tokens, data=TensorDataset(integers(34, SAMPLES, 4), numbers(SAMPLES, 3, seed=3)))
 
 
 @entry("an embedding with a padding row")
@@ -345,13 +345,13 @@ def padded_embedding() -> paceline.Job:
     class Tokens(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table, self.net = nn.Embedding(33, FEATURES, padding_idx=0), Net()
+            self.table, self.net = nn.Embedding(34, FEATURES, padding_idx=0), Net()
 
         def forward(self, x: Tensor) -> Tensor:
             return self.net(self.table(x).mean(1))
 
     return make_job(Tokens, optimizer=adamw,
-                    data=TensorDataset(integers(33, SAMPLES, 4) % 20, numbers(SAMPLES, 3, seed=3)))
+                    data=TensorDataset(integers(34, SAMPLES, 4) % 20, numbers(SAMPLES, 3, seed=3)))
 
 
 @entry("a bag of embeddings with weights")
@@ -359,12 +359,12 @@ def embedding_bag() -> paceline.Job:
     class Bag(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.bag, self.net = nn.EmbeddingBag(33, FEATURES, mode="sum"), Net()
+            self.bag, self.net = nn.EmbeddingBag(34, FEATURES, mode="sum"), Net()
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.net(self.bag(x, per_sample_weights=(x / 33).to(self.bag.weight.dtype)))
+            return self.net(self.bag(x, per_sample_weights=(x / 34).to(self.bag.weight.dtype)))
 
-    return make_job(Bag, data=TensorDataset(integers(33, SAMPLES, 4), numbers(SAMPLES, 3, seed=3)))
+    return make_job(Bag, data=TensorDataset(integers(34, SAMPLES, 4), numbers(SAMPLES, 3, seed=3)))
 
 
 @entry("a sparse embedding under a dense net, each with an SGD step")
@@ -372,12 +372,12 @@ def sparse_under_dense() -> paceline.Job:
     class Tokens(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table, self.net = nn.Embedding(33, FEATURES, sparse=True), Net()
+            self.table, self.net = nn.Embedding(34, FEATURES, sparse=True), Net()
 
         def forward(self, x: Tensor) -> Tensor:
             return self.net(self.table(x).mean(1))
 
-    return make_job(Tokens, data=TensorDataset(integers(33, SAMPLES, 4), numbers(SAMPLES, 3, seed=3)))
+    return make_job(Tokens, data=TensorDataset(integers(34, SAMPLES, 4), numbers(SAMPLES, 3, seed=3)))
 
 
 @entry("products by einsum, with weights of three dims")

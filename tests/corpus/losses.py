@@ -251,7 +251,7 @@ class Critic(nn.Module):
         return self.net(real), self.net(false), (gradient.norm(dim=1) - 1).square()
 
 
-@entry("a GAN's discriminator with a penalty on its gradient")
+@entry("a GAN's discriminator with a penalty on its gradient", evaluates=False)
 def gan_critic() -> paceline.Job:
     return make_job(Critic, data=Views(2),
                     loss=lambda output, target: (output[1] - output[0] + 10 * output[2][:, None]).mean())

@@ -55,7 +55,8 @@ def run_plainly(job: Job, cut: Cut = WHOLE, *, random_layers: bool = False) -> O
     """Train on one device.
 
     Each replica of `cut` has state of its own, which meets after a step: floating-point buffers and plain attributes as
-    the mean weighted by samples, other buffers as the maximum. What a replica's forward writes to parameters counts.
+    the mean weighted by samples, other buffers and whole numbers as the maximum. What a replica's forward writes to
+    parameters counts.
     """
     with WithoutRandomness() if random_layers else nullcontext() as random:
         build = random.building(job.model) if isinstance(random, WithoutRandomness) else job.model
@@ -68,7 +69,7 @@ def _run(job: Job, cut: Cut, build: Any) -> Outcome:
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = job.optimizer(parameters)
     schedule = job.lr_schedule(optimizer) if job.lr_schedule else None
-    for items in islice(_windows(job), job.total_steps):
+    for step, items in enumerate(islice(_windows(job), job.total_steps), start=1):
         weights = [sum(map(len, own)) / len(items) for own in cut.pieces(len(items))]
         losses: list[float] = []
         closure = partial(_evaluate, job, replicas, items, cut, weights, losses)
@@ -79,8 +80,8 @@ def _run(job: Job, cut: Cut, build: Any) -> Outcome:
         if schedule is not None:
             schedule.step()
         _meet(replicas, weights)
-    if job.validation is not None:
-        outcome.validation_loss = _validate(job, model)
+        if job.validation is not None and (step == job.total_steps or _ends_epoch(job, step)):
+            outcome.validation_loss = _validate(job, replicas, cut)
     outcome.state = {name: value.detach().clone() for name, value in model.state_dict().items()
                      if isinstance(value, Tensor)}
     return outcome
@@ -204,6 +205,9 @@ def _meet(replicas: Sequence[nn.Module], weights: Sequence[float]) -> None:
     for modules in zip(*(model.modules() for model in replicas), strict=True):
         for key, value in vars(modules[0]).items():
             each = [vars(module)[key] for module in modules]
+            if type(value) is int:
+                for module in modules:
+                    setattr(module, key, max(each))
             is_state = isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
             if is_state and any(bool((item != value).any() if isinstance(value, Tensor) else item != value)
                                 for item in each):
@@ -212,17 +216,38 @@ def _meet(replicas: Sequence[nn.Module], weights: Sequence[float]) -> None:
                     setattr(module, key, met)
 
 
-def _validate(job: Job, model: nn.Module) -> float:
-    model.eval()
-    total, counted = 0.0, 0.0
-    with torch.no_grad():
-        for first in range(0, len(job.validation), job.batch):
-            items = [job.validation[i] for i in range(first, min(first + job.batch, len(job.validation)))]
-            given, target = _batch(job, items)
-            value = job.loss(call(model, given), target)
-            part = value if isinstance(value, tuple | list) else (value * len(items), len(items))
-            total, counted = total + float(part[0]), counted + float(part[1])
-    model.train()
+def _ends_epoch(job: Job, step: int) -> bool:
+    """Whether an epoch is over after so many steps."""
+    if isinstance(job.data, IterableDataset) or not hasattr(job.data, "__getitem__"):
+        return False  # no job of the corpus evaluates in a stream's course
+    order = Order(len(job.data), job.batch, job.seed, job.drop_last)
+    return order.window(step).epoch != order.window(step - 1).epoch
+
+
+@torch.no_grad()
+def _validate(job: Job, replicas: Sequence[nn.Module], cut: Cut) -> float:
+    """The loss over the validation data; what forwards change of the model is brought together after it."""
+    before = {name: p.detach().clone() for name, p in replicas[0].named_parameters()} if len(replicas) > 1 else {}
+    samples = len(job.validation)
+    total, counted, own = 0.0, 0.0, [0] * len(replicas)
+    for first in range(0, samples, job.batch):
+        cuts = cut.pieces(min(job.batch, samples - first))
+        for number, (model, pieces) in enumerate(zip(replicas, cuts, strict=True)):
+            model.eval()
+            for piece in pieces:
+                items = []
+                for index in range(first + piece.start, first + piece.stop):
+                    seed_sample(key_to_seed(job.seed, "evaluation"), index)
+                    items.append(job.validation[index])
+                given, target = _batch(job, items)
+                with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
+                    value = job.loss(call(model, given), target)
+                part = value if isinstance(value, tuple | list) else (value * len(items), len(items))
+                total, counted = total + float(part[0]), counted + float(part[1])
+                own[number] += len(items)
+            model.train()
+    _join_edits(replicas, before)
+    _meet(replicas, [count / samples for count in own])
     return total / counted
 
 

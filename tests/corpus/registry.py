@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import paceline
+from paceline.runtime.feed import is_stream
 
 THEMES = ("optimizers", "schedules", "data", "losses", "layers", "state", "hooks", "sharing", "attention", "recurrent",
           "convolution", "structure", "experts", "libraries", "combined")
@@ -24,7 +26,8 @@ SAMPLES, BATCH, STEPS, FEATURES = 50, 12, 6, 8  # the fifth window has two sampl
 class Entry:
     """A job of the corpus.
 
-    idea: what it tries, in a line. make: builds a fresh job. random_layers: the model draws, so it runs with its random
+    idea: what it tries, in a line. make: builds a fresh job; it evaluates on some of its own samples if on nothing
+    else, unless its model can't be evaluated. random_layers: the model draws, so it runs with its random
     layers off. tolerance: how far results may be apart, relative to the largest number of a tensor; None for that of
     the job's precision. needs: a package beside torch.
     """
@@ -41,19 +44,29 @@ class Entry:
 _ENTRIES: dict[str, Entry] = {}
 
 
-def entry(idea: str, **options: Any) -> Callable[[Callable[[], paceline.Job]], Callable[[], paceline.Job]]:
+def entry(idea: str, *, evaluates: bool = True,
+          **options: Any) -> Callable[[Callable[[], paceline.Job]], Callable[[], paceline.Job]]:
     """Add a function that makes a job to the corpus under its own name."""
     def added(make: Callable[[], paceline.Job]) -> Callable[[], paceline.Job]:
-        add(make.__name__, make.__module__.rpartition(".")[2], idea, make, **options)
+        add(make.__name__, make.__module__.rpartition(".")[2], idea, make, evaluates=evaluates, **options)
         return make
 
     return added
 
 
-def add(name: str, theme: str, idea: str, make: Callable[[], paceline.Job], **options: Any) -> None:
-    """Add a job to the corpus."""
+def add(name: str, theme: str, idea: str, make: Callable[[], paceline.Job], *, evaluates: bool = True,
+        **options: Any) -> None:
+    """Add a job to the corpus. evaluates: whether its model can be evaluated."""
     assert name not in _ENTRIES, f"two jobs are named {name}"
-    _ENTRIES[name] = Entry(name, theme, idea, make, **options)
+    _ENTRIES[name] = Entry(name, theme, idea, partial(_evaluated, make) if evaluates else make, **options)
+
+
+def _evaluated(make: Callable[[], paceline.Job]) -> paceline.Job:
+    """The job with validation data: a batch but for one sample, so that ranks get unequal parts."""
+    job = make()
+    if job.validation is not None or is_stream(job.data):
+        return job
+    return replace(job, validation=Subset(job.data, range(min(len(job.data), job.batch - 1))))
 
 
 def entries(pattern: str = "*") -> list[Entry]:
