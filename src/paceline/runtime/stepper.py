@@ -35,12 +35,12 @@ from paceline.profile.trace import state_factor
 from paceline.runtime.attributes import ChangingAttributes
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.edits import Edits
-from paceline.runtime.feed import MicroBatch, example_batch
+from paceline.runtime.feed import MicroBatch, Part, evaluation_feed, example_batch
 from paceline.runtime.loss import Tally, read_tally, with_gradient
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure
 from paceline.runtime.optimizers.closure import Closure, step_gathered
 from paceline.runtime.order import Window
-from paceline.runtime.streams import seed_model, seed_streams
+from paceline.runtime.streams import kept_streams, seed_model, seed_streams
 from paceline.runtime.trace import Recorder
 from paceline.runtime.upload import uploaded
 from paceline.strategies.compose import (
@@ -154,7 +154,9 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
                      microbatch_samples=-(-job.batch // (plan.replicas * plan.num_microbatches)),
                      functions={"the loss": job.loss,
                                 **{f"metric '{name}'": metric for name, metric in job.metrics.items()}},
-                     state_factor=lambda: state_factor(job, model), evaluates=job.validation is not None)
+                     state_factor=lambda: state_factor(job, model),
+                     evaluated=partial(_evaluation_batch, job, plan, mesh, device) if job.validation is not None
+                     else None)
     with running():
         synchronisers = prepare(layout.module, plan=plan, mesh=mesh, observed=observed,
                                 device=device if may_be_elsewhere(plan, model) else None)
@@ -164,6 +166,14 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
             spill.bring_in([*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()])
     attributes.disregard_new()
     return Prepared(model, layout, synchronisers, attributes)
+
+
+def _evaluation_batch(job: Job, plan: Plan, mesh: Mesh, device: torch.device) -> MicroBatch:
+    """The first micro-batch of an evaluation on this rank, where replicas have equal shares."""
+    part = Part((1,) * plan.replicas, mesh.replica, plan.num_microbatches)
+    with kept_streams():
+        batch = next(evaluation_feed(job.validation, batch=job.batch, part=part, seed=job.seed))
+    return batch.to(device, torch.float64 if job.precision == "float64" else None)
 
 
 def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,

@@ -146,7 +146,7 @@ def meetings(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> Meetings:
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Callable[[int], Batch],
             context: Callable[[], Any], microbatch_samples: int,
             state_factor: Callable[[], float], devices: Sequence[Device],
-            functions: Mapping[str, Callable[[Any, Any], Any]], evaluates: bool,
+            functions: Mapping[str, Callable[[Any, Any], Any]], evaluated: Callable[[], Batch] | None,
             running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Layout:
     """What this rank runs of the model. Collective.
 
@@ -157,7 +157,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
         example: Makes a batch of so many samples, for plans that must see the model's forward.
         context: The numeric context of a forward.
         functions: The job's loss and metrics, from (output, target), by what they are called in a message.
-        evaluates: Whether the model also runs in evaluation mode.
+        evaluated: Makes a batch as the model is evaluated on; None if it isn't.
         running: Entered where the whole model's weights are used.
     """
     if plan.splits_model or (plan.axes.shard > 1 and _reads_past_modules(model)):
@@ -165,7 +165,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, e
 
         return lay_out_stages(model, plan=plan, mesh=mesh, device=device, example=example, context=context,
                               microbatch_samples=microbatch_samples, state_factor=state_factor,
-                              devices=devices, functions=functions, evaluates=evaluates, running=running)
+                              devices=devices, functions=functions, evaluated=evaluated, running=running)
     return Whole(model, context, meets_in_forward=plan.axes.shard > 1)
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
             example: Callable[[int], Batch], context: Callable[[], Any], microbatch_samples: int,
             state_factor: Callable[[], float], devices: Sequence[Device],
-            functions: Mapping[str, Callable[[Any, Any], Any]], evaluates: bool,
+            functions: Mapping[str, Callable[[Any, Any], Any]], evaluated: Callable[[], Batch] | None,
             running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Stages:
     """This rank's part of a model that is cut into stages, or whose layers are split, or both. Collective.
 
@@ -45,7 +45,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
         state_factor: Gives bytes of optimizer state a byte of trainable parameters.
         devices: Of each rank.
         functions: The job's loss and metrics, from (output, target), by what they are called in a message.
-        evaluates: Whether the model also runs in evaluation mode.
+        evaluated: Makes a batch as the model is evaluated on; None if it isn't.
         running: Entered where the whole model's weights are used.
 
     Raises:
@@ -75,8 +75,8 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
         stages = Stages(model, hollow(model), example=found, stage_of=cut.stage_of,
                       ranks=cut.ranks, orders=cut.orders, mesh=mesh, axis=mesh.stage_axis, device=device,
                       context=context, split=split, opaque=opaque, changing=findings.changing, notes=notes)
-    if evaluates:
-        stages.prepare_evaluation(example(EXAMPLE_SAMPLES))
+    if evaluated is not None:
+        stages.prepare_evaluation(evaluated())
     return stages
 
 
