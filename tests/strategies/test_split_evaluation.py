@@ -98,6 +98,32 @@ class AverageElsewhere(Averaged):
         return super().forward(x if self.training else x + self.average.sum(0))
 
 
+class Warm(nn.Module):
+    """Lets more through the more often it was trained, which it counts in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += int(self.training)
+        return x * (1 - 0.5 ** self.calls)
+
+
+class Warmed(odd.Net):
+    """Has a module without weights that keeps state, and calls it once more in an evaluation, first of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warm = Warm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x if self.training else self.warm(x))
+        for block in self.b:
+            x = block(x)
+        return self.o(self.warm(x))
+
+
 class EvaluationHead(odd.Net):
     """Has a layer that no training runs."""
 
@@ -118,7 +144,7 @@ def validation_loss(model: Callable[[], nn.Module], plan: str, folder: Path) -> 
 
 
 @pytest.mark.parametrize(("model", "plan"), [
-    *((model, plan) for model in (Scaled, Following, Equilibrium, AnotherOrder) for plan in PLANS),
+    *((model, plan) for model in (Scaled, Following, Equilibrium, AnotherOrder, Warmed) for plan in PLANS),
     *((EvaluationHead, plan) for plan in odd.SPLITS)])
 def test_the_loss_of_an_evaluation(model: Callable[[], nn.Module], plan: str, tmp_path: Path) -> None:
     expected = validation_loss(model, "single", tmp_path / "single")

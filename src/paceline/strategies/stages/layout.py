@@ -216,8 +216,8 @@ class Stages:
         stages: dict[str, int] = {}
         for piece in found.pieces:
             if not weights.get(piece.key, set()).issuperset(piece.parameters):
-                raise PlanRefused(f"'{piece.key}' runs here otherwise than in the capture that the model was cut by",
-                                  hint="the model takes another course for this input; use a data=N or shard=N plan")
+                raise JobError(f"'{piece.key}' runs here otherwise than in the capture that the model was cut by",
+                               hint="the model takes another course for this input; use a data=N or shard=N plan")
             stages[piece.key] = self.stage_of.get(piece.key, next(reversed(stages.values()), 0))
         return cut(found, lambda piece: stages[piece.key], self.ranks)
 
@@ -237,18 +237,19 @@ class Stages:
 
     def _place(self, piece: Piece, *, before: int) -> int:
         """Where along the axis a piece of an evaluation can run; where training runs it, if it does."""
-        places = {self.ranks[self.stage_of[other.key]] for other in self.example.pieces
-                  if piece.parameters and set(piece.parameters) <= set(other.parameters)}
-        if not places and not self.is_sharded:  # its weights are in several modules, or in none
-            places = set(range(max(self.ranks) + 1)).intersection(*(self.holders[name] for name in piece.parameters))
-        if not piece.parameters:
-            places = set(range(max(self.ranks) + 1))
+        at = {other.key: self.ranks[self.stage_of[other.key]] for other in self.example.pieces}
+        places = set(self.ranks)
+        if piece.parameters:
+            places = {at[other.key] for other in self.example.pieces if set(piece.parameters) <= set(other.parameters)}
+            if not places and not self.is_sharded:  # its weights are in several modules
+                places = set(self.ranks).intersection(*(self.holders[name] for name in piece.parameters))
         places = places.intersection(*([self.changing_at[name]] for name in piece.buffers if name in self.changing_at))
+        for path in piece.opaque:  # its attributes are where it was trained
+            places &= {at[other.key] for other in self.example.pieces if path in other.opaque} or places
         if not places:
             raise PlanRefused(f"an evaluation runs '{piece.key}' otherwise than training does, and no rank has all "
                               "that it needs there", hint="data=N and shard=N plans run the model as it is")
-        usual = self.ranks[self.stage_of[piece.key]] if piece.key in self.stage_of else before
-        return next((place for place in (usual, before) if place in places), min(places))
+        return next((place for place in (at.get(piece.key, before), before) if place in places), min(places))
 
     def _bound(self, staged: Staged, batch: Batch) -> dict[str, torch.Tensor]:
         return staged.capture.bind(*batch.arguments())
