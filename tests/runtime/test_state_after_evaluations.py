@@ -68,6 +68,37 @@ def test_it_is_one_device_s(model: Callable[[], nn.Module], plan: str, tmp_path:
         torch.testing.assert_close(found[name].double(), tensor.double(), rtol=1e-10, atol=1e-12)
 
 
+class Centred(nn.Module):
+    """Keeps the mean of its inputs, which it changes in evaluations too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.5)
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2 shard=2 microbatches=1", "shard=2 zero=1", "shard=2", "data=2"])
+def test_a_replica_that_had_no_samples_before_the_evaluation(plan: str, tmp_path: Path) -> None:
+    """The epoch ends with one sample: the second replica computes a stand-in, which leaves nothing behind, and then
+    its half of the evaluation, which does."""
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(2))
+
+    def job() -> paceline.Job:
+        return paceline.Job(
+            model=Centred, data=TensorDataset(x, x[:, :3]), loss=F.mse_loss, batch=4, steps=3, precision="float64",
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1), validation=TensorDataset(x[:8], x[:8, :3]))
+
+    expected = trained(job(), "single", tmp_path / "single")
+    found = trained(job(), plan, tmp_path / "plan")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12)
+
+
 def test_the_evaluations_matter() -> None:
     """The table is another one without them: else the test above would prove nothing."""
     job = job_of(Limited)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -154,9 +154,7 @@ class Whole:
             if batch.samples:
                 self._run(number, batch, work)
             elif self.meets_in_forward:
-                from paceline.capture.attributes import state_of_forward_kept
-
-                with state_of_forward_kept(self.module, never_cut):  # a stand-in leaves nothing behind
+                with _as_stand_in(self.module, never_cut):
                     self._run(number, batch, work)
             else:
                 work.before_backward(number)
@@ -175,7 +173,16 @@ class Whole:
         work.record("backward", str(number), turned_s, time.perf_counter())
 
     def forward(self, batch: Batch) -> Any:
-        return batch.call(self.module)
+        never_cut = self.never_cut
+        with nullcontext() if batch.samples else _as_stand_in(self.module, never_cut):
+            return batch.call(self.module)
 
     def finish(self) -> None:
         """Nothing is elsewhere."""
+
+
+def _as_stand_in(model: nn.Module, never_cut: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+    """What a forward without samples changes of a model is put back."""
+    from paceline.capture.attributes import state_of_forward_kept
+
+    return state_of_forward_kept(model, never_cut)

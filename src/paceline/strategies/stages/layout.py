@@ -108,6 +108,10 @@ class Stages:
         if edited is not None and mesh.sizes["shard"] > 1:
             raise JobError(f"'{edited.key}' edits in place what another module returned, and shard=N would lose the "
                            "hooks on it", hint="x = x + y in place of x += y")
+        hooked = next((name for name, p in tensors.items() if getattr(p, "_post_accumulate_grad_hooks", None)), None)
+        if hooked is not None and mesh.sizes["shard"] > 1:
+            raise PlanRefused(f"'{hooked}' has a hook on its accumulated gradient, and shards of stages would run it "
+                              "for micro-batches without samples, too", hint="data=N, shard=N and tensor=N plans don't")
         report = split.report(tensors)
         self.report = replace(report, lines=(*report.lines, *notes))
         _refuse_spread(example, holders, lambda piece: ranks[stage_of[piece.key]], changing, tensors)
@@ -160,6 +164,7 @@ class Stages:
                 work.before_backward(number)
 
     def forward(self, batch: Batch) -> Any:
+        self.module.keeps_changes = batch.samples > 0
         staged = self._staged(batch)
         return self.engine.run_forward(staged, self._bound(staged, batch))
 
