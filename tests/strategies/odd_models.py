@@ -239,6 +239,25 @@ class Normalised(nn.Module):
         return self.instance(torch.relu(self.batch(self.l(x))).unflatten(1, (2, 4))).flatten(1)
 
 
+class ActivatedInPlace(Block):
+    """Edits its own input, as residual nets that activate first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.l(nn.functional.leaky_relu(x, 0.3, inplace=True)))
+
+
+class EditedMask(Net):
+    """A value without a gradient of which each block edits a part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).to(x)
+        x = self.a(x)
+        for block in self.b:
+            mask[:, :4] *= 0.5
+            x = block(x) * (1 + 0.1 * mask)
+        return self.o(x + 0.1 * mask)
+
+
 class HookInside(Block):
     """Clips the gradient of a value by a hook that its forward registers."""
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
+from paceline.launch.failure import RankFailed
 
 EXACT: dict[str, Callable[[], nn.Module]] = {
     "a straight-through sign": lambda: odd.Net(odd.Binarised), "a gradient reversal": odd.Reversed,
@@ -44,6 +45,16 @@ def test_several_forwards_before_a_backward(tmp_path: Path) -> None:
 
     plan, single = "pipeline=2 microbatches=3 schedule=gpipe", "single accumulate=3"
     assert odd.difference(job, plan, tmp_path, single=single) < 1e-10
+
+
+@pytest.mark.parametrize("model", [lambda: odd.Net(odd.ActivatedInPlace), odd.EditedMask])
+def test_values_edited_in_place(model: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """Under parts they would be edited on one rank and read on another."""
+    for plan in ("tensor=2", "pipeline=2 microbatches=1"):
+        assert odd.difference(lambda: odd.job_of(model), plan, tmp_path / plan) < 1e-10
+    with pytest.raises(RankFailed, match="edits in place what") as refused:
+        odd.trained(odd.job_of(model), "place=auto parts=2", tmp_path / "parts")
+    assert (refused.value.failure.kind, refused.value.failure.step) == ("PlanError", 0)
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2 shard=2 microbatches=1", "pipeline=2 microbatches=1"])

@@ -41,9 +41,24 @@ class Draws(nn.Module):
         return torch.tanh(self.linear(x) * scale) * torch.rand(8, generator=self.generator, dtype=x.dtype)
 
 
+class Listing(nn.Module):
+    """Whose only state is in containers that are empty at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.means = nn.Linear(8, 8), [], {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls.append(1)
+            self.means[len(self.means)] = 0.1
+        return torch.tanh(self.linear(x)) * min(1.0, len(self.calls) / 16) + sum(self.means.values())
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "codebook": Codebook, "batch_norm": batch_norm, "spectral_norm": spectral_norm,
     "attributes": lambda: nn.Sequential(Attributes(), Attributes(), nn.Linear(8, 4)),
+    "empty_containers": lambda: nn.Sequential(Listing(), Listing(), nn.Linear(8, 4)),
     "draws": lambda: nn.Sequential(Draws(), Draws(), nn.Linear(8, 4)),
     "momentum_target": lambda: nn.Sequential(MomentumTarget(), nn.Linear(8, 4))}
 

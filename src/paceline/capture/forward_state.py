@@ -49,7 +49,7 @@ class Part:
 
     def is_current(self) -> bool:
         """Whether the mapping is known to hold the same objects with the same values."""
-        if self.copies and any(_may_be_written(copy) for copy in self.copies.values()):
+        if self.copies and any(_may_be_written(copy, self.values[key]) for key, copy in self.copies.items()):
             return False
         return _is_alike(_content(self.mapping, self.names) if self.names is not None else self.mapping, self.values)
 
@@ -202,9 +202,11 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, _COPIED) else value
 
 
-def _may_be_written(copied: Any) -> bool:
-    """Whether the original of what `_copied` gave may have another value."""
-    return copied.is_written() if isinstance(copied, Seen) else bool(copied)
+def _may_be_written(copied: Any, original: Any) -> bool:
+    """Whether the original of what `_copied` gave may have another value; a container that was empty may have items."""
+    if isinstance(copied, Seen):
+        return copied.is_written()
+    return not isinstance(copied, _CONTAINERS) or bool(copied) or bool(original)
 
 
 def _refreshed(value: Any, fresh: dict[int, torch.Tensor]) -> Any:

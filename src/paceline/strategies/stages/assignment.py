@@ -56,6 +56,7 @@ def assigned(model: nn.Module, found: Capture, plan: Plan, *, samples: int, stat
     if plan.axes.parts > 1:
         part_of = _part_of(model, found, plan, needs, memory)
         stage_of, ranks = stages(found, part_of)
+        _check_edits(found, stage_of)
         return Assignment(stage_of, ranks, in_turn(ranks, num_parts=plan.axes.parts,
                                                    num_microbatches=plan.num_microbatches))
     num_ranks, virtual = plan.axes.pipeline, plan.schedule.virtual
@@ -65,6 +66,21 @@ def assigned(model: nn.Module, found: Capture, plan: Plan, *, samples: int, stat
                       memory_bytes=[num_bytes / virtual for num_bytes in memory] * virtual,
                       in_flight=[-(-in_flight(list(order)) // virtual) for order in orders] * virtual)
     return Assignment(stage_of, [stage % num_ranks for stage in range(num_ranks * virtual)], orders)
+
+
+def _check_edits(found: Capture, stage_of: Mapping[str, int]) -> None:
+    """Refuse a cut between a value and an edit of it in place, of which other stages would not learn.
+
+    `pipeline=N` makes no such cut.
+    """
+    maker = {name: piece.key for piece in found.pieces for name in piece.outputs}
+    for piece in found.pieces:
+        for name in piece.mutates:
+            if name in maker and stage_of[maker[name]] != stage_of[piece.key]:
+                edits, made = (key.rstrip("+") or "the model's own forward" for key in (piece.key, maker[name]))
+                raise PlanError(f"{edits} edits in place what {made} made, and place= runs them apart",
+                                hint="x = x + y in place of x += y, a file that has both and all between them on one "
+                                     "part, or a data=N or pipeline=N plan")
 
 
 def _room_bytes(device: Device) -> float:

@@ -201,7 +201,7 @@ def _outputs_and_gradients(run: Callable[..., tuple[torch.Tensor, ...]], held: I
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point() and wanted)
               for t, wanted in zip((*held, *given), (*[True] * count, *trained), strict=True)]
     with torch.enable_grad():
-        outputs = run(*leaves[:count], *buffers, *leaves[count:])
+        outputs = run(*leaves[:count], *buffers, *(leaf.clone() for leaf in leaves[count:]))  # may be edited in place
         weights = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device) for out in outputs]
         mixed = [(out * of_one.view(out.shape)).sum()
                  for out, of_one in zip(outputs, weights, strict=True) if out.requires_grad]
