@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 from stateful_jobs import Attributes, Codebook, MomentumTarget, assert_alike, stateful_job
 from torch import Tensor, nn
 
+import paceline
 from paceline.capture.forward_state import ForwardState
 from paceline.capture.written import Seen
+from paceline.launch.failure import RankFailed
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -112,3 +115,56 @@ def test_looking_at_a_tensor_takes_no_memory():
     assert seen.is_changed()
     assert seen.value.tolist() == [1.0] * 5
     assert not Seen(torch.frombuffer(bytearray(16), dtype=torch.float32)).is_changed()
+
+
+class Ticks:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+def in_array() -> Callable[[], int]:
+    calls = np.zeros(1)
+
+    def tick() -> int:
+        calls[0] += 1
+        return int(calls[0])
+
+    return tick
+
+
+class Warming(nn.Module):
+    """Lets more through the more often it was called, which it counts where no attribute shows it."""
+
+    def __init__(self, tick: Callable[[], int]) -> None:
+        super().__init__()
+        self.linear, self.tick = nn.Linear(8, 8), tick
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * min(1.0, (self.tick() + 1) / 8)
+
+
+@pytest.mark.parametrize("make", [Ticks, in_array, lambda: itertools.count().__next__])
+def test_a_state_that_no_attribute_shows_is_refused(make: Callable[[], Callable[[], int]], tmp_path: Path):
+    """Recomputing would change it twice; at the model's own level nothing is recomputed."""
+    def blocks() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), Warming(make()), nn.Linear(8, 4))
+
+    with pytest.raises(RankFailed, match="'1' gives another output each time") as refused:
+        paceline.train(stateful_job(blocks), "single recompute=full", devices="cpu:0", run=tmp_path / "refused")
+    assert (refused.value.failure.kind, refused.value.failure.step) == ("PlanRefused", 0)
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.warming, self.layers = Warming(make()), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(self.warming(x))
+
+    assert_alike(stateful_job(Root), "single recompute=full", tmp_path)

@@ -105,6 +105,27 @@ def _run_twice(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         snapshot.attributes.values.pop(attribute)
 
 
+def module_with_unseen_state(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+                             running: Callable[[], AbstractContextManager[None]] = nullcontext) -> str | None:
+    """The first module that gives another output for the same input although all state that a model shows was put back:
+    a count in an object of the user's own, in a closure or in a global. Its path; None if there is none.
+
+    The model runs twice in its mode, with random layers off. What it shows of its state is left as it was.
+    """
+    snapshot = StateSnapshot(model)
+    first, again = _Watch(model), _Watch(model)
+    try:
+        with running(), snapshot.watching(), WithoutRandomness():
+            for watch in (first, again):
+                with watch.watching():
+                    model(*args, **kwargs)
+                snapshot.restore()
+    finally:
+        snapshot.restore()
+    return next((path for (path, a), (_, b) in zip(first.outputs, again.outputs, strict=False) if not alike(a, b)),
+                None)
+
+
 def _make_known(value: Any) -> None:
     """Let torch see the fields of dataclasses, which a recording else takes for one value each."""
     for leaf in pytree.tree_leaves(value):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from paceline.capture.attributes import in_float64
+from paceline.capture.examine import module_with_unseen_state
 from paceline.capture.probe import (
     NOTHING,
     Observed,
@@ -52,6 +53,8 @@ from paceline.strategies.compose import (
     may_be_elsewhere,
     meetings,
     prepare,
+    refuse_unseen_state,
+    runs_again,
 )
 from paceline.strategies.data.run import local
 from paceline.strategies.data.sparse import with_dense_gradient
@@ -139,13 +142,17 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         return spill, model if may_be_elsewhere(plan, model) else model.to(device)
 
     spill, model = build()
-    observed = NOTHING
+    observed, is_used = NOTHING, False
+    if runs_again(plan, model):
+        _refuse_unseen_state(job, model, spill, device)
+        is_used = True
     if plan.axes.shard > 1 or isinstance(plan.sync, Servers):
         here = torch.device("cpu") if may_be_elsewhere(plan, model) else device
-        observed, is_used = observe(job, plan, model, spill, here)
-        if is_used:
-            del spill, model
-            spill, model = build()
+        observed, is_run = observe(job, plan, model, spill, here)
+        is_used |= is_run
+    if is_used:
+        del spill, model
+        spill, model = build()
     observed = replace(observed, sparse=sparsely_trained(model))
     running, attributes = spill.running if spill is not None else nullcontext, ChangingAttributes(model)
     layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,
@@ -174,6 +181,20 @@ def _evaluation_batch(job: Job, plan: Plan, mesh: Mesh, device: torch.device) ->
     with kept_streams():
         batch = next(evaluation_feed(job.validation, batch=job.batch, part=part, seed=job.seed))
     return batch.to(device, torch.float64 if job.precision == "float64" else None)
+
+
+def _refuse_unseen_state(job: Job, model: torch.nn.Module, spill: Spill | None, device: torch.device) -> None:
+    """
+    Raises:
+        PlanRefused: running a part of the model a second time would change a state that the model doesn't show.
+    """
+    here = torch.device("cpu") if spill is not None else device
+    batch = example_batch(job.data, 2).to(here, torch.float64 if job.precision == "float64" else None)
+    path, running = None, spill.running if spill else nullcontext
+    with suppress(Exception), autocast(job, here):  # what fails here fails in the first step, too
+        path = module_with_unseen_state(model.train(), *batch.arguments(), running=running)
+    if path is not None:
+        refuse_unseen_state(model, path)
 
 
 def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,

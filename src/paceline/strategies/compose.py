@@ -137,6 +137,25 @@ def end_evaluation(synchronisers: Sequence[Synchroniser]) -> None:
             synchroniser.end_evaluation()
 
 
+def runs_again(plan: Plan, model: nn.Module) -> bool:
+    """Whether the plan runs parts of the model's own code a second time in a step, and the model is small enough to be
+    tried beforehand."""
+    from paceline.capture.compare import is_comparable
+
+    return recompute.is_active(plan) and not plan.splits_model and is_comparable(model)
+
+
+def refuse_unseen_state(model: nn.Module, path: str) -> None:
+    """
+    Args:
+        path: Of a module with a state that the model doesn't show; see `module_with_unseen_state`.
+
+    Raises:
+        PlanRefused: it is run a second time.
+    """
+    recompute.refuse_unseen_state(model, path)
+
+
 def meetings(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> Meetings:
     """When ranks meet: as a room of the plan says, or else in every step."""
     said = [synchroniser for synchroniser in synchronisers if isinstance(synchroniser, Meetings)]

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.capture.forward_state import ForwardState
 from paceline.capture.probe import NOTHING, Observed
+from paceline.errors import PlanRefused
 from paceline.strategies.units import find_units
 
 if TYPE_CHECKING:
@@ -44,6 +45,21 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
             continue
         state = ForwardState(unit, buffers=buffers, edited=whole.__contains__)
         unit.forward = _Recomputed(unit.forward, state)
+
+
+def refuse_unseen_state(model: nn.Module, path: str) -> None:
+    """
+    Args:
+        path: Of a module with a state that the model doesn't show; see `module_with_unseen_state`.
+
+    Raises:
+        PlanRefused: it is recomputed.
+    """
+    if any(not unit or path == unit or path.startswith(f"{unit}.") for unit in find_units(model) or [""]):
+        raise PlanRefused(f"'{path}' gives another output each time for the same input, by a state that none of its "
+                          "attributes shows, and recompute=full would change it twice a step",
+                          hint="leave out recompute=full, or keep the state in a buffer, or in an attribute that is a "
+                               "number, a tensor, or a list or dict of these")
 
 
 @dataclass(frozen=True, slots=True)
