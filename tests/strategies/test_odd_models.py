@@ -123,3 +123,24 @@ def test_a_loss_with_a_constant_of_the_model(tmp_path: Path) -> None:
         return odd.job_of(lambda: net, loss=lambda output, target: ((output - target).square() * net.weights).mean())
 
     assert odd.difference(job, "pipeline=2 microbatches=1", tmp_path) < 1e-10
+
+
+class Mapped(odd.Block):
+    """Maps a function over the samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.func.vmap(lambda row: torch.tanh(self.l(row)))(x)
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("block", "plan", "words"), [
+    (Mapped, "pipeline=2", "recording its forward failed"), (Mapped, "tensor=2", "recording its forward failed"),
+    *((scripted, plan, "'b.0' is a scripted module") for plan in ("pipeline=2", "shard=2", "single recompute=full"))])
+def test_modules_that_torch_hides(block: Callable[[], nn.Module], plan: str, words: str, tmp_path: Path) -> None:
+    """Of torch.func and torch.jit: refused in words, and exact under data=N."""
+    assert words in odd.refusal(odd.job_of(lambda: odd.Net(block)), plan, tmp_path / "refused")
+    assert odd.difference(lambda: odd.job_of(lambda: odd.Net(block)), "data=2", tmp_path) < 1e-10

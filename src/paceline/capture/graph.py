@@ -173,7 +173,10 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         raise _failed(model, error) from error
     finally:
         bindings.restore()
-    return _Reader(model, exported, (args, kwargs), tuple(calls), tensors or dict(model.named_parameters())).read()
+    try:
+        return _Reader(model, exported, (args, kwargs), tuple(calls), tensors or dict(model.named_parameters())).read()
+    except Exception as error:  # operators that torch.func has left, say
+        raise _failed(model, error) from error
 
 
 def _failed(model: nn.Module, error: Exception) -> CaptureFailed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.errors import PlanRefused
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -29,7 +31,23 @@ def is_callable(module: nn.Module) -> bool:
     """Whether a module is called itself; a ModuleList, say, only holds others."""
     from torch import nn
 
-    return type(module).forward is not nn.Module.forward
+    return getattr(type(module), "forward", None) is not nn.Module.forward  # a scripted one's class has none
+
+
+def refuse_scripted(model: nn.Module, what: str) -> None:
+    """
+    Args:
+        what: The plan's key that needs hooks or forwards of its own, for the message.
+
+    Raises:
+        PlanRefused: a module is compiled by torch.jit, and takes neither.
+    """
+    from torch.jit import ScriptModule
+
+    for path, module in model.named_modules():
+        if isinstance(module, ScriptModule):
+            raise PlanRefused(f"'{path}' is a scripted module (torch.jit), and {what} can't change how it runs",
+                              hint="use a data=N plan without recompute, or the module that it was made of")
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:

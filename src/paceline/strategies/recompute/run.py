@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.capture.forward_state import ForwardState
 from paceline.capture.probe import NOTHING, Observed
 from paceline.errors import PlanRefused
-from paceline.strategies.units import find_units
+from paceline.strategies.units import find_units, refuse_scripted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +37,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     A model without units is recomputed whole. The second forward reads the state and draws the random numbers that the
     first one did, and what it writes to buffers, attributes and parameters is dropped.
     """
+    refuse_scripted(model, "recompute=full")
     buffers: MutableMapping[str, torch.Tensor] | None = getattr(model, "buffers_", None)
     # FSDP2 gives a unit other parameters in each forward; those that a forward edits are no business of its.
     whole = {p for name, p in model.named_parameters() if name in observed.edited or plan.axes.shard == 1}

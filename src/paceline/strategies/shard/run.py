@@ -27,7 +27,7 @@ from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.layout import tensors_in
 from paceline.strategies.shard.hooks import Hooks, hooks_of
 from paceline.strategies.shard.roll import Roll
-from paceline.strategies.units import find_units, is_callable, name_in_model
+from paceline.strategies.units import find_units, is_callable, name_in_model, refuse_scripted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,6 +64,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
+    refuse_scripted(model, "shard=N")
     units = _called_alike(find_units(model), model, observed.choosing)
     hooks = hooks_of(model)
     whole = _kept_whole(model, units.values()) | {

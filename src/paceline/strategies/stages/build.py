@@ -23,6 +23,7 @@ from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
 from paceline.strategies.stages.layout import Stages, first_names, has_hooks, hollow, renamed
 from paceline.strategies.tensor.published import published
 from paceline.strategies.tensor.run import Split, derive
+from paceline.strategies.units import refuse_scripted
 
 if TYPE_CHECKING:
     from paceline.cluster import Device
@@ -54,6 +55,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
         PlanError: it has fewer pieces than the plan has stages, or what it is cut into doesn't fit.
     """
     model.train()
+    refuse_scripted(model, "a plan that splits the model")
     opaque = OpaqueModules()
     with context():
         found, findings = faithful_capture(model, example, opaque, running)
