@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,17 @@ def test_reading_documents(tmp_path: Path):
             folder.read_document(tmp_path, folder.PLAN)
     with pytest.raises(UsageError, match=r"is not the folder of a run: can't read job\.json"):
         folder.read_document(tmp_path, folder.JOB)
+
+
+def test_a_run_that_is_over_holds_nothing_though_a_fork_of_it_lives(tmp_path: Path):
+    """A pool's process ends a little after the search that it was for."""
+    with folder.claimed(tmp_path):
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+    try:
+        with folder.claimed(tmp_path):
+            pass
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

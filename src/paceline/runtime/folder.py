@@ -56,13 +56,15 @@ def writable(folder: Path) -> Path:
 
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[Path]:
-    """Hold the folder for one live run. The lock is the kernel's: it goes with the last process of the run.
+    """Hold the folder for one live run. The lock is the kernel's: that of a run that is killed goes with
+    its last process.
 
     A run that fails leaves no unfinished checkpoint behind.
 
     Raises:
         UsageError: a live run holds it, or it can't be written.
     """
+    own_pid = os.getpid()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -86,6 +88,8 @@ def claimed(run_dir: Path) -> Iterator[Path]:
             _remove_unfinished(run_dir)
             raise
     finally:
+        if os.getpid() == own_pid:  # a run that is over is over, though forks of this process may end a little later
+            fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 
