@@ -134,6 +134,14 @@ def test_without_staleness_a_death_ends_the_run(tmp_path: Path, rank: int, plan:
     assert raised.value.exit_code == 4
 
 
+def test_a_line_has_the_learning_rate_of_its_step(tmp_path: Path):
+    """Exactly, where updates are made in order."""
+    paceline.train(_adam(), "server=2 workers=2", run=tmp_path / "run", steps=12, timeout_s=TIMEOUT_S)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["lr"] for line in lines if "loss" in line]  # as it was after the step
+    assert rates == pytest.approx([0.01 * 0.1 ** (step // 3) for step in range(1, 13)])
+
+
 def test_damping_and_what_a_run_tells(tmp_path: Path):
     """Staleness, bytes and waiting are in the summary; a straggler's updates are damped."""
     summary = paceline.train(_adam(), "server=2 workers=2 staleness=inf damping=inverse", run=tmp_path / "run",
