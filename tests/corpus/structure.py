@@ -194,3 +194,63 @@ def activation_penalty() -> paceline.Job:
             return self.last(hidden), hidden.square().mean(1)
 
     return make_job(Penalised, loss=lambda output, target: F.mse_loss(output[0], target) + 0.01 * output[1].mean())
+
+
+@entry("blocks that write to what they are given, and a skip that reads it afterwards")
+def blocks_write_to_their_input() -> paceline.Job:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, FEATURES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(1.1)
+            return torch.relu_(self.linear(self.norm(x)))
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 3)
+            self.blocks = nn.ModuleList([Writing() for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = x + block(x)
+            return self.last(x)
+
+    return make_job(Skips)
+
+
+@entry("blocks that put their outputs into one list and take them out again, as a U-Net's")
+def skips_in_a_list() -> paceline.Job:
+    class Down(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, FEATURES)
+
+        def forward(self, x: Tensor, skips: list[Tensor]) -> Tensor:
+            skips.append(torch.tanh(self.linear(x)))
+            return skips[-1] * 0.5
+
+    class Up(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2 * FEATURES, FEATURES)
+
+        def forward(self, x: Tensor, skips: list[Tensor]) -> Tensor:
+            return torch.tanh(self.linear(torch.cat([x, skips.pop()], 1)))
+
+    class UNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = nn.ModuleList([Down(), Down()]), nn.ModuleList([Up(), Up()])
+            self.last = nn.Linear(FEATURES, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            skips: list[Tensor] = []
+            for block in (*self.down, *self.up):
+                x = block(x, skips)
+            return self.last(x)
+
+    return make_job(UNet)

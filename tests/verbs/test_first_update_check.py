@@ -65,6 +65,41 @@ def test_a_plan_that_is_exact_trains(plan: str, tmp_path: Path) -> None:
         tmp_path / "unchecked" / "model.safetensors").read_bytes()
 
 
+class Warming:
+    """A loss that grows from call to call."""
+
+    calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(output, target) * min(1.0, self.calls / 10)
+
+
+class Numbered:
+    """A loss that keeps what changes nothing."""
+
+    def __init__(self) -> None:
+        self.calls, self.names = 0, {}
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        self.names[self.calls] = output.detach()
+        return F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("plan", ["data=2 shares=3:1", "single accumulate=2", "pipeline=2"])
+def test_a_loss_that_keeps_a_state_is_refused_where_the_batch_is_cut(plan: str, tmp_path: Path) -> None:
+    """Each rank, or each micro-batch, would move it on by itself."""
+    with pytest.raises(PlanRefused, match="the loss keeps a state of its own"):
+        paceline.train(make_job(loss=Warming()), plan, run=tmp_path / "run")
+
+
+@pytest.mark.parametrize(("loss", "plan"), [(Warming, "tensor=2"), (Numbered, "data=2")])
+def test_losses_whose_state_does_no_harm(loss: Any, plan: str, tmp_path: Path) -> None:
+    summary = paceline.train(make_job(loss=loss()), plan, run=tmp_path / "run")
+    assert summary["check"]["verdict"] == "passed"
+
+
 def test_a_wrong_gradient_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousandth of one weight's gradient is enough, and no step of the run is taken."""
     finish = GradientBuckets.finish

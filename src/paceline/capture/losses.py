@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,10 +14,45 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.capture.attributes import plain_attributes
 from paceline.capture.examine import alike
 from paceline.capture.randomness import WithoutRandomness
-from paceline.capture.state import StateSnapshot, function_kept
+from paceline.capture.state import StateSnapshot, draws_state, function_kept
+from paceline.capture.written import lazy_copy
 from paceline.errors import PlanRefused
 
 Function = Callable[[Any], Any]  # of the model's output alone: its target is given
+
+
+class RepeatableLoss:
+    """A loss that remembers how it was called last, and can be called so again."""
+
+    def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
+        self.loss = loss
+        self.last: tuple[Any, Any, Any] | None = None
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        given = pytree.tree_map_only(torch.Tensor, _lazily_apart, output)
+        before = _draws()
+        value = self.loss(output, target)
+        # The value of a loss that draws is another one each time.
+        self.last = (given, target, _as_tensors(value)) if _draws() == before else None
+        return value
+
+    def keeps_state(self) -> bool:
+        """Whether the same output and target give another value now. False where the loss draws random numbers, or
+        can't be called again."""
+        if self.last is None:
+            return False
+        output, target, value = self.last
+        with suppress(Exception):
+            return not alike(_as_tensors(self.loss(output, target)), value)
+        return False
+
+
+def _lazily_apart(tensor: torch.Tensor) -> torch.Tensor:
+    return lazy_copy(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _draws() -> tuple[Any, ...]:
+    return *draws_state(), bytes(torch.get_rng_state().numpy())
 
 
 def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], functions: Mapping[str, Function],
@@ -89,7 +124,7 @@ def _apart(output: Any) -> Any:
 
 
 def _as_tensors(returned: Any) -> Any:
-    return [torch.as_tensor(leaf) for leaf in pytree.tree_leaves(returned)
+    return [torch.as_tensor(leaf).detach() for leaf in pytree.tree_leaves(returned)
             if isinstance(leaf, torch.Tensor | int | float)]
 
 

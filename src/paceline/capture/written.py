@@ -47,4 +47,12 @@ class Seen:
         return bool(torch.equal(now, then) or ((now == then) | ((now != now) & (then != then))).all())
 
 
+def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A differentiable copy that takes memory when one of the two is written to, or at once where torch can't wait."""
+    try:
+        return torch._lazy_clone(tensor)
+    except (RuntimeError, NotImplementedError, AttributeError):  # memory that torch did not allocate itself
+        return tensor.clone()
+
+
 address = torch._C._data_address  # type: ignore[attr-defined]  # `data_ptr` would count as writing

@@ -11,15 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.capture.losses import RepeatableLoss
 from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
 from paceline.proof.order import whole_batches
-from paceline.proof.plain import PlainRun, Variation, distance, gradients_of, greatest, sample_marks
+from paceline.proof.plain import PlainRun, Variation, autocast, distance, gradients_of, greatest, sample_marks
 from paceline.proof.reference import (
     ALL_KINDS,
     EPSILON,
@@ -49,8 +51,9 @@ class FirstStep:
     def __init__(self, job: Job, folder: Path, random: WithoutRandomness, *, take_cores: Callable[[], bool]) -> None:
         folder.mkdir(exist_ok=True)
         self.job, self.folder, self.random = job, folder, random
+        repeatable = RepeatableLoss(job.loss)
         with random:
-            self.run = run = PlainRun(job)
+            self.run = run = PlainRun(replace(job, loss=repeatable))
             save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
             batch = next(whole_batches(job, 1))
             random.forget()
@@ -59,6 +62,8 @@ class FirstStep:
                 loss = run.backward(batch)
             self.weights = [p.detach().clone() for p in run.model.parameters()]
             self.gradients = [None if p.grad is None else p.grad.clone() for p in run.model.parameters()]
+            with autocast(job):
+                keeps_state = repeatable.keeps_state()
             self.record = run.update(loss, gradients_of(run.model))
         for kind in ALL_KINDS:
             save_kind(folder, kind, 0, self.record.tensors(kind))
@@ -66,7 +71,7 @@ class FirstStep:
             "losses": [loss], "rates": [self.record.rates], "marks": [sample_marks(batch).tolist()],
             "draws": [len(random.drawn)], "most_repeats": random.most_repeats(),
             "seeds_itself": bool(random.seeds - {key_to_seed(job.seed, "step", 0, 0, 0)}),
-            "evaluation": {}, "evaluation_limit": {}, "coupling": None,
+            "evaluation": {}, "evaluation_limit": {}, "coupling": None, "loss_keeps_state": keeps_state,
             "state_sizes": [{name: tensor.numel() for name, tensor in self.record.state.items()}]}
 
     def narrow(self) -> dict[str, Any]:

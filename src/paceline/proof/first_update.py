@@ -101,6 +101,12 @@ def _judged(asked: Resolved, reference: dict[str, Any], difference: str | None, 
     if "error" in reference:
         return FirstUpdate("unchecked", "one device could not take the first step: "
                            f"{reference['error'].splitlines()[0]}", seconds)
+    if reference["loss_keeps_state"] and _is_cut(asked):
+        raise PlanRefused(
+            "the loss keeps a state of its own: called again with the same output and target, it gives another value. "
+            f"Under '{asked.plan}' it is called for parts of a batch, and each rank has a state of its own",
+            hint="let the model keep the state in a buffer and return what the loss needs, or use a plan with one "
+                 "replica and one micro-batch; --check no trains all the same")
     if difference is not None:
         raise PlanRefused(
             f"the first update under '{asked.plan}' is not what one device computes: {difference}",

@@ -9,10 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from paceline.capture.forward_state import ForwardState
 from paceline.capture.probe import NOTHING, Observed
+from paceline.capture.written import Seen
 from paceline.errors import PlanRefused
 from paceline.strategies.units import find_units, refuse_scripted
 
@@ -80,14 +82,47 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        # An argument is kept for backward, and torch refuses it there if it was written to.
         args = tuple(self.buffers.get(id(argument), argument) for argument in args)
         names = tuple(argument.name for argument in args if isinstance(argument, _Buffer))
-        return checkpoint(self._run, *args, use_reentrant=False, context_fn=partial(self._contexts, names), **kwargs)
+        inputs = _Inputs(args, kwargs)
+        # torch is given what nothing writes to: it refuses in backward what was written to, and looks for devices here.
+        return checkpoint(partial(self._run, inputs), *inputs.values(), use_reentrant=False,
+                          context_fn=partial(self._contexts, names))
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, inputs: _Inputs, *_: torch.Tensor) -> Any:
+        args, kwargs = inputs.next()
         return self.forward(*(self.state.buffers[argument.name]  # type: ignore[index]
                               if isinstance(argument, _Buffer) else argument for argument in args), **kwargs)
 
     def _contexts(self, buffers: tuple[str, ...]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), self.state.now(buffers=buffers).again()
+
+
+class _Inputs:
+    """What a forward is given. It may write to these tensors, and add to and take from these lists and dicts."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self.structure = pytree.tree_flatten((args, kwargs))
+        self.leaves = [Seen(leaf) if type(leaf) is torch.Tensor else leaf for leaf in leaves]
+        self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+
+    def values(self) -> list[torch.Tensor]:
+        """The tensors; those that may be written to, without gradient and at values that stay."""
+        return [leaf.value if isinstance(leaf, Seen) else leaf for leaf in self.leaves
+                if isinstance(leaf, Seen | torch.Tensor)]
+
+    def next(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments themselves, and from the second time on the same once more, as they were."""
+        given, self.given = self.given, None
+        if given is not None:
+            return given
+        leaves = [_as_given(leaf) if isinstance(leaf, Seen) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        return args, kwargs
+
+
+def _as_given(seen: Seen) -> torch.Tensor:
+    if not seen.is_written():
+        return seen.tensor
+    value = seen.value.clone()
+    return value.requires_grad_().clone() if seen.tensor.requires_grad else value

@@ -26,6 +26,7 @@ from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.layout import tensors_in
 from paceline.strategies.shard.hooks import Hooks, hooks_of
+from paceline.strategies.shard.inputs import WritableInputs
 from paceline.strategies.shard.roll import Roll
 from paceline.strategies.units import find_units, is_callable, name_in_model, refuse_scripted
 
@@ -85,8 +86,10 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPPieceModule\) returned a view")
     sharded = {name: module for name, module in {**units, **outermost}.items()
                if module is model or any(p not in whole for p in module.parameters())}
-    for unit in sharded.values():
+    for path, unit in sharded.items():
         module = fully_shard(unit, mesh=along, reshard_after_forward=plan.zero == 3, ignored_params=whole)
+        if unit is not model:
+            WritableInputs(unit, path)
         # Gradients are sums: the loss is already divided by the whole window's count.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,58 @@
+"""Units that change what they are given.
+
+FSDP2 hands a unit views of its tensors, which torch lets nobody write to, in lists and dicts that are copies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from paceline.capture.written import lazy_copy
+from paceline.errors import PlanRefused
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class WritableInputs:
+    """Hands a unit copies of such views, and writes what becomes of a copy to the tensor that the caller gave.
+
+    writes: whether the unit's first forward with gradients wrote to one; None before that. A unit that did not is
+        given the views from then on.
+
+    Raises:
+        PlanRefused: in the forward, which adds to a list or dict that it is given, or takes from it.
+    """
+
+    def __init__(self, unit: nn.Module, path: str) -> None:
+        self.path = path
+        self.writes: bool | None = None
+        self.forward, self.given = unit.forward, list[Any]()
+        unit.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)  # before FSDP2's
+        unit.forward = self._run
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.writes is not False and torch.is_grad_enabled():
+            self.given = pytree.tree_leaves((args, kwargs))
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.given:
+            return self.forward(*args, **kwargs)
+        given, self.given = self.given, []
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        copies = {number: lazy_copy(leaf) for number, leaf in enumerate(leaves) if leaf is not given[number]}
+        args, kwargs = pytree.tree_unflatten([copies.get(number, leaf) for number, leaf in enumerate(leaves)],
+                                             structure)
+        versions = {number: copy._version for number, copy in copies.items()}
+        output = self.forward(*args, **kwargs)
+        if pytree.tree_structure((args, kwargs)) != structure:
+            raise PlanRefused(f"'{self.path}' adds to a list or dict that it is given, or takes from it, and under shard=N "
+                              "it is given a copy of that", hint="return what is added, or use a data=N plan")
+        edited = [number for number, copy in copies.items() if copy._version != versions[number]]
+        for number in edited:
+            given[number].copy_(copies[number])
+        self.writes = bool(edited)
+        return output
