@@ -270,3 +270,20 @@ def average_in_buffers() -> paceline.Job:
             return super().forward(x)
 
     return make_job(Averaging)
+
+
+@entry("a buffer of bools that notes which features were ever active, and silences the others' bias")
+def buffer_of_bools() -> paceline.Job:
+    class Active(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, FEATURES)
+            self.register_buffer("active", torch.zeros(FEATURES, dtype=torch.bool))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            if self.training:
+                self.active |= (x > 0.8).any(0)
+            return x * torch.where(self.active, 1.0, 0.9)
+
+    return make_job(lambda: Net(Active))

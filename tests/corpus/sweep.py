@@ -347,7 +347,7 @@ def distance(plain: Outcome, trained: Outcome, allowed: float) -> tuple[float, s
         pairs[f"'{name}'"] = (tensor, trained.state[name])
     for name, (mine, theirs) in pairs.items():
         off = _off(mine, theirs)
-        limit = allowed * max(1.0, float(mine.abs().max()) if mine.numel() else 0.0)
+        limit = allowed * max(1.0, float(_wide(mine).abs().max()) if mine.numel() else 0.0)
         greatest = max(greatest, off)
         if not off <= limit:
             wrong.append((off, name))
@@ -362,4 +362,9 @@ def _off(mine: torch.Tensor, theirs: torch.Tensor) -> float:
         return math.inf
     if not mine.numel():
         return 0.0
-    return float((mine.double() - theirs.double()).abs().max())
+    return float((_wide(mine) - _wide(theirs)).abs().max())
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, of bools too, in double precision."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

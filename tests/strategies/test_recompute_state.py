@@ -168,3 +168,11 @@ def test_a_state_that_no_attribute_shows_is_refused(make: Callable[[], Callable[
             return self.layers(self.warming(x))
 
     assert_alike(stateful_job(Root), "single recompute=full", tmp_path)
+
+
+def test_a_large_model_that_was_not_tried_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("paceline.capture.compare.MAX_BYTES", 100)
+    model = lambda: nn.Sequential(nn.Linear(8, 8), Warming(Ticks()), nn.Linear(8, 4))  # noqa: E731
+    paceline.train(stateful_job(model), "single recompute=full", devices="cpu:0", run=tmp_path, check=False)
+    assert "was not tried for state that none of its attributes shows" in capfd.readouterr().err

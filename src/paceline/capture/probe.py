@@ -54,6 +54,11 @@ def sparsely_trained(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in model.named_parameters() if id(p) in own and p.requires_grad)
 
 
+def has_own_code(model: nn.Module) -> bool:
+    """Whether a class of the model is of no library that is known here."""
+    return any(kind.__module__.partition(".")[0] not in _LIBRARIES for kind in {type(one) for one in model.modules()})
+
+
 def may_write(model: nn.Module) -> bool:
     """Whether code of the model's own, in the files of its classes or in hooks, might write to a parameter."""
     return (_has_in_source(model, _WRITES)

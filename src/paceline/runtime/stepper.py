@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from paceline.capture.attributes import in_float64
+from paceline.capture.compare import MAX_BYTES, is_comparable
 from paceline.capture.examine import module_with_unseen_state
 from paceline.capture.probe import (
     NOTHING,
     Observed,
     choosing,
     followers,
+    has_own_code,
     limited_by_norm,
     may_choose,
     may_write,
@@ -143,9 +145,13 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
 
     spill, model = build()
     observed, is_used = NOTHING, False
-    if runs_again(plan, model):
+    if runs_again(plan) and is_comparable(model):
         _refuse_unseen_state(job, model, spill, device)
         is_used = True
+    elif runs_again(plan) and has_own_code(model) and mesh.rank == 0:
+        logger.warning("the model has more than %d MiB of parameters and was not tried for state that none of its "
+                       "attributes shows (a count in a closure, say); recompute=full would change such a state twice "
+                       "a step", MAX_BYTES // 1024**2)
     if plan.axes.shard > 1 or isinstance(plan.sync, Servers):
         here = torch.device("cpu") if may_be_elsewhere(plan, model) else device
         observed, is_run = observe(job, plan, model, spill, here)

@@ -137,12 +137,9 @@ def end_evaluation(synchronisers: Sequence[Synchroniser]) -> None:
             synchroniser.end_evaluation()
 
 
-def runs_again(plan: Plan, model: nn.Module) -> bool:
-    """Whether the plan runs parts of the model's own code a second time in a step, and the model is small enough to be
-    tried beforehand."""
-    from paceline.capture.compare import is_comparable
-
-    return recompute.is_active(plan) and not plan.splits_model and is_comparable(model)
+def runs_again(plan: Plan) -> bool:
+    """Whether the plan runs parts of the model's own code a second time in a step."""
+    return recompute.is_active(plan) and not plan.splits_model
 
 
 def refuse_unseen_state(model: nn.Module, path: str) -> None:
