@@ -254,3 +254,18 @@ def skips_in_a_list() -> paceline.Job:
             return self.last(x)
 
     return make_job(UNet)
+
+
+@entry("an input that the model normalises in place, with whole numbers beside it")
+def input_normalised_in_place() -> paceline.Job:
+    class Normalising(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.net = nn.Embedding(9, FEATURES), Net()
+
+        def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+            x.sub_(0.5).div_(2.0)
+            return self.net(x + self.embedding(kind.add_(1)))
+
+    x, kinds, y = numbers(SAMPLES, FEATURES), integers(8, SAMPLES), numbers(SAMPLES, 3, seed=3)
+    return make_job(Normalising, data=[({"x": a, "kind": b}, t) for a, b, t in zip(x, kinds, y, strict=True)])

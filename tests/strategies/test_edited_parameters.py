@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.capture.probe import followers, may_write
+from paceline.capture.probe import followers, may_write, written_by
 from paceline.launch.failure import RankFailed
 from paceline.strategies.units import find_units
 
@@ -233,6 +234,31 @@ class InBlocks(TwoNets):
         super().__init__()
         self.target[0].register_forward_pre_hook(lambda block, _: (block.weight.data.copy_(torch.eye(8)), None)[1])
         self.target[0].weight.data.copy_(torch.eye(8))
+
+
+class Once(TwoNets):
+    """Sets a weight in its block, in the first forward alone, as an ActNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target[0].register_forward_pre_hook(self.set_once)
+        self.is_set = False
+
+    def set_once(self, block: nn.Module, inputs: Any) -> None:
+        if not self.is_set:
+            block.weight.data.copy_(torch.eye(8))
+            self.is_set = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.online(x) * self.target(x)
+
+
+def test_what_a_block_writes_once_does_not_follow():
+    """It was written to before: a look at two forwards more sees nothing."""
+    model = Once()
+    names = written_by(lambda: model(torch.ones(2, 8)), model)
+    assert names == {"target.0.weight"}
+    assert followers(names, model, find_units(model), (partial(model, torch.zeros(2, 8)),) * 2) == set()
 
 
 @pytest.mark.parametrize(("kind", "expected"), [

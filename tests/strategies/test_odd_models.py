@@ -102,8 +102,24 @@ def inner() -> dict[str, Any]:
             "loss": lambda output, target: F.mse_loss(output, target) + seen[-1].square().mean()}
 
 
+class WithInput(odd.Net):
+    def forward(self, x: Tensor) -> Any:
+        x = x.requires_grad_()
+        return x, super().forward(x)
+
+
+def by_input() -> dict[str, Any]:
+    """A loss that differentiates the output by the input."""
+    def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        gradient, = torch.autograd.grad(output[1].sum(), output[0], create_graph=True)
+        return F.mse_loss(output[1], target) + gradient.square().mean()
+
+    return {"model": WithInput, "loss": loss}
+
+
 @pytest.mark.parametrize("plan", odd.SPLITS)
 @pytest.mark.parametrize(("job", "words"), [
+    (by_input, "the loss goes back through the model"),
     (penalty, "the loss uses the parameter 'a.weight' of the model"),
     (auxiliary, "the loss uses the attribute 'aux' of the model"),
     (inner, "the loss uses a tensor that the forward made inside of the model")])

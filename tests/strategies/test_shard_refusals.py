@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,20 @@ def with_auxiliary(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target) + 0.1 * Net.built[0].aux
 
 
+class WithInput(Net):
+    """Returns its input, too, for a penalty on the gradient by it."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.requires_grad_()
+        return x, super().forward(x)
+
+
+def penalised_by_input(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    x, y = output
+    gradient, = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return F.mse_loss(y, target) + gradient.square().mean()
+
+
 def unchecked(job: paceline.Job, plan: str, folder: Path) -> None:
     paceline.train(job, plan, run=folder / "run", timeout_s=60, check=False)
 
@@ -79,8 +94,54 @@ def test_an_auxiliary_loss_is_exact(tmp_path: Path):
 def test_a_gradient_inside_the_forward(tmp_path: Path):
     """Exact on whole replicas, and refused where it would set FSDP2's backward off."""
     assert_alike(stateful_job(Force, steps=3), "data=2", tmp_path)
-    with pytest.raises(RankFailed, match=r"the gradient of what 'energy.blocks.1' returns(?s:.*)use a data=N plan"):
+    with pytest.raises(RankFailed, match=r"goes back through what 'energy.blocks.1' returns(?s:.*)use a data=N plan"):
         unchecked(stateful_job(Force), "shard=2", tmp_path)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_loss_that_goes_back_through_the_model(zero: int, tmp_path: Path):
+    """Exact on whole replicas; the blocks' weights are sharded again when the step's own backward comes."""
+    assert_alike(stateful_job(WithInput, loss=penalised_by_input, steps=3), "data=2", tmp_path)
+    with pytest.raises(RankFailed, match=r"goes back through what '.*' returns(?s:.*)use a data=N plan"):
+        unchecked(stateful_job(WithInput, loss=penalised_by_input), f"shard=2 zero={zero}", tmp_path)
+
+
+def test_a_loss_that_goes_back_to_the_output_alone(tmp_path: Path):
+    """It passes no weights."""
+    def sharpened(output: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(output, target)
+        return loss + 0.1 * torch.autograd.grad(loss * len(target), output, create_graph=True)[0].square().mean()
+
+    assert_alike(stateful_job(Net, loss=sharpened, steps=3), "shard=2", tmp_path)
+
+
+class Popping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, skips: list[Tensor]) -> Tensor:
+        return torch.tanh(self.linear(x)) + skips.pop()
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList([Popping(), Popping()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        skips = [x, x * 2]
+        for block in self.blocks:
+            x = block(x, skips)
+        return self.last(x)
+
+
+def test_a_list_that_blocks_change(tmp_path: Path):
+    """FSDP2 hands each block a copy of it."""
+    with pytest.raises(RankFailed, match=r"'blocks.0' adds to a list or dict that it is given, or takes(?s:.*)data=N"):
+        unchecked(stateful_job(Skipping), "shard=2", tmp_path)
 
 
 def batch_norm() -> nn.Module:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from paceline.capture.examine import is_near
+from paceline.capture.examine import call, is_near
 from paceline.capture.graph import Capture
 from paceline.capture.randomness import WithoutRandomness
 from paceline.capture.state import StateSnapshot
+from paceline.capture.written import lazy_copies
 from paceline.launch.logs import logger
 
 FORWARDS = 2  # in a row: the second one sees what the first has left
@@ -48,7 +49,7 @@ def first_difference(model: nn.Module, capture: Capture, args: tuple[Any, ...], 
         with running(), snapshot.watching(), WithoutRandomness():
             try:
                 with modules:
-                    expected = [_figures(model, partial(model, *args, **kwargs), backward=not number)
+                    expected = [_figures(model, partial(call, model, args, kwargs), backward=not number)
                                 for number in range(FORWARDS)]
             except Exception as error:  # on a batch of this size, say
                 logger.info("not compared with its capture: the model fails on the example: %s", error)
@@ -119,7 +120,7 @@ def _run(model: nn.Module, capture: Capture, args: tuple[Any, ...], kwargs: dict
          made: dict[str, torch.Tensor]) -> Any:
     """The output of all pieces one after the other. made: is filled with the values of the pieces, by name."""
     parameters = dict(model.named_parameters())
-    values = capture.bind(args, kwargs)
+    values = capture.bind(*lazy_copies((args, kwargs)))
     for piece in capture.pieces:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         outputs = piece.run(*(parameters[name] for name in piece.parameters),

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from paceline.capture.attributes import AttributeSnapshot, is_like_a_buffer, plain_attributes
 from paceline.capture.randomness import WithoutRandomness
 from paceline.capture.state import StateSnapshot, draws_state
+from paceline.capture.written import lazy_copies
 from paceline.errors import PlanRefused
 
 WHOLE_MODEL_PLANS = "data=N and shard=N plans run the model as it is"
@@ -70,7 +71,7 @@ def _run_twice(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
                findings: Findings) -> None:
     first = _Watch(model)
     with first.watching():
-        output = model(*args, **kwargs)
+        output = call(model, args, kwargs)
     _make_known((args, kwargs, output))
     for path in first.draws:
         findings.opaque.setdefault(path, "draws from Python's or NumPy's random numbers")
@@ -79,7 +80,7 @@ def _run_twice(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     snapshot.restore_tensors()
     again = _Watch(model)
     with again.watching():
-        repeated = model(*args, **kwargs)
+        repeated = call(model, args, kwargs)
     changing = attributes.changed()
     values = {name: (module, attribute, value) for name, module, attribute, value in plain_attributes(model)}
     to_buffers = []
@@ -94,7 +95,7 @@ def _run_twice(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         snapshot.restore()
         again = _Watch(model)
         with again.watching():
-            repeated = model(*args, **kwargs)
+            repeated = call(model, args, kwargs)
     if not alike(output, repeated):
         path = next((path for (path, a), (_, b) in zip(first.outputs, again.outputs, strict=False)
                      if path and not alike(a, b)), "")
@@ -118,12 +119,18 @@ def module_with_unseen_state(model: nn.Module, args: tuple[Any, ...], kwargs: di
         with running(), snapshot.watching(), WithoutRandomness():
             for watch in (first, again):
                 with watch.watching():
-                    model(*args, **kwargs)
+                    call(model, args, kwargs)
                 snapshot.restore()
     finally:
         snapshot.restore()
     return next((path for (path, a), (_, b) in zip(first.outputs, again.outputs, strict=False) if not alike(a, b)),
                 None)
+
+
+def call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's output for copies of these, which it may write to."""
+    args, kwargs = lazy_copies((args, kwargs))
+    return model(*args, **kwargs)
 
 
 def _make_known(value: Any) -> None:

@@ -80,7 +80,7 @@ def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 given = _apart(output)
                 watch = _Reads(of_model, forward.storages, given)
                 with function_kept(function, model), watch:
-                    seen[what] = function(given)
+                    seen[what] = _value(what, function, given, output)
                 if watch.read:
                     raise _refused(what, watch.read)
             if snapshot.attributes.changed():
@@ -92,6 +92,24 @@ def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                         raise _refused(what, f"what the forward leaves in attributes, such as '{changed}'")
     finally:
         snapshot.restore()
+
+
+def _value(what: str, function: Function, given: Any, output: Any) -> Any:
+    """What a function gives for an output apart from its graph.
+
+    Raises:
+        PlanRefused: it can't without.
+    """
+    try:
+        return function(given)
+    except RuntimeError as error:
+        try:
+            function(output)
+        except Exception:
+            raise error from None
+        raise PlanRefused(f"{what} goes back through the model (torch.autograd.grad), and no rank of a plan that "
+                          "splits the model has all of it",
+                          hint="data=N plans keep the whole model on every rank") from error
 
 
 def _is_same_again(function: Function, output: Any, before: Any, model: nn.Module) -> bool:

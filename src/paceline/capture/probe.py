@@ -181,5 +181,6 @@ def followers(names: Iterable[str], model: nn.Module, blocks: Mapping[str, nn.Mo
     reset()
     addresses = {name: address(named[name]) for name in values}
     forwards[1]()
+    # What neither forward writes to was written to once, before them, and that may have been in its block.
     return frozenset(name for name in values if name not in inside and torch.equal(named[name], after[name])
-                     and address(named[name]) == addresses[name])
+                     and not torch.equal(after[name], values[name]) and address(named[name]) == addresses[name])

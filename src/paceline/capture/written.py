@@ -7,7 +7,10 @@ microsecond and no memory, and a write is seen however it was made: version coun
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.utils import _pytree as pytree
 
 
 class Seen:
@@ -53,6 +56,11 @@ def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
         return torch._lazy_clone(tensor)
     except (RuntimeError, NotImplementedError, AttributeError):  # memory that torch did not allocate itself
         return tensor.clone()
+
+
+def lazy_copies(value: Any) -> Any:
+    """The same containers with copies of their tensors; see `lazy_copy`. A model may write to what it is given."""
+    return pytree.tree_map_only(torch.Tensor, lazy_copy, value)
 
 
 address = torch._C._data_address  # type: ignore[attr-defined]  # `data_ptr` would count as writing

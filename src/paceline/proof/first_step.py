@@ -56,6 +56,7 @@ class FirstStep:
             self.run = run = PlainRun(replace(job, loss=repeatable))
             save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
             batch = next(whole_batches(job, 1))
+            marks = [sample_marks(batch).tolist()]  # a model may write to what it is given
             random.forget()
             self.dtypes = _Watched({p.dtype for _, p in run.named}, take_cores)
             with self.dtypes:
@@ -68,7 +69,7 @@ class FirstStep:
         for kind in ALL_KINDS:
             save_kind(folder, kind, 0, self.record.tensors(kind))
         self.figures: dict[str, Any] = {
-            "losses": [loss], "rates": [self.record.rates], "marks": [sample_marks(batch).tolist()],
+            "losses": [loss], "rates": [self.record.rates], "marks": marks,
             "draws": [len(random.drawn)], "most_repeats": random.most_repeats(),
             "seeds_itself": bool(random.seeds - {key_to_seed(job.seed, "step", 0, 0, 0)}),
             "evaluation": {}, "evaluation_limit": {}, "coupling": None, "loss_keeps_state": keeps_state,

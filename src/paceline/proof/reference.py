@@ -124,13 +124,13 @@ def _write_plain(job: Job, folder: Path, reference: dict[str, Any], steps: int, 
     floors: list[Kinds] = []
     for step, batch in enumerate(whole_batches(job, steps)):
         random.forget()
+        reference["marks"].append(sample_marks(batch).tolist())  # a model may write to what it is given
         record = run.step(batch)
         reference["draws"].append(len(random.drawn))
         reference["most_repeats"] = max(reference["most_repeats"], random.most_repeats())
         reference["seeds_itself"] |= bool(random.seeds - {key_to_seed(job.seed, "step", step, 0, 0)})
         reference["losses"].append(record.loss)
         reference["rates"].append(record.rates)
-        reference["marks"].append(sample_marks(batch).tolist())
         reference["state_sizes"].append({name: tensor.numel() for name, tensor in record.state.items()})
         for kind in ALL_KINDS:
             save_kind(folder, kind, step, record.tensors(kind))

@@ -228,7 +228,9 @@ def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
                 chooses = choosing(model, find_units(model), [partial(batch.call, model) for batch in batches])
     if edited and isinstance(plan.sync, Servers):
         raise PlanRefused(f"a forward changes the parameter '{min(edited)}' in place, and servers, which keep the "
-                          "parameters, would not learn of it", hint="use a data=N plan")
+                          "parameters, would not learn of it",
+                          hint="use a data=N plan if all replicas change it alike, or one that doesn't cut the batch: "
+                               "single or tensor=N")
     return Observed(edited, chooses), is_run
 
 

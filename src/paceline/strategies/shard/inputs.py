@@ -49,8 +49,8 @@ class WritableInputs:
         versions = {number: copy._version for number, copy in copies.items()}
         output = self.forward(*args, **kwargs)
         if pytree.tree_structure((args, kwargs)) != structure:
-            raise PlanRefused(f"'{self.path}' adds to a list or dict that it is given, or takes from it, and under shard=N "
-                              "it is given a copy of that", hint="return what is added, or use a data=N plan")
+            raise PlanRefused(f"'{self.path}' adds to a list or dict that it is given, or takes from it, and under "
+                              "shard=N it is given a copy of that", hint="return what is added, or use a data=N plan")
         edited = [number for number, copy in copies.items() if copy._version != versions[number]]
         for number in edited:
             given[number].copy_(copies[number])

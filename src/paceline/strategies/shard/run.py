@@ -100,12 +100,13 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
             module.set_reduce_scatter_unused_params(True, recurse=False)
     if device is not None:
         _bring(device, [*(p for p in model.parameters() if not is_sharded(p)), *model.buffers()])
+    running = _Running()
     if outermost:  # a captured piece is called by every rank alike, and returns tensors
-        _watch_calls(sharded, Roll(list(sharded), mesh.group("shard"), mesh.ranks_along("shard")))
+        running = _watch_calls(sharded, Roll(list(sharded), mesh.group("shard"), mesh.ranks_along("shard")))
         model.forward = _explained(model.forward)
     trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
     return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard"), sparse=observed.sparse),
-                    zero=plan.zero, hooks=hooks)
+                    zero=plan.zero, hooks=hooks, running=running)
 
 
 def _bring(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
@@ -125,11 +126,11 @@ class Sharding:
     """Tells FSDP2 before each micro-batch what to keep whole after it, and sums what it doesn't shard."""
 
     def __init__(self, root: nn.Module, sharded: Mapping[str, nn.Module], whole: GradientBuckets, *,
-                 zero: int, hooks: Mapping[str, Hooks]) -> None:
+                 zero: int, hooks: Mapping[str, Hooks], running: _Running) -> None:
         # The outermost tells those inside it.
         self.told: list[FSDPModule] = [sharded[""]] if "" in sharded else list(sharded.values())  # type: ignore
         self.units: list[FSDPModule] = list(sharded.values())  # type: ignore[arg-type]
-        self.whole, self.zero, self.hooks = whole, zero, hooks
+        self.whole, self.zero, self.hooks, self.running = whole, zero, hooks, running
         self.names = {name for name, p in root.named_parameters() if is_sharded(p) and p.requires_grad}
         self.used: set[str] = set()
         self.marked: set[str] = set()
@@ -142,6 +143,7 @@ class Sharding:
             module.register_forward_hook(edits.after, prepend=True)  # before FSDP2 lets go of the weights
 
     def begin(self, *, last: bool) -> None:
+        self.running.end()
         for module in self.told:
             module.set_is_last_backward(last)
             module.set_reshard_after_backward(last or self.zero == 3)
@@ -215,7 +217,8 @@ class _Edits:
         for before, now, (_, _, name) in zip(self.versions, self._versions(), self.places, strict=True):
             if before != now:
                 raise PlanRefused(f"a forward changes the parameter '{name}' in place, and shard=N would lose the "
-                                  "change", hint="use a data=N plan, which puts the changes of all replicas together")
+                                  "change", hint="use a data=N plan if all replicas change it alike, or one that "
+                                                 "doesn't cut the batch: single or tensor=N")
 
     def _versions(self) -> list[int]:
         return [holder._parameters[key]._version for holder, key, _ in self.places]  # type: ignore[union-attr]
@@ -268,7 +271,7 @@ def _kept_whole(model: nn.Module, units: Iterable[nn.Module]) -> set[nn.Paramete
     return whole
 
 
-def _watch_calls(sharded: Mapping[str, nn.Module], roll: Roll) -> None:
+def _watch_calls(sharded: Mapping[str, nn.Module], roll: Roll) -> _Running:
     """Compare over the ranks which unit is called next, before FSDP2 gathers it; refuse outputs it can't see into."""
     for number, module in enumerate(sharded.values()):
         if number + 1 < len(sharded):
@@ -280,13 +283,14 @@ def _watch_calls(sharded: Mapping[str, nn.Module], roll: Roll) -> None:
     sharded[""].register_forward_pre_hook(running.begin)
     for name, module in sharded.items():
         module.register_forward_hook(partial(running.watch, name or type(module).__name__.removeprefix("FSDP")))
-    sharded[""].register_forward_hook(running.end)
+    return running
 
 
 class _Running:
-    """Refuses a backward inside of a forward: FSDP2 takes it for the step's own, and lets go of weights and gradients.
+    """Refuses a backward before the step's own, inside of a forward or a loss: FSDP2 takes it for the step's, and lets
+    go of weights and gradients.
 
-    is_on: whether the model's forward is going on.
+    is_on: whether the model's forward is going on, or the loss after it.
     """
 
     def __init__(self) -> None:
@@ -295,19 +299,20 @@ class _Running:
     def begin(self, module: nn.Module, inputs: Any) -> None:
         self.is_on = True
 
-    def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def end(self) -> None:
+        """The step's own backward is next."""
         self.is_on = False
 
     def watch(self, unit: str, module: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._refuse, unit))
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(partial(self._refuse, unit))
 
-    def _refuse(self, unit: str, gradient: torch.Tensor) -> None:
+    def _refuse(self, unit: str, gradients: Any) -> None:
         if self.is_on:
-            raise PlanRefused(f"the model's forward takes the gradient of what '{unit}' returns (torch.autograd.grad), "
-                              "and shard=N gathers its weights for the step's own backward alone",
-                              hint="use a data=N plan, which keeps parameters whole")
+            raise PlanRefused("the model's forward or the loss goes back through what "
+                              f"'{unit}' returns (torch.autograd.grad), and shard=N gathers its weights for the step's "
+                              "own backward alone", hint="use a data=N plan, which keeps parameters whole")
 
 
 def _refuse_opaque(module: nn.Module, inputs: Any, output: Any) -> None:
