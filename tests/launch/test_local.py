@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from paceline.errors import PacelineError, PeerLost, Preempted
 from paceline.launch import local, watch
+from paceline.launch.aside import run_beside
 from paceline.launch.crew import PEERS, Crew
 from paceline.launch.failure import RankFailed
-from paceline.launch.local import run_beside
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nothing_left")]
 
@@ -198,27 +198,33 @@ def test_a_rank_that_ignores_everything_is_killed(run_ranks: Callable[..., Any],
         run_ranks(body, 2)
 
 
-def test_work_beside_a_run_that_fails(run_ranks: Callable[..., Any]):
-    """What runs beside the ranks learns that they have ended; the failure is told at once."""
-    seen: list[bool] = []
-
+def test_work_beside_a_run_is_in_a_process_of_its_own(run_ranks: Callable[..., Any], tmp_path: Path):
+    """A thread of the parent might hold a lock of a library in the moment of a fork: the fork would wait for ever."""
     def beside(board: Any) -> None:
         while not board.over:
             time.sleep(0.01)
-        seen.append(True)
+        (tmp_path / "seen").write_text(str(os.getpid()))
 
+    threads = threading.active_count()
+    run_ranks(lambda context: time.sleep(0.1), 1, idle=beside)
+    assert int((tmp_path / "seen").read_text()) != os.getpid()
+    assert threading.active_count() == threads
+
+
+def test_a_failure_does_not_wait_for_work_beside_it(run_ranks: Callable[..., Any]):
+    """It is told at once, and the other process is ended."""
+    started_s = time.monotonic()
     with pytest.raises(RankFailed, match="ValueError"):
-        run_ranks(lambda context: int("x"), 1, idle=beside)
-    assert seen == [True]
+        run_ranks(lambda context: int("x"), 1, idle=lambda board: time.sleep(60))
+    assert time.monotonic() - started_s < 20
 
 
-def test_work_beside_a_run_sees_its_signs_of_life():
+def test_work_beside_a_run_sees_its_signs_of_life(tmp_path: Path):
     """The board is shared, and the block does not end before the work did."""
     board = local.Board(1)
-    seen: list[int] = []
-    with run_beside(lambda b: (time.sleep(0.2), seen.append(b.read(0).step)), board):
+    with run_beside(lambda b: (time.sleep(0.2), (tmp_path / "step").write_text(str(b.read(0).step)), None)[2], board):
         board.write(0, 3, "forward")
-    assert seen == [3]
+    assert (tmp_path / "step").read_text() == "3"
 
 
 def test_cuda_in_use_is_refused(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):

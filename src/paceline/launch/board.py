@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import threading
 import time
 from dataclasses import dataclass
 
@@ -29,16 +28,22 @@ class Board:
     Others read it at any moment, so each word is written at once. (struct.pack_into first clears what it will write: a
     reader met times of 0, and a healthy rank was taken for one that had been silent since the machine started.)
 
-    over: set in the parent once the ranks have ended.
-    forkable: held in the parent while a thread of it computes, for a fork would inherit locks that nobody opens.
+    One word more says whether the ranks have ended.
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self.over = False
-        self.forkable = threading.Lock()
-        self._words = memoryview(mmap.mmap(-1, _WORDS * _WORD_BYTES * num_ranks)).cast("q")
+        self._words = memoryview(mmap.mmap(-1, (_WORDS * num_ranks + 1) * _WORD_BYTES)).cast("q")
         for rank in range(num_ranks):
             self.write(rank, 0, "start")
+
+    @property
+    def over(self) -> bool:
+        """Whether the ranks have ended; set by their parent."""
+        return bool(self._words[-1])
+
+    @over.setter
+    def over(self, is_over: bool) -> None:
+        self._words[-1] = is_over
 
     def write(self, rank: int, step: int, phase: str) -> None:
         self._words[_WORDS * rank] = step * len(PHASES) + PHASES.index(phase)

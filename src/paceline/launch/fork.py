@@ -1,18 +1,22 @@
-"""Asks a fork for what this process must not touch: CUDA, which forks can't share once it is in use.
+"""What a fork of this process may not inherit, and forks that are asked for what this process must not touch.
 
-torch begins to use CUDA in more places than one thinks of: any backward starts a thread for each GPU, of fake tensors
-and of the CPU's, too, and fake tensors look for GPUs when their mode is entered.
+That is CUDA, which forks can't share once it is in use. torch begins to use CUDA in more places than one thinks of: any
+backward starts a thread for each GPU, of fake tensors and of the CPU's, too, and fake tensors look for GPUs when their
+mode is entered.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from paceline import errors
@@ -81,8 +85,6 @@ def cuda_left_alone() -> Iterator[None]:
 
 
 def _answer(work: Callable[[], Any], writing: int, parent_pid: int) -> None:
-    from paceline.launch.local import die_with
-
     global _is_apart
     code = 1
     try:
@@ -102,3 +104,39 @@ def _answer(work: Callable[[], Any], writing: int, parent_pid: int) -> None:
             pipe.write(json.dumps(answer).encode())
     finally:
         os._exit(code)
+
+
+def refuse_used_cuda() -> None:
+    """
+    Raises:
+        PacelineError: CUDA is already in use in this process, which forks can't share.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
+                            hint="call train before anything touches the GPU, or use the paceline command")
+
+
+def end_openmp_threads() -> None:
+    """End the threads that GNU OpenMP keeps for this one; it starts them again when it needs them.
+
+    A fork inherits the list of these threads but not the threads, and its first parallel operator would wait for
+    them for ever. Data that a job prepares with two threads is enough for that. A process that is itself a fork may
+    have inherited such a list: ending those threads would wait for ever too, so it is left alone.
+    """
+    if multiprocessing.parent_process() is not None:
+        return
+    maps = Path("/proc/self/maps")
+    mapped = maps.read_text().splitlines() if maps.exists() else []
+    for library in {line.split()[-1] for line in mapped if "libgomp" in line}:
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(library).omp_pause_resource_all(2)  # omp_pause_hard, OpenMP 5.0
+
+
+def die_with(parent_pid: int) -> None:
+    """Ask the kernel to end this process when its parent ends, however that happens."""
+    if sys.platform.startswith("linux"):
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent_pid:  # it ended before it could be asked
+            os._exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import multiprocessing
 import os
@@ -10,7 +9,6 @@ import secrets
 import signal
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster import Device
-from paceline.errors import PacelineError, PeerLost
+from paceline.errors import PeerLost
 from paceline.launch import signals
 from paceline.launch.board import Board
 from paceline.launch.crew import PEERS, Crew
 from paceline.launch.failure import Failure, RankFailed, cause_of, killed, stopped
+from paceline.launch.fork import die_with, end_openmp_threads, refuse_used_cuda
 from paceline.launch.process import Body, run_rank
 
-_BESIDE_NICE = 10  # a tenth of a rank's share: at 19 a second of work lasted for 17 steps of the byte GPT
 _GRACE_S = 5.0  # after a first failure, for the other ranks to report and leave
 _SPEAK_S = 5.0  # after the timeout, for a rank that hangs to say where
 
@@ -85,7 +83,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
     Args:
         run_dir: Where each rank's log goes; without it only rank 0 is heard.
         timeout_s: How long a rank may give no sign of life while others wait.
-        idle: Called on a thread of this process, at a low priority, after the ranks have started.
+        idle: Called in another fork, at a low priority, after the ranks have started.
         crew: Which ranks the others go on without; the result of one that was killed is None.
         restarts: How often ranks that died or hang are started again: such a one alone, or else all of them, with
             `context.num_starts` above 1. A rank that raised an error is not: it would again.
@@ -94,6 +92,8 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         RankFailed: with the report of the rank whose failure the others followed from.
         PacelineError: CUDA is already in use in this process, which forks can't share.
     """
+    from paceline.launch.aside import run_beside  # which imports torch
+
     refuse_used_cuda()
     end_openmp_threads()
     ranks: list[_Rank] = []
@@ -115,13 +115,13 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
                     with _forking(launch, ranks, interrupted):
                         _start_all(launch, ranks)
                     _collect(launch, ranks, interrupted)
+                if cause is not None:
+                    error = RankFailed(cause, ranks[cause.rank].log)
+                    if interrupted and cause.is_stop and interrupted[0] == signal.SIGINT:
+                        error.exit_code = 128 + signal.SIGINT
+                    raise error
         finally:
             _end(ranks)
-    if (cause := _cause(launch, ranks)) is not None:
-        error = RankFailed(cause, ranks[cause.rank].log)
-        if interrupted and cause.is_stop and interrupted[0] == signal.SIGINT:
-            error.exit_code = 128 + signal.SIGINT
-        raise error
     return [rank.result for rank in ranks]
 
 
@@ -146,57 +146,12 @@ def _tell_restart(launch: _Launch, failure: Failure, what: str) -> None:
 
 @contextmanager
 def _forking(launch: _Launch, ranks: Sequence[_Rank], interrupted: Sequence[int]) -> Iterator[None]:
-    """Start ranks while no other thread of this process computes. They hear of a signal that came just before."""
-    with launch.board.forkable, signals.held():
+    """Start ranks again. They hear of a signal that came just before."""
+    with signals.held():
         yield
         if interrupted:
             for rank in ranks:
                 rank.process.terminate()
-
-
-def refuse_used_cuda() -> None:
-    """
-    Raises:
-        PacelineError: CUDA is already in use in this process, which forks can't share.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
-                            hint="call train before anything touches the GPU, or use the paceline command")
-
-
-def end_openmp_threads() -> None:
-    """End the threads that GNU OpenMP keeps for this one; it starts them again when it needs them.
-
-    A fork inherits the list of these threads but not the threads, and its first parallel operator would wait for
-    them for ever. Data that a job prepares with two threads is enough for that. A process that is itself a fork may
-    have inherited such a list: ending those threads would wait for ever too, so it is left alone.
-    """
-    if multiprocessing.parent_process() is not None:
-        return
-    maps = Path("/proc/self/maps")
-    mapped = maps.read_text().splitlines() if maps.exists() else []
-    for library in {line.split()[-1] for line in mapped if "libgomp" in line}:
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(library).omp_pause_resource_all(2)  # omp_pause_hard, OpenMP 5.0
-
-
-@contextmanager
-def run_beside(work: Callable[[Board], None] | None, board: Board) -> Iterator[None]:
-    """Run `work(board)` on a thread of low priority while the block runs; it looks for `board.over`."""
-    def at_low_priority() -> None:
-        with suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BESIDE_NICE)
-        if work is not None:
-            work(board)
-
-    thread = threading.Thread(target=at_low_priority, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        board.over = True
-    thread.join(timeout=30)
 
 
 def _is_outlived(failure: Failure, crew: Crew) -> bool:
@@ -243,15 +198,6 @@ def _child(launch: _Launch, rank: int, send: Connection, parent_pid: int) -> Non
         report("failure", [failure.to_json(), str(log or "")])
         sys.exit(failure.exit_code)
     report("result", result)
-
-
-def die_with(parent_pid: int) -> None:
-    """Ask the kernel to end this process when its parent ends, however that happens."""
-    if sys.platform.startswith("linux"):
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent_pid:  # it ended before it could be asked
-            os._exit(1)
 
 
 @contextmanager

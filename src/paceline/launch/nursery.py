@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paceline.launch.local import die_with, end_openmp_threads
+from paceline.launch.fork import die_with, end_openmp_threads
 
 _LINE_BYTES = 4096
 _REAP_S = 5.0

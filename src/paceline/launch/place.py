@@ -45,7 +45,7 @@ class Place:
             crew: Crew = PEERS, restarts: int | None = None) -> Any:
         """Run the body as every rank and return rank 0's result (inside a launcher, this rank's).
 
-        idle: called on a thread of this process while forked ranks work, with their signs of life.
+        idle: called in a fork of this process while forked ranks work, with their signs of life.
         restarts: how often ranks that died are started again; by default as the crew has it.
 
         Raises:

@@ -28,6 +28,7 @@ from paceline.launch.board import Board
 from paceline.launch.context import RankContext
 from paceline.launch.crew import Crew
 from paceline.launch.failure import Failure, cause_of, killed
+from paceline.launch.fork import refuse_used_cuda
 from paceline.launch.nursery import Member, Nursery
 from paceline.launch.warm import STOP_S, Event, Kind
 
@@ -94,8 +95,6 @@ class Pool:
     """
 
     def __init__(self, body: TaskBody, devices: Sequence[Device], *, timeout_s: float = 300.0) -> None:
-        from paceline.launch.local import refuse_used_cuda
-
         refuse_used_cuda()
         self.devices, self._body, self._timeout_s = tuple(devices), body, timeout_s
         self._board = Board(len(devices))

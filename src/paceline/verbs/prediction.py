@@ -118,8 +118,7 @@ def predict_once_started(board: Board, priced: Priced, run_dir: Path) -> None:
         if board.over:
             return
         time.sleep(0.05)
-    with board.forkable:
-        apart_from_cuda(lambda: _predict(priced, run_dir))
+    apart_from_cuda(lambda: _predict(priced, run_dir))
 
 
 def _predict(priced: Priced, run_dir: Path) -> None:
