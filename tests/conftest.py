@@ -36,11 +36,29 @@ _LONG = ("verify/test_split.py", "verify/test_parity.py", "verify/test_servers.p
          "strategies/test_odd_models.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of many plans have more time than others before they are taken for hanging."""
+    """Tests of many plans have more time than others before they are taken for hanging, and a small form."""
+    _leave_small_forms(items)
     for item in items:
         if item.path.as_posix().endswith(_LONG) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300))
+
+
+def _leave_small_forms(items: list[pytest.Item]) -> None:
+    """Of a test that is marked as `sweep(n)`, n cases belong to the suite, spread over all of them; the others are
+    slow."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sweep") and not item.get_closest_marker("slow"):
+            cases.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+    for same in cases.values():
+        (small,) = same[0].get_closest_marker("sweep").args  # type: ignore[union-attr]
+        width = max(len(same) // small, 1)
+        kept = {len(same) * number // small + number % width for number in range(small)}
+        for number, item in enumerate(same):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

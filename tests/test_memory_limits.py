@@ -58,6 +58,7 @@ def test_one_device_is_refused_with_the_ledger(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("plan", [
     "place=auto parts=4", "shard=4", pytest.param("pipeline=4", marks=pytest.mark.slow)])

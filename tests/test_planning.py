@@ -73,6 +73,7 @@ def test_devices_that_are_not_here():
     assert max(map(len, answer.describe().splitlines())) <= 100
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("cluster", ["8xA100", "2x8xH100"])
 def test_a_model_of_transformers_is_split_where_it_is_not(cluster: str):
     """From its configuration, as it is: it also returns a cache, which no plan passes on."""

@@ -182,6 +182,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model.safetensors")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", [
     "data=2 compress=bf16", "data=3 compress=int8", "data=2 compress=topk", "data=3 compress=powersgd",
     "data=2 shard=2 compress=topk"])
@@ -195,6 +196,7 @@ def test_a_resumed_run_is_the_whole_one_bit_by_bit(tmp_path: Path, plan: str) ->
         assert torch.equal(tensor, weights(tmp_path / "cut")[name]), name
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("before", "after", "said"), [
     ("data=3 compress=topk", "data=2 compress=topk", "3 replicas had not sent yet of their gradients is shared by 2"),
     ("data=2 compress=powersgd", "shard=2", "is dropped: this plan leaves nothing out"),

@@ -66,6 +66,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "momentum_target": lambda: nn.Sequential(MomentumTarget(), nn.Linear(8, 4))}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_state_changes_once(name: str, tmp_path: Path):
     """Weights and buffers are one device's, with one micro-batch and with two."""
@@ -80,6 +81,7 @@ def test_blocks_that_are_sharded_too(name: str, tmp_path: Path):
     assert_alike(stateful_job(MODELS[name]), "shard=2 recompute=full", tmp_path, reference="shard=2")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("plan", "reference"), [
     ("place=auto parts=2", "single"), ("pipeline=2 microbatches=1", "single"),
     ("pipeline=2 microbatches=4 schedule=gpipe", "single accumulate=4")])

@@ -124,24 +124,28 @@ def table_job(model: Callable[[], nn.Module], optimizer: Any = "SGD", *, samples
         "optimizer": OPTIMIZERS.get(optimizer, optimizer), **changes})
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("optimizer", "plan"), [
     *(("SparseAdam", plan) for plan in REPLICAS), ("SGD", "data=3"), ("SGD", "shard=2"), ("Adagrad", "data=2 shard=2")])
 def test_tables_alone(optimizer: str, plan: str, tmp_path: Path):
     assert_alike(table_job(Tables, optimizer), plan, tmp_path)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("plan", [*REPLICAS, "data=2 tensor=2", "pipeline=2 data=2", "pipeline=2 shard=2",
                                   "pipeline=2 data=2 schedule=zero-bubble", "shard=2 tensor=2"])
 def test_a_table_under_dense_layers(plan: str, tmp_path: Path):
     assert_alike(table_job(UnderDense, "Adagrad"), plan, tmp_path)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["tensor=2", "data=2 tensor=2", "shard=2", "pipeline=2 shard=2"])
 def test_tables_inside_of_blocks(plan: str, tmp_path: Path):
     """Where the other layers of a block are split or sharded, its table stays whole."""
     assert_alike(table_job(OfBlocks, "Adagrad"), plan, tmp_path)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("plan", ["data=2", "data=3 accumulate=2", "shard=2", "data=2 shard=2", "pipeline=2",
                                   "pipeline=2 data=2", "pipeline=2 shard=2"])
 def test_a_weight_that_another_layer_uses(plan: str, tmp_path: Path):

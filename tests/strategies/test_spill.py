@@ -183,6 +183,7 @@ def weights() -> Any:
     WEIGHTS.with_suffix(".safetensors").unlink()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", [deep, rewritten, temporary, read_by_torch, read_by_safetensors])
 def test_a_whole_model_is_never_in_memory(make: Callable[[], nn.Module], run_ranks: Callable[..., Any]) -> None:
     """Of 320 MiB no more than the largest tensor, what is let in at a time and what is held; running it, too."""

@@ -263,6 +263,7 @@ def test_a_sampler_that_has_no_more_ends_the_study(job: str, tmp_path: Path):
         (width, act) for width in grid["width"] for act in grid["net.act"]}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "server=1 workers=1"])
 def test_a_trial_equals_the_training_of_its_settings(job: str, tmp_path: Path, plan: str):
     """To the last bit, under the same plan; the process that runs it has run others before."""
@@ -282,6 +283,7 @@ def test_many_short_trials_of_one_and_of_two_ranks_leave_no_device_idle_for_ever
     assert time.monotonic() - began_s < 100
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("plan", "reason"), [
     ("data=3", "plan 'data=3' needs 3 devices and 2 is the most that a trial can have"), ("dada=2", "dada"),
     (lambda: 1 / 0, "plan= raised ZeroDivisionError at .*test_search.py"),

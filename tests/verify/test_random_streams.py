@@ -58,6 +58,7 @@ def not_always(self: Odd, x: Tensor) -> Tensor:
     return F.dropout(x, 0.4) if float(x.detach().max()) > 0.8 else x
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("draw", [one_bit, same_mask_twice, alike_in_every_forward, reentrant, not_always,
                                   lambda self, x: F.dropout(x, 0.0)])
@@ -70,6 +71,7 @@ def test_layers_that_draw_alike_are_no_alarm() -> None:
     passes(make_job(dropout, batch=4), *CUTTING, "pipeline=2 microbatches=4")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", [*CUTTING, "pipeline=2", "shard=2 accumulate=2"])
 def test_masks_that_are_alike_in_all_micro_batches(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that don't depend on the micro-batch, which no figure of the run shows."""

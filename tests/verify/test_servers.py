@@ -57,6 +57,7 @@ class Experts(nn.Module):
         return out
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("model", [Mlp, Experts])
 def test_layers_are_updated_one_by_one(model: Any):
     """Without clipping each is updated when all its gradients are there; one that some worker lacks, at the end."""
@@ -74,6 +75,7 @@ def test_a_loss_of_sums_and_an_optimizer_of_whole_tensors():
     assert certificate.passed, certificate.describe()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("first", "then"), [("server=2 workers=2", "data=2"), ("shard=2", "server=2 workers=2"),
                                              ("server=1 workers=2 staleness=inf", "server=2 workers=2 staleness=1")])
 def test_checkpoints_do_not_know_the_servers(tmp_path: Path, first: str, then: str):
@@ -238,6 +240,7 @@ def _words(**changes: Any) -> paceline.Job:
                         **{"model": Words, "optimizer": sgd, **changes})
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # in torch's Adagrad
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_rows_of_tables_are_one_device_s(optimizer: str):

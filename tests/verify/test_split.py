@@ -26,6 +26,7 @@ from paceline.strategies.stages.layout import Stages
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [*(name for name in OWN if name != "chain"), "llama"])
 def test_a_pipeline_of_two(name: str) -> None:
     """Skips, towers, ties, keyword inputs, ignored targets and a short last batch, under the default schedule."""
@@ -47,18 +48,21 @@ def test_products() -> None:
            "pipeline=2 tensor=2 schedule=zero-bubble", "pipeline=2 data=2 tensor=2", steps=3)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["two-tower", "unet", "routed"])
 def test_placed_parts(name: str) -> None:
     """Modules where a memory ledger puts them, alone and in two replicas."""
     passes(split_job(name), "place=auto parts=2", "place=auto parts=2 data=2", steps=3)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("name", "plans"), [("tied", ["tensor=2", "shard=2 tensor=2"]), ("keras", ["tensor=2"])])
 def test_split_layers(name: str, plans: list[str]) -> None:
     """Heads, gates, embeddings and what can't be split beside them; fused weights and tied ones."""
     passes(split_job(name), *plans, steps=2)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("name", "plan", "most"), [
     ("llama", "tensor=2", 0.51), ("qwen3", "tensor=2", 0.51), ("gpt2", "tensor=2", 0.52), ("bert", "tensor=2", 0.53),
     ("llama", "pipeline=2", 0.6), ("two-tower", "place=auto parts=2", 0.6), ("llama", "pipeline=2 tensor=2", 0.31)])
