@@ -106,6 +106,15 @@ def noise() -> paceline.Job:
     return make_job(lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), Noise())))
 
 
+@entry("slopes and counts that are drawn, switched off while they are compared", random_layers=True)
+def drawn_slopes_and_counts() -> paceline.Job:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0.1 * torch.poisson(x.detach().exp()) + torch.normal(x.detach(), 0.5)
+
+    return make_job(lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.RReLU(), Counts())))
+
+
 @entry("a variational autoencoder by reparametrisation", random_layers=True)
 def variational() -> paceline.Job:
     class Variational(nn.Module):

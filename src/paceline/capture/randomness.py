@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,15 +24,36 @@ def _native_dropout(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch
     return x.clone(), torch.ones_like(x, dtype=torch.bool)
 
 
+def _rrelu_with_noise(x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3,
+                      training: bool = False) -> torch.Tensor:
+    slopes = torch.where(x > 0, 1.0, (lower + upper) / 2) if training else torch.ones_like(x)
+    noise.copy_(slopes)  # backward multiplies by it
+    return x * slopes if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+
+
+def _normal(mean: Any, std: Any, size: Any = None, **options: Any) -> torch.Tensor:
+    if size is not None:
+        return torch.full(size, mean, **options)
+    return mean.expand(torch.broadcast_shapes(mean.shape, getattr(std, "shape", ()))).clone() if isinstance(
+        mean, torch.Tensor) else torch.full_like(std, mean)
+
+
 # A mean for each operator that the layers of models draw with, without its `generator`. Dropout of every kind draws its
 # mask with bernoulli_(keep) on the CPU and divides by `keep`, so the mean makes it pass its input through; GPUs have
 # one operator for all of that.
 _MEANS: dict[str, Callable[..., Any]] = {
     "bernoulli": lambda x, p=None: x.clone() if p is None else torch.full_like(x, p),
+    "_sample_dirichlet": lambda x: x / x.sum(-1, keepdim=True),
+    "_standard_gamma": lambda x: x.clone(),
     "bernoulli_": lambda x, p=0.5: x.copy_(p) if isinstance(p, torch.Tensor) else x.fill_(p),
+    "binomial": lambda count, p: count * p,
     "exponential_": lambda x, rate=1.0: x.fill_(1 / rate),
+    "geometric_": lambda x, p: x.fill_(1 / p),
+    "log_normal_": lambda x, mean=1.0, std=2.0: x.fill_(math.exp(mean + std**2 / 2)),
     "native_dropout": _native_dropout,
+    "normal": _normal,
     "normal_": lambda x, mean=0.0, std=1.0: x.fill_(mean),
+    "poisson": lambda x: x.clone(),
     "rand": lambda size, **options: torch.full(size, 0.5, **options),
     "rand_like": lambda x, **options: torch.full_like(x, 0.5, **options),
     "randint": _randint,
@@ -39,6 +61,8 @@ _MEANS: dict[str, Callable[..., Any]] = {
     "randn": lambda size, **options: torch.zeros(size, **options),
     "randn_like": lambda x, **options: torch.zeros_like(x, **options),
     "randperm": lambda size, **options: torch.arange(size, **options),
+    "rrelu_with_noise": _rrelu_with_noise,
+    "rrelu_with_noise_": lambda x, *given: x.copy_(_rrelu_with_noise(x.clone(), *given)),
     "uniform_": lambda x, low=0.0, high=1.0: x.fill_((low + high) / 2),
 }
 

@@ -73,6 +73,7 @@ class FirstStep:
             "draws": [len(random.drawn)], "most_repeats": random.most_repeats(),
             "seeds_itself": bool(random.seeds - {key_to_seed(job.seed, "step", 0, 0, 0)}),
             "evaluation": {}, "evaluation_limit": {}, "coupling": None, "loss_keeps_state": keeps_state,
+            "left_on": sorted(random.left),
             "state_sizes": [{name: tensor.numel() for name, tensor in self.record.state.items()}]}
 
     def narrow(self) -> dict[str, Any]:
