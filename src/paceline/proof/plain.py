@@ -21,6 +21,7 @@ from paceline.capture.attributes import (
     plain_attributes,
     tensor_attributes,
 )
+from paceline.capture.written import lazy_copy
 from paceline.job import Job
 from paceline.proof.order import whole_batches
 from paceline.runtime.feed import MicroBatch, map_tensors
@@ -238,6 +239,11 @@ def permuted(batch: MicroBatch, draws: torch.Generator) -> MicroBatch:
     return MicroBatch(map_tensors(change, batch.input), map_tensors(change, batch.target), batch.samples)
 
 
+def unspoilt(batch: MicroBatch) -> MicroBatch:
+    """The batch with copies of its inputs: a model may write to them, and is run again on the same batch."""
+    return MicroBatch(map_tensors(lazy_copy, batch.input), batch.target, batch.samples)
+
+
 def part_of_batch(batch: MicroBatch, part: range) -> MicroBatch:
     """Some samples of a batch."""
     return MicroBatch(rows(batch.input, part, batch.samples), rows(batch.target, part, batch.samples), len(part))
@@ -270,7 +276,7 @@ def backward(job: Job, model: torch.nn.Module, *replicas: list[MicroBatch], step
         for number, piece in enumerate(pieces):
             seed_streams(job.seed, "step", step, replica, number)
             with autocast(job):
-                value = job.loss(piece.call(model), piece.target)
+                value = job.loss(unspoilt(piece).call(model), piece.target)
             if isinstance(value, tuple | list):
                 total = torch.as_tensor(value[0])
                 loss, count = loss + total.item(), count + float(value[1])

@@ -29,6 +29,7 @@ from paceline.proof.plain import (
     gradients_of,
     greatest,
     rows,
+    unspoilt,
     update,
 )
 from paceline.proof.reference import EXACT
@@ -94,7 +95,7 @@ def _loss_problem(job: Job, *, steps: int) -> Problem | None:
         if batch.samples < 2:
             continue
         with autocast(job):  # a forward may take gradients
-            output = map_tensors(torch.Tensor.detach, batch.call(model))
+            output = map_tensors(torch.Tensor.detach, unspoilt(batch).call(model))
         for check in (_comparing, _no_mean):
             with suppress(*_NOT_CUT):
                 if found := check(job, output, batch):
@@ -223,7 +224,7 @@ def _outputs(job: Job, model: nn.Module, batch: MicroBatch) -> list[tuple[str, l
 
     handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules()]
     with autocast(job):
-        batch.call(model)
+        unspoilt(batch).call(model)
     for handle in handles:
         handle.remove()
     return found

@@ -37,6 +37,7 @@ from paceline.proof.plain import (
     greatest,
     part_of_batch,
     sample_marks,
+    unspoilt,
 )
 from paceline.runtime.checkpoint.dtypes import load_tensors, save_tensors
 from paceline.runtime.feed import is_stream
@@ -341,7 +342,7 @@ def coarsest(job: Job) -> float:
     seen = Dtypes({p.dtype for p in model.parameters() if p.requires_grad})
     for batch in whole_batches(job, 1):
         with autocast(job), seen:
-            job.loss(batch.call(model), batch.target)
+            job.loss(unspoilt(batch).call(model), batch.target)
     return max(EPSILON[job.precision], *(torch.finfo(dtype).eps for dtype in seen.found))
 
 

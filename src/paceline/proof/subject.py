@@ -14,7 +14,7 @@ import paceline
 from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
 from paceline.proof.order import whole_batches
-from paceline.proof.plain import autocast, build_plain
+from paceline.proof.plain import autocast, build_plain, unspoilt
 
 
 def subject(job: Job) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _randomness(job: Job, model: nn.Module) -> dict[str, Any]:
     for batch in whole_batches(job, 1):
         with autocast(job):
             with random, random.watching(model):
-                output = batch.call(model)
+                output = unspoilt(batch).call(model)
             with random:
                 job.loss(output, batch.target)
     return {"compared": "switched off: random operators give the mean of what they would draw",
