@@ -94,12 +94,15 @@ def test_the_mean_is_that_of_the_draws(name: str):
     assert float(drawn.mean()) == pytest.approx(float(mean[0]), abs=0.05) and drawn.unique().numel() > 1
 
 
-def test_a_leaky_slope_goes_back_as_it_went_forth():
-    """The gradient of a randomised ReLU is its mean slope, too."""
-    x = torch.tensor([-2.0, 3.0], requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_leaky_slope_goes_back_as_it_went_forth(dtype: torch.dtype):
+    """The gradient of a randomised ReLU is its mean slope, too, in the dtype of its input."""
+    x = torch.tensor([-2.0, 3.0], requires_grad=True, dtype=dtype)
     with WithoutRandomness():
-        F.rrelu(x, 0.1, 0.5, training=True).sum().backward()
-    assert x.grad is not None and x.grad.tolist() == pytest.approx([0.3, 1.0])
+        y = F.rrelu(x, 0.1, 0.5, training=True)
+        y.sum().backward()
+    assert y.dtype == dtype and y.tolist() == pytest.approx([-0.6, 3.0], rel=0.01)
+    assert x.grad is not None and x.grad.tolist() == pytest.approx([0.3, 1.0], rel=0.01)
 
 
 def test_what_has_no_mean_is_named():

@@ -75,6 +75,11 @@ class Warming:
         return F.cross_entropy(output, target) * min(1.0, self.calls / 10)
 
 
+def shifting(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that writes to its target."""
+    return F.cross_entropy(output, target.add_(1))
+
+
 class Numbered:
     """A loss that keeps what changes nothing."""
 
@@ -94,7 +99,8 @@ def test_a_loss_that_keeps_a_state_is_refused_where_the_batch_is_cut(plan: str, 
         paceline.train(make_job(loss=Warming()), plan, run=tmp_path / "run")
 
 
-@pytest.mark.parametrize(("loss", "plan"), [(Warming, "tensor=2"), (Numbered, "data=2")])
+@pytest.mark.parametrize(("loss", "plan"), [(Warming, "tensor=2"), (Numbered, "data=2"),
+                                             (lambda: shifting, "data=2")])
 def test_losses_whose_state_does_no_harm(loss: Any, plan: str, tmp_path: Path) -> None:
     summary = paceline.train(make_job(loss=loss()), plan, run=tmp_path / "run")
     assert summary["check"]["verdict"] == "passed"

@@ -15,7 +15,7 @@ from paceline.capture.attributes import plain_attributes
 from paceline.capture.examine import alike
 from paceline.capture.randomness import WithoutRandomness
 from paceline.capture.state import StateSnapshot, draws_state, function_kept
-from paceline.capture.written import lazy_copy
+from paceline.capture.written import lazy_copies, lazy_copy
 from paceline.errors import PlanRefused
 
 Function = Callable[[Any], Any]  # of the model's output alone: its target is given
@@ -29,11 +29,11 @@ class RepeatableLoss:
         self.last: tuple[Any, Any, Any] | None = None
 
     def __call__(self, output: Any, target: Any) -> Any:
-        given = pytree.tree_map_only(torch.Tensor, _lazily_apart, output)
+        given = pytree.tree_map_only(torch.Tensor, _lazily_apart, output), lazy_copies(target)
         before = _draws()
         value = self.loss(output, target)
         # The value of a loss that draws is another one each time.
-        self.last = (given, target, _as_tensors(value)) if _draws() == before else None
+        self.last = (*given, _as_tensors(value)) if _draws() == before else None
         return value
 
     def keeps_state(self) -> bool:

@@ -26,9 +26,10 @@ def _native_dropout(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch
 
 def _rrelu_with_noise(x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3,
                       training: bool = False) -> torch.Tensor:
-    slopes = torch.where(x > 0, 1.0, (lower + upper) / 2) if training else torch.ones_like(x)
-    noise.copy_(slopes)  # backward multiplies by it
-    return x * slopes if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+    slope = (lower + upper) / 2
+    if training:  # backward multiplies by the noise
+        noise.copy_(torch.where(x > 0, torch.ones_like(x), torch.full_like(x, slope)))
+    return torch.nn.functional.leaky_relu(x, slope)
 
 
 def _normal(mean: Any, std: Any, size: Any = None, **options: Any) -> torch.Tensor:
@@ -42,9 +43,9 @@ def _normal(mean: Any, std: Any, size: Any = None, **options: Any) -> torch.Tens
 # mask with bernoulli_(keep) on the CPU and divides by `keep`, so the mean makes it pass its input through; GPUs have
 # one operator for all of that.
 _MEANS: dict[str, Callable[..., Any]] = {
-    "bernoulli": lambda x, p=None: x.clone() if p is None else torch.full_like(x, p),
     "_sample_dirichlet": lambda x: x / x.sum(-1, keepdim=True),
     "_standard_gamma": lambda x: x.clone(),
+    "bernoulli": lambda x, p=None: x.clone() if p is None else torch.full_like(x, p),
     "bernoulli_": lambda x, p=0.5: x.copy_(p) if isinstance(p, torch.Tensor) else x.fill_(p),
     "binomial": lambda count, p: count * p,
     "exponential_": lambda x, rate=1.0: x.fill_(1 / rate),

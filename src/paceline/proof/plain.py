@@ -240,8 +240,8 @@ def permuted(batch: MicroBatch, draws: torch.Generator) -> MicroBatch:
 
 
 def unspoilt(batch: MicroBatch) -> MicroBatch:
-    """The batch with copies of its inputs: a model may write to them, and is run again on the same batch."""
-    return MicroBatch(map_tensors(lazy_copy, batch.input), batch.target, batch.samples)
+    """The batch with copies of its tensors, for a model or a loss that writes to them, and is run on it again."""
+    return MicroBatch(map_tensors(lazy_copy, batch.input), map_tensors(lazy_copy, batch.target), batch.samples)
 
 
 def part_of_batch(batch: MicroBatch, part: range) -> MicroBatch:
@@ -276,7 +276,7 @@ def backward(job: Job, model: torch.nn.Module, *replicas: list[MicroBatch], step
         for number, piece in enumerate(pieces):
             seed_streams(job.seed, "step", step, replica, number)
             with autocast(job):
-                value = job.loss(unspoilt(piece).call(model), piece.target)
+                value = job.loss(piece.call(model), piece.target)
             if isinstance(value, tuple | list):
                 total = torch.as_tensor(value[0])
                 loss, count = loss + total.item(), count + float(value[1])

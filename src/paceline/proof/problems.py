@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from paceline.capture.written import lazy_copy
 from paceline.errors import TrainingError
 from paceline.job import Job
 from paceline.proof.order import whole_batches
@@ -90,7 +91,9 @@ _NOT_CUT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, Tra
 
 def _loss_problem(job: Job, *, steps: int) -> Problem | None:
     """Whether the loss compares samples, or a scalar one is no mean over its samples."""
-    model = build_plain(job)
+    model, loss = build_plain(job), job.loss
+    # It is called several times with one target, and may write to it.
+    job = replace(job, loss=lambda output, target: loss(output, map_tensors(lazy_copy, target)))
     for batch in whole_batches(job, steps):
         if batch.samples < 2:
             continue
@@ -165,11 +168,11 @@ def _coupling(job: Job, *, steps: int) -> Problem | None:
     evaluates = needs_closure(optimizer, job.optimizer, dict(named))
     for step, batch in enumerate(whole_batches(job, steps)):
         try:
-            backward(job, model, cut_batch(batch, 2))
+            backward(job, model, cut_batch(unspoilt(batch), 2))
             cut = gradients_of(model)
         except Exception:  # a BatchNorm can't take one sample
             continue
-        evaluate = partial(backward, job, model, [batch])
+        evaluate = partial(backward, job, model, [unspoilt(batch)])
         loss = evaluate()
         whole = gradients_of(model)
         moved = {name: distance(g, cut.get(name)) for name, g in whole.items()}
