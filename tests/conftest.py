@@ -20,6 +20,7 @@ from hypothesis import settings
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError
 from paceline.launch.local import run_local
+from paceline.runtime.checkpoint import write_json
 
 torch.set_num_threads(1)  # ranks are forks, and the tests' sums are small
 
@@ -74,6 +75,14 @@ def unchecked_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Runs inside of tests are not held against one device first, but in tests that are marked for it."""
     if not request.node.get_closest_marker("checked_runs"):
         monkeypatch.setattr("paceline.verbs.checks.first_update", lambda *args, **options: None)
+
+
+@pytest.fixture(autouse=True)
+def unpredicted_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are they predicted: beside short runs that takes as long as they do."""
+    if not request.node.get_closest_marker("predicted_runs"):
+        monkeypatch.setattr("paceline.verbs.prediction._predict", lambda priced, run_dir: write_json(
+            run_dir / "predicted.json", {"step_s": None, "peak_memory_bytes": None}))
 
 
 @pytest.fixture

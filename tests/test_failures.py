@@ -28,7 +28,7 @@ import paceline
 from paceline.errors import PacelineError, UsageError
 from paceline.jobfile import JobFile
 from paceline.launch import local, watch
-from paceline.runtime.checkpoint import write, write_json
+from paceline.runtime.checkpoint import write
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.usefixtures("nothing_left", "quick")]
 
@@ -37,11 +37,9 @@ SAMPLES, BATCH = 24, 8
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorter waits for what other ranks have to say, and no prediction, which is not the subject here."""
+    """Shorter waits for what other ranks have to say."""
     monkeypatch.setattr(watch, "_ANSWER_S", 0.5)
     monkeypatch.setattr(local, "_GRACE_S", 1.5)
-    monkeypatch.setattr("paceline.verbs.prediction._predict", lambda priced, run_dir: write_json(
-        run_dir / "predicted.json", {"step_s": None, "peak_memory_bytes": None}))
 
 
 class Points(Dataset[Any]):

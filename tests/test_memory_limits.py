@@ -58,10 +58,11 @@ def test_one_device_is_refused_with_the_ledger(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
+@pytest.mark.predicted_runs
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("plan", [
-    "place=auto parts=4", "shard=4", pytest.param("pipeline=4", marks=pytest.mark.slow)])
+    "place=auto parts=4", "shard=4", "pipeline=4"])
 def test_four_ranks_train_within_the_limit(plan: str, tmp_path: Path) -> None:
     """The kernel holds each rank to the limit, and the measured peak is within a tenth of the ledger."""
     # In a process of its own: what this one has freed by now, forks would use before they grow.

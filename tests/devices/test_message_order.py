@@ -86,6 +86,7 @@ def recorded(plan: str, job: Callable[[], paceline.Job] = job) -> list[list[Entr
     return [[Entry.of_list(entry) for entry in entries] for entries in found]
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_ranks_of_a_group_ask_for_the_same(plan: str):
     """Collectives, shapes and dtypes, in one order that all groups agree on; from one thread."""

@@ -52,6 +52,7 @@ def command(file: str, trials: int, run: Path, *words: str) -> list[str]:
             str(run), "--json", *words]
 
 
+@pytest.mark.slow
 def test_trials_run_on_both_nodes(cluster: Any, file: str, tmp_path: Path):
     """With choices, pruning, the winner's test figures, and the value that training the winner gives."""
     run = tmp_path / "run"

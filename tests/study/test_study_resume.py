@@ -51,6 +51,7 @@ def finished(run: Path, storage: str | None) -> dict[int, Any]:
             if trial.state.is_finished()}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("kills", "trials", "storage"), [
     (4, 8, None), (4, 8, "sqlite"),
     pytest.param(10, 30, None, marks=[pytest.mark.slow, pytest.mark.timeout(550)]),

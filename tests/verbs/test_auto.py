@@ -89,6 +89,7 @@ def test_a_long_run_is_worth_trying_its_plans(monkeypatch: pytest.MonkeyPatch):
     assert budgets == [auto.MOST_S]
 
 
+@pytest.mark.predicted_runs
 def test_a_run_without_a_plan_is_planned_run_and_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """The summary has the interval that was predicted; a resumed run keeps the plan it was left with."""
     first = paceline.train(a_job(), run=tmp_path, devices="cpu:0-1")

@@ -84,7 +84,11 @@ class Room(Protocol):
 ROOMS: tuple[Room, ...] = (recompute, shard, data, local)
 # What capturing a model imports, for plans that split it: 26 MiB of pages in each rank that imports them itself.
 _CAPTURE_IMPORTS = ("paceline.strategies.stages.build", "torch.export._trace", "torch._inductor.sizevars",
-                    "torch._inductor.fx_passes.dedupe_symint_uses", "torch.distributed.tensor")
+                    "torch._inductor.fx_passes.dedupe_symint_uses", "torch._inductor.compiler_bisector",
+                    "torch._export.passes._node_metadata_hook", "torch._export.passes.replace_autocast_with_hop_pass",
+                    "torch._export.passes.replace_set_grad_with_hop_pass", "torch._subclasses.schema_check_mode",
+                    "torch.fx.experimental.validator", "torch.distributed.tensor")
+_PARTS_IMPORTS = ("torch.distributed.checkpoint",)  # a DTensor asks it which part of the whole it holds
 
 
 def load(plan: Plan) -> None:
@@ -92,6 +96,7 @@ def load(plan: Plan) -> None:
     names = ["torch._dynamo"]  # torch's optimizers import it when they are built; it takes a second
     names += [name for room in ROOMS if room.is_active(plan) for name in room.IMPORTS]
     names += _CAPTURE_IMPORTS if plan.splits_model else ()
+    names += _PARTS_IMPORTS if plan.axes.tensor > 1 else ()
     for name in names:
         importlib.import_module(name)
 

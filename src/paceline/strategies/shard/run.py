@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
 
 
-IMPORTS: tuple[str, ...] = ("torch.distributed.fsdp", "torch.distributed.tensor")
+IMPORTS: tuple[str, ...] = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
 
 
 def is_active(plan: Plan) -> bool:
