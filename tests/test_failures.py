@@ -422,6 +422,7 @@ def test_the_next_older_checkpoint_is_taken(whole_run: Path, run_dir: Path, capf
     assert_equal_models(run_dir, whole_run)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("changes", "words"), [
     ({"batch": 6}, "its batch was 8 and this job's is 6"),
     ({"seed": 1}, "its seed was 0 and this job's is 1"),
@@ -548,6 +549,7 @@ def command(*words: Any, folder: Path) -> subprocess.CompletedProcess[str]:
                           cwd=folder, timeout=100)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("fields", "words", "exit_code", "says"), [
     ({}, ["--set", "hiden=9"], 2, "error: unknown hyperparameter 'hiden', did you mean 'hidden'?"),
     ({"loss": "lambda o, t: F.cross_entropy(o, t) * float('nan')"}, [], 1, "the loss is not a number (NaN) in step 1"),

@@ -201,6 +201,7 @@ def test_failures_are_reckoned_with():
             paceline.plan(_job(), "4xH100", **wrong)
 
 
+@pytest.mark.slow
 def test_plans_that_are_here_are_tried():
     """The chosen plan's figures were measured, and the document says which."""
     answer = paceline.plan(_job(), "2xcpu", rehearse_s=2.0)

@@ -150,6 +150,7 @@ def test_servers_refuse_tensors_in_attributes_that_change(tmp_path: Path):
         trained(stateful_job(Centred), "server=1 workers=2", tmp_path)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["limit", "target"])
 def test_servers_refuse_edited_parameters(name: str, tmp_path: Path):
     """They keep the parameters and would not learn of it."""

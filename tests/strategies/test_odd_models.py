@@ -24,7 +24,7 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "running statistics": lambda: odd.Net(odd.Normalised)}
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("plan", odd.SPLITS)
 @pytest.mark.parametrize("name", EXACT)
 def test_what_is_exact(name: str, plan: str, tmp_path: Path) -> None:
@@ -48,6 +48,7 @@ def test_several_forwards_before_a_backward(tmp_path: Path) -> None:
     assert odd.difference(job, plan, tmp_path, single=single) < 1e-10
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("model", [lambda: odd.Net(odd.ActivatedInPlace), odd.EditedMask])
 def test_values_edited_in_place(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     """Under parts they would be edited on one rank and read on another."""
@@ -153,6 +154,7 @@ def scripted() -> nn.Module:
     return torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))  # type: ignore[no-any-return]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("block", "plan", "words"), [
     (Mapped, "pipeline=2", "recording its forward failed"), (Mapped, "tensor=2", "recording its forward failed"),

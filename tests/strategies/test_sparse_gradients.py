@@ -131,7 +131,7 @@ def test_tables_alone(optimizer: str, plan: str, tmp_path: Path):
     assert_alike(table_job(Tables, optimizer), plan, tmp_path)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("plan", [*REPLICAS, "data=2 tensor=2", "pipeline=2 data=2", "pipeline=2 shard=2",
                                   "pipeline=2 data=2 schedule=zero-bubble", "shard=2 tensor=2"])
 def test_a_table_under_dense_layers(plan: str, tmp_path: Path):
@@ -153,6 +153,7 @@ def test_a_weight_that_another_layer_uses(plan: str, tmp_path: Path):
     assert_alike(table_job(Tied, outputs=ROWS), plan, tmp_path)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["data=3 accumulate=4", "shard=3 zero=2 accumulate=4"])
 @pytest.mark.parametrize("model", [SometimesDense, RarelyUsed])
 def test_ranks_whose_gradients_differ_in_kind(model: type[nn.Module], plan: str, tmp_path: Path):
@@ -209,6 +210,7 @@ class TwoOptimizers(torch.optim.Optimizer):
         self.dense.step()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2"])
 def test_an_optimizer_for_tables_and_one_for_the_rest(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """It is tried on sparse gradients beforehand; its state goes on under another plan."""

@@ -111,6 +111,7 @@ def test_all_ranks_of_a_pruned_trial_have_ended_a_second_after_the_pruner_said_s
     assert slowest_s < 1.0
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("how", "cause"), [("nan", "not a number|nan"), ("error", "no such luck"),
                                             ("dies", "SIGKILL")])
 def test_trials_that_fail_are_marked_and_the_others_go_on(job: str, tmp_path: Path, how: str, cause: str):
@@ -228,6 +229,7 @@ def test_requests_that_make_no_sense(job: str, options: dict[str, Any], message:
     assert not list(tmp_path.glob("runs/*/trials/*/metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_the_planner_gives_a_trial_the_devices_whose_memory_holds_it(job: str, tmp_path: Path):
     """A wide net is sharded over both; without the planner it runs out of memory, and the others go on."""
     options = {"settings": {**WORKS, "epochs": 1, "net.act": "relu", "lr": 0.01}, "vary": {"width": "8,1200000"},
@@ -273,6 +275,7 @@ def test_a_trial_equals_the_training_of_its_settings(job: str, tmp_path: Path, p
     assert trained["validation_loss"] == found["best"]["value"]
 
 
+@pytest.mark.slow
 def test_many_short_trials_of_one_and_of_two_ranks_leave_no_device_idle_for_ever(job: str, tmp_path: Path):
     """With pruning, failures and deaths among them."""
     began_s = time.monotonic()

@@ -96,6 +96,7 @@ def test_requests_that_the_nodes_can_not_serve(cluster: Any, file: str, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_nodes_do_not_see_is_refused(cluster: Any, file: str, tmp_path: Path,
                                                        monkeypatch: pytest.MonkeyPatch):
     """With the node, and what all of them must see."""

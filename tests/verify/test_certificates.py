@@ -48,7 +48,7 @@ def only(certificates: list[Any]) -> Any:
     return certificates[0]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("plan", ["data=2", "data=3", "shard=2 zero=1", "shard=2 zero=2", "shard=2", "data=2 shard=2",
                                   "single accumulate=4", "data=2 shares=3:1", "data=2 accumulate=3 recompute=full"])
 def test_exact_plans_equal_one_device(plan: str) -> None:

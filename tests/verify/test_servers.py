@@ -112,6 +112,7 @@ def _killing(rank: int, number: int, *, at: int, epochs: int) -> paceline.Job:
     return make_job(Mlp, data=Data(), epochs=epochs)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize(("plan", "rank", "number"), [
     ("server=1 workers=3 staleness=inf", 2, signal.SIGKILL), ("server=2 workers=3 staleness=1", 3, signal.SIGSTOP),
@@ -287,6 +288,7 @@ class Norm(nn.Module):
         return self.out(self.norm(x))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("job", "plan", "kind", "why"), [
     (make_job(Norm), "server=1 workers=2", JobError, "changes 'norm.running_mean'"),
     (make_job(Norm), "server=1 workers=2 staleness=1", JobError, "changes 'norm.(.|\n)*GroupNorm or LayerNorm"),

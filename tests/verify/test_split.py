@@ -62,7 +62,7 @@ def test_placed_parts(name: str) -> None:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("name", "plan"), [("tied", "shard=2 tensor=2"), ("tied", "tensor=2"), ("keras", "tensor=2")])
+@pytest.mark.parametrize(("name", "plan"), [("tied", "tensor=2"), ("tied", "shard=2 tensor=2"), ("keras", "tensor=2")])
 def test_split_layers(name: str, plan: str) -> None:
     """Heads, gates, embeddings and what can't be split beside them; fused weights and tied ones."""
     passes(split_job(name), plan, steps=2)
@@ -280,6 +280,7 @@ def test_a_placement_by_hand(tmp_path: Path) -> None:
     passes(make_job(Mlp), f"place={path} parts=2")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("text", "words"), [
     ('[parts]\n0 = ["layers.0"]\n1 = ["out"]', "leaves out 'layers.1'"),
     ('[parts]\n0 = ["layers"]\n1 = ["outt"]', "no module 'outt', did you mean 'out'"),

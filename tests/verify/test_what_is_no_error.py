@@ -97,6 +97,7 @@ class CentreInAttribute(Mlp):
         return output - self.centre
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("plan", "expected"), [("tensor=2", "passed"), ("pipeline=2", "coupled")])
 def test_an_attribute_that_becomes_a_buffer(plan: str, expected: str) -> None:
     found = verdict(make_job(CentreInAttribute), plan)

@@ -38,8 +38,8 @@ def passes(job: paceline.Job, *plans: str, steps: int = 2) -> None:
 
 
 def said(job: paceline.Job, plan: str, *, steps: int = 2) -> str:
-    """What verify says of a plan that must fail."""
-    certificate, = paceline.verify(job, [plan], steps=steps)
+    """What verify says of a plan that must fail, in float64 and without a resume."""
+    certificate, = paceline.verify(replace(job, precision="float64"), [plan], steps=steps, resume="no")
     assert not certificate.passed, certificate.describe()
     return certificate.describe()
 

@@ -143,7 +143,7 @@ def test_one_device_runs_the_documented_loop(name: str, tmp_path: Path) -> None:
     assert losses_of(tmp_path / "run") == pytest.approx(losses, rel=1e-13)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(4)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "plan"), [
     ("lbfgs", "data=2"), ("wolfe", "data=3 shares=3:1:2"), ("sam", "data=2"), ("extragradient", "data=2"),
