@@ -25,7 +25,7 @@ from paceline.planner.resolve import Resolved
 _POLL_S = 0.005
 # In the folder of a check: documents and tensors of one device, and a file that says that a plan is beyond the first.
 _NARROW, _MEASURED, _WHOLE, _CUT, _BEYOND = "narrow.json", "measured.json", "whole", "cut", "beyond"
-_WAITS = "waits-{}"  # a file of each rank that is built and waits for one device: it leaves a core
+_WAITS = "waits-{}"  # a file of each rank that has taken its step and waits for one device: it leaves a core
 _SHARE_OF_MEMORY = 0.5  # of what is free, that one device may take: the plan's ranks take theirs at the same time
 
 
@@ -75,7 +75,7 @@ def check_first_update(job: Job, asked: Resolved, *, timeout_s: float) -> FirstU
 
 def _compared(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended: Callable[[], bool], *,
               timeout_s: float) -> tuple[dict[str, Any], str | None]:
-    """Have the plan's ranks take the first step, once one device has. Returns its figures, or its error, and what
+    """Have the plan's ranks take the first step while one device does. Returns its figures, or its error, and what
     differs, in words; None if nothing does.
 
     document, tensors: where one device leaves its figures and its tensors. has_ended: whether its process has.
@@ -131,7 +131,7 @@ def _is_cut(asked: Resolved) -> bool:
 
 def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended: Callable[[], bool],
              devices: Any) -> Callable[[Any], dict[str, Any]]:
-    """What each rank does: the first step, with a recorder that waits for one device first, as both need the cores."""
+    """What each rank does: the first step, beside one device, with a recorder that waits for what that comes to."""
     def body(context: Any) -> dict[str, Any]:
         from paceline.capture.randomness import WithoutRandomness
         from paceline.proof.compare import Recorder
@@ -144,7 +144,7 @@ def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended
             while not document.exists():
                 if has_ended() and not document.exists():
                     raise _NoReferenceError
-                context.beat("build")
+                context.beat("backward")
                 time.sleep(_POLL_S)
             if "error" in json.loads(document.read_text()):
                 raise _NoReferenceError
