@@ -8,6 +8,7 @@ import runpy
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,11 @@ def test_checkpoints_do_not_know_the_servers(tmp_path: Path, first: str, then: s
         assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)
 
 
+def _log_is(name: str) -> bool:
+    """Whether this is the rank whose log has that name."""
+    return Path("/proc/self/fd/2").resolve().name == name
+
+
 def _killing(rank: int, number: int, *, at: int, epochs: int) -> paceline.Job:
     """A job in which one rank gets a signal in the middle of reading its samples."""
     class Data(torch.utils.data.Dataset[Any]):
@@ -105,7 +111,7 @@ def _killing(rank: int, number: int, *, at: int, epochs: int) -> paceline.Job:
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
             self.read += 1
             time.sleep(0.002)
-            if self.read == at and f"rank-{rank}.log" in str(Path("/proc/self/fd/2").resolve()):
+            if self.read == at and _log_is(f"rank-{rank}.log"):
                 os.kill(os.getpid(), number)
             return torch.full((6,), index / 24), index % 3
 
@@ -125,6 +131,20 @@ def test_others_take_the_steps_of_a_worker_that_is_gone(tmp_path: Path, plan: st
     assert summary["workers_lost"] == [rank - servers]
     assert summary["steps"] == 24 and summary["samples"] == 8 * 24
     assert sum(summary["staleness"].values()) == 24 * Plan.parse(plan).sync.workers  # updates
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_worker_that_is_gone_before_the_others_came(tmp_path: Path):
+    """Those that are still building their model take over."""
+    def slow() -> Mlp:
+        if _log_is("rank-2.log"):
+            time.sleep(2.0)
+        return Mlp()
+
+    job = replace(_killing(1, signal.SIGKILL, at=20, epochs=8), model=slow)
+    summary = paceline.train(job, "server=1 workers=2 staleness=inf", run=tmp_path / "run", timeout_s=8, restarts=0)
+    assert summary["workers_lost"] == [0]
+    assert summary["steps"] == 24 and summary["samples"] == 8 * 24
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

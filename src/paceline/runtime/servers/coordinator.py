@@ -321,7 +321,8 @@ class Coordinator(Server):
         """Under staleness a worker that stalls is as good as gone, before those who wait for it give up.
 
         Raises:
-            PeerLost: all are gone, and none came back; or a server stalls, which all wait for.
+            WireError: all workers are gone, and none came, or came back.
+            PeerLost: a server stalls, which all wait for.
         """
         if not self._is_stale:
             return
@@ -330,8 +331,8 @@ class Coordinator(Server):
             if time.monotonic() - self.followers_heard_s[number] > patience_s / 2:
                 raise PeerLost(f"server {number} has said nothing for {patience_s / 2:g} s", rank=number,
                                hint="--timeout SECONDS allows longer pauses")
-        if self.deserted_s is not None and (not self.context.restarts or
-                                            time.monotonic() - self.deserted_s > patience_s):
+        may_come = self.context.restarts or len({peer.number for peer in self.joined}) < servers_of(self.plan).workers
+        if self.deserted_s is not None and (not may_come or time.monotonic() - self.deserted_s > patience_s):
             raise WireError("all workers are gone", hint="--resume goes on from the last checkpoint")
         for number, worker in list(self.workers.items()):
             if worker.orders and time.monotonic() - worker.heard_s > patience_s:
