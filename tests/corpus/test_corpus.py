@@ -44,7 +44,7 @@ def short_sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch tells users whose block returns a view of it
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("plan", SHORT_PLANS)
 def test_a_short_form_of_the_sweep(short_sweep: Sweep, plan: str):

@@ -86,7 +86,7 @@ def recorded(plan: str, job: Callable[[], paceline.Job] = job) -> list[list[Entr
     return [[Entry.of_list(entry) for entry in entries] for entries in found]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_ranks_of_a_group_ask_for_the_same(plan: str):
     """Collectives, shapes and dtypes, in one order that all groups agree on; from one thread."""
@@ -100,7 +100,7 @@ def test_the_ranks_of_a_group_ask_for_the_same(plan: str):
         assert all(len(of_group) == 1 for group, of_group in threads.items() if group[0])
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("plan", PLANS)
 def test_messages_arrive(plan: str):
     """No rank waits for what another one will send after it has received."""

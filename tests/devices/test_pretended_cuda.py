@@ -57,7 +57,7 @@ def assert_alike(found: Trained, expected: Trained, *, rtol: float = 1e-10) -> N
         assert found.summary["metrics"][name] == pytest.approx(value, rel=rtol)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("plan", [*EXACT, *(pytest.param(plan, marks=pytest.mark.slow) for plan in MORE_EXACT)])
 def test_a_plan_on_gpus_is_one_cpu(shop: Workshop, plan: str):
     found = shop.train("blocks", plan, on("cuda", plan))

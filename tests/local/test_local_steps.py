@@ -321,7 +321,7 @@ def digits() -> paceline.Job:
     return JobFile(example, settings={"epochs": 15}).load()
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["data=2 local=8", "data=2 local=8 outer=diloco fragments=2 compress=int8"])
 def test_digits_reach_97_percent(tmp_path: Path, digits: paceline.Job, plan: str) -> None:
     """Fifteen epochs on two replicas."""

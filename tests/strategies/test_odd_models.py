@@ -24,7 +24,7 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "running statistics": lambda: odd.Net(odd.Normalised)}
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("plan", odd.SPLITS)
 @pytest.mark.parametrize("name", EXACT)
 def test_what_is_exact(name: str, plan: str, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def validation_loss(model: Callable[[], nn.Module], plan: str, folder: Path) -> 
     return float(summary["validation_loss"])
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("model", "plan"), [
     *((model, plan) for model in (Scaled, Following, Equilibrium, AnotherOrder, Warmed) for plan in PLANS),
     *((EvaluationHead, plan) for plan in odd.SPLITS)])

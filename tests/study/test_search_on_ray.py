@@ -68,6 +68,7 @@ def test_trials_run_on_both_nodes(cluster: Any, file: str, tmp_path: Path):
     assert not list(run.glob("*.mark"))
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_loses_no_trial(cluster: Any, file: str, tmp_path: Path, wait_for: Callable[..., None]):
     """What ran there starts again on the other nodes, under its number."""
     run = tmp_path / "run"

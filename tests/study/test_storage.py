@@ -56,6 +56,7 @@ def postgres() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_two_controllers_share_a_study_in_postgresql(job: str, tmp_path: Path, postgres: str,
                                                      start_child: Callable[..., Any]):
     """Each has its own run folder; together they run as many trials as were asked for."""

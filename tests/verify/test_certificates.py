@@ -48,7 +48,7 @@ def only(certificates: list[Any]) -> Any:
     return certificates[0]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["data=2", "data=3", "shard=2 zero=1", "shard=2 zero=2", "shard=2", "data=2 shard=2",
                                   "single accumulate=4", "data=2 shares=3:1", "data=2 accumulate=3 recompute=full"])
 def test_exact_plans_equal_one_device(plan: str) -> None:
@@ -209,6 +209,7 @@ def test_a_stop_ends_the_verification(start_child: Callable[..., Any]) -> None:
     assert child.exit_code() == Preempted.exit_code
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.timeout(180)
 def test_a_transformers_model_from_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

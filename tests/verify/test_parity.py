@@ -41,7 +41,7 @@ def test_sgd_over_twenty_steps_is_one_device_s(model: Any, plans: tuple[str, ...
         assert float32.max_param_diff <= 1e-5 and float64.max_param_diff <= 1e-10, certificate.describe()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("job", [
     pytest.param(make_job(Mlp, optimizer=adamw, clip=0.1, lr_schedule=lambda opt: lr_scheduler.OneCycleLR(
         opt, 0.02, total_steps=9)), id="clip-and-schedule"),

@@ -291,6 +291,7 @@ def test_bytes_are_by_rows_and_not_by_tables(tmp_path: Path):
     assert sum(pushed[1]) < 1.1 * sum(pushed[0]) < 1e6
 
 
+@pytest.mark.slow
 def test_the_example_of_lines(tmp_path: Path):
     """A small form of it learns: four modules, better than by chance."""
     make = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "04_stdlib_lines.py"))["job"]

@@ -124,6 +124,7 @@ def test_a_killed_worker_comes_back(start_run: Callable[..., Run], wait_for: Cal
     assert sum(summary["staleness"].values()) == 360
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("plan", "rank", "save_every"), [
     ("server=2 workers=2 staleness=inf", 1, 10), ("server=2 workers=1 staleness=1", 0, None),
     ("server=2 workers=2 staleness=inf colocate=yes", 1, 7)])

@@ -26,14 +26,14 @@ from paceline.strategies.stages.layout import Stages
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", [*(name for name in OWN if name != "chain"), "llama"])
 def test_a_pipeline_of_two(name: str) -> None:
     """Skips, towers, ties, keyword inputs, ignored targets and a short last batch, under the default schedule."""
     passes(split_job(name), "pipeline=2", steps=3)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", [
     *(f"pipeline=2 schedule={schedule} microbatches=3" for schedule in SCHEDULES), "pipeline=4",
     "pipeline=4 schedule=zero-bubble microbatches=2", "pipeline=4 microbatches=1"])
@@ -43,7 +43,7 @@ def test_schedules(plan: str) -> None:
     passes(split_job("chain"), plan, steps=3)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", [
     "pipeline=2 data=2", "pipeline=2 shard=2", "pipeline=2 shard=2 zero=1 recompute=full",
     "pipeline=2 data=2 schedule=zero-bubble", "pipeline=2 data=2 shares=2:1", "data=2 tensor=2",
