@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 JOBS = ("combined_regression", "combined_tokens", "combined_statistics", "combined_experts", "causal_attention",
-        "combined_norms", "augmentation")
+        "combined_norms", "augmentation", "post_accumulate_hook")
 SOUND = ("passed", "coupled", "inconclusive")
 # Of each plan what its certificate comes to, and its reason.
 Verdicts = dict[str, tuple[str, str]]
