@@ -27,9 +27,17 @@ RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "who-is-right.md"
 
 
-def versions() -> dict[str, str]:
+def installed() -> dict[str, str]:
+    """Each trainer that is here, and its version."""
     return {name: metadata.version(contender.distribution) for name, contender in CONTENDERS.items()
             if find_spec(contender.distribution)}
+
+
+def versions(trainers: list[str]) -> dict[str, str]:
+    """Of the trainers that are measured now, what is installed; of others, what they were measured with."""
+    earlier = json.loads(RESULTS.read_text())["versions"] if RESULTS.exists() else {}
+    known = {**earlier, **{name: version for name, version in installed().items() if name in trainers}}
+    return {name: known[name] for name in CONTENDERS if name in known}
 
 
 def kept(trainers: list[str], jobs: list[str]) -> list[Result]:
@@ -44,10 +52,11 @@ def _place(row: Result) -> tuple[str, str, str]:
     return row.trainer, row.job, row.setting
 
 
-def document(results: list[Result]) -> dict[str, Any]:
+def document(results: list[Result], trainers: list[str]) -> dict[str, Any]:
     """What results.json holds, in the order of the contenders, the jobs and the settings."""
     results = sorted(results, key=lambda row: RUNS.index(_place(row)))
-    return {"date": date.today().isoformat(), "versions": versions(), "results": [asdict(row) for row in results]}
+    return {"date": date.today().isoformat(), "versions": versions(trainers),
+            "results": [asdict(row) for row in results]}
 
 
 def main() -> None:
@@ -57,7 +66,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page from results.json, without a run")
     options = parser.parse_args()
     if not options.page:
-        missing = [name for name in options.trainers if name not in versions()]
+        missing = [name for name in options.trainers if name not in installed()]
         if missing:
             parser.error(f"not installed: {', '.join(missing)} (pip install '.[bench,dev]')")
         results = kept(options.trainers, options.jobs)
@@ -65,7 +74,7 @@ def main() -> None:
             print(f"{result.trainer} {result.job} {result.setting}: {result.failure or result.weights}",
                   file=sys.stderr, flush=True)
             results.append(result)
-            RESULTS.write_text(json.dumps(document(results), indent=1) + "\n")
+            RESULTS.write_text(json.dumps(document(results, options.trainers), indent=1) + "\n")
     PAGE.write_text(page(json.loads(RESULTS.read_text())))
 
 

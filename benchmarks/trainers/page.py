@@ -58,7 +58,7 @@ def page(document: Mapping[str, Any]) -> str:
         INTRODUCTION,
         *overview(results, document["versions"]),
         "",
-        f"Measured on {document['date']} with `python -m benchmarks.trainers`"
+        f"Last measured on {document['date']} with `python -m benchmarks.trainers`"
         " (`pip install '.[bench]'` installs the trainers).",
         "",
         *(line for job in JOBS for line in section(job, [row for row in results if row.job == job])),
