@@ -107,6 +107,7 @@ def test_messages_arrive(plan: str):
     assert not stuck(recorded(plan))
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("plan", PLANS)
 def test_dtypes_are_those_of_nccl(plan: str):
     assert {entry.dtype for entry in chain(*recorded(plan)) if entry.dtype} <= NCCL_DTYPES

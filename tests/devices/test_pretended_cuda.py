@@ -74,7 +74,7 @@ def test_a_relaxed_plan_on_gpus_is_itself_on_cpus(shop: Workshop, plan: str):
     assert_alike(shop.train("blocks", plan, on("cuda", plan)), shop.train("blocks", plan, on("cpu", plan)))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("job", "plan"), [
     *FEATURES, *(pytest.param(job, plan, marks=pytest.mark.slow) for job, plan in MORE_FEATURES)])
 def test_a_feature_on_gpus_is_itself_on_cpus(shop: Workshop, job: str, plan: str):

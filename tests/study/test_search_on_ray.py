@@ -85,6 +85,7 @@ def test_a_node_that_dies_loses_no_trial(cluster: Any, file: str, tmp_path: Path
     assert "is lost" in err
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("options", "message"), [
     ({"plan": "data=2"}, "plan 'data=2' needs 2 devices a trial and the search has 1.*within one node"),
     ({"devices": "cpu:0"}, "devices 'cpu:0' are of this machine"),
