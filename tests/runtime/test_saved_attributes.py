@@ -86,6 +86,33 @@ def test_a_resumed_run_counts_on(before: str, after: str, tmp_path: Path) -> Non
     assert cut["validation_loss"] == pytest.approx(whole["validation_loss"], rel=1e-12)
 
 
+class Centred(nn.Module):
+    """A tensor that the forward puts in the place of another: plans that split the model make it a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.center = torch.zeros(3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.out(torch.tanh(self.inner(x)))
+        if self.training:
+            self.center = self.center * 0.9 + 0.1 * output.detach().mean(0)
+        return output - self.center
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ("place=auto parts=2", "single"), ("pipeline=2 microbatches=1", "tensor=2"), ("tensor=2", "place=auto parts=2")])
+def test_a_split_run_keeps_a_tensor_that_is_no_buffer(before: str, after: str, tmp_path: Path) -> None:
+    train(make_job(model=Centred), "single", tmp_path / "whole")
+    train(make_job(model=Centred, steps=3), before, tmp_path / "run")
+    train(make_job(model=Centred), after, tmp_path / "run", resume=True)
+
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "run" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12)
+
+
 def test_a_checkpoint_has_what_changed_and_nothing_else(tmp_path: Path) -> None:
     """Tensors as tensors under attributes/NAME; a model that is built anew gets all of it."""
     train(make_job(), "single", tmp_path / "run", steps=3)

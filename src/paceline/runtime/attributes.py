@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,10 +48,16 @@ class ChangingAttributes:
         return [name for name, value in self.changed().items()
                 if is_like_a_buffer(self._before.values.get(name), value)]
 
-    def stored(self, place: int) -> dict[str, torch.Tensor]:
-        """What has changed, as tensors for a checkpoint. place: of this rank among those that run other modules."""
+    def stored(self, place: int, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What has changed, as tensors for a checkpoint.
+
+        place: of this rank among those that run other modules. buffers: that this rank answers for, by name. Plans that
+        split a model make buffers of some tensors in attributes; elsewhere they are attributes again.
+        """
         tensors: dict[str, torch.Tensor] = {}
-        values = {name: pack(value, f"{PREFIX}{name}", tensors) for name, value in self.changed().items()}
+        were_attributes = {name: buffer for name, buffer in buffers.items() if name in self._before.values}
+        values = {name: pack(value, f"{PREFIX}{name}", tensors)
+                  for name, value in (self.changed() | were_attributes).items()}
         return tensors | ({f"{_VALUES}{place}": text_tensor(values)} if values else {})
 
 

@@ -123,7 +123,10 @@ def _tensors(stepper: Holder) -> Iterator[tuple[str, torch.Tensor, tuple[str, ..
                    extents.get(name) if value.shape == parameter.shape else None)
     at = stepper.mesh.coordinates
     if stepper.attributes is not None and not any(at[axis] for axis in _EVERYWHERE):
-        stored = stepper.attributes.stored(at[stepper.mesh.stage_axis])
+        persistent = persistent_buffers(stepper.model)
+        stored = stepper.attributes.stored(at[stepper.mesh.stage_axis], {
+            name: buffer for name, buffer in stepper.model.named_buffers()
+            if name in stepper.layout.owned_buffers and name not in persistent})
         yield from ((name, tensor, (), None) for name, tensor in stored.items())
     if not any(at.values()):
         tensors: dict[str, torch.Tensor] = {}
