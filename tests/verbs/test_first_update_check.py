@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +25,7 @@ from paceline.jobfile import JobFile
 from paceline.planner.resolve import resolve
 from paceline.plans import Plan
 from paceline.proof.first_step import FirstStep
-from paceline.proof.first_update import check_first_update
+from paceline.proof.first_update import FirstUpdate, check_first_update
 from paceline.proof.reference import ALL_KINDS, write_reference
 from paceline.runtime.stepper import _Window
 from paceline.strategies.data.run import GradientBuckets
@@ -162,6 +165,30 @@ def test_a_yardstick_is_measured_only_where_it_matters(coupled: bool, forwards: 
     assert len(list(tmp_path.iterdir())) == forwards
 
 
+def check_with_memory(job: paceline.Job, plan: str, available: int, monkeypatch: pytest.MonkeyPatch) -> FirstUpdate:
+    """available: free bytes that the check finds."""
+    asked = resolve(job, Plan.read(plan), devices=None, procs=None, memory=None, environment=None)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    return check_first_update(job, asked, timeout_s=60)
+
+
+@pytest.mark.parametrize(("plan", "models"), [("data=2", 3), ("shard=2", 2), ("pipeline=2", 2)])
+def test_one_device_leaves_memory_to_the_ranks(plan: str, models: int, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes its step beside them: each model in memory has an equal share of what is free."""
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, most: (tmp_path / "limit").write_text(str(most[0])))
+
+    assert check_with_memory(make_job(), plan, 600, monkeypatch).verdict == "passed"
+    assert (tmp_path / "limit").read_text() == str(600 // models)
+
+
+def test_a_model_that_takes_too_much_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run trains, and says that it was not checked."""
+    found = check_with_memory(make_job(lambda: nn.Linear(6, 2**20)), "data=2", 3 * 2**20, monkeypatch)
+
+    assert found.verdict == "unchecked" and "one device could not take the first step" in found.reason
+
+
 class NormOfEachTensor(torch.optim.Optimizer):
     """Looks at a whole tensor for the update of each element."""
 
@@ -277,7 +304,6 @@ class Scaled(torch.nn.Linear):
 def job""").replace("torch.nn.Linear(width, 3)", "Scaled(width, 3)")
 
 
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("text", "said"), [(FILE, "one device's"), (RANK_AWARE, "is not what one device computes")])
 def test_ranks_of_torchrun_are_checked(text: str, said: str, tmp_path: Path) -> None:
     """Rank 0 checks for all of them; no rank trains what it refuses."""

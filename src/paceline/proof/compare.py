@@ -32,7 +32,8 @@ class Recorder:
 
     folder: of the reference. random: switched-off random layers; tells which streams they would have drawn from.
     first_step: of the run that is watched; above 0 for one that was resumed.
-    ready: returns when the reference is in the folder; asked before the first comparison.
+    ready: returns when the reference is in the folder; asked before the first comparison, which is of weights where a
+        server of the same process tells of the gradients.
     """
 
     def __init__(self, folder: Path, random: WithoutRandomness | None = None, *, first_step: int = 0,

@@ -26,7 +26,6 @@ _POLL_S = 0.005
 # In the folder of a check: documents and tensors of one device, and a file that says that a plan is beyond the first.
 _NARROW, _MEASURED, _WHOLE, _CUT, _BEYOND = "narrow.json", "measured.json", "whole", "cut", "beyond"
 _WAITS = "waits-{}"  # a file of each rank that has taken its step and waits for one device: it leaves a core
-_SHARE_OF_MEMORY = 0.5  # of what is free, that one device may take: the plan's ranks take theirs at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +171,8 @@ def _write_references(job: Job, asked: Resolved, folder: Path) -> None:
     from paceline.proof.first_step import FirstStep
     from paceline.proof.ranks import in_precision
 
-    most_bytes = int(psutil.virtual_memory().available * _SHARE_OF_MEMORY)
+    models = 1 + asked.plan.replicas // asked.plan.axes.shard  # that are in memory at once: each replica has its own
+    most_bytes = psutil.virtual_memory().available // models
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))  # a model that is too large is an error here
     random = WithoutRandomness()
 
