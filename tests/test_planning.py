@@ -165,14 +165,14 @@ def test_an_unknown_cluster():
 
 def test_by_cost_devices_may_be_left_out(tmp_path: Path):
     """A small net is cheapest on one device, by the price that is given or stated in the cluster's file."""
-    answer = paceline.plan(_job(), "2xH100", price_per_hour=2.0)
+    answer = paceline.plan(_job(), "8xH100", price_per_hour=2.0)
     assert str(answer.chosen) == "single" and "samples/s, 0 MiB, 0.0" in answer.describe()
     rows = [row for row in answer.to_dict()["plans"] if row["fits"]]
     assert rows[0]["cost_per_million_samples"] == pytest.approx(2.0 / 3600 * rows[0]["step_s"] / 32 * 1e6)
     costs = [row["cost_per_million_samples"] for row in rows]
     assert costs == sorted(costs) and max(map(len, answer.describe().splitlines())) <= 100
     file = tmp_path / "priced.toml"
-    file.write_text('[[nodes]]\ndevices = ["2xH100"]\nprice_per_hour = 2.0\n')
+    file.write_text('[[nodes]]\ndevices = ["8xH100"]\nprice_per_hour = 2.0\n')
     assert paceline.plan(_job(), str(file)).to_dict()["plans"][0] == rows[0]
     file.write_text(file.read_text() + '[[nodes]]\ndevices = ["8xA100"]\n')
     with pytest.raises(ClusterError, match="some nodes have a price_per_hour and others have none"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from .resumed import resume_check
 from .sweep import COUPLED, EXACT, PLANS, WRONG, Sweep
 
 pytestmark = pytest.mark.checked_runs
-SHORT_JOBS = ("residual,adam_fused,groups_by_kind,clip_sometimes,schedule_one_cycle,last_window_of_one,stream,"
-              "nested_with_strings,ignored_targets,variational,weight_norm,thrice_shared,forward_hook,causal_attention,"
-              "unet,idle_expert")
+SHORT_JOBS = ("residual", "adam_fused", "groups_by_kind", "clip_sometimes", "schedule_one_cycle", "last_window_of_one",
+              "stream", "nested_with_strings", "ignored_targets", "variational", "weight_norm", "thrice_shared",
+              "forward_hook", "causal_attention", "unet", "idle_expert")
 SHORT_PLANS = ("data=2 shares=3:1", "shard=2", "single recompute=full", "tensor=2", "pipeline=2 microbatches=1")
 
 
@@ -43,13 +44,19 @@ def short_sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     return Sweep(tmp_path_factory.mktemp("corpus"))
 
 
+def _parts() -> list[Any]:
+    """Each plan with a part of the jobs; every plan with all of them is slow."""
+    parts = [pytest.param(plan, SHORT_JOBS[first::len(SHORT_PLANS)], id=f"{plan}-some")
+             for first, plan in enumerate(SHORT_PLANS)]
+    return [*parts, *(pytest.param(plan, SHORT_JOBS, id=f"{plan}-all", marks=pytest.mark.slow) for plan in SHORT_PLANS)]
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch tells users whose block returns a view of it
-@pytest.mark.sweep(1)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("plan", SHORT_PLANS)
-def test_a_short_form_of_the_sweep(short_sweep: Sweep, plan: str):
-    """16 jobs under five plans."""
-    assert not _wrong(short_sweep, SHORT_JOBS, plan)
+@pytest.mark.parametrize(("plan", "jobs"), _parts())
+def test_a_short_form_of_the_sweep(short_sweep: Sweep, plan: str, jobs: tuple[str, ...]):
+    """16 jobs, each under one of five plans, or under all of them."""
+    assert not _wrong(short_sweep, ",".join(jobs), plan)
 
 
 def test_a_plan_that_cuts_the_batch_equals_one_device_that_does(tmp_path: Path):
