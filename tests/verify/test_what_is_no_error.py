@@ -113,6 +113,26 @@ def test_an_attribute_that_replicas_keep_apart_is_seen(monkeypatch: pytest.Monke
     assert found.verdict == "failed" and "buffer of 'centre'" in str(found.reason), found.describe()
 
 
+class Normalising(nn.Module):
+    """Writes to its input: whole numbers leave the range of the table where they are counted up twice."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.kinds, self.net = nn.Embedding(3, 6), nn.Sequential(nn.Linear(6, 9), *layers, nn.Linear(9, 3))
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        return self.net(x.sub_(0.5).div_(2.0) + self.kinds(kind.add_(1)))
+
+
+@pytest.mark.parametrize(("layers", "expected"), [((), "passed"), ((lambda: nn.BatchNorm1d(9),), "coupled")])
+def test_a_model_that_writes_to_its_input(layers: tuple[Any, ...], expected: str) -> None:
+    """verify runs it several times on one batch, also to name what couples samples."""
+    items = [({"x": x, "kind": torch.tensor(number % 2)}, y) for number, (x, y) in enumerate(make_job().data)]
+    job = make_job(lambda: Normalising(*(make() for make in layers)), data=items, batch=7)
+    found = verdict(job, "data=2", resume="no")
+    assert found.verdict == expected and (not layers or "BatchNorm" in str(found.reason)), found.describe()
+
+
 class Halved(Mlp):
     """Halves a gradient where it is complete."""
 

@@ -39,6 +39,7 @@ from paceline.runtime.streams import key_to_seed
 
 _SHORT_S = 0.1  # a step that takes no longer loses more by waking threads, and waiting for them, than it gains
 _ASKED_S = 0.02  # between questions whether there are cores to take; an operator of a long step takes about as long
+_NUDGED = (Variation(nudge=1.0),)
 
 
 class FirstStep:
@@ -84,10 +85,10 @@ class FirstStep:
         """A reference with measured limits. Tensors of a batch that is cut go to `cut_folder`; see `write_cut`."""
         epsilon = max(EPSILON[self.job.precision], *(torch.finfo(dtype).eps for dtype in self.dtypes.found))
         with self.random if self.random.is_needed else nullcontext():
-            found = self._reference(epsilon, (Variation(nudge=1.0),))
+            found = self._reference(epsilon, _NUDGED)
             if len(shares) > 1 or microbatches > 1:
                 found = write_cut(self.job, cut_folder, found, beside=self.folder, shares=shares,
-                                  microbatches=microbatches)
+                                  microbatches=microbatches, variations=_NUDGED)
         return found
 
     def _reference(self, epsilon: float, variations: Sequence[Variation]) -> dict[str, Any]:
@@ -97,7 +98,7 @@ class FirstStep:
             # An optimizer that can't be made a second time for one model is judged without.
             for kind, moved in self._shaken(epsilon).items():
                 widen(spreads[0][kind], moved)
-        return with_limits(self.figures, limits_of(floors, spreads))
+        return with_limits({**self.figures, "epsilon": epsilon}, limits_of(floors, spreads))
 
     def _shaken(self, epsilon: float) -> Kinds:
         """How far weights and the optimizer's state move when the same gradients are shaken by `epsilon`."""

@@ -84,7 +84,7 @@ def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandom
         not_evaluated: why there are none although data was given; None if there are, or none was.
         yardstick: of losses, gradients and weights, the largest spread over the variations, what plans may differ by
         there, the parameter, and the step from 1.
-        power: which planted errors the limits would have caught.
+        power: which planted errors the limits would have caught. epsilon: of the coarsest numbers computed with.
     """
     folder.mkdir(exist_ok=True)
     reference: dict[str, Any] = {"losses": [], "rates": [], "marks": [], "state_sizes": [], "draws": [],
@@ -99,7 +99,7 @@ def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandom
                        for name, least in named.items()} for kind, named in floor.items()}
                for step, floor in enumerate(floors)]
     limits = limits_of(floors, spreads)
-    return {**with_limits(reference, limits), "evaluation": figures,
+    return {**with_limits(reference, limits), "epsilon": epsilon, "evaluation": figures,
             "evaluation_limit": limits[-1]["evaluation"],
             "yardstick": {kind: _widest(spreads, limits, kind) for kind in ("loss", "gradient", "weight")},
             "power": _power(job, folder, limits)}
@@ -163,14 +163,19 @@ def _eps(tensor: torch.Tensor, epsilon: float) -> float:
 
 
 def spreads_of(job: Job, folder: Path, losses: list[float], floors: list[Kinds], figures: Named,
-             evaluation: Any, variations: Sequence[Variation], epsilon: float) -> list[Kinds]:
-    """How far the variations move each figure at most, by step, kind and name."""
+               evaluation: Any, variations: Sequence[Variation], epsilon: float, *, shares: Sequence[int] = (1,),
+               microbatches: int = 1) -> list[Kinds]:
+    """How far the variations move each figure at most, by step, kind and name.
+
+    shares, microbatches: how the run that is varied cuts its batches.
+    """
     spreads: list[Kinds] = [{kind: dict.fromkeys(names, 0.0) for kind, names in floor.items()}
                                        for floor in floors]
     for variation in variations:
         scaled = replace(variation, shake=variation.shake * epsilon, nudge=variation.nudge * epsilon)
         try:
-            _vary(PlainRun(job, variation=scaled), folder, losses, figures, evaluation, spreads)
+            run = PlainRun(job, variation=scaled, shares=shares, microbatches=microbatches)
+            _vary(run, folder, losses, figures, evaluation, spreads)
         except Exception:
             if variation not in REORDERED:
                 raise
@@ -241,17 +246,19 @@ def evaluation_data(job: Job) -> Any:
 
 
 def write_cut(job: Job, folder: Path, whole: Mapping[str, Any], *, beside: Path, shares: Sequence[int],
-              microbatches: int) -> dict[str, Any]:
+              microbatches: int, variations: Sequence[Variation] = ROUNDING) -> dict[str, Any]:
     """One device that cuts every batch as a plan with these shares and micro-batches would. Tensors go to `folder`.
 
-    beside: The folder of `whole`.
+    Args:
+        beside: The folder of `whole`.
+        variations: How far rounding moves the figures is measured by these where samples are coupled: a BatchNorm
+            amplifies it the more the fewer samples it sees.
 
     Returns:
-        A reference like `whole`, with its limits but without an evaluation (a loss that couples samples depends on how
-        ranks cut them there, too), and in `coupling` what is further from `whole` than rounding allows, in words; None
-        if nothing is.
+        A reference like `whole`, but without an evaluation (a loss that couples samples depends on how ranks cut them
+        there, too), and in `coupling` what is further from `whole` than rounding allows, in words; None if nothing is.
     """
-    run, losses, coupling = PlainRun(job, shares=shares, microbatches=microbatches), [], None
+    run, losses, floors, coupling = PlainRun(job, shares=shares, microbatches=microbatches), [], list[Kinds](), None
     folder.mkdir(exist_ok=True)
     save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
     for step, batch in enumerate(whole_batches(job, len(whole["losses"]))):
@@ -259,9 +266,24 @@ def write_cut(job: Job, folder: Path, whole: Mapping[str, Any], *, beside: Path,
         losses.append(record.loss)
         for kind in ALL_KINDS:
             save_kind(folder, kind, step, record.tensors(kind))
+        floors.append({**floors_of(record, whole["epsilon"], largest_loss=max(map(abs, losses))), "evaluation": {}})
         if coupling is None:
             coupling = _coupled(beside, step, record, whole)
-    return {**whole, "losses": losses, "evaluation": {}, "coupling": coupling}
+    found = {**whole, "losses": losses, "evaluation": {}, "coupling": coupling}
+    if coupling is None:
+        return found
+    spreads = spreads_of(job, folder, losses, floors, {}, None, variations, whole["epsilon"], shares=shares,
+                         microbatches=microbatches)
+    limits = [_wider(limit, whole, step) for step, limit in enumerate(limits_of(floors, spreads))]
+    return {**with_limits(found, limits), **({"power": _power(job, beside, limits)} if "power" in whole else {})}
+
+
+def _wider(limit: Kinds, whole: Mapping[str, Any], step: int) -> Kinds:
+    """The limits of a step, nowhere below those of whole batches."""
+    known = {"loss": {"": whole["loss_limit"][step]}, "evaluation": {},
+             **{kind: whole[f"{kind}_limit"][step] for kind in ALL_KINDS}}
+    return {kind: {**named, **{name: max(least, named.get(name, 0.0)) for name, least in known[kind].items()}}
+            for kind, named in limit.items()}
 
 
 def _coupled(folder: Path, step: int, record: StepRecord, whole: Mapping[str, Any]) -> str | None:
