@@ -78,9 +78,9 @@ class Warming:
         return F.cross_entropy(output, target) * min(1.0, self.calls / 10)
 
 
-def shifting(output: Tensor, target: Tensor) -> Tensor:
-    """A loss that writes to its target."""
-    return F.cross_entropy(output, target.add_(1))
+def flipping(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that writes to its target: a second call with the same one takes the write back."""
+    return F.cross_entropy(output, target.bitwise_xor_(1))
 
 
 class Numbered:
@@ -103,7 +103,7 @@ def test_a_loss_that_keeps_a_state_is_refused_where_the_batch_is_cut(plan: str, 
 
 
 @pytest.mark.parametrize(("loss", "plan"), [(Warming, "tensor=2"), (Numbered, "data=2"),
-                                             (lambda: shifting, "data=2")])
+                                             (lambda: flipping, "data=2")])
 def test_losses_whose_state_does_no_harm(loss: Any, plan: str, tmp_path: Path) -> None:
     summary = paceline.train(make_job(loss=loss()), plan, run=tmp_path / "run")
     assert summary["check"]["verdict"] == "passed"
@@ -187,6 +187,19 @@ def test_a_model_that_takes_too_much_memory_beside_the_ranks(monkeypatch: pytest
     found = check_with_memory(make_job(lambda: nn.Linear(6, 2**20)), "data=2", 3 * 2**20, monkeypatch)
 
     assert found.verdict == "unchecked" and "one device could not take the first step" in found.reason
+
+
+@pytest.mark.parametrize("plan", ["server=1 workers=2", "server=1 workers=2 colocate=yes", "shard=2"])
+def test_one_device_that_fails_ends_no_run(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error is told; ranks that wait for it, and servers that wait for these, end with the check."""
+    def fail(self: FirstStep) -> None:
+        raise ValueError("no such number")
+
+    monkeypatch.setattr(FirstStep, "narrow", fail)
+    found = paceline.train(make_job(), plan, run=tmp_path / "run")
+
+    assert found["check"]["verdict"] == "unchecked" and "ValueError: no such number" in found["check"]["reason"]
+    assert found["steps"] == 3
 
 
 class NormOfEachTensor(torch.optim.Optimizer):

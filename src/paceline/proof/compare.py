@@ -32,8 +32,7 @@ class Recorder:
 
     folder: of the reference. random: switched-off random layers; tells which streams they would have drawn from.
     first_step: of the run that is watched; above 0 for one that was resumed.
-    ready: returns when the reference is in the folder; asked before the first comparison, which is of weights where a
-        server of the same process tells of the gradients.
+    ready: returns when the reference is in the folder; asked before the first comparison.
     """
 
     def __init__(self, folder: Path, random: WithoutRandomness | None = None, *, first_step: int = 0,
@@ -77,8 +76,6 @@ class Recorder:
                       stepper.layout.extents)
 
     def weights(self, step: int, stepper: state.Holder, loss: float) -> None:
-        if step == self.first_step:
-            self.ready()
         self.losses.append(loss)
         weights = {name: p for name, p in getattr(stepper, "held", stepper.parameters).items() if is_weight(p)}
         self._compare("weight", step, weights, stepper.layout.extents)

@@ -79,6 +79,7 @@ def _compared(job: Job, asked: Resolved, document: Path, tensors: Path, has_ende
 
     document, tensors: where one device leaves its figures and its tensors. has_ended: whether its process has.
     """
+    from paceline.launch.failure import RankFailed
     from paceline.launch.local import run_local
     from paceline.planner.estimate import devices_of
     from paceline.proof.compare import judge
@@ -86,14 +87,25 @@ def _compared(job: Job, asked: Resolved, document: Path, tensors: Path, has_ende
     from paceline.runtime.drivers import crew
 
     body = _watched(job, asked, document, tensors, has_ended, devices_of(asked.plan, asked.cluster))
-    ranks = run_local(body, asked.cluster.devices, timeout_s=timeout_s, crew=crew(asked.plan))
-    if not document.exists():
-        return {"error": "its process was ended from outside, or ended itself"}, None
-    reference = json.loads(document.read_text())
+    try:
+        ranks = run_local(body, asked.cluster.devices, timeout_s=timeout_s, crew=crew(asked.plan))
+    except RankFailed as error:  # a server may miss a worker that has found no reference
+        if error.failure.is_stop or "error" not in (reference := _told(document, over=has_ended())):
+            raise
+        return reference, None
+    reference = _told(document, over=True)
     if "error" in reference:
         return reference, None
     verdict = judge(reference, ranks, precision=job.precision, forwards=recomputed_forwards(asked.plan))
     return reference, verdict.difference
+
+
+def _told(document: Path, *, over: bool) -> dict[str, Any]:
+    """One device's figures or its error; nothing while it is at work. over: whether its process has ended."""
+    if document.exists():
+        found: dict[str, Any] = json.loads(document.read_text())
+        return found
+    return {"error": "its process was ended from outside, or ended itself"} if over else {}
 
 
 def _judged(asked: Resolved, reference: dict[str, Any], difference: str | None, seconds: float) -> FirstUpdate:
