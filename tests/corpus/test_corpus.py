@@ -59,6 +59,16 @@ def test_a_short_form_of_the_sweep(short_sweep: Sweep, plan: str, jobs: tuple[st
     assert not _wrong(short_sweep, ",".join(jobs), plan)
 
 
+@pytest.mark.parametrize(("job", "plan"), [("blocks_write_to_their_input", "shard=2"),
+                                           ("blocks_write_to_their_input", "single recompute=full"),
+                                           ("skips_in_a_list", "single recompute=full")])
+def test_blocks_that_change_what_they_are_given(short_sweep: Sweep, job: str, plan: str):
+    """FSDP hands a unit views of its inputs, and recompute runs a block twice on them."""
+    cell, = short_sweep.run(entries(job), [plan])
+
+    assert cell.verdict == EXACT, cell.reason
+
+
 def test_a_plan_that_cuts_the_batch_equals_one_device_that_does(tmp_path: Path):
     """A coupled job is not exact, and its cell says so."""
     cell, = Sweep(tmp_path).run(entries("watched_inputs"), ["data=2"])
