@@ -45,6 +45,8 @@ POOL_JOBS = 12  # that ranks run before they are forked anew, as each leaves pro
 MODEL, METRICS, SUMMARY, REFUSAL = "model.safetensors", "metrics.jsonl", "corpus-summary.json", "refusal.txt"
 REFUSAL_S = 5.0  # for the other ranks to refuse a job too
 
+_ROOT = Path(__file__).resolve().parents[2]
+
 
 @dataclass
 class Cell:
@@ -321,7 +323,8 @@ def failed_cell(entry: Entry, plan: str, error: PacelineError, run: Path) -> Cel
 
 
 def first_line(text: object) -> str:
-    return (str(text).splitlines() or [""])[0]
+    """With paths from the project's folder on."""
+    return (str(text).splitlines() or [""])[0].replace(f"{_ROOT}/", "")
 
 
 def tolerance(entry: Entry) -> float:
