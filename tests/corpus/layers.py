@@ -73,6 +73,16 @@ def batch_norm_short_window() -> paceline.Job:
     return make_job(lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES))))
 
 
+@entry("batch norms over few samples, which amplify rounding: coupled")
+def batch_norm_few_samples() -> paceline.Job:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16),
+                             nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 3))
+
+    return make_job(model, batch=8, data=TensorDataset(numbers(80, FEATURES), numbers(80, 3, seed=3)),
+                    optimizer=lambda named: torch.optim.SGD(named, lr=0.3, momentum=0.9))
+
+
 @entry("batch norms whose statistics are an average over all steps: coupled")
 def batch_norm_cumulative() -> paceline.Job:
     return make_job(lambda: Net(lambda: nn.BatchNorm1d(FEATURES, momentum=None)),
