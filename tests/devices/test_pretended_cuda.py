@@ -105,15 +105,35 @@ def test_a_run_goes_on_under_another_plan(shop: Workshop, tmp_path: Path):
     assert found.losses[-2:] == pytest.approx(expected.losses[-2:], rel=1e-10)
 
 
-def test_a_gpu_never_has_more_than_its_shard_and_a_block(shop: Workshop):
+@pytest.mark.parametrize(("job", "plan"), [
+    ("large", "shard=4"), ("huge", "tensor=4"),
+    *(pytest.param("huge", plan, marks=pytest.mark.slow) for plan in ("pipeline=4", "place=auto parts=4"))])
+def test_a_gpu_never_has_more_than_its_part_and_a_block(shop: Workshop, job: str, plan: str):
     """Also while the model is built: it may be larger than any GPU."""
-    found = shop.train("large", "shard=4", "cuda:0-3")
+    found = shop.train(job, plan, "cuda:0-3")
     whole = sum(weight.nbytes for weight in found.weights.values())
     block = sum(weight.nbytes for name, weight in found.weights.items() if name.startswith("blocks.0."))
+    tried = whole / 4 if plan == "tensor=4" else 0  # split layers are tried one by one, with their gradients
     assert len(found.measured) == 4
     for rank in found.measured:
         assert rank["built_bytes"] < 0.3 * whole
-        assert rank["built_peak_bytes"] < rank["built_bytes"] + 1.1 * block
+        assert rank["built_peak_bytes"] < rank["built_bytes"] + 1.1 * block + tried
+
+
+@pytest.mark.parametrize("plan", ["pipeline=4", pytest.param("tensor=4", marks=pytest.mark.slow),
+                                  pytest.param("place=auto parts=4", marks=pytest.mark.slow)])
+def test_a_model_that_no_gpu_has_room_for(tmp_path: Path, plan: str):
+    """72 MiB on GPUs of 56."""
+    with workshop(tmp_path, devices=4, memory_bytes=56 << 20) as small:
+        found = small.train("huge", plan, "cuda:0-3")
+        assert_alike(found, small.train("huge", "single", "cpu:0"), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_model_whose_code_runs_on_gpus_alone(shop: Workshop):
+    """It is split there, and needs room there."""
+    found = shop.train("huge on GPUs alone", "pipeline=2", "cuda:0-1")
+    assert_alike(found, shop.train("huge", "single", "cpu:0"), rtol=1e-4)
 
 
 def test_a_gpu_that_is_too_small_is_named(tmp_path: Path):

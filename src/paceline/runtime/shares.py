@@ -40,16 +40,17 @@ def refuse_single_samples(job: Job, plan: Plan, shares: tuple[int, ...], device:
     if fewest > 1 or window == 1:  # one device gets a window of one sample, too
         return
     with kept_streams():
-        spill, model = build_in_files(job, device) if holds_parts(plan) else (None, build_model(job, device))
+        here = torch.device("cpu") if holds_parts(plan) else device  # no device need have room for the whole model
+        spill, model = build_in_files(job, here) if holds_parts(plan) else (None, build_model(job, here))
         if not any(isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules()):
             return
-        batch = example_batch(job.data, 1).to(device, torch.float64 if job.precision == "float64" else None)
+        batch = example_batch(job.data, 1).to(here, torch.float64 if job.precision == "float64" else None)
         try:
-            with torch.no_grad(), autocast(job, device), spill.running() if spill is not None else nullcontext():
+            with torch.no_grad(), autocast(job, here), spill.running() if spill is not None else nullcontext():
                 batch.call(model.train())
-        except ValueError as error:
-            if "more than 1" not in str(error):
-                raise
+        except Exception as error:
+            if not isinstance(error, ValueError) or "more than 1" not in str(error):
+                return  # it fails in the first step, too, or only here
             raise PlanRefused(
                 f"'{plan}' cuts a window of {window} samples into micro-batches of which the smallest has 1, and the "
                 f"model can't be trained on one sample: {error}",

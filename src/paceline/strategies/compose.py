@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from paceline.capture.compare import is_comparable
 from paceline.capture.probe import NOTHING, Observed
 from paceline.plans import Plan, Servers
 from paceline.strategies.data import run as data
@@ -109,8 +110,13 @@ def holds_parts(plan: Plan) -> bool:
 
 
 def may_be_elsewhere(plan: Plan, model: nn.Module) -> bool:
-    """Whether the rooms of the plan take a model that isn't on the device, and bring it there part by part."""
-    return plan.axes.shard > 1 and not plan.splits_model and not _reads_past_modules(model)
+    """Whether the plan takes a model that isn't on the device, and brings it there part by part.
+
+    A model that is split is tried on the device where it is small enough to be tried at all.
+    """
+    if plan.splits_model:
+        return not (is_comparable(model) or _reads_past_modules(model))
+    return plan.axes.shard > 1 and not _reads_past_modules(model)
 
 
 def held_elsewhere(plan: Plan, model: nn.Module) -> set[torch.Tensor]:

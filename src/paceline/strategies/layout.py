@@ -28,6 +28,9 @@ class Batch(Protocol):
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model is called with."""
 
+    def to(self, device: torch.device) -> Batch:
+        """On the device."""
+
 
 class Work(Protocol):
     """What belongs to a micro-batch besides the model."""

@@ -59,6 +59,15 @@ class Recurrent(nn.Module):
         return self.last(self.rnn(self.table(tokens))[0]).transpose(1, 2)
 
 
+class OnGpusAlone(Blocks):
+    """Has kernels for no other device, like Triton's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_cuda:
+            raise NotImplementedError("no kernel for the CPU")
+        return super().forward(x)
+
+
 class Hungry(nn.Module):
     """Takes memory on GPUs that nobody knows of before."""
 
@@ -116,5 +125,9 @@ JOBS: dict[str, Callable[[], paceline.Job]] = {
     "attention with dropout": lambda: language(lambda: Attention(drop=0.2), precision="float32"),
     "recurrent": lambda: language(Recurrent),
     "hungry": lambda: regression(Hungry, precision="float32"),
+    "huge on GPUs alone": lambda: regression(lambda: OnGpusAlone(width=768, depth=8), precision="float32", steps=2,
+                                             optimizer=lambda named: torch.optim.SGD(named, lr=1e-2)),
+    "huge": lambda: regression(lambda: Blocks(width=768, depth=8), precision="float32", steps=2,
+                               optimizer=lambda named: torch.optim.SGD(named, lr=1e-2)),
     "large": lambda: regression(lambda: Blocks(width=128, depth=8), precision="float32", steps=2),
 }

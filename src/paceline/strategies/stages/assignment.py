@@ -52,7 +52,8 @@ def assigned(model: nn.Module, found: Capture, plan: Plan, *, samples: int, stat
     """
     needs = piece_needs(model, found, samples=samples, state_factor=state_factor)
     places = weakest(plan, devices)
-    memory = [float("inf") if device is None else _room_bytes(device) for device in places]
+    holders = plan.axes.tensor * plan.axes.shard  # ranks that have a stage's weights together
+    memory = [float("inf") if device is None else _room_bytes(device) * holders for device in places]
     if plan.axes.parts > 1:
         part_of = _part_of(model, found, plan, needs, memory)
         stage_of, ranks = stages(found, part_of)

@@ -12,11 +12,11 @@ from torch import nn
 
 from paceline.capture.compare import MAX_BYTES, first_difference, is_comparable
 from paceline.capture.examine import WHOLE_MODEL_PLANS, Findings, examine
-from paceline.capture.graph import Capture, CaptureFailed, capture_or_learn, take_whole
+from paceline.capture.graph import Capture, CaptureFailed, capture, capture_or_learn, take_whole
 from paceline.capture.losses import refuse_readers
 from paceline.capture.opaque import OpaqueModules
 from paceline.capture.state import state_kept
-from paceline.errors import PlanRefused
+from paceline.errors import PacelineError, PlanRefused
 from paceline.launch.logs import logger
 from paceline.strategies.layout import Batch
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
@@ -39,7 +39,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
     """This rank's part of a model that is cut into stages, or whose layers are split, or both. Collective.
 
     Args:
-        model: Whole, with its initial weights; it is left hollow.
+        model: Whole, with its initial weights; it is left hollow. It need not be on the device.
         example: Makes a batch of so many samples; where the model is cut does not depend on their values.
         context: The numeric context of a forward.
         microbatch_samples: Most samples of a micro-batch.
@@ -56,15 +56,26 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
     """
     model.train()
     refuse_scripted(model, "a plan that splits the model")
-    opaque = OpaqueModules()
+    opaque, here = OpaqueModules(), next(model.parameters()).device
     with context():
-        found, findings = faithful_capture(model, example, opaque, running)
+        try:
+            found, findings = faithful_capture(model, _nearby(example, here), opaque, running)
+        except Exception as error:
+            if here == device or isinstance(error, PacelineError):
+                raise
+            logger.info("the model's own code does not run on %s (%s: %s): all of it is brought to %s", here,
+                        type(error).__name__, (str(error).splitlines() or [""])[0], device)
+            model.to(device)
+            opaque, here = OpaqueModules(), device
+            found, findings = faithful_capture(model, example, opaque, running)
         notes = () if is_comparable(model) else (
             f"not compared with the model itself before the first step: it has more than {MAX_BYTES / 2**20:.0f} MiB",)
-        batch = example(EXAMPLE_SAMPLES)
+        batch = _nearby(example, here)(EXAMPLE_SAMPLES)
         refuse_readers(model, *batch.arguments(), functions={
             name: partial(_of_output, function, batch.target) for name, function in functions.items()}, running=running)
     cut = assigned(model, found, plan, samples=microbatch_samples, state_factor=state_factor(), devices=devices)
+    if here != device:
+        found = _captured_on(device, model, example, context, opaque)
     split = Split()
     if plan.axes.tensor > 1:
         buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -74,12 +85,41 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
                            mesh.devices(device.type)["tensor"], wishes=published(model), sharded=plan.axes.shard > 1,
                            whole=_kept_whole(model, found))
     with running():
-        stages = Stages(model, hollow(model), example=found, stage_of=cut.stage_of,
+        stages = Stages(model, hollow(model, device), example=found, stage_of=cut.stage_of,
                       ranks=cut.ranks, orders=cut.orders, mesh=mesh, axis=mesh.stage_axis, device=device,
                       context=context, split=split, opaque=opaque, changing=findings.changing, notes=notes)
     if evaluated is not None:
         stages.prepare_evaluation(evaluated())
     return stages
+
+
+def _captured_on(device: torch.device, model: nn.Module, example: Callable[[int], Batch], context: Callable[[], Any],
+                 opaque: OpaqueModules) -> Capture:
+    """The capture of a model as it runs on a device that its weights are not on. Its buffers are brought there.
+
+    Raises:
+        PlanRefused: it runs there in a way that can't be captured.
+    """
+    held = [(module, dict(module._parameters)) for module in model.modules()]
+    tensors = hollow(model, device)
+    try:
+        with context():
+            found = capture(model, *example(EXAMPLE_SAMPLES).arguments(), opaque=opaque, tensors=tensors)
+            return renamed(found, first_names(model))
+    except CaptureFailed as failed:
+        raise _refused(failed) from failed
+    finally:
+        for module, parameters in held:
+            module._parameters.update(parameters)
+
+
+def _refused(failed: CaptureFailed) -> PlanRefused:
+    message, _, hint = str(failed).partition("\n\nhint: ")
+    return PlanRefused(message, hint=hint)
+
+
+def _nearby(example: Callable[[int], Batch], device: torch.device) -> Callable[[int], Batch]:
+    return lambda samples: example(samples).to(device)
 
 
 def _of_output(function: Callable[[Any, Any], Any], target: Any, output: Any) -> Any:
@@ -114,8 +154,7 @@ def faithful_capture(model: nn.Module, example: Callable[[int], Batch], opaque: 
             reasons[difference.path] = difference.what
             _take_whole(model, {difference.path: difference.what}, arguments, opaque, running)
     except CaptureFailed as failed:
-        message, _, hint = str(failed).partition("\n\nhint: ")
-        raise PlanRefused(message, hint=hint) from failed
+        raise _refused(failed) from failed
     for path, why in reasons.items():
         logger.info("'%s' is not looked into and runs whole: it %s", path, why)
     return found, findings

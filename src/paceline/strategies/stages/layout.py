@@ -46,22 +46,29 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def hollow(model: nn.Module) -> dict[str, nn.Parameter]:
+def hollow(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
     """Put stand-ins without memory in the place of a model's parameters, and return those by name.
 
-    The model can still be captured; tied parameters stay tied.
+    The model can still be captured, on the device; tied parameters stay tied. Its buffers are brought there.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     found = dict(model.named_parameters())
-    stand_ins = {id(p): nn.Parameter(mode.from_tensor(p.data, static_shapes=True), requires_grad=p.requires_grad)
-                 for p in found.values()}
+
+    def stand_in(parameter: nn.Parameter) -> nn.Parameter:
+        fake = mode.from_tensor(parameter.data, static_shapes=True)
+        with mode:
+            return nn.Parameter(fake.to(device), requires_grad=parameter.requires_grad)
+
+    stand_ins = {id(p): stand_in(p) for p in found.values()}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 module._parameters[name] = stand_ins[id(parameter)]
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
     return found
 
 
@@ -115,7 +122,7 @@ class Stages:
         report = split.report(tensors)
         self.report = replace(report, lines=(*report.lines, *notes))
         _refuse_spread(example, holders, lambda piece: ranks[stage_of[piece.key]], changing, tensors)
-        here = split.apply({name: tensors[name] for name, at in holders.items() if own in at})
+        here = split.apply({name: tensors[name] for name, at in holders.items() if own in at}, device)
         # A weight that several pieces of a rank use belongs to none of them: the rank has it whole. Then all ranks
         # have, for parts of it could not be added up over stages.
         apart = _used_twice(example, lambda piece: ranks[stage_of[piece.key]]) if mesh.sizes["shard"] > 1 else set()

@@ -60,17 +60,19 @@ class Split:
         return Report() if self.mesh is None else report(
             tensors, self.whole, self.notes, sequence=self.sequence, ranks=self.mesh.size())
 
-    def apply(self, tensors: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Each parameter as this rank holds it."""
+    def apply(self, tensors: Mapping[str, nn.Parameter], device: torch.device) -> dict[str, nn.Parameter]:
+        """Each parameter as this rank holds it, on the device; whole ones are brought there in place."""
         from torch.distributed.tensor import DTensor
 
         found = dict(tensors)
         for name in [name for name in tensors if name in self.cuts]:
             assert self.mesh is not None
             cut = self.cuts[name]
-            own = cut.own(tensors[name].data, self.mesh).clone(memory_format=torch.contiguous_format)
+            own = cut.own(tensors[name].data, self.mesh).to(device, copy=True, memory_format=torch.contiguous_format)
             found[name] = nn.Parameter(DTensor.from_local(own, self.mesh, [cut.placement()], run_check=False),
                                        requires_grad=tensors[name].requires_grad)
+        for name in tensors.keys() - self.cuts.keys():
+            tensors[name].data = tensors[name].data.to(device)
         return found
 
 
@@ -80,7 +82,8 @@ def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mappi
            whole: Mapping[str, str] = MappingProxyType({})) -> Split:
     """How the model's pieces are split over a mesh of one dim, each checked on the example. Collective.
 
-    tensors: the model's parameters, whole. inputs: the example's, by name. wishes: see `published.py`; a piece that
+    tensors: the model's parameters, whole; brought piece by piece to the device of the inputs, for a moment.
+    inputs: the example's, by name. wishes: see `published.py`; a piece that
     can't run as they say is split without them. sharded: replicas will share them out too. whole: parameters that
     stay whole, by name, and why.
     """
@@ -113,9 +116,10 @@ def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapp
             wishes: Mapping[str, Direction]) -> _Found:
     found = _Found()
     values = dict(inputs)
+    device = next(iter(inputs.values())).device
     for piece in capture.pieces:
         given = [values[name] for name in piece.inputs]
-        held = [tensors[name] for name in piece.parameters]
+        held = [tensors[name].to(device) for name in piece.parameters]
         also = [buffers[name] for name in piece.buffers]
         before = [buffer.clone() for buffer in also]
         if piece.opaque:  # its code keeps what it likes: it is not run more often than it must
