@@ -119,6 +119,7 @@ def _refused(failed: CaptureFailed) -> PlanRefused:
 
 
 def _nearby(example: Callable[[int], Batch], device: torch.device) -> Callable[[int], Batch]:
+    """Makes the same batches, on the device."""
     return lambda samples: example(samples).to(device)
 
 

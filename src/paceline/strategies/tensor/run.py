@@ -83,9 +83,8 @@ def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mappi
     """How the model's pieces are split over a mesh of one dim, each checked on the example. Collective.
 
     tensors: the model's parameters, whole; brought piece by piece to the device of the inputs, for a moment.
-    inputs: the example's, by name. wishes: see `published.py`; a piece that
-    can't run as they say is split without them. sharded: replicas will share them out too. whole: parameters that
-    stay whole, by name, and why.
+    inputs: the example's, by name. wishes: see `published.py`; a piece that can't run as they say is split without
+    them. sharded: replicas will share them out too. whole: parameters that stay whole, by name, and why.
     """
     forbidden = dict(whole)
     while True:
