@@ -9,27 +9,12 @@ import pytest
 import torch
 from pretended_cuda.build import CannotBuild
 from pretended_cuda.client import Trained, Workshop, workshop
+from pretended_cuda.plans import ALIKE, EXACT, FEATURES, MORE_ALIKE, MORE_EXACT, MORE_FEATURES
 
 from paceline.plans import Plan
 from paceline.runtime import folder
 
 pytestmark = pytest.mark.timeout(600)  # the first one builds the device
-
-# Under which a job is one device's.
-EXACT = ("single", "data=2 accumulate=2", "shard=2", "shard=2 zero=1", "tensor=2", "pipeline=2 schedule=1f1b",
-         "place=auto parts=2", "server=1 workers=2")
-MORE_EXACT = ("data=2 recompute=full", "shard=2 zero=2", "shard=3", "data=2 shard=2", "shard=2 tensor=2",
-              "pipeline=2 schedule=gpipe", "pipeline=2 schedule=interleaved", "pipeline=2 schedule=zero-bubble",
-              "pipeline=2 shard=2", "pipeline=2 data=2", "pipeline=3", "place=auto parts=3", "server=2 workers=2",
-              "data=3")
-# Which are compared with themselves on the CPU.
-ALIKE = ("data=2 local=2 outer=diloco", "data=2 compress=int8")
-MORE_ALIKE = ("data=2 local=2 outer=average", "data=2 compress=topk", "data=2 compress=powersgd",
-              "server=1 workers=2 staleness=1")
-FEATURES = (("clip and validation", "data=2"), ("statistics", "data=2"), ("attention", "tensor=2"),
-            ("recurrent", "shard=2"))
-MORE_FEATURES = tuple((job, plan) for job in ("clip and validation", "attention", "recurrent")
-                      for plan in ("single", "data=2", "shard=2", "tensor=2", "pipeline=2", "place=auto parts=2"))
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +65,19 @@ def test_a_relaxed_plan_on_gpus_is_itself_on_cpus(shop: Workshop, plan: str):
 def test_a_feature_on_gpus_is_itself_on_cpus(shop: Workshop, job: str, plan: str):
     reference = plan if job == "statistics" else "single"
     assert_alike(shop.train(job, plan, on("cuda", plan)), shop.train(job, reference, on("cpu", reference)))
+
+
+def test_ranks_that_leave_out_blocks_go_on(shop: Workshop):
+    """They expect the next block by then, and ask each other where it is another one."""
+    assert_alike(shop.train("changing", "shard=2", "cuda:0-1"), shop.train("changing", "single", "cpu:0"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_out_blocks_alone_says_so(shop: Workshop):
+    """After a minute, in which the others wait for it."""
+    answer = shop.ask("parting", "shard=2", "cuda:0-1")
+    assert answer["exit_code"] == 1
+    assert "rank 0" in answer["error"] and "this rank is at the end of forward" in answer["error"]
 
 
 @pytest.mark.parametrize("plan", ["tensor=2", pytest.param("pipeline=2", marks=pytest.mark.slow)])

@@ -1,6 +1,7 @@
 // NCCL's place taken by gloo on the same memory.
 #pragma once
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include "kernels.h"
 
@@ -35,6 +36,16 @@ class Begun final : public c10d::Work {
  private:
   std::vector<Ptr<c10d::Work>> parts_;
   Tensors outputs_, aliases_;
+};
+
+// DistributedDataParallel times its first steps on the device.
+class HostTimer final : public c10d::Timer {
+ public:
+  explicit HostTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    auto started = getTimestamp(start), ended = getTimestamp(end);
+    return started && ended && *ended >= *started ? std::make_optional(*ended - *started) : std::nullopt;
+  }
 };
 
 class OnGloo final : public c10d::Backend {

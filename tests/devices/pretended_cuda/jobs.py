@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,30 @@ class OnGpusAlone(Blocks):
         return super().forward(x)
 
 
+class Changing(Blocks):
+    """Leaves blocks out in two steps, after ranks have learnt which one comes next."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = skip = self.first(x)
+        for block in self.blocks[:2] if self.calls in (5, 6) else self.blocks:
+            x = x + block(x)
+        return self.last(self.gain * x + skip)
+
+
+class Parting(Changing):
+    """The first rank alone does so; what it counts is no state of the module."""
+
+    counted: ClassVar[list[None]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counted.append(None)
+        self.calls = 0 if x.device.index else len(self.counted) - 1
+        return super().forward(x)
+
+
 class Hungry(nn.Module):
     """Takes memory on GPUs that nobody knows of before."""
 
@@ -124,6 +148,8 @@ JOBS: dict[str, Callable[[], paceline.Job]] = {
     "attention in float32": lambda: language(Attention, precision="float32"),
     "attention with dropout": lambda: language(lambda: Attention(drop=0.2), precision="float32"),
     "recurrent": lambda: language(Recurrent),
+    "changing": lambda: regression(Changing, steps=8),
+    "parting": lambda: regression(Parting, steps=8),
     "hungry": lambda: regression(Hungry, precision="float32"),
     "huge on GPUs alone": lambda: regression(lambda: OnGpusAlone(width=768, depth=8), precision="float32", steps=2,
                                              optimizer=lambda named: torch.optim.SGD(named, lr=1e-2)),

@@ -45,6 +45,10 @@ namespace at::native {
 REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &choose_attention)
 }
 
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::DeviceType::CUDA, pretended::HostTimer)
+}
+
 static py::dict figures(const c10::CachingAllocator::Stat& stat) {
   py::dict made;
   made["current"] = stat.current;

@@ -1,0 +1,84 @@
+"""Try Paceline on the GPUs of this machine and write what came of it into one file.
+
+    scripts/gpu-check [--minutes 55] [--only PART...] [--output gpu-check.json]
+
+docs/gpu-checklist.md says what each part shows. Each command has a process of its own; one that fails stops no other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import command, page
+from benchmarks.gpu.failures import failures
+from benchmarks.gpu.machine import machine, seen
+from benchmarks.gpu.matrix import CELLS, matrix
+from benchmarks.gpu.speed import MODELS, speed
+
+PARTS = ("machine", "matrix", "failures", "speed")
+
+
+def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequence[str] = command.PYTHON,
+          cells: Sequence[tuple[str, str]] = CELLS, models: Any = MODELS) -> dict[str, Any]:
+    """The whole document, which is written after every part.
+
+    Args:
+        minutes: After which nothing new is begun.
+        python: What runs Python.
+
+    Raises:
+        RuntimeError: there is no GPU that torch can use.
+    """
+    found = seen(python)
+    if not found["gpus"]:
+        raise RuntimeError("torch can use no GPU here: `paceline doctor` says why")
+    ends_s = time.monotonic() + 60 * minutes
+    document: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **found}
+    with tempfile.TemporaryDirectory(prefix="paceline-gpu-check-") as name:
+        arguments = (len(found["gpus"]), Path(name), python, lambda: time.monotonic() > ends_s)
+        made = {"machine": partial(machine, python), "matrix": partial(_matrix, *arguments, cells=cells),
+                "failures": partial(failures, *arguments), "speed": partial(speed, *arguments, models=models)}
+        for part in parts:
+            print(f"{part}:", file=sys.stderr)
+            document[part] = made[part]()
+            output.write_text(json.dumps(document, indent=1) + "\n")
+    return document
+
+
+def _matrix(*arguments: Any, cells: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    rows = []
+    for cell in matrix(*arguments, cells=cells):
+        print(f"  {cell.job} under {cell.plan}: {cell.verdict} {cell.reason}", file=sys.stderr)
+        rows.append(asdict(cell))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/gpu-check", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=55.0, help="after which nothing new is begun (55)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--output", type=Path, default=Path("gpu-check.json"), help="the file (gpu-check.json)")
+    given = parser.parse_args()
+    try:
+        document = check(given.only, given.minutes, given.output.resolve())
+    except RuntimeError as error:
+        print(f"scripts/gpu-check: {error}", file=sys.stderr)
+        return 2
+    print(page.page(document))
+    print(f"written to {given.output}", file=sys.stderr)
+    return 1 if page.wrong(document) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,71 @@
+"""Running a command of a check in a process of its own, so that none can spoil the next."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.turns import ROOT
+
+PYTHON = (sys.executable,)
+TIMEOUT_S = 300.0  # torch takes some seconds to start CUDA, and a compiled model a minute
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """exit_code: None if it took too long and was ended."""
+
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in a line."""
+        if self.exit_code is None:
+            return f"took longer than {self.seconds:.0f} s"
+        lines = [line for line in self.stderr.strip().splitlines() if line.strip()]
+        told = [line for line in lines if "error" in line.lower()] or lines[-1:] or [f"exit code {self.exit_code}"]
+        return told[0].strip()[:300]
+
+
+def start(command: Sequence[str]) -> subprocess.Popen[str]:
+    """The command, from the root of the project, as a group of processes that can be ended at once."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, start_new_session=True)
+
+
+def end(process: subprocess.Popen[str], started_s: float, *, timeout_s: float = TIMEOUT_S) -> Ended:
+    """What came of it; nothing of it is left running."""
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        return Ended(None, output, errors, timeout_s)
+    return Ended(process.returncode, output, errors, time.monotonic() - started_s)
+
+
+def run(command: Sequence[str], *, timeout_s: float = TIMEOUT_S) -> Ended:
+    """What came of a command."""
+    return end(start(command), time.monotonic(), timeout_s=timeout_s)
+
+
+def train(python: Sequence[str], job: str, plan: str, devices: str, run_dir: Path, *options: str) -> list[str]:
+    """The command that trains a job of `jobs.py`, whose result is JSON on stdout.
+
+    Args:
+        python: What runs Python.
+        job: The function of the file.
+    """
+    return [*python, "-m", "paceline", "train", f"{Path(__file__).with_name('jobs.py')}:{job}", "--plan", plan,
+            "--devices", devices, "--run", str(run_dir), "--json", *options]

@@ -1,0 +1,39 @@
+"""What comes of runs that can't go on: too little memory, a rank that is killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import command
+
+# What happens, how many GPUs it needs, the function of jobs.py, the plan, and the exit code that docs/running.md names.
+CASES = (("a forward wants more memory than the GPU has", 1, "too_large", "single", 3),
+         ("one rank of two is killed in a step", 2, "killed", "data=2", 4))
+
+
+def failures(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool]) -> list[dict[str, Any]]:
+    """A row a case. seconds_to_end: from the failure to the end of the command, where the job notes its time."""
+    rows = []
+    for name, needed, job, plan, expected in CASES:
+        row: dict[str, Any] = {"failure": name, "plan": plan, "expected_exit_code": expected}
+        if gpus < needed:
+            row |= {"verdict": "not run", "reason": f"it needs {needed} GPUs and {gpus} are here"}
+        elif out_of_time():
+            row |= {"verdict": "not run", "reason": "the time was up"}
+        else:
+            row |= _tried(folder / job, job, plan, f"cuda:0-{needed - 1}", expected, python)
+        rows.append(row)
+    return rows
+
+
+def _tried(folder: Path, job: str, plan: str, devices: str, expected: int, python: Sequence[str]) -> dict[str, Any]:
+    folder.mkdir()
+    failed = folder / "failed-at"
+    settings = ["--set", f"failed={failed}"] if job == "killed" else []
+    ended = command.run(command.train(python, job, plan, devices, folder / "run", "--check", "no", *settings))
+    row = {"verdict": "as expected" if ended.exit_code == expected else "differs", "exit_code": ended.exit_code,
+           "reason": ended.reason if ended.exit_code != expected else "", "said": ended.stderr.strip()[-1500:]}
+    return {**row, "seconds_to_end": time.time() - float(failed.read_text())} if failed.exists() else row

@@ -1,0 +1,68 @@
+"""The jobs that are run on GPUs, as a file for the command line: `--set name=...`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import paceline
+from tests.devices.pretended_cuda.jobs import JOBS, numbers
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "02_gpt_bytes.py"
+
+
+class TooLarge(nn.Module):
+    """A forward that wants more than a whole GPU has, which nothing shows before it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wanted = torch.cuda.mem_get_info()[1] if x.is_cuda else 0
+        kept = torch.empty(wanted + 1, dtype=torch.uint8, device=x.device)
+        return self.last(x) + 0.0 * kept[-1]
+
+
+def job(name: str = "blocks") -> paceline.Job:
+    """A small job of the device tests, in float64."""
+    return JOBS[name]()
+
+
+def killed(failed: str) -> paceline.Job:
+    """The second rank is killed in its third step.
+
+    Args:
+        failed: The file in which it notes the time before.
+    """
+    steps = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal steps
+        steps += 1
+        if steps == 3 and dist.get_rank() == 1:
+            Path(failed).write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return F.mse_loss(output, target)
+
+    return replace(job(), loss=loss, steps=1000)
+
+
+def too_large() -> paceline.Job:
+    return paceline.Job(model=TooLarge, data=numbers(48), loss=F.mse_loss, batch=12, steps=4,
+                        optimizer=lambda named: torch.optim.SGD(named, lr=1e-2))
+
+
+def gpt(width: int = 1024, layers: int = 12, sequence: int = 512, batch: int = 16,
+        precision: str = "float32") -> paceline.Job:
+    """The byte GPT of the examples at a size for GPUs: 152 million parameters by default."""
+    found = paceline.load(str(EXAMPLE), {"width": width, "layers": layers, "sequence": sequence, "batch": batch})
+    return replace(found, precision=precision, validation=None)

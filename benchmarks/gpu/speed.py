@@ -1,0 +1,106 @@
+"""Throughput beside a loop written by hand, and what was predicted of time and memory beside what came."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import command
+from benchmarks.workload import WARM_UP_STEPS
+
+# Settings of the byte GPT. A step of the small one takes less time on the GPU than its launches take on the host, so
+# its ratio is that of host times.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "152 million parameters": {},
+    "3 million parameters, bound by the host": {"width": 256, "layers": 4, "sequence": 16, "batch": 8},
+}
+PRECISIONS = ("float32", "bf16")
+PEER = "benchmarks.contenders.on_gpus"
+
+
+def speed(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool], *, rounds: int = 3,
+          steps: int = 50, models: Mapping[str, Mapping[str, Any]] = MODELS,
+          precisions: Sequence[str] = PRECISIONS) -> list[dict[str, Any]]:
+    """Rows of one contender each: steps a second and its part of the plain loop's, medians over rounds in turns."""
+    rows: list[dict[str, Any]] = []
+    for number, (name, precision) in enumerate(product(models, precisions)):
+        settings = [word for key, value in {**models[name], "precision": precision}.items()
+                    for word in ("--set", f"{key}={value}")]
+        contenders = _contenders(gpus, folder / f"speed-{number}", python, settings, steps)
+        rows += _beside(name, precision, contenders, rounds, out_of_time)
+    return rows
+
+
+def _contenders(gpus: int, folder: Path, python: Sequence[str], settings: list[str],
+                steps: int) -> dict[str, Callable[[], dict[str, Any] | str]]:
+    """The plain loop of each number of GPUs comes before those that are compared with it."""
+    numbers = count()
+
+    def ours(plan: str, devices: str) -> dict[str, Any] | str:
+        ended = command.run(command.train(
+            python, "gpt", plan, devices, folder / f"{next(numbers)}", "--steps",
+            str(WARM_UP_STEPS + steps), "--loader-workers", "1", *settings))
+        if ended.exit_code != 0:
+            return ended.reason
+        summary = json.loads(ended.stdout)
+        return {"steps_per_s": summary["samples_per_s"] * summary["steps"] / summary["samples"],
+                "peak_memory_bytes": summary["peak_memory_bytes"], "step_s": summary["step_s"],
+                "predicted": summary["predicted"]}
+
+    def theirs(*start: str, compiled: bool = False) -> dict[str, Any] | str:
+        ended = command.run([*python, *start, *settings, "--steps", str(steps), *(["--compile"] if compiled else [])])
+        return json.loads(ended.stdout.strip().splitlines()[-1]) if ended.exit_code == 0 else ended.reason
+
+    found: dict[str, Callable[[], dict[str, Any] | str]] = {
+        "plain loop": lambda: theirs("-m", PEER),
+        "plain loop, torch.compile": lambda: theirs("-m", PEER, compiled=True),
+        "single": lambda: ours("single", "cuda:0")}
+    if gpus > 1:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m", PEER)
+        found["DistributedDataParallel"] = lambda: theirs(*torchrun)
+        for plan in (f"data={gpus}", f"shard={gpus}"):
+            found[plan] = lambda plan=plan: ours(plan, f"cuda:0-{gpus - 1}")  # type: ignore[misc]
+    return found
+
+
+def _beside(model: str, precision: str, contenders: Mapping[str, Callable[[], dict[str, Any] | str]], rounds: int,
+            out_of_time: Callable[[], bool]) -> list[dict[str, Any]]:
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    failed: dict[str, str] = {}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            if name in failed:
+                continue
+            if out_of_time():
+                failed.setdefault(name, "the time was up")
+                continue
+            found = run()
+            if isinstance(found, str):
+                failed[name] = found
+            else:
+                runs[name].append(found)
+    return [_row(model, precision, name, runs, failed.get(name, "")) for name in contenders]
+
+
+def _row(model: str, precision: str, name: str, runs: Mapping[str, list[dict[str, Any]]],
+         reason: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"model": model, "precision": precision, "contender": name}
+    if reason:
+        row["reason"] = reason
+    if not runs[name]:
+        return row
+    peer = "plain loop" if name in ("plain loop", "plain loop, torch.compile", "single") else "DistributedDataParallel"
+    pairs = [a["steps_per_s"] / b["steps_per_s"] for a, b in zip(runs[name], runs[peer], strict=False)]
+    row |= {"steps_per_s": statistics.median(one["steps_per_s"] for one in runs[name]),
+            "of": peer, "ratio": statistics.median(pairs) if pairs else None,
+            "peak_memory_bytes": max(one["peak_memory_bytes"] for one in runs[name]), "runs": runs[name]}
+    predicted = runs[name][-1].get("predicted")
+    if predicted:
+        last = runs[name][-1]
+        row["step_s of predicted"] = last["step_s"] / predicted["step_s"]
+        row["memory of predicted"] = last["peak_memory_bytes"] / predicted["peak_memory_bytes"]
+    return row

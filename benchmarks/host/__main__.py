@@ -1,0 +1,73 @@
+"""Host time of a step on two GPUs that pretend, beside loops written by hand, in turns.
+
+    python -m benchmarks.host [--rounds 7] [--steps 40] [--json]
+
+The model is so small that a step is what Python and torch do to launch it. The pretended device runs its kernels on the
+host, so their time is in every figure alike, and ratios are nearer to 1 than on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.gpu.command import run as run_command
+from benchmarks.host.model import WARM_UP_STEPS
+from benchmarks.turns import ROOT, ContenderFailed, document, measure, ratio, warn_if_busy
+
+# Ours, the loop by hand that does the same, and what the ratio is to stay below.
+PAIRS = {"single": ("plain loop", 1.1), "data=2": ("DistributedDataParallel", 1.1), "shard=2": ("FSDP2", 1.1),
+         "tensor=2": ("torch tensor parallel", 0.5)}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """host_s: the median step's CPU seconds of rank 0, all threads together."""
+
+    host_s: float
+
+
+def run(library: str, name: str, steps: int) -> Run:
+    command = [sys.executable, "-m", "pretended_cuda.pretend", library, "-m", "benchmarks.host.contender", name]
+    ended = run_command([*command, str(WARM_UP_STEPS + steps)])
+    if ended.exit_code != 0:
+        raise ContenderFailed(ended.reason)
+    return Run(statistics.median(json.loads(ended.stdout.strip().splitlines()[-1])[WARM_UP_STEPS:]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each; an interval needs 6")
+    parser.add_argument("--steps", type=int, default=40, help=f"measured steps, after {WARM_UP_STEPS} of warm-up")
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+    options = parser.parse_args()
+    devices = ROOT / "tests" / "devices"
+    sys.path.insert(0, str(devices))
+    os.environ |= {"PYTHONPATH": str(devices), "OMP_NUM_THREADS": "1"}
+    from pretended_cuda.build import build
+
+    library = str(build())
+    warn_if_busy()
+    names = [name for ours, (theirs, _) in PAIRS.items() for name in (theirs, ours)]
+    records = measure({name: ("torch", partial(run, library, name, options.steps)) for name in names},
+                      rounds=options.rounds, say=lambda found: f"{1e3 * found.host_s:.2f} ms")
+    ratios = {ours: ratio(records[ours].all("host_s"), records[theirs].all("host_s"))
+              for ours, (theirs, _) in PAIRS.items() if not (records[ours].skipped or records[theirs].skipped)}
+    if options.json:
+        print(json.dumps(document(records, ratios), indent=2))
+        return
+    print(f"{'':<10} {'host ms':>8}   {'by hand':<24} {'host ms':>8}   ratio, median of pairs [95 %], and its goal")
+    for ours, (theirs, goal) in PAIRS.items():
+        skipped = records[ours].skipped or records[theirs].skipped
+        print(f"{ours:<10} skipped: {skipped}" if skipped else
+              f"{ours:<10} {1e3 * records[ours].median('host_s'):>8.2f}   {theirs:<24} "
+              f"{1e3 * records[theirs].median('host_s'):>8.2f}   {ratios[ours]}, at most {goal}")
+
+
+if __name__ == "__main__":
+    main()

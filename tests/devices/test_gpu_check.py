@@ -1,0 +1,119 @@
+"""`scripts/gpu-check`: what it says of runs, and on the pretended device that it can make them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pretended_cuda.build import CannotBuild, build
+
+from benchmarks.gpu import command, matrix, page, speed
+from benchmarks.gpu.__main__ import check
+from benchmarks.gpu.machine import seen
+
+HERE = Path(__file__).parent
+TINY = {"tiny": {"width": 32, "layers": 2, "sequence": 16, "batch": 8}}
+
+
+def ended(stderr: str = "", exit_code: int | None = 1) -> command.Ended:
+    return command.Ended(exit_code, "", stderr, 3.0)
+
+
+def trained(weight: float, loss: float = 1.0) -> matrix._Trained:
+    return matrix._Trained([2.0, loss], {"w": torch.tensor([weight, -4.0], dtype=torch.float64)})
+
+
+@pytest.mark.parametrize(("found", "verdict", "off_by"), [
+    (trained(1.0), "equal", 0.0), (trained(1.0 + 4e-11), "equal", 1e-11), (trained(1.0 + 4e-3), "differs", 1e-3),
+    (trained(1.0, loss=1.001), "differs", 1e-3), ("error: no", "failed", None)])
+def test_a_cell_says_how_far_off_it_is(found: matrix._Trained | str, verdict: str, off_by: float | None):
+    cell = matrix._compared("blocks", "data=2", "cuda:0-1", found, trained(1.0), 1.0)
+    assert cell.verdict == verdict
+    assert cell.off_by == (None if off_by is None else pytest.approx(off_by, rel=1e-3))
+
+
+def test_a_number_that_is_none_differs():
+    cell = matrix._compared("blocks", "data=2", "cuda:0-1", trained(float("nan")), trained(1.0), 1.0)
+    assert cell.verdict == "differs"
+
+
+def test_plans_that_need_more_gpus_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(command, "run", lambda *_, **__: pytest.fail("nothing is to be run"))
+    cells = list(matrix.matrix(1, tmp_path, ["python"], lambda: True))
+    assert len(cells) == len(matrix.CELLS)
+    assert {cell.verdict for cell in cells} == {"not run"}
+    assert {cell.reason for cell in cells if cell.plan == "shard=2"} == {"it needs 2 GPUs and 1 are here"}
+    assert {cell.reason for cell in cells if cell.plan == "single"} == {"the time was up"}
+
+
+def test_a_contender_that_fails_is_left_out():
+    """The others are compared pair by pair."""
+    runs = iter([2.0, 1.0, 4.0, 1.0])
+
+    def run() -> dict[str, float]:
+        return {"steps_per_s": next(runs), "peak_memory_bytes": 2**30}
+
+    asked = []
+    rows = speed._beside("tiny", "float32", {"plain loop": run, "single": run,
+                                             "plain loop, torch.compile": lambda: asked.append(1) or "no compiler"},
+                         2, lambda: False)
+    assert [row.get("ratio") for row in rows] == [1.0, 0.375, None]
+    assert rows[2]["reason"] == "no compiler" and asked == [1]
+
+
+def test_why_a_command_failed():
+    assert ended("starting\nerror: no such plan\nhint: another").reason == "error: no such plan"
+    assert ended("killed").reason == "killed"
+    assert ended(exit_code=7).reason == "exit code 7"
+    assert ended("error: x", exit_code=None).reason == "took longer than 3 s"
+
+
+def test_a_command_that_takes_too_long_is_ended():
+    found = command.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.5)
+    assert found.exit_code is None
+
+
+def test_the_page_names_what_is_wrong():
+    document = {"gpus": ["One"], "date": "2026-01-01", "matrix": [
+        {"job": "blocks", "plan": "shard=2", "devices": "cuda:0-1", "verdict": "differs", "off_by": 0.5, "reason": ""}],
+        "failures": [{"failure": "a kill", "plan": "data=2", "expected_exit_code": 4, "exit_code": 1,
+                      "verdict": "differs", "reason": "a | b"}],
+        "speed": [{"model": "m", "precision": "bf16", "contender": "single", "reason": "error: x"}]}
+    assert page.wrong(document) == ["blocks under shard=2: differs", "a kill: differs", "single, m, bf16: error: x"]
+    lines = page.page(document).splitlines()
+    assert "| blocks | `shard=2` | cuda:0-1 | differs | 5e-01 |  |" in lines
+    assert "| a kill | `data=2` | 1 | 4 |  | differs a / b |" in lines
+    assert "Not as it should be: 3" in lines
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+def test_a_machine_without_gpus_is_told_so(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="torch can use no GPU here: `paceline doctor` says why"):
+        check(["matrix"], 1.0, tmp_path / "out.json")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_check_on_pretended_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    try:
+        library = build()
+    except CannotBuild as error:
+        pytest.skip(str(error))
+    for name, value in {"PRETENDED_CUDA_DEVICES": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE),
+                        "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    python = (sys.executable, "-m", "pretended_cuda.pretend", str(library))
+    assert seen(python)["gpus"] == ["Pretended"] * 2
+    output = tmp_path / "gpu-check.json"
+    cells = (("blocks", "single"), ("blocks", "shard=2"), ("blocks", "shard=3"), ("statistics", "single"))
+    document = check(["machine", "matrix", "failures", "speed"], 20.0, output, python=python, cells=cells, models=TINY)
+    assert json.loads(output.read_text()) == document
+    assert [cell["verdict"] for cell in document["matrix"]] == ["equal", "equal", "not run", "equal"]
+    assert [row["verdict"] for row in document["failures"]] == ["as expected"] * 2
+    compared = {row["contender"]: row for row in document["speed"] if row["precision"] == "float32"}
+    assert compared["single"]["ratio"] > 0
+    assert all(compared[plan]["memory of predicted"] > 0 for plan in ("single", "data=2", "shard=2"))
