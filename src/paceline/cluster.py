@@ -9,10 +9,10 @@ import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from paceline.accelerators import gpus, refusal, unusable
 from paceline.catalogue import Accelerator, LinkKind
 from paceline.catalogue import accelerator as known_accelerator
 from paceline.catalogue import link as known_link
@@ -187,7 +187,7 @@ class Cluster:
             if count > 1:
                 raise ClusterError(f"the cluster '{text}' has CPUs of several nodes, whose links nobody knows",
                                    hint="2xcpu is two ranks of this machine")
-            return cls.local(num_ranks=each) if not _gpus() else cls.local(f"cpu:0-{each - 1}")
+            return cls.local(f"cpu:0-{each - 1}")
         found = known_accelerator(match[3])
         if match[1] is None and each > found.devices_per_node:
             full, rest = divmod(each, found.devices_per_node)
@@ -259,22 +259,25 @@ class Cluster:
         Raises:
             ClusterError: a device doesn't exist, or a name or a size can't be read.
         """
-        gpus = _gpus()
+        here = _gpus()
         if devices is not None:
             named = _parse_names(devices)
             for kind, index in named:
-                if kind == "cuda" and index >= len(gpus):
-                    raise ClusterError(f"there is no cuda:{index}: this machine has {len(gpus)} GPUs",
+                if kind == "cuda" and index >= len(here):
+                    raise ClusterError(f"there is no cuda:{index}: this machine has {len(here)} GPUs",
                                        hint="--devices cpu:0,cpu:1 runs on the CPU")
-        elif gpus and (num_ranks or 1) <= len(gpus):
-            named = [("cuda", i) for i in range(num_ranks or len(gpus))]
-        elif gpus:
-            raise ClusterError(f"{num_ranks} ranks need {num_ranks} GPUs and this machine has {len(gpus)}",
-                               hint=f"a plan of at most {len(gpus)} ranks, or --devices cpu:0-{(num_ranks or 1) - 1}")
+        elif here and (num_ranks or 1) <= len(here):
+            named = [("cuda", i) for i in range(num_ranks or len(here))]
+        elif here:
+            raise ClusterError(f"{num_ranks} ranks need {num_ranks} GPUs and this machine has {len(here)}",
+                               hint=f"a plan of at most {len(here)} ranks, or --devices cpu:0-{(num_ranks or 1) - 1}")
+        elif idle := unusable():
+            cpus = f"cpu:0-{num_ranks - 1}" if num_ranks and num_ranks > 1 else "cpu:0"
+            raise ClusterError(idle.reason, hint=f"{idle.way_out}; --devices {cpus} trains on the CPU")
         else:
             named = [("cpu", i) for i in range(num_ranks or min(usable_cores(), 8))]
         num_cpu = sum(kind == "cpu" for kind, _ in named)
-        found = tuple(gpus[i] if kind == "cuda" else _cpu(i, num_cpu) for kind, i in named)
+        found = tuple(here[i] if kind == "cuda" else _cpu(i, num_cpu) for kind, i in named)
         return cls(
             devices=found if memory is None else _limited(found, memory),
             link=NVLINK if all(kind == "cuda" for kind, _ in named) else LOOPBACK,
@@ -461,32 +464,8 @@ def _size_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[unit])
 
 
-def has_gpus() -> bool:
-    """Whether torch can use GPUs on this machine."""
-    return bool(_gpus())
-
-
 def _gpus() -> list[Device]:
-    # Only NVIDIA's driver node is looked at first, so that a machine without GPUs pays no torch import here.
-    if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")):
-        return []
-    return [Device("cuda", index, memory_bytes, name=name) for index, (name, memory_bytes) in enumerate(_seen_gpus())]
-
-
-@cache
-def _seen_gpus() -> tuple[tuple[str, int], ...]:
-    """Name and bytes of each GPU. A fork looks: ranks are forks of this process, and can't use CUDA if it has."""
-    from paceline.launch.fork import in_a_fork
-
-    def look() -> list[tuple[str, int]]:
-        import torch
-
-        if not torch.cuda.is_available():
-            return []
-        found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return [(properties.name, properties.total_memory) for properties in found]
-
-    return tuple((name, memory_bytes) for name, memory_bytes in in_a_fork(look))
+    return [Device("cuda", index, memory_bytes, name=name) for index, (name, memory_bytes) in enumerate(gpus())]
 
 
 def _parse_names(text: str) -> list[tuple[DeviceKind, int]]:
@@ -496,6 +475,8 @@ def _parse_names(text: str) -> list[tuple[DeviceKind, int]]:
         if not match:
             raise ClusterError(f"can't read device '{word}'", hint="devices are named cpu:0,cpu:1 or cuda:0-3")
         kind, first, last = match[1], int(match[2] or 0), int(match[3] or match[2] or 0)
+        if refused := refusal(kind):
+            raise ClusterError(refused.reason, hint=refused.way_out)
         if kind not in ("cpu", "cuda"):
             raise ClusterError(f"unknown device kind '{kind}', {nearest(kind, ['cpu', 'cuda'])}")
         if last < first:

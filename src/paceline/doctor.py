@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.accelerators import unusable
 from paceline.cluster import usable_cores, usable_memory_bytes
 from paceline.errors import PacelineError
 
@@ -180,14 +180,10 @@ def _disk() -> _Outcome:
 def _gpus() -> _Outcome:
     import torch
 
-    driver = _nvidia_driver()
+    if idle := unusable():
+        return "bad", idle.reason, idle.way_out
     if not torch.cuda.is_available():
-        if driver is None:
-            return "ok", "none; training runs on the CPU"
-        if torch.version.cuda is None:
-            return "bad", f"the driver ({driver}) is there, but torch is a CPU build", "install a CUDA build of torch"
-        return ("bad", f"torch is built for CUDA {torch.version.cuda} and can't use the driver ({driver})",
-                "update the driver, install a torch built for an older CUDA, or look at CUDA_VISIBLE_DEVICES")
+        return "ok", "none that Paceline can use; training runs on the CPU"
     found = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -196,16 +192,14 @@ def _gpus() -> _Outcome:
             torch.ones(8, device=f"cuda:{index}").sum().item()  # a build without this card's code fails only here
         except RuntimeError as error:
             return "bad", f"cuda:{index} can't compute: {str(error).splitlines()[0]}", "install a torch built for it"
-    return "ok", f"{'; '.join(found)}; driver {driver or 'not visible'}"
+    return "ok", f"{'; '.join(found)}; driver {_driver_version() or 'not visible'}"
 
 
-def _nvidia_driver() -> str | None:
-    """The version of NVIDIA's driver, or where it shows; None when there is none."""
-    with contextlib.suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        match = re.search(r"(\d+\.\d+[.\d]*)", text)
-        return match[1] if match else text.split("\n")[0]
-    return next((f"at {path}" for path in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg") if Path(path).exists()), None)
+def _driver_version() -> str | None:
+    """Of NVIDIA's driver."""
+    file = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+[.\d]*", file.read_text()) if file.exists() else None
+    return found and found[0]
 
 
 def _nccl() -> _Outcome:

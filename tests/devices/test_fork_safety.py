@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.cluster import Cluster, _seen_gpus
+from paceline.accelerators import _seen
+from paceline.cluster import Cluster
 from paceline.launch.fork import in_a_fork
 
 pytestmark = pytest.mark.timeout(120)
@@ -25,10 +26,10 @@ pytestmark = pytest.mark.timeout(120)
 def touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What this process does with CUDA."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    _seen_gpus.cache_clear()
+    _seen.cache_clear()
     with stubbed_cuda() as done:
         yield done
-    _seen_gpus.cache_clear()
+    _seen.cache_clear()
 
 
 def job() -> paceline.Job:

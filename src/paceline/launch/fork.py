@@ -62,7 +62,7 @@ def apart_from_cuda(work: Callable[[], Any]) -> Any:
         PacelineError: the work raised it, or one of its kinds.
         Exception: whatever the work raises; a RuntimeError in its place where a fork did it.
     """
-    from paceline.cluster import has_gpus
+    from paceline.accelerators import has_gpus
 
     return in_a_fork(work) if has_gpus() else work()
 

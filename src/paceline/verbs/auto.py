@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paceline.cluster import Cluster, has_gpus
+from paceline.accelerators import has_gpus
+from paceline.cluster import Cluster
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.launch.environment import Environment

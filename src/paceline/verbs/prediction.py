@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cluster import has_gpus
+from paceline.accelerators import has_gpus
 from paceline.errors import PacelineError, PlanError
 from paceline.job import Job
 from paceline.launch.fork import apart_from_cuda, in_a_fork

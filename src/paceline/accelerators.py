@@ -1,0 +1,151 @@
+"""The GPUs of this machine: which torch can use, and why it can't use the others.
+
+Driver nodes are looked at first, so that a machine without GPUs pays no import of torch. What needs a driver is asked
+in a fork: ranks are forks of this process, and can't use CUDA if it has.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+INSTALL = "https://pytorch.org/get-started/locally has the command"
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """How a maker's GPUs show.
+
+    nodes: any of them is there where the driver is. cards: one of them for each GPU. hidden_by: environment variables
+    that leave GPUs out; empty or -1 leaves out all. build: what torch's builds for them are called.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    cards: str
+    hidden_by: tuple[str, ...]
+    build: str
+
+
+MAKERS = (
+    Maker("NVIDIA", ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia"), "nvidia[0-9]*", ("CUDA_VISIBLE_DEVICES",),
+          "CUDA"),
+    Maker("AMD", ("/dev/kfd",), "dri/renderD*", ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+          "ROCm"))
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """A GPU that no rank can use.
+
+    reason: what is here, and why torch can't use it. way_out: what to install or to change.
+    """
+
+    reason: str
+    way_out: str
+
+
+def gpus() -> list[tuple[str, int]]:
+    """Name and bytes of each GPU that torch can use as "cuda", NVIDIA's and, in a build for ROCm, AMD's."""
+    return list(_seen()) if any(map(_has_driver, MAKERS)) else []
+
+
+def has_gpus() -> bool:
+    """Whether torch can use GPUs on this machine as "cuda"."""
+    return bool(gpus())
+
+
+def unusable() -> Unusable | None:
+    """Why a GPU that is here, and that nobody has hidden, is of no use; None if there is no such GPU."""
+    if gpus():
+        return None
+    for maker in MAKERS:
+        if _has_driver(maker) and not _hidden(maker):
+            return _why_not(maker)
+    return _intel() if "xpu" in _torch_version() else None
+
+
+def _why_not(maker: Maker) -> Unusable | None:
+    import torch
+
+    built_for = torch.version.cuda if maker.name == "NVIDIA" else torch.version.hip
+    if built_for is None:
+        return Unusable(f"this machine has {maker.name}'s driver, and torch {torch.__version__} is not built for it",
+                        f"install torch's {maker.build} build: {INSTALL}")
+    if not any(Path("/dev").glob(maker.cards)) and not Path("/dev/dxg").exists():
+        return None  # a driver without a card, as a container has it that was given none
+    return Unusable(f"this machine has {maker.name}'s driver, and torch, built for {maker.build} {built_for}, can't "
+                    f"use it: {_failure()}", "update the driver, or install a torch that is built for an older one")
+
+
+def _intel() -> Unusable | None:
+    from paceline.launch.fork import in_a_fork
+
+    def look() -> str | None:
+        import torch
+
+        return torch.xpu.get_device_name(0) if torch.xpu.is_available() else None
+
+    name = in_a_fork(look)
+    return None if name is None else Unusable(
+        f"this machine has Intel's GPU {name}, on which Paceline does not train yet",
+        "it trains on NVIDIA's GPUs, and on AMD's with torch's ROCm build")
+
+
+def refusal(kind: str) -> Unusable | None:
+    """Why a kind of device that torch knows, or its maker's name for it, can't be asked for; None for other words."""
+    if kind in ("rocm", "hip", "gpu"):
+        return Unusable(f"torch has no device '{kind}:0'", "GPUs of NVIDIA and AMD are both called cuda: cuda:0")
+    if kind in ("xpu", "mps", "hpu", "npu", "mlu", "musa", "privateuseone"):
+        return Unusable(f"Paceline does not train on '{kind}' devices yet", "cuda:0, or cpu:0 to train on the CPU")
+    return None
+
+
+def _has_driver(maker: Maker) -> bool:
+    return any(Path(node).exists() for node in maker.nodes)
+
+
+def _hidden(maker: Maker) -> bool:
+    return any(re.fullmatch(r"\s*(-1.*)?", os.environ[name]) for name in maker.hidden_by if name in os.environ)
+
+
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@cache
+def _seen() -> tuple[tuple[str, int], ...]:
+    from paceline.launch.fork import in_a_fork
+
+    def look() -> list[tuple[str, int]]:
+        import torch
+
+        if not torch.cuda.is_available():
+            return []
+        found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return [(properties.name, properties.total_memory) for properties in found]
+
+    return tuple((name, memory_bytes) for name, memory_bytes in in_a_fork(look))
+
+
+def _failure() -> str:
+    """What torch says where it begins to use the driver."""
+    from paceline.launch.fork import in_a_fork
+
+    def begin() -> str:
+        import torch
+
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            return str(error).splitlines()[0]
+        return "it finds no GPU"
+
+    return str(in_a_fork(begin))

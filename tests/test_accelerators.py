@@ -1,0 +1,99 @@
+"""GPUs that torch can't use are named with a way out; no run falls back to the CPU without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import accelerators
+from paceline.accelerators import unusable
+from paceline.cluster import Cluster
+from paceline.errors import ClusterError
+
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine with these nodes and this build of torch, which can use no GPU."""
+
+    def made(*nodes: str, cuda: str | None = None, hip: str | None = None, version: str = "2.13.0+cpu",
+             failure: str = "it finds no GPU") -> None:
+        monkeypatch.setattr(Path, "exists", lambda path, **_: str(path) in nodes)
+        monkeypatch.setattr(Path, "glob", lambda path, pattern: (
+            node for node in nodes if Path(node).match(f"{path}/{pattern}")))
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch, "__version__", version)
+        monkeypatch.setattr(accelerators, "_torch_version", lambda: version)
+        monkeypatch.setattr(accelerators, "_seen", tuple)
+        monkeypatch.setattr(accelerators, "_failure", lambda: failure)
+        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+            monkeypatch.delenv(name, raising=False)
+
+    return made
+
+
+NVIDIA, AMD = ("/dev/nvidiactl", "/dev/nvidia0"), ("/dev/kfd", "/dev/dri/renderD128")
+
+
+@pytest.mark.parametrize(("nodes", "build", "reason", "way_out"), [
+    (NVIDIA, {}, "NVIDIA's driver, and torch 2.13.0+cpu is not built for it", "install torch's CUDA build"),
+    (NVIDIA, {"hip": "7.1"}, "is not built for it", "install torch's CUDA build"),
+    (NVIDIA, {"cuda": "13.0", "failure": "the driver is too old (found version 11040)"},
+     "built for CUDA 13.0, can't use it: the driver is too old", "update the driver"),
+    (("/dev/dxg",), {"cuda": "13.0"}, "can't use it: it finds no GPU", "update the driver"),
+    (AMD, {}, "AMD's driver, and torch 2.13.0+cpu is not built for it", "install torch's ROCm build"),
+    (AMD, {"cuda": "13.0"}, "AMD's driver", "install torch's ROCm build"),
+    (AMD, {"hip": "7.1"}, "built for ROCm 7.1, can't use it", "update the driver")])
+def test_a_gpu_that_torch_can_not_use_is_named(machine: Machine, nodes: tuple[str, ...], build: dict[str, str],
+                                               reason: str, way_out: str):
+    machine(*nodes, **build)
+    found = unusable()
+    assert found is not None and reason in found.reason and way_out in found.way_out
+    with pytest.raises(ClusterError) as refused:
+        Cluster.local(num_ranks=2)
+    assert reason in str(refused.value) and "--devices cpu:0-1 trains on the CPU" in str(refused.value)
+    assert [str(device) for device in Cluster.local("cpu:0-1").devices] == ["cpu:0", "cpu:1"]
+
+
+@pytest.mark.parametrize(("nodes", "build", "hidden"), [
+    ((), {}, {}), ((), {"cuda": "13.0"}, {}), (NVIDIA, {}, {"CUDA_VISIBLE_DEVICES": ""}),
+    (NVIDIA, {"cuda": "13.0"}, {"CUDA_VISIBLE_DEVICES": "-1"}), (AMD, {}, {"HIP_VISIBLE_DEVICES": ""}),
+    (("/dev/nvidiactl",), {"cuda": "13.0"}, {})])
+def test_the_cpu_is_taken_where_no_gpu_is_meant(machine: Machine, monkeypatch: pytest.MonkeyPatch,
+                                                nodes: tuple[str, ...], build: dict[str, str], hidden: dict[str, str]):
+    """None is there, a driver has no card, or its cards are hidden."""
+    machine(*nodes, **build)
+    for name, value in hidden.items():
+        monkeypatch.setenv(name, value)
+    assert unusable() is None
+    assert {device.kind for device in Cluster.local(num_ranks=2).devices} == {"cpu"}
+
+
+def test_cards_that_some_are_hidden_of_are_still_missed(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    machine(*NVIDIA)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert unusable() is not None
+
+
+def test_intels_gpus_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    machine(version="2.13.0+xpu")
+    assert unusable() is None
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda index: "Arc B580")
+    found = unusable()
+    assert found is not None and "Intel's GPU Arc B580" in found.reason
+
+
+@pytest.mark.parametrize(("devices", "words"), [
+    ("mps", "Paceline does not train on 'mps' devices yet"),
+    ("xpu:0-3", "Paceline does not train on 'xpu' devices yet"),
+    ("rocm:0", "GPUs of NVIDIA and AMD are both called cuda"), ("gpu:0", "both called cuda"),
+    ("cdua:0", "unknown device kind 'cdua'")])
+def test_other_kinds_of_devices_are_refused_by_name(devices: str, words: str):
+    with pytest.raises(ClusterError, match=words):
+        Cluster.local(devices)
