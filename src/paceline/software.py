@@ -31,7 +31,7 @@ class Software:
     kernel_s: device seconds that a kernel takes at least.
     microbatch_s, step_s: host seconds of a micro-batch and of a step that no operator accounts for.
     hook_s: host seconds around a gathering or a reduction of a sharded unit.
-    roll_call: whether ranks that share parameters compare which unit comes next.
+    roll_call: whether CPU ranks that share parameters compare which unit comes next.
     slowdown: by how much computing is slower beside a collective, as a part.
     sequence_parallel: whether ranks of a tensor axis cut activations between layers along the sequence.
     hidden_exchange: part of the tensor axis' exchanges that computing hides.

@@ -106,8 +106,8 @@ def enter(step: Step) -> Hooks:
             yield Allocate("parameters", _kept_bytes(step) - step.total(step.held.parameters))
 
     def roll_call() -> Iterable[Event]:
-        """The ranks compare which unit comes next."""
-        if software.roll_call:
+        """The ranks compare which unit comes next; on GPUs in the first forwards only."""
+        if software.roll_call and on_cpu:
             yield Collective("all_reduce", ROLL_BYTES, ranks, name="roll", stream=COMPUTE, stride=stride)
 
     def gathered_here(at: Moment, *, backward: bool) -> bool:

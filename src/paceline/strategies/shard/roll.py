@@ -2,44 +2,90 @@
 
 Without it, ranks whose data take different branches of a model would gather different units together: they would
 hang, or go on with each other's weights.
+
+On GPUs a roll call holds up the host, and a gathering does not. So ranks there call the roll only where the last
+forwards did not all go on alike. A rank that goes another way finds itself alone at its roll call, and says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from paceline.errors import TrainingError
 
+ALIKE = 3  # forwards after which ranks expect the next unit without asking
+PATIENCE_S = 60.0  # for the others to come to a roll call that not all may have been at
+
 
 class Roll:
-    """Compares over a group of ranks which unit comes next. Its messages are small and stay on the CPU."""
+    """Compares over a group of ranks which unit comes next. Its messages are small and stay on the CPU.
 
-    def __init__(self, units: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        self.units, self.group, self.ranks = units, group, ranks
+    expects: whether what came next in earlier forwards need not be asked again. The group must then have no other use.
+    """
+
+    def __init__(self, units: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int], *, expects: bool) -> None:
+        self.units, self.group, self.ranks, self.expects = units, group, ranks, expects
+        self.before_any = self.place = _Place()
 
     def call(self, unit: int) -> None:
-        """The unit of this number is next. Collective.
+        """The unit of this number is next. Collective, unless all ranks have gone on so from here often enough.
 
         Raises:
-            TrainingError: on every rank, if they don't all call the same unit.
+            TrainingError: on every rank, if they don't all call the same unit; on those that go another way than ever
+                before, if others don't.
         """
-        ends = torch.tensor([unit, -unit])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
-        if int(ends[0]) != -int(ends[1]):
-            self._refuse(unit)
+        place = self.place
+        if not (self.expects and place.times >= ALIKE and [*place.next] == [unit]):
+            self._compare(unit, may_be_alone=self.expects and place.times >= ALIKE and len(place.next) == 1)
+        place.times += 1
+        self.place = place.next.setdefault(unit, _Place())
 
     def end(self) -> None:
-        """Forward is through. Collective; raises as `call` does."""
+        """Forward is through. Collective and raises as `call`."""
         self.call(len(self.units))
+        self.place = self.before_any
+
+    def _compare(self, unit: int, *, may_be_alone: bool) -> None:
+        ends = torch.tensor([unit, -unit])
+        work = dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        try:
+            if may_be_alone:
+                work.wait(timedelta(seconds=PATIENCE_S))
+            else:
+                work.wait()
+        except RuntimeError as error:
+            if not may_be_alone:
+                raise
+            others = self._named(next(iter(self.place.next)))
+            raise TrainingError(
+                f"this rank {self._named(unit)}, and the ranks that it shares parameters with did not within "
+                f"{PATIENCE_S:.0f} s: a rank that goes on as before {others}", hint=_WAY_OUT) from error
+        if int(ends[0]) != -int(ends[1]):
+            self._refuse(unit)
 
     def _refuse(self, unit: int) -> None:
         everyone = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
         dist.all_gather(everyone, torch.tensor([unit]), group=self.group)
-        places = [f"rank {rank} {'is at the end of forward' if at == len(self.units) else f'calls {self.units[at]!r}'}"
-                  for rank, at in zip(self.ranks, (int(value) for value in everyone), strict=True)]
+        places = [f"rank {rank} {self._named(int(at))}" for rank, at in zip(self.ranks, everyone, strict=True)]
         raise TrainingError(f"ranks that share parameters call different blocks of the model: {', '.join(places)}",
-                            hint="which blocks are used depends on the data: use a data=N plan, or put the blocks to "
-                                 "choose from into one module that is itself a member of a ModuleList or Sequential")
+                            hint=_WAY_OUT)
+
+    def _named(self, unit: int) -> str:
+        return "is at the end of forward" if unit == len(self.units) else f"calls {self.units[unit]!r}"
+
+
+_WAY_OUT = ("which blocks are used depends on the data: use a data=N plan, or put the blocks to choose from into one "
+            "module that is itself a member of a ModuleList or Sequential")
+
+
+class _Place:
+    """A place in a forward: how often it was passed, and what came next, over all ranks alike."""
+
+    __slots__ = ("next", "times")
+
+    def __init__(self) -> None:
+        self.times, self.next = 0, dict[int, _Place]()

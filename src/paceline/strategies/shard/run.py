@@ -19,6 +19,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.capture.probe import NOTHING, Observed, owner
 from paceline.errors import JobError, PlanRefused
@@ -102,11 +103,19 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
         _bring(device, [*(p for p in model.parameters() if not is_sharded(p)), *model.buffers()])
     running = _Running()
     if outermost:  # a captured piece is called by every rank alike, and returns tensors
-        running = _watch_calls(sharded, Roll(list(sharded), mesh.group("shard"), mesh.ranks_along("shard")))
+        running = _watch_calls(sharded, _roll(list(sharded), mesh, expects=kind == "cuda"))
         model.forward = _explained(model.forward)
     trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
     return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard"), sparse=observed.sparse),
                     zero=plan.zero, hooks=hooks, running=running)
+
+
+def _roll(units: Sequence[str], mesh: Mesh, *, expects: bool) -> Roll:
+    """Collective if ranks expect: each row of the axis then has a group for it alone."""
+    if not expects:
+        return Roll(units, mesh.group("shard"), mesh.ranks_along("shard"), expects=False)
+    groups = [(row, dist.new_group(row, backend="gloo")) for row in mesh.rows("shard")]  # all of them on each rank
+    return next(Roll(units, group, row, expects=True) for row, group in groups if mesh.rank in row)
 
 
 def _bring(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:

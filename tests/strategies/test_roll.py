@@ -1,0 +1,96 @@
+"""Ranks that share parameters call the same blocks, asked each time or expected; one that does not is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import TrainingError
+from paceline.strategies.shard import roll
+from paceline.strategies.shard.roll import ALIKE, Roll
+
+UNITS = ["a", "b", "c"]
+RunRanks = Callable[..., list[Any]]
+
+
+class Alone(Roll):
+    """Of one rank; notes what it would have asked the others."""
+
+    def __init__(self, *, expects: bool = True) -> None:
+        super().__init__(UNITS, None, [0], expects=expects)  # type: ignore[arg-type]
+        self.asked: list[tuple[int, bool]] = []
+
+    def _compare(self, unit: int, *, may_be_alone: bool) -> None:
+        self.asked.append((unit, may_be_alone))
+
+
+def forward(called: Roll, units: Sequence[int]) -> None:
+    for unit in units:
+        called.call(unit)
+    called.end()
+
+
+def test_what_always_came_next_is_not_asked_again():
+    found = Alone()
+    for _ in range(ALIKE + 5):
+        forward(found, [0, 1])
+    assert found.asked == [(0, False), (1, False), (3, False)] * ALIKE
+
+
+def test_ranks_that_do_not_expect_ask_each_time():
+    found = Alone(expects=False)
+    for _ in range(ALIKE + 5):
+        forward(found, [0])
+    assert found.asked == [(0, False), (3, False)] * (ALIKE + 5)
+
+
+def test_another_way_is_asked_and_then_so_is_every_choice_there():
+    found = Alone()
+    for _ in range(ALIKE):
+        forward(found, [0, 1])
+    found.asked.clear()
+    forward(found, [0, 2])
+    assert found.asked == [(2, True), (3, False)]
+    found.asked.clear()
+    forward(found, [0, 1])
+    assert found.asked == [(1, False)]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=30))
+@settings(deadline=None)
+def test_a_rank_that_asks_is_never_alone_among_ranks_that_go_alike(forwards: list[list[int]]):
+    """Ranks with one history ask at the same calls, so that no collective of theirs is missed."""
+    one, other = Alone(), Alone()
+    for units in forwards:
+        forward(one, units)
+        forward(other, units)
+        assert one.asked == other.asked
+
+
+def _run(context: Any, ways: list[list[int]]) -> str:
+    roll.PATIENCE_S = 2.0
+    found = Roll(UNITS, dist.new_group([0, 1], backend="gloo"), [0, 1], expects=True)
+    for _ in range(ALIKE + 1):
+        forward(found, [0, 1])
+    try:
+        forward(found, ways[context.rank])
+    except TrainingError as error:
+        return error.args[0]
+    return "went on"
+
+
+@pytest.mark.parametrize(("ways", "said"), [
+    ([[0, 1], [0, 1]], ["went on"] * 2), ([[0, 2], [0, 2]], ["went on"] * 2),
+    ([[0, 2], [0, 1]], ["this rank calls 'c', and the ranks that it shares parameters with did not within 2 s: a rank "
+                        "that goes on as before calls 'b'", "went on"]),
+    ([[0, 1], [0]], ["went on", "this rank is at the end of forward, and the ranks that it shares parameters with did "
+                     "not within 2 s: a rank that goes on as before calls 'b'"]),
+    ([[0, 2], [0]], ["ranks that share parameters call different blocks of the model: rank 0 calls 'c', rank 1 is at "
+                     "the end of forward"] * 2)])
+def test_ranks_that_part_are_named(run_ranks: RunRanks, ways: list[list[int]], said: list[str]):
+    assert run_ranks(lambda context: _run(context, ways), 2) == said
