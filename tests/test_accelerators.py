@@ -45,7 +45,7 @@ NVIDIA, AMD = ("/dev/nvidiactl", "/dev/nvidia0"), ("/dev/kfd", "/dev/dri/renderD
     (NVIDIA, {"hip": "7.1"}, "is not built for it", "install torch's CUDA build"),
     (NVIDIA, {"cuda": "13.0", "failure": "the driver is too old (found version 11040)"},
      "built for CUDA 13.0, can't use it: the driver is too old", "update the driver"),
-    (("/dev/dxg",), {"cuda": "13.0"}, "can't use it: it finds no GPU", "update the driver"),
+    (NVIDIA, {"cuda": "13.0"}, "can't use it: it finds no GPU", "update the driver"),
     (AMD, {}, "AMD's driver, and torch 2.13.0+cpu is not built for it", "install torch's ROCm build"),
     (AMD, {"cuda": "13.0"}, "AMD's driver", "install torch's ROCm build"),
     (AMD, {"hip": "7.1"}, "built for ROCm 7.1, can't use it", "update the driver")])
@@ -63,7 +63,8 @@ def test_a_gpu_that_torch_can_not_use_is_named(machine: Machine, nodes: tuple[st
 @pytest.mark.parametrize(("nodes", "build", "hidden"), [
     ((), {}, {}), ((), {"cuda": "13.0"}, {}), (NVIDIA, {}, {"CUDA_VISIBLE_DEVICES": ""}),
     (NVIDIA, {"cuda": "13.0"}, {"CUDA_VISIBLE_DEVICES": "-1"}), (AMD, {}, {"HIP_VISIBLE_DEVICES": ""}),
-    (("/dev/nvidiactl",), {"cuda": "13.0"}, {})])
+    (("/dev/nvidiactl",), {"cuda": "13.0"}, {}), (("/dev/nvidiactl",), {}, {}),
+    (("/dev/dxg",), {}, {})])  # Windows' node, for cards of any maker
 def test_the_cpu_is_taken_where_no_gpu_is_meant(machine: Machine, monkeypatch: pytest.MonkeyPatch,
                                                 nodes: tuple[str, ...], build: dict[str, str], hidden: dict[str, str]):
     """None is there, a driver has no card, or its cards are hidden."""

@@ -70,14 +70,14 @@ def unusable() -> Unusable | None:
 
 
 def _why_not(maker: Maker) -> Unusable | None:
+    if not any(Path("/dev").glob(maker.cards)):
+        return None  # a driver without a card, as in a container that was given none; /dev/dxg is there for any maker's
     import torch
 
     built_for = torch.version.cuda if maker.name == "NVIDIA" else torch.version.hip
     if built_for is None:
         return Unusable(f"this machine has {maker.name}'s driver, and torch {torch.__version__} is not built for it",
                         f"install torch's {maker.build} build: {INSTALL}")
-    if not any(Path("/dev").glob(maker.cards)) and not Path("/dev/dxg").exists():
-        return None  # a driver without a card, as a container has it that was given none
     return Unusable(f"this machine has {maker.name}'s driver, and torch, built for {maker.build} {built_for}, can't "
                     f"use it: {_failure()}", "update the driver, or install a torch that is built for an older one")
 

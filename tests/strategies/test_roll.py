@@ -49,6 +49,15 @@ def test_ranks_that_do_not_expect_ask_each_time():
     assert found.asked == [(0, False), (3, False)] * (ALIKE + 5)
 
 
+@pytest.mark.parametrize("expects", [True, False])
+def test_ways_without_number_are_not_kept(monkeypatch: pytest.MonkeyPatch, expects: bool):
+    monkeypatch.setattr(roll, "MOST_PLACES", 7)
+    found = Alone(expects=expects)
+    for number in range(200):
+        forward(found, [number >> bit & 1 for bit in range(8)])
+    assert found.num_places == (7 if expects else 0)
+
+
 def test_another_way_is_asked_and_then_so_is_every_choice_there():
     found = Alone()
     for _ in range(ALIKE):
