@@ -162,6 +162,13 @@ def test_reads_and_uploads_are_counted(shop: Workshop):
     assert found["upload later"] == {"uploads": 1}
 
 
+def test_a_task_of_a_pool_has_the_whole_device(shop: Workshop):
+    """What the task before left in cycles is freed, and its peak is forgotten: a trial's peak is its own."""
+    large, small = shop.check("tasks")
+    assert large == {"allocated": 0, "reserved": 0, "peak": 64 << 20}
+    assert small == {"allocated": 0, "reserved": 0, "peak": 2 << 20}
+
+
 def test_what_a_used_process_leaves_its_forks(shop: Workshop):
     """Neither CUDA nor autograd, though the backward was of the CPU alone."""
     found = shop.check("poisoned")

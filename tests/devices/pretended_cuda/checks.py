@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -140,4 +141,30 @@ def kept() -> list[int]:
         captured = capture(model, (torch.randn(4, 6, 8, device=device),), {})
         found.append(sum(kept_bytes(piece, captured.values, dict(model.named_parameters()),
                                     dict(model.named_buffers())) for piece in captured.pieces))
+    return found
+
+
+def tasks() -> list[dict[str, int]]:
+    """What a pool's rank finds on its device when a task begins, and its peak at the end: a large task, then a small
+    one. Objects are collected by the pool alone."""
+    from paceline.cluster import Cluster
+    from paceline.launch import fork
+    from paceline.launch.crew import PEERS
+    from paceline.launch.pool import Pool
+
+    def body(context: Any, num_mib: int, line: Any) -> dict[str, int]:
+        gc.disable()
+        found = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+        model = nn.Linear(num_mib << 9, 512, bias=False, device=context.device)
+        model.itself = [model]  # a cycle
+        return {**found, "peak": torch.cuda.max_memory_allocated()}
+
+    fork._is_apart = False
+    found = []
+    with Pool(body, Cluster.local("cuda:0").devices, timeout_s=60) as pool:
+        for num_mib in (64, 2):
+            pool.start(num_mib, [0], crew=PEERS)
+            while not (events := pool.wait(1.0)):
+                pass
+            found.append(events[0].value if events[0].failure is None else {"failed": events[0].failure.message})
     return found
