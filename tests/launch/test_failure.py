@@ -82,13 +82,29 @@ def test_a_line_survives_the_way_from_a_loader_worker():
 
 @pytest.mark.parametrize("error", [
     MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
-    RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
+    RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), torch.OutOfMemoryError("Tried to allocate 2 GiB"),
+    RuntimeError("CUDA error: out of memory"), RuntimeError("HIP out of memory. Tried to allocate 2 GiB"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
 ], ids=str)
 def test_out_of_memory(error: Exception):
     """Memory that ran out has an exit code and a hint of its own."""
     found = report(error)
     assert (found.exit_code, found.heard) == (OutOfMemory.exit_code, False)
     assert "hint: accumulate=K or recompute=full" in found.message
+
+
+@pytest.mark.parametrize(("error", "is_late"), [
+    (RuntimeError("CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA"), True),
+    (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+    (AssertionError("device-side assert"), False), (RuntimeError("CUDA error: invalid device ordinal"), False)])
+def test_an_error_of_a_kernel_may_show_a_wrong_line(error: Exception, is_late: bool):
+    """The host hears of it at a later call."""
+    found = report(error)
+    assert found.exit_code == 1 and str(error) in found.message
+    assert ("\n\nhint: a GPU's kernels run later" in found.message) == is_late
+    assert ("CUDA_LAUNCH_BLOCKING=1 makes each line wait" in found.message) == is_late
 
 
 @pytest.mark.parametrize("text", [

@@ -22,7 +22,13 @@ _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "connect
                "timed out waiting", "application timeout caused pair closure", "timed out after")
 _MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc",
                  "cuda out of memory", "cuda error: out of memory", "hip out of memory", "hip error: out of memory",
-                 "cublas_status_alloc_failed", "failed to cuda calloc", "cuda failure 2 'out of memory'")
+                 "cublas_status_alloc_failed", "cudnn_status_alloc_failed", "failed to cuda calloc",
+                 "cuda failure 2 'out of memory'")
+# Errors of kernels. The host hears of them at a later call, which is then taken for their place.
+_LATE_WORDS = ("device-side assert", "illegal memory access", "misaligned address", "unspecified launch failure",
+               "illegal instruction")
+_LATE_HINT = ("a GPU's kernels run later than the lines that start them, so the place above may be wrong: "
+              "CUDA_LAUNCH_BLOCKING=1 makes each line wait for its kernel and shows the true place")
 # Not sys.prefix: it can be /usr, and a container's code is often somewhere in /usr/src.
 _NOT_USERS = (f"{Path(__file__).resolve().parent.parent}{os.sep}", "<",
               *(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "scripts")))
@@ -88,15 +94,18 @@ def failure_of(error: BaseException, *, rank: int, sign: Sign) -> Failure:
     elif frames:
         title = "Traceback (most recent call last, your code only):" if where else "Traceback (most recent call last):"
         trace = f"{title}\n{''.join(traceback.format_list(frames)).rstrip()}"
+    if message == text and isinstance(error, RuntimeError) and any(words in lowered for words in _LATE_WORDS):
+        message = f"{text}\n\nhint: {_LATE_HINT}"
     culprit = getattr(error, "rank", None) if isinstance(error, PeerLost) else None
     return Failure(rank if culprit is None else culprit, socket.gethostname(), type(error).__name__, message, exit_code,
                    heard, sign.step, sign.phase, where, trace, time.time())
 
 
 def is_about_memory(error: BaseException) -> bool:
-    """Whether something could not be allocated."""
+    """Whether something could not be allocated, by the host or by any kind of device."""
     text = f"{type(error).__name__}: {error}".lower()
-    return isinstance(error, MemoryError) or any(words in text for words in _MEMORY_WORDS)
+    named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)  # torch's own, without its import
+    return isinstance(error, MemoryError) or named or any(words in text for words in _MEMORY_WORDS)
 
 
 def user_frames(error: BaseException) -> tuple[str, list[traceback.FrameSummary]]:
