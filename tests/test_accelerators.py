@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from fake_nvml import FakeCard, fake_nvml
 
 from paceline import accelerators
 from paceline.accelerators import unusable
@@ -98,3 +100,40 @@ def test_intels_gpus_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch
 def test_other_kinds_of_devices_are_refused_by_name(devices: str, words: str):
     with pytest.raises(ClusterError, match=words):
         Cluster.local(devices)
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch numbers them: the other way round than the driver does."""
+    monkeypatch.setattr(accelerators, "_has_driver", lambda maker: maker.name == "NVIDIA")
+    monkeypatch.setattr(accelerators, "_seen", lambda: tuple(
+        ("H100", 80 << 30, f"{index:08x}-0000") for index in (3, 2, 1, 0)))
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_gpu_has_the_memory_that_others_leave(monkeypatch: pytest.MonkeyPatch):
+    """Who holds it is known, and cards are found by their UUIDs; ranks of a launcher count on all."""
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([
+        FakeCard(0, free=(40 << 30) + 5, processes=((71, "/usr/bin/python3", 39 << 30),)), FakeCard(1), FakeCard(2),
+        FakeCard(3, free=(80 << 30) - (100 << 20))]))  # the driver's own part
+    found = Cluster.local().devices
+    assert [device.memory_bytes for device in found] == [80 << 30] * 3 + [40 << 30]
+    assert found[0] == Cluster.local(whole=True).devices[0] and found[0].taken == ""
+    assert found[3].taken == "cuda:3 has 40.0 GiB free of 80.0: the rest is held by process 71 (python3), 39.0 GiB"
+    assert Cluster.local(whole=True).devices[3].memory_bytes == 80 << 30
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_free_memory_without_nvml(monkeypatch: pytest.MonkeyPatch):
+    """CUDA says it in a fork, whose own context is no other's."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    accelerators._free_bytes.cache_clear()
+    free = {0: (80 << 30) - (426 << 20), 1: 30 << 30, 2: 80 << 30}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 80 << 30))
+    try:
+        found = Cluster.local().devices
+    finally:
+        accelerators._free_bytes.cache_clear()
+    whole = 80 << 30  # also of the last one, which can't be asked: its rank will say why
+    assert [device.memory_bytes for device in found] == [whole, (30 << 30) + accelerators.CONTEXT_BYTES, whole, whole]
+    assert found[1].taken.endswith("the rest is held by processes the driver doesn't name")

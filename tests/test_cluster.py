@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from paceline import cluster
+from paceline.accelerators import Room
 from paceline.cluster import LOOPBACK, NVLINK, Cluster, Device, usable_cores, usable_memory_bytes
 from paceline.errors import ClusterError
 
@@ -17,6 +18,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with four GPUs."""
     found = [Device("cuda", index, 80 * 2**30, name="H100") for index in range(4)]
     monkeypatch.setattr(cluster, "_gpus", lambda: found)
+    monkeypatch.setattr(cluster, "room", lambda index: Room(80 * 2**30))
 
 
 @pytest.fixture

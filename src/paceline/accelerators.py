@@ -13,6 +13,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from paceline import nvml
+
 INSTALL = "https://pytorch.org/get-started/locally has the command"
 
 
@@ -49,9 +51,47 @@ class Unusable:
     way_out: str
 
 
+# Of a GPU, once a process uses it, before the first tensor: the driver's context. 426 MiB with torch 2.10 for CUDA 13.0
+# on an RTX 6000 Ada (unslothai/unsloth-zoo#1053) and "around 400 MB" (pytorch/pytorch#109888), before any kernel is
+# loaded; kernels are loaded when they are first used, and take some tens of MiB.
+CONTEXT_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a GPU has free for a process that doesn't use it yet, and who has the rest, in words."""
+
+    free_bytes: int
+    holders: tuple[str, ...] = ()
+
+
 def gpus() -> list[tuple[str, int]]:
     """Name and bytes of each GPU that torch can use as "cuda", NVIDIA's and, in a build for ROCm, AMD's."""
-    return list(_seen()) if any(map(_has_driver, MAKERS)) else []
+    return [(name, memory_bytes) for name, memory_bytes, _ in _usable()]
+
+
+def uuids() -> list[str]:
+    """Of each GPU of `gpus`; empty where torch can't say."""
+    return [uuid for _, _, uuid in _usable()]
+
+
+def cards() -> list[nvml.Card | None]:
+    """What NVML says of each GPU of `gpus`; None where it says nothing."""
+    seen = nvml.read() if _usable() else None
+    return [seen.find(uuid) if seen is not None else None for uuid in uuids()]
+
+
+def room(index: int) -> Room:
+    """What a GPU has free now, by NVML; without it as CUDA says in a fork, which is asked once a process, because each
+    look at a GPU there makes and ends a context."""
+    card = nvml.read_memory(uuids()[index])
+    if card is not None and card.total_bytes:
+        return Room(card.free_bytes, tuple(map(str, card.holders)))
+    return Room(_free_bytes()[index])
+
+
+def _usable() -> tuple[tuple[str, int, str], ...]:
+    return _seen() if any(map(_has_driver, MAKERS)) else ()
 
 
 def has_gpus() -> bool:
@@ -121,18 +161,38 @@ def _torch_version() -> str:
 
 
 @cache
-def _seen() -> tuple[tuple[str, int], ...]:
+def _seen() -> tuple[tuple[str, int, str], ...]:
+    """Name, bytes and UUID of each GPU."""
     from paceline.launch.fork import in_a_fork
 
-    def look() -> list[tuple[str, int]]:
+    def look() -> list[tuple[str, int, str]]:
         import torch
 
         if not torch.cuda.is_available():
             return []
         found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return [(properties.name, properties.total_memory) for properties in found]
+        return [(one.name, one.total_memory, str(getattr(one, "uuid", ""))) for one in found]
 
-    return tuple((name, memory_bytes) for name, memory_bytes in in_a_fork(look))
+    return tuple((name, memory_bytes, uuid) for name, memory_bytes, uuid in in_a_fork(look))
+
+
+@cache
+def _free_bytes() -> tuple[int, ...]:
+    """Of each GPU, before this process's own context; all of one that can't be used now: its rank will say why."""
+    from paceline.launch.fork import in_a_fork
+
+    def look() -> list[int]:
+        import torch
+
+        def free(index: int, total: int) -> int:
+            try:
+                return min(total, torch.cuda.mem_get_info(index)[0] + CONTEXT_BYTES)
+            except Exception:
+                return total
+
+        return [free(index, total) for index, (_, total) in enumerate(gpus())]
+
+    return tuple(in_a_fork(look))
 
 
 def _failure() -> str:

@@ -12,13 +12,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from paceline.accelerators import gpus, refusal, unusable
+from paceline.accelerators import CONTEXT_BYTES, gpus, refusal, room, unusable
 from paceline.catalogue import Accelerator, LinkKind
 from paceline.catalogue import accelerator as known_accelerator
 from paceline.catalogue import link as known_link
 from paceline.errors import ClusterError, nearest
 
 DeviceKind = Literal["cpu", "cuda"]
+
+FREE_STEP_BYTES = 256 * 2**20  # in which a GPU's free memory is counted
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -83,6 +85,9 @@ class Device:
     flops_per_s: Matrix products in float32 with one rank's share of the cores, all ranks busy; None if not known.
     memory_bytes_per_s: Streaming bandwidth of one rank; None if not known.
     accelerator: What it is, of a device that is described and need not be here.
+    context_bytes: What a process takes of a GPU that is here before its first tensor; 0 of other devices.
+    total_bytes: All memory of a GPU of which others hold a part, so that `memory_bytes` is less; None of other devices.
+    holders: Who they are, as far as the driver says.
     """
 
     kind: DeviceKind
@@ -93,9 +98,21 @@ class Device:
     memory_bytes_per_s: float | None = None
     is_limit: bool = False
     accelerator: Accelerator | None = None
+    context_bytes: int = 0
+    total_bytes: int | None = None
+    holders: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
+
+    @property
+    def taken(self) -> str:
+        """Why there is less memory than the device has; empty where there isn't."""
+        if self.total_bytes is None:
+            return ""
+        who = "; ".join(self.holders) or "processes the driver doesn't name"
+        return (f"{self} has {self.memory_bytes / 2**30:.1f} GiB free of {self.total_bytes / 2**30:.1f}: "
+                f"the rest is held by {who}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +264,8 @@ class Cluster:
         return found
 
     @classmethod
-    def local(cls, devices: str | None = None, *, num_ranks: int | None = None, memory: str | None = None) -> Cluster:
+    def local(cls, devices: str | None = None, *, num_ranks: int | None = None, memory: str | None = None,
+              whole: bool = False) -> Cluster:
         """This machine: its GPUs if it has any, else one CPU device a core (8 at most).
 
         Args:
@@ -255,6 +273,8 @@ class Cluster:
             num_ranks: Ranks to make room for; CPU ranks may outnumber cores, GPU ranks may not outnumber GPUs.
             memory: The limit of each CPU rank, such as "512MiB", or of all in order, "1GiB,2GiB"; by default ranks
                 share the machine's memory and none is stopped.
+            whole: Whether GPUs count with all their memory, free or not: ranks of a launcher start at their own times,
+                see each other's memory as taken, and must all find the same.
 
         Raises:
             ClusterError: a device doesn't exist, or a name or a size can't be read.
@@ -277,7 +297,8 @@ class Cluster:
         else:
             named = [("cpu", i) for i in range(num_ranks or min(usable_cores(), 8))]
         num_cpu = sum(kind == "cpu" for kind, _ in named)
-        found = tuple(here[i] if kind == "cuda" else _cpu(i, num_cpu) for kind, i in named)
+        found = tuple((here[i] if whole else _with_free(here[i])) if kind == "cuda" else _cpu(i, num_cpu)
+                      for kind, i in named)
         return cls(
             devices=found if memory is None else _limited(found, memory),
             link=NVLINK if all(kind == "cuda" for kind, _ in named) else LOOPBACK,
@@ -465,7 +486,17 @@ def _size_bytes(text: str) -> int:
 
 
 def _gpus() -> list[Device]:
-    return [Device("cuda", index, memory_bytes, name=name) for index, (name, memory_bytes) in enumerate(gpus())]
+    return [Device("cuda", index, memory_bytes, name=name, context_bytes=CONTEXT_BYTES)
+            for index, (name, memory_bytes) in enumerate(gpus())]
+
+
+def _with_free(device: Device) -> Device:
+    """A GPU with the memory that it has free, in steps, so that devices of one kind stay alike."""
+    found = room(device.index)
+    if found.free_bytes >= device.memory_bytes - FREE_STEP_BYTES:
+        return device
+    return replace(device, memory_bytes=found.free_bytes // FREE_STEP_BYTES * FREE_STEP_BYTES,
+                   total_bytes=device.memory_bytes, holders=found.holders)
 
 
 def _parse_names(text: str) -> list[tuple[DeviceKind, int]]:

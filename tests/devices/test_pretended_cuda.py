@@ -143,6 +143,15 @@ def test_a_gpu_that_is_too_small_is_named(tmp_path: Path):
         assert "ledger" in small.printed() or "MiB" in small.printed()
 
 
+def test_a_gpu_that_others_hold_is_too_small(tmp_path: Path):
+    """A run has what is free, and says so where that is too little."""
+    with workshop(tmp_path, devices=1, memory_bytes=2 << 30, taken_bytes=(2 << 30) - (8 << 20)) as small:
+        refused = small.ask("large", "single", "cuda:0")
+        assert refused["kind"] == "PlanError" and "doesn't fit" in refused["error"]
+        assert "cuda:0 has 0.0 GiB free of 2.0: the rest is held by processes the driver doesn't name" in refused["error"]
+        assert refused["first_use"] is None
+
+
 def test_the_device_is_cuda_to_torch(shop: Workshop):
     found = shop.check("device")
     assert found["count"] == 4 and found["accelerator"] == "cuda" and found["is_current"] and found["elapsed"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.accelerators import CONTEXT_BYTES
 from paceline.cluster import Cluster, Device, Link
 from paceline.errors import PlanError
-from paceline.planner.estimate import ANY_RATES, CPU_RUNTIME_BYTES, Need, estimate
+from paceline.planner.estimate import ANY_RATES, CPU_RUNTIME_BYTES, Need, estimate, fewest_microbatches
 from paceline.planner.fit import check_fits, ledger, smallest_change
 from paceline.plans import Plan
 from paceline.profile import profile_job
+from paceline.strategies.costs import NCCL_CONNECTION_BYTES, beside_tensors, room_for_tensors
 from paceline.strategies.mesh import weakest
 from paceline.strategies.pipeline.cut import balance
 from paceline.strategies.stages.price import SplitJob
@@ -127,6 +130,59 @@ def test_the_ledger_for_people():
         ["MiB", "weights", "gradients", "optimizer", "activations", "communication", "other", "sum", "limit"],
         ["stage", "0", "4.0", "0.0", "0.0", "0.0", "0.0", "2.0", "6.0", "10"],
         ["stage", "1", "0.0", "0.0", "1,500.0", "0.0", "0.0", "0.0", "1,500.0", "10", "too", "little"]]
+
+
+def on_a_gpu(need_bytes: int, plan: str, **device: Any) -> tuple[Need, ...]:
+    """What ranks need of GPUs that are here and have so many bytes."""
+    count = Plan.parse(plan).world_size
+    found = tuple(Device("cuda", k, need_bytes, context_bytes=CONTEXT_BYTES, **device) for k in range(count))
+    return needs(plan, Cluster(found, Link(1e12, 0.0)))
+
+
+@pytest.mark.parametrize(("plan", "connections"), [
+    ("single", 0), ("data=2", 2), ("shard=2", 2), ("data=2 shard=2", 6), ("pipeline=2 microbatches=2", 3),
+    ("pipeline=4 microbatches=4", 4), ("place=auto parts=2", 3)])
+def test_a_gpu_gives_away_more_than_tensors(plan: str, connections: int):
+    """The context, NCCL's buffers of every connection that a rank receives on, and what the allocator rounds up."""
+    for need in on_a_gpu(80 << 30, plan):
+        tensors = sum(held for name, held in need.ledger.items() if name not in ("context", "NCCL", "reserve"))
+        assert need.ledger["context"] == CONTEXT_BYTES
+        assert need.ledger.get("NCCL", 0) == connections * NCCL_CONNECTION_BYTES
+        assert need.ledger["reserve"] == pytest.approx(22 * MIB + 0.02 * tensors, abs=2)
+
+
+def test_the_last_bytes_of_a_gpu_are_not_there():
+    """A plan whose tensors fill a GPU but for a tenth of a GiB does not fit; the refusal says what is set aside."""
+    tensors = needs("data=2", cluster(1000, 1000))[0].total_bytes
+    devices = Cluster(tuple(Device("cuda", k, tensors + 100 * MIB, context_bytes=CONTEXT_BYTES) for k in range(2)),
+                      Link(1e12, 0.0))
+    with pytest.raises(PlanError) as caught:
+        check_fits(JOB, Plan.parse("data=2"), devices, PROFILE, SPLIT, snapshot=False)
+    assert str(caught.value).splitlines()[1].split()[-4:] == ["set", "aside", "sum", "limit"]
+    assert ("MiB set aside on a GPU: 512 for the driver's context, 441 for NCCL's buffers, 23 for what torch's "
+            "allocator rounds up") in str(caught.value)
+    with pytest.raises(PlanError, match=r"context 0\.50 GiB"):
+        fewest_microbatches(PROFILE, Plan.parse("data=2"), devices, batch=8)
+
+
+def test_who_holds_a_gpu_is_named():
+    """What others hold is no memory for a run."""
+    tensors = needs("single", cluster(1000))[0].total_bytes
+    device = Device("cuda", 1, tensors, total_bytes=80 << 30, holders=("process 71 (python3), 79.9 GiB",),
+                    context_bytes=CONTEXT_BYTES)
+    with pytest.raises(PlanError, match=r"cuda:1 has 0.0 GiB free of 80.0: the rest is held by process 71 \(python3\)"):
+        check_fits(JOB, Plan.parse("single"), Cluster((device,)), PROFILE, SPLIT, snapshot=False)
+    with pytest.raises(PlanError, match=r"held by process 71"):
+        fewest_microbatches(PROFILE, Plan.parse("single"), Cluster((device,)), batch=8)
+
+
+@pytest.mark.parametrize("plan", ["single", "pipeline=2 microbatches=2", "data=2 shard=2"])
+def test_a_gpu_has_room_for_as_many_tensors_as_fit(plan: str):
+    """What cuts of a model take for a device's room, and what its needs are held against, agree."""
+    device = Device("cuda", 0, 20 << 30, context_bytes=CONTEXT_BYTES)
+    tensors = room_for_tensors(Plan.parse(plan), device)
+    beside = sum(beside_tensors(Plan.parse(plan), device, tensors).values())
+    assert tensors + beside == pytest.approx(device.memory_bytes, abs=4)
 
 
 def test_a_small_device_gets_fewer_layers():

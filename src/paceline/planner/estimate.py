@@ -18,7 +18,7 @@ from paceline.profile.profile import Profile
 from paceline.runtime.order import split
 from paceline.simulate.play import Timeline, play, play_together
 from paceline.software import PACELINE, Software
-from paceline.strategies.costs import CPU_RUNTIME_BYTES
+from paceline.strategies.costs import CPU_RUNTIME_BYTES, beside_tensors
 from paceline.strategies.mesh import weakest
 from paceline.strategies.server.cost import server_ledger
 from paceline.strategies.stages.cost import RankCost
@@ -84,6 +84,11 @@ class Need:
         return self.total_bytes - self.device.memory_bytes
 
 
+def _need(name: str, device: Device, plan: Plan, timeline: Timeline) -> Need:
+    """What a rank needs of a device that is here: its tensors, and on a GPU what comes beside them."""
+    return Need(name, device, {**timeline.ledger, **beside_tensors(plan, device, timeline.peak_memory_bytes)})
+
+
 class Split(Protocol):
     """A job's model in pieces; see `strategies.stages.price`."""
 
@@ -121,7 +126,7 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     played = {rank: _play(profile, plan, cluster, rank, precision=precision, snapshot=snapshot) for rank in ranks}
     slowest = max(played.values(), key=lambda timeline: timeline.step_s)
     fullest = max(played.values(), key=lambda timeline: timeline.peak_memory_bytes)
-    needs = tuple(Need(f"{rank.samples} samples" if len(played) > 1 else "each rank", rank.device, timeline.ledger)
+    needs = tuple(_need(f"{rank.samples} samples" if len(played) > 1 else "each rank", rank.device, plan, timeline)
                   for rank, timeline in played.items())
     if isinstance(plan.sync, Servers) and plan.sync.colocate == "no":
         device = devices_of(plan, cluster)[0]
@@ -189,7 +194,7 @@ def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: in
     slowest = max(played, key=lambda timeline: timeline.step_s)
     fullest = max(played, key=lambda timeline: timeline.peak_memory_bytes)
     axis = "part" if plan.axes.parts > 1 else "stage"
-    needs = tuple(Need(f"{axis} {place}" if len(played) > 1 else "each rank", device, timeline.ledger)
+    needs = tuple(_need(f"{axis} {place}" if len(played) > 1 else "each rank", device, plan, timeline)
                   for place, (device, timeline) in enumerate(zip(places, played, strict=True)))
     notes = profile.notes
     if plan.axes.tensor > 1:
@@ -221,7 +226,7 @@ def fewest_microbatches(profile: Profile, plan: Plan, cluster: Cluster, *, batch
     def shortfall(count: int) -> tuple[int, _Rank, Timeline]:
         """By how many bytes the worst rank is over with so many micro-batches (negative: it fits)."""
         tried = plan.with_(accumulate=count)
-        return max(((timeline.peak_memory_bytes - rank.device.memory_bytes, rank, timeline) for rank, timeline in
+        return max(((_need("", rank.device, tried, timeline).missing_bytes, rank, timeline) for rank, timeline in
                     ((rank, _play(profile, tried, cluster, rank, precision=precision)) for rank in ranks)),
                    key=lambda found: found[0])
 
@@ -286,7 +291,7 @@ class _Rank:
 def _ranks(plan: Plan, cluster: Cluster, *, batch: int, rates: DeviceRates) -> list[_Rank]:
     """The different kinds of ranks; replicas are numbered as ranks are."""
     parts = split(batch, split_shares(plan, cluster))
-    kinds = {_Rank(replace(device, index=0), _rates_of(device, rates), len(part))
+    kinds = {_Rank(device if device.taken else replace(device, index=0), _rates_of(device, rates), len(part))
              for device, part in zip(devices_of(plan, cluster)[-plan.replicas:], parts, strict=True)}
     return sorted(kinds, key=lambda rank: (-rank.samples, rank.device.memory_bytes))
 
@@ -373,19 +378,23 @@ def _plans_that_fit(profile: Profile, plan: Plan, cluster: Cluster, *, batch: in
 def _fits(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision) -> bool:
     """Whether some number of micro-batches fits every rank's memory."""
     ranks = _ranks(plan, cluster, batch=batch, rates=ANY_RATES)
-    return any(all(_play(profile, plan.with_(accumulate=count), cluster, rank, precision=precision).peak_memory_bytes
-                   <= rank.device.memory_bytes for rank in ranks)
+    def missing_bytes(tried: Plan, rank: _Rank) -> int:
+        return _need("", rank.device, tried, _play(profile, tried, cluster, rank, precision=precision)).missing_bytes
+
+    return any(all(missing_bytes(plan.with_(accumulate=count), rank) <= 0 for rank in ranks)
                for count in (1, max(rank.samples for rank in ranks)))
 
 
 def _too_large(plan: Plan, rank: _Rank, timeline: Timeline, missing_bytes: int, *,
                others: Sequence[Plan]) -> PlanError:
-    by_size = sorted(timeline.ledger.items(), key=lambda item: -item[1])
+    need = _need("", rank.device, plan, timeline)
+    by_size = sorted(need.ledger.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {_gib(held)}" for name, held in by_size if held)
+    taken = f"; {rank.device.taken}" if rank.device.taken else ""
     return PlanError(
-        f"plan '{plan}' needs {_gib(timeline.peak_memory_bytes)} on a rank however small its micro-batches are, and "
+        f"plan '{plan}' needs {_gib(need.total_bytes)} on a rank however small its micro-batches are, and "
         f"a {rank.device.kind} device has {_gib(rank.device.memory_bytes)}: {_gib(missing_bytes)} "
-        f"({missing_bytes} bytes) too little ({parts})",
+        f"({missing_bytes} bytes) too little ({parts}){taken}",
         hint=f"on these devices '{others[0]}' fits" if others
         else "more devices to shard over, devices with more memory, or a smaller model")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from paceline.cluster import Cluster
@@ -16,9 +16,10 @@ from paceline.profile.profile import Profile
 MIB = 2**20
 MOST_CPU_RANKS = 8  # that are tried where a plan doesn't fit; ranks on one machine may outnumber its cores
 LESS = 0.85  # of what was predicted for a plan that ran out of memory all the same
+SET_ASIDE = "set aside"  # the column of what a GPU gives away beside tensors
 _COLUMNS = {"weights": ("parameters",), "gradients": ("gradients",), "optimizer": ("optimizer",),
             "activations": ("activations",), "communication": ("communication",),
-            "other": ("runtime", "holes", "checkpoint", MEASURED)}
+            "other": ("runtime", "holes", "checkpoint", MEASURED), SET_ASIDE: ("context", "NCCL", "reserve")}
 
 
 def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: Split | None, *,
@@ -32,10 +33,11 @@ def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: 
     if found.fits:
         return
     worst = max(found.needs, key=lambda need: need.missing_bytes)
+    reasons = "".join(f"\n{line}" for line in (set_aside(worst), *taken(found.needs)) if line)
     others = list(_plans_that_fit(job, plan, cluster, profile, split, snapshot=snapshot))
     shown = "\n".join(f"  {other!s:<34} {most.total_bytes / MIB:>8,.0f} MiB a rank" for other, most in others)
     raise PlanError(f"plan '{plan}' doesn't fit: it needs {worst.total_bytes / MIB:,.0f} MiB on a rank that may use "
-                    f"{worst.device.memory_bytes / MIB:,.0f} MiB\n{ledger(found.needs)}",
+                    f"{worst.device.memory_bytes / MIB:,.0f} MiB\n{ledger(found.needs)}{reasons}",
                     hint=f"plans that fit:\n{shown}" if others
                     else "devices with more memory, or a smaller model: none of the plans that were tried fits")
 
@@ -88,11 +90,26 @@ def _as_many(cluster: Cluster, plan: Plan) -> Cluster:
     return replace(cluster, devices=tuple(replace(least, index=index) for index in range(plan.world_size)))
 
 
+def set_aside(need: Need) -> str:
+    """What a GPU gives away beside a rank's tensors, and for what; empty where it is nothing."""
+    for_what = {"context": "for the driver's context", "NCCL": "for NCCL's buffers",
+                "reserve": "for what torch's allocator rounds up"}
+    parts = [f"{need.ledger[key] / MIB:,.0f} {why}" for key, why in for_what.items() if need.ledger.get(key)]
+    return f"MiB set aside on a GPU: {', '.join(parts)}" if parts else ""
+
+
+def taken(needs: Iterable[Need]) -> list[str]:
+    """Which devices have less than all of their memory, and who has the rest."""
+    return list(dict.fromkeys(need.device.taken for need in needs if need.device.taken))
+
+
 def ledger(needs: Sequence[Need]) -> str:
     """What each kind of rank holds at its peak, in MiB, a line each."""
-    rows = [["MiB", *_COLUMNS, "sum", "limit"]]
+    columns = {name: keys for name, keys in _COLUMNS.items()
+               if name != SET_ASIDE or any(key in need.ledger for need in needs for key in keys)}
+    rows = [["MiB", *columns, "sum", "limit"]]
     for need in needs:
-        figures = [sum(need.ledger.get(key, 0) for key in keys) for keys in _COLUMNS.values()]
+        figures = [sum(need.ledger.get(key, 0) for key in keys) for keys in columns.values()]
         rows.append([need.name, *(f"{figure / MIB:,.1f}" for figure in (*figures, need.total_bytes)),
                      f"{need.device.memory_bytes / MIB:,.0f}" + (" too little" if need.missing_bytes > 0 else "")])
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]) - 1)]

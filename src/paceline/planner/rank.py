@@ -244,7 +244,8 @@ _WORDS = {"compute": "computing", "communication": "messages that nothing hides"
 
 def worst_device(one: Candidate) -> str:
     need = max(one.estimate.needs, key=lambda need: need.missing_bytes)
-    return f"{need.device.name or need.device.kind} of {amount(need.device.memory_bytes)}"
+    free = "" if need.device.total_bytes is None else " that are free"
+    return f"{need.device.name or need.device.kind} of {amount(need.device.memory_bytes)}{free}"
 
 
 def amount(num_bytes: float) -> str:

@@ -34,11 +34,11 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
     given = Plan.read(plan) if plan is not None else None
     num_ranks = given.world_size if given else procs or (environment.world_size if environment else None)
     local_ranks = environment.local_world_size if environment else num_ranks
-    cluster = Cluster.local(devices, num_ranks=local_ranks, memory=memory)
+    cluster = Cluster.local(devices, num_ranks=local_ranks, memory=memory, whole=environment is not None)
     if given is None:
         given = default_plan(job, num_ranks or len(cluster.devices))
         if num_ranks is None and devices is None:
-            cluster = Cluster.local(num_ranks=given.world_size, memory=memory)
+            cluster = Cluster.local(num_ranks=given.world_size, memory=memory, whole=environment is not None)
     _check_counts(given, cluster, devices=devices, procs=procs, environment=environment)
     _check_samples(given, job)
     conflicts.check(given)

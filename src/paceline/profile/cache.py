@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from paceline.accelerators import gpus
 from paceline.cluster import DeviceKind, usable_cores
 
 VERSION = 2
@@ -46,9 +47,7 @@ def _path(what: str, kind: DeviceKind) -> Path:
 
 def _processor(kind: DeviceKind) -> str:
     if kind == "cuda":
-        from paceline.cluster import Cluster
-
-        return Cluster.local("cuda:0").devices[0].name
+        return gpus()[0][0]
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from paceline.cluster import DeviceKind
-from paceline.plans import Plan
+from paceline.cluster import Device, DeviceKind
+from paceline.plans import Plan, Servers
 from paceline.profile.profile import Product, Profile, Segment, Work
 from paceline.simulate.program import Compute, Event, Part
 from paceline.software import PACELINE, Software
@@ -38,10 +38,48 @@ from paceline.software import PACELINE, Software
 # time, kernels that are compiled for its shapes, threads, the network's buffers. Measured; see docs/prediction.md.
 CPU_RUNTIME_BYTES = 40 * 2**20
 
+# Of a GPU that is here, beside its tensors and its context. NCCL keeps buffers for each channel of each connection that
+# it receives on: 4 MiB for large messages, and 0.5 and 4.7 MiB for its two protocols of small ones (DEFAULT_BUFFSIZE,
+# DEFAULT_LL_BUFFSIZE and DEFAULT_LL128_BUFFSIZE in NCCL's src/init.cc). A communicator of one node has at most some 24
+# channels, over NVLink; fewer over PCIe, where this is too much ("linearly tied to the number of channels",
+# NVIDIA/nccl#986).
+NCCL_CONNECTION_BYTES = 24 * (4 * 2**20 + 512 * 2**10 + 4800 * 2**10)
+# torch's allocator rounds tensors of 10 MiB and more up to whole 2 MiB, by 1 MiB in the mean, which is 2 % of one of
+# 50 MiB; smaller ones share blocks of 20 and of 2 MiB, of which the last is not full (kRoundLarge, kLargeBuffer and
+# kSmallBuffer in c10/cuda/CUDACachingAllocator.h). What fragmentation adds is not foreseen.
+ALLOCATOR_PART, ALLOCATOR_BYTES = 0.02, 22 * 2**20
+
 MOST_GROWN = 10_000  # products that are kept with a micro-batch's samples
 
 MomentName = Literal["start", "begin", "before_forward", "forward", "after_forward", "turn", "before_backward",
                      "backward", "after_backward", "done", "finish", "meet", "update", "save"]
+
+
+def beside_tensors(plan: Plan, device: Device, tensor_bytes: float) -> dict[str, int]:
+    """What a rank takes of a GPU that is here beside so many bytes of tensors at its peak; nothing of other devices."""
+    if not device.context_bytes:
+        return {}
+    nccl_bytes = _nccl_connections(plan) * NCCL_CONNECTION_BYTES
+    return {"context": device.context_bytes, **({"NCCL": nccl_bytes} if nccl_bytes else {}),
+            "reserve": round(ALLOCATOR_PART * tensor_bytes) + ALLOCATOR_BYTES}
+
+
+def room_for_tensors(plan: Plan, device: Device) -> float:
+    """The most bytes of tensors with which a rank stays within a device that is here."""
+    runtime_bytes = CPU_RUNTIME_BYTES if device.kind == "cpu" else sum(beside_tensors(plan, device, 0.0).values())
+    growing = 1 + ALLOCATOR_PART if device.context_bytes else 1.0
+    return max(0.0, (device.memory_bytes - runtime_bytes) / growing)
+
+
+def _nccl_connections(plan: Plan) -> int:
+    """On which a rank receives: two in every group that sums or gathers, for a ring and a tree, and one from each
+    neighbour of a pipeline or of placed parts. Servers and their workers talk over sockets."""
+    if isinstance(plan.sync, Servers) or plan.world_size == 1:
+        return 0
+    sizes = plan.axes.sizes()
+    groups = {axis for axis, size in sizes.items() if 1 < size < plan.world_size} | {"all"}
+    in_a_chain = max(sizes.get("pipeline", 1), sizes.get("parts", 1))
+    return 2 * len(groups) + min(2, in_a_chain - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from paceline.errors import PlanError, UsageError
 from paceline.job import Job, Precision
 from paceline.jobfile import JobFile
 from paceline.planner.estimate import Estimate, NotPriced
+from paceline.planner.fit import set_aside, taken
 from paceline.planner.outlook import Outlook, outlook
 from paceline.planner.question import Question
 from paceline.planner.rank import Candidate, Found, reason
@@ -130,6 +131,7 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
                                 *(note for one in found.ranked for note in one.estimate.notes))))
     if question.pieces.problem:
         notes.append(f"plans that split the model are left out: {question.pieces.problem}")
+    notes += _of_devices((*found.ranked, *found.too_large), chosen)
     return Answer(cluster if isinstance(cluster, str) else f"{len(where.devices)} devices", loaded.batch, found,
                   tuple(question.flips(found, where)), tuple(notes), question.is_priced(where),
                   _advice(question, chosen, where),
@@ -137,12 +139,20 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
                       question.profile, chosen, mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s))
 
 
+def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
+    """What GPUs that are here don't have for tensors: what others hold, and what the chosen plan's ranks give away."""
+    found = taken(need for one in candidates for need in one.estimate.needs)
+    aside = set_aside(max(chosen.estimate.needs, key=lambda need: need.total_bytes)) if chosen is not None else ""
+    return [*found, aside] if aside else found
+
+
 def nothing_fits(found: Found, cluster: str) -> PlanError:
     """Why no plan was chosen: the gap in bytes, and the nearest plans."""
     nearest = sorted(found.too_large, key=lambda one: one.missing_bytes)[:NEAREST]
     return PlanError(f"nothing fits on {cluster}: '{nearest[0].plan}' is nearest and is "
                      f"{nearest[0].missing_bytes:,} bytes over",
-                     hint="\n".join(f"'{one.plan}': {reason(one, one)}" for one in nearest))
+                     hint="\n".join([*(f"'{one.plan}': {reason(one, one)}" for one in nearest),
+                                     *taken(need for one in nearest for need in one.estimate.needs)]))
 
 
 def _advice(question: Question, chosen: Candidate | None, cluster: Cluster) -> Advice | None:

@@ -10,5 +10,6 @@ It can't show what kernels of CUDA compute, races between streams, what NCCL fai
     library = build()               # once for each torch and source; raises CannotBuild without a compiler
     subprocess: pretend(library)    # before torch is imported
 
-PRETENDED_CUDA_DEVICES (2) and PRETENDED_CUDA_MEMORY_BYTES (80 GiB each) say what there is.
+PRETENDED_CUDA_DEVICES (2) and PRETENDED_CUDA_MEMORY_BYTES (80 GiB each) say what there is, PRETENDED_CUDA_TAKEN_BYTES
+(0) how much of each device others are said to hold.
 """

@@ -92,15 +92,17 @@ class Workshop:
 
 
 @contextmanager
-def workshop(folder: Path, *, devices: int = 4, memory_bytes: int = 80 << 30) -> Iterator[Workshop]:
-    """A workshop for tests.
+def workshop(folder: Path, *, devices: int = 4, memory_bytes: int = 80 << 30,
+             taken_bytes: int = 0) -> Iterator[Workshop]:
+    """A workshop for tests. taken_bytes: of each device, that others are said to hold.
 
     Raises:
         CannotBuild: there is no compiler here.
     """
     here, library = Path(__file__).parent.parent, build()
     environment = {**os.environ, "PRETENDED_CUDA_DEVICES": str(devices), "OMP_NUM_THREADS": "1",
-                   "PRETENDED_CUDA_MEMORY_BYTES": str(memory_bytes), "XDG_CACHE_HOME": str(folder / "cache"),
+                   "PRETENDED_CUDA_MEMORY_BYTES": str(memory_bytes),
+                   "PRETENDED_CUDA_TAKEN_BYTES": str(taken_bytes), "XDG_CACHE_HOME": str(folder / "cache"),
                    "PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)])}
     command = [sys.executable, "-m", "pretended_cuda.pretend", str(library), "-m", "pretended_cuda.workshop"]
     with open(folder / "printed.txt", "w") as printed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -84,6 +85,10 @@ def _give_cuda(device: Any) -> None:
                                multi_processor_count=132, is_integrated=False, is_multi_gpu_board=False,
                                warp_size=32, gcnArchName="", max_threads_per_multi_processor=2048)
 
+    def memory_info(index: int) -> tuple[int, int]:
+        free, total = device.memory_info(index)
+        return max(0, free - int(os.environ.get("PRETENDED_CUDA_TAKEN_BYTES", 0))), total
+
     def stream(index: int, number: int) -> tuple[int, int, int]:
         return number, index if index >= 0 else device.current_device(), kind
 
@@ -107,7 +112,7 @@ def _give_cuda(device: Any) -> None:
     c._CudaStreamBase, c._CudaEventBase = _stream_type(device), _event_type(device)
     c._CUDAGraph, c._graph_pool_handle = object, lambda: (0, 0)
     c._CudaDeviceProperties, c._has_cuda = SimpleNamespace, True
-    c._cudart = SimpleNamespace(cudaMemGetInfo=device.memory_info, cudaError=SimpleNamespace(success=0),
+    c._cudart = SimpleNamespace(cudaMemGetInfo=memory_info, cudaError=SimpleNamespace(success=0),
                                 cudaGetErrorString=str)
 
 

@@ -13,7 +13,7 @@ from paceline.capture.price import forward_s, kept_bytes
 from paceline.cluster import Device
 from paceline.errors import PlanError
 from paceline.plans import Plan
-from paceline.strategies.costs import CPU_RUNTIME_BYTES
+from paceline.strategies.costs import room_for_tensors
 from paceline.strategies.mesh import weakest
 from paceline.strategies.pipeline.assign import assign
 from paceline.strategies.pipeline.schedule import Action, in_flight, schedule
@@ -53,7 +53,7 @@ def assigned(model: nn.Module, found: Capture, plan: Plan, *, samples: int, stat
     needs = piece_needs(model, found, samples=samples, state_factor=state_factor)
     places = weakest(plan, devices)
     holders = plan.axes.tensor * plan.axes.shard  # ranks that have a stage's weights together
-    memory = [float("inf") if device is None else _room_bytes(device) * holders for device in places]
+    memory = [float("inf") if device is None else room_for_tensors(plan, device) * holders for device in places]
     if plan.axes.parts > 1:
         part_of = _part_of(model, found, plan, needs, memory)
         stage_of, ranks = stages(found, part_of)
@@ -82,11 +82,6 @@ def _check_edits(found: Capture, stage_of: Mapping[str, int]) -> None:
                 raise PlanError(f"{edits} edits in place what {made} made, and place= runs them apart",
                                 hint="x = x + y in place of x += y, a file that has both and all between them on one "
                                      "part, or a data=N or pipeline=N plan")
-
-
-def _room_bytes(device: Device) -> float:
-    """What is left for tensors."""
-    return max(0.0, float(device.memory_bytes - (CPU_RUNTIME_BYTES if device.kind == "cpu" else 0)))
 
 
 def _speeds(places: Sequence[Device | None]) -> list[float]:

@@ -1,0 +1,210 @@
+"""What NVIDIA's management library, NVML, says of the cards in this machine.
+
+Asking it begins no use of CUDA: this process may do so before it forks ranks. It comes with the driver; Python reaches
+it by the package nvidia-ml-py (`pip install "paceline[gpu]"`). NVML numbers cards by their places on the bus, with no
+regard to CUDA_VISIBLE_DEVICES; cards and CUDA's devices are brought together by their UUIDs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+SWITCH = "switch"  # the far end of a link that goes to an NVSwitch, which brings it to every other card
+# Why a card runs slower than it could: bits of nvmlDeviceGetCurrentClocksEventReasons. Its power limit is left out: a
+# card that computes is always near it.
+_SLOWED = {0x8: "a hardware slowdown", 0x20: "heat, by the driver", 0x40: "heat, by the card",
+           0x80: "the power supply's brake"}
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process with memory on a card. num_bytes: None where NVML can't say."""
+
+    pid: int
+    name: str
+    num_bytes: int | None
+
+    def __str__(self) -> str:
+        held = "" if self.num_bytes is None else f", {self.num_bytes / 2**30:.1f} GiB"
+        return f"process {self.pid}{self.name and f' ({self.name})'}{held}"
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU, or one of the slices (MIG) that it is cut into.
+
+    bus_id: empty of a slice. total_bytes, free_bytes: of its memory; the driver's own part is in neither.
+    slices: of a card that is cut. is_cut: whether MIG is switched on.
+    pcie_generation: the best that the card and its slot can do together; an idle card uses less. pcie_lanes,
+        most_pcie_lanes: in use, and that both have. 0 where nobody knows.
+    nvlinks: how many lead to which card, by its bus_id, or to SWITCH. nvlink_bytes_per_s: one of them, one direction.
+    ecc_errors: that could not be corrected since the driver was loaded; None without ECC.
+    """
+
+    index: int
+    name: str
+    uuid: str
+    bus_id: str = ""
+    capability: tuple[int, int] = (0, 0)
+    total_bytes: int = 0
+    free_bytes: int = 0
+    holders: tuple[Holder, ...] = ()
+    is_cut: bool = False
+    slices: tuple[Card, ...] = ()
+    pcie_generation: int = 0
+    pcie_lanes: int = 0
+    most_pcie_lanes: int = 0
+    nvlinks: tuple[tuple[str, int], ...] = ()
+    nvlink_bytes_per_s: float = 0.0
+    ecc_errors: int | None = None
+    slowed_by: tuple[str, ...] = ()
+    is_persistent: bool | None = None
+
+    def num_nvlinks(self, other: Card) -> int:
+        """That lead to another card, directly or through switches."""
+        ours, theirs = dict(self.nvlinks), dict(other.nvlinks)
+        return ours.get(other.bus_id, 0) or min(ours.get(SWITCH, 0), theirs.get(SWITCH, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Cards:
+    """All cards of the machine. driver: its version. cuda: the newest version of CUDA that the driver runs."""
+
+    driver: str
+    cuda: tuple[int, int]
+    cards: tuple[Card, ...]
+
+    def find(self, uuid: str) -> Card | None:
+        """A card or a slice by its UUID, with or without NVIDIA's prefix."""
+        def plain(text: str) -> str:
+            return text.removeprefix("GPU-").removeprefix("MIG-").lower()
+
+        everything = [one for card in self.cards for one in (card, *card.slices)]
+        return next((one for one in everything if uuid and plain(one.uuid) == plain(uuid)), None)
+
+
+def read() -> Cards | None:
+    """Ask NVML everything; None where the package or the library is missing, or the driver doesn't answer."""
+    return _asked(_read)
+
+
+def read_memory(uuid: str) -> Card | None:
+    """One card's or slice's memory, which is quicker; other figures stay at their defaults."""
+    def ask(nvml: Any) -> Card | None:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            card = _with_memory(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index)
+            if found := Cards("", (0, 0), (card,)).find(uuid):
+                return found
+        return None
+
+    return _asked(ask)
+
+
+def _asked(ask: Callable[[Any], Any]) -> Any:
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    try:
+        return ask(nvml)
+    except nvml.NVMLError:
+        return None
+    finally:
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
+
+def _read(nvml: Any) -> Cards:
+    version = nvml.nvmlSystemGetCudaDriverVersion()
+    cards = [_card(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index) for index in range(nvml.nvmlDeviceGetCount())]
+    return Cards(_text(nvml.nvmlSystemGetDriverVersion()), (version // 1000, version % 1000 // 10), tuple(cards))
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)  # bytes in older versions of the package
+
+
+def _with_memory(nvml: Any, handle: Any, index: int) -> Card:
+    said = _say(nvml)
+    memory = said(nvml.nvmlDeviceGetMemoryInfo, handle)
+    is_cut = (said(nvml.nvmlDeviceGetMigMode, handle) or [0])[0] == 1
+    slices = [said(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+              for number in range(said(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)] if is_cut else []
+    return Card(index, _text(nvml.nvmlDeviceGetName(handle)), _text(nvml.nvmlDeviceGetUUID(handle)),
+                total_bytes=memory.total if memory else 0, free_bytes=memory.free if memory else 0,
+                holders=_holders(nvml, handle), is_cut=is_cut,
+                slices=tuple(_with_memory(nvml, part, index) for part in slices if part is not None))
+
+
+def _holders(nvml: Any, handle: Any) -> tuple[Holder, ...]:
+    """Processes that compute or draw there, without this one."""
+    said, found = _say(nvml), {}
+    for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
+        for process in said(ask, handle) or ():
+            if process.pid != os.getpid():
+                name = said(nvml.nvmlSystemGetProcessName, process.pid)
+                found[process.pid] = Holder(process.pid, Path(_text(name)).name if name else "",
+                                            process.usedGpuMemory)
+    return tuple(sorted(found.values(), key=lambda holder: -(holder.num_bytes or 0)))
+
+
+def _card(nvml: Any, handle: Any, index: int) -> Card:
+    said = _say(nvml)
+    reasons = said(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    pci = said(nvml.nvmlDeviceGetPciInfo, handle)
+    links, bytes_per_s = _nvlinks(nvml, handle)
+    persistence = said(nvml.nvmlDeviceGetPersistenceMode, handle)
+    return replace(
+        _with_memory(nvml, handle, index), bus_id=_bus_id(pci) if pci else "",
+        capability=tuple(said(nvml.nvmlDeviceGetCudaComputeCapability, handle) or (0, 0)),
+        pcie_generation=said(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0,
+        pcie_lanes=said(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle) or 0,
+        most_pcie_lanes=said(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle) or 0,
+        nvlinks=links, nvlink_bytes_per_s=bytes_per_s,
+        ecc_errors=said(nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+                        nvml.NVML_VOLATILE_ECC),
+        slowed_by=tuple(why for bit, why in _SLOWED.items() if reasons & bit),
+        is_persistent=None if persistence is None else persistence == 1)
+
+
+def _nvlinks(nvml: Any, handle: Any) -> tuple[tuple[tuple[str, int], ...], float]:
+    """How many active links lead where, and what one of them carries each way as NVML says it; 0 if it doesn't."""
+    said, found, bytes_per_s = _say(nvml), Counter[str](), 0.0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        if said(nvml.nvmlDeviceGetNvLinkState, handle, link) != 1:
+            continue
+        kind = said(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
+        pci = said(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+        if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            found[SWITCH] += 1
+        elif pci:
+            found[_bus_id(pci)] += 1
+        speed = said(nvml.nvmlDeviceGetFieldValues, handle, [(nvml.NVML_FI_DEV_NVLINK_GET_SPEED, link)])
+        if speed and speed[0].nvmlReturn == 0:
+            bytes_per_s = 1e6 * speed[0].value.uiVal
+    return tuple(sorted(found.items())), bytes_per_s
+
+
+def _bus_id(pci: Any) -> str:
+    return _text(pci.busId).lower()
+
+
+def _say(nvml: Any) -> Callable[..., Any]:
+    """A question to NVML, whose answer is None where the card, the driver or the package doesn't know it."""
+    def said(ask: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return ask(*args)
+        except nvml.NVMLError:
+            return None
+
+    return said
