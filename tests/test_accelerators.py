@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -103,11 +103,14 @@ def test_other_kinds_of_devices_are_refused_by_name(devices: str, words: str):
 
 
 @pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As torch numbers them: the other way round than the driver does."""
     monkeypatch.setattr(accelerators, "_has_driver", lambda maker: maker.name == "NVIDIA")
     monkeypatch.setattr(accelerators, "_seen", lambda: tuple(
         ("H100", 80 << 30, f"{index:08x}-0000") for index in (3, 2, 1, 0)))
+    accelerators.cards.cache_clear()
+    yield
+    accelerators.cards.cache_clear()
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -137,3 +140,20 @@ def test_free_memory_without_nvml(monkeypatch: pytest.MonkeyPatch):
     whole = 80 << 30  # also of the last one, which can't be asked: its rank will say why
     assert [device.memory_bytes for device in found] == [whole, (30 << 30) + accelerators.CONTEXT_BYTES, whole, whole]
     assert found[1].taken.endswith("the rest is held by processes the driver doesn't name")
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_gpus_are_as_fast_as_they_are_wired(monkeypatch: pytest.MonkeyPatch):
+    """Pairs of a machine that has bridges between the driver's first two and last two; the slowest wire counts."""
+    ids = [f"00000000:{index:02X}:00.0" for index in range(4)]
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([
+        FakeCard(0, links=(ids[1],) * 12), FakeCard(1, links=(ids[0],) * 12),
+        FakeCard(2, links=(ids[3],) * 12, lanes=8), FakeCard(3, links=(ids[2],) * 12)]))
+    pair, across = Cluster.local("cuda:0-1").link, Cluster.local().link
+    assert (pair.source, pair.bytes_per_s) == ("12 x NVLink 4, as the driver says", pytest.approx(12 * 25e9 * 0.78))
+    assert (across.source, across.bytes_per_s) == ("PCIe 5 x8, as the driver says", pytest.approx(31.5e9 * 0.7))
+    assert Cluster.local("cuda:0").link.source.startswith("not known")
+    before = accelerators.identity()
+    accelerators.cards.cache_clear()
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([FakeCard(index) for index in range(4)]))
+    assert accelerators.identity() != before  # so that what was measured is measured again

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from paceline import nvml
+from paceline import nvml, topology
 
 INSTALL = "https://pytorch.org/get-started/locally has the command"
 
@@ -75,10 +75,26 @@ def uuids() -> list[str]:
     return [uuid for _, _, uuid in _usable()]
 
 
-def cards() -> list[nvml.Card | None]:
-    """What NVML says of each GPU of `gpus`; None where it says nothing."""
+@cache
+def cards() -> tuple[nvml.Card | None, ...]:
+    """What NVML says of each GPU of `gpus` when it is first asked; None where it says nothing."""
     seen = nvml.read() if _usable() else None
-    return [seen.find(uuid) if seen is not None else None for uuid in uuids()]
+    return tuple(seen.find(uuid) if seen is not None else None for uuid in uuids())
+
+
+def identity() -> str:
+    """What figures that were measured on the GPUs depend on: their names, the driver, and how they are wired."""
+    wires = [topology.between(one, other) if one is not None and other is not None else None
+             for number, one in enumerate(cards()) for other in cards()[:number]]
+    names = [name for name, _ in gpus()]
+    return f"{names} driver {driver_version()} wires {[wire and wire.name for wire in wires]}"
+
+
+def driver_version() -> str | None:
+    """Of NVIDIA's driver."""
+    file = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+[.\d]*", file.read_text()) if file.exists() else None
+    return found and found[0]
 
 
 def room(index: int) -> Room:

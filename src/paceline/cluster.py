@@ -8,18 +8,20 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from paceline.accelerators import CONTEXT_BYTES, gpus, refusal, room, unusable
+from paceline.accelerators import CONTEXT_BYTES, cards, gpus, refusal, room, unusable
 from paceline.catalogue import Accelerator, LinkKind
 from paceline.catalogue import accelerator as known_accelerator
 from paceline.catalogue import link as known_link
 from paceline.errors import ClusterError, nearest
+from paceline.topology import slowest
 
 DeviceKind = Literal["cpu", "cuda"]
 
+UNKNOWN_LINK = "pcie3"  # between GPUs of which nobody says how they are wired
 FREE_STEP_BYTES = 256 * 2**20  # in which a GPU's free memory is counted
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -30,11 +32,13 @@ class Link:
     """One direction between two devices.
 
     wait_s: What a collective takes beside its messages: ranks that share cores wait for each other to get one.
+    source: Where the figures of a link between GPUs that are here come from, for people.
     """
 
     bytes_per_s: float
     latency_s: float
     wait_s: float = 0.0
+    source: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +76,6 @@ class Network:
 # Two processes over loopback with gloo: 2.4-3.9 GB/s for 25 MB messages, measured on 2 cores; latency of a
 # small all-reduce is some 100 us. See docs/prediction.md.
 LOOPBACK = Link(bytes_per_s=3e9, latency_s=1e-4)
-# NVLink 4, one direction a GPU, at the 71 % an all-gather reaches (public nccl-tests, H100).
-NVLINK = Link(bytes_per_s=320e9, latency_s=1e-5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +303,7 @@ class Cluster:
                       for kind, i in named)
         return cls(
             devices=found if memory is None else _limited(found, memory),
-            link=NVLINK if all(kind == "cuda" for kind, _ in named) else LOOPBACK,
+            link=_between_gpus([i for _, i in named]) if all(kind == "cuda" for kind, _ in named) else LOOPBACK,
         )
 
 
@@ -488,6 +490,15 @@ def _size_bytes(text: str) -> int:
 def _gpus() -> list[Device]:
     return [Device("cuda", index, memory_bytes, name=name, context_bytes=CONTEXT_BYTES)
             for index, (name, memory_bytes) in enumerate(gpus())]
+
+
+def _between_gpus(indices: Sequence[int]) -> Link:
+    """The slowest link between GPUs that are here, as NVML says they are wired; what it doesn't know counts as the
+    slowest that servers have, until it is measured (`verbs/links.py`)."""
+    wire = slowest([cards()[index] for index in indices]) if len(indices) > 1 else None
+    if wire is None:
+        return replace(link_of(known_link(UNKNOWN_LINK)), source=f"not known, counted as {UNKNOWN_LINK}")
+    return Link(wire.bytes_per_s, wire.latency_s, source=f"{wire.name}, as the driver says")
 
 
 def _with_free(device: Device) -> Device:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.accelerators import unusable
+from paceline.accelerators import driver_version, unusable
 from paceline.cluster import usable_cores, usable_memory_bytes
 from paceline.errors import PacelineError
 
@@ -192,14 +192,7 @@ def _gpus() -> _Outcome:
             torch.ones(8, device=f"cuda:{index}").sum().item()  # a build without this card's code fails only here
         except RuntimeError as error:
             return "bad", f"cuda:{index} can't compute: {str(error).splitlines()[0]}", "install a torch built for it"
-    return "ok", f"{'; '.join(found)}; driver {_driver_version() or 'not visible'}"
-
-
-def _driver_version() -> str | None:
-    """Of NVIDIA's driver."""
-    file = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\d+\.\d+[.\d]*", file.read_text()) if file.exists() else None
-    return found and found[0]
+    return "ok", f"{'; '.join(found)}; driver {driver_version() or 'not visible'}"
 
 
 def _nccl() -> _Outcome:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import LOOPBACK, Cluster, Link
+from paceline.cluster import LOOPBACK, Cluster, Device, Link
+from paceline.launch.board import Sign
+from paceline.launch.failure import RankFailed, failure_of
 from paceline.planner.question import _with_links
 from paceline.profile import cache
 from paceline.simulate.collectives import collective_s
@@ -79,3 +81,47 @@ def test_two_ranks_are_measured():
     found = links.measure_link(Cluster.local("cpu:0-1"), 2)
 
     assert 1e6 < found.bytes_per_s < 1e12 and 0 <= found.wait_s < 1
+
+
+def gpus(*indices: int) -> Cluster:
+    return Cluster(tuple(Device("cuda", index, 80 << 30) for index in indices),
+                   replace(LOOPBACK, source="PCIe 4 x16, as the driver says"))
+
+
+@pytest.fixture
+def wired(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What measurements of GPUs depend on."""
+    machine = {"is": "two H100"}
+    monkeypatch.setattr(cache, "identity", lambda: machine["is"])
+    return machine
+
+
+def test_gpus_are_measured_once_for_each_choice_of_them(measured: list[int], wired: dict[str, str]):
+    """And again where the machine is wired otherwise, or has another driver."""
+    found = with_links(gpus(0, 1, 2, 3))
+    assert found.links == ((2, TWO), (4, FOUR)) and measured == [2, 4]
+    assert found.link_of_all.source == "measured between 4 GPUs"
+    assert with_links(gpus(0, 1)).link_of_all.source == "measured between 2 GPUs" and measured == [2, 4]
+    with_links(gpus(2, 3))
+    assert measured == [2, 4, 2]
+    wired["is"] = "two H100 with a bridge"
+    with_links(gpus(0, 1))
+    assert measured == [2, 4, 2, 2]
+
+
+@pytest.mark.parametrize("cluster", [gpus(0), gpus(0, 0), gpus()])
+def test_ranks_that_share_a_gpu_have_no_link_to_measure(cluster: Cluster, measured: list[int], wired: dict[str, str]):
+    assert with_links(cluster) == cluster and not measured
+
+
+def test_gpus_that_can_not_be_measured_count_as_the_driver_says(
+    measured: list[int], wired: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(cluster: Cluster, num_ranks: int) -> Link:
+        raise RankFailed(failure_of(RuntimeError("NCCL error"), rank=1, sign=Sign(0, "start", 0.0)))
+
+    monkeypatch.setattr(links, "measure_link", fail)
+    found = with_links(gpus(0, 1))
+    assert not found.links and found.link_of_all.source == "PCIe 4 x16, as the driver says"
+    said = capsys.readouterr().err
+    assert "links between GPUs could not be measured" in said and "they count as PCIe 4 x16" in said

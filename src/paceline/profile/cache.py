@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from paceline.accelerators import gpus
+from paceline.accelerators import identity
 from paceline.cluster import DeviceKind, usable_cores
 
 VERSION = 2
@@ -47,7 +47,7 @@ def _path(what: str, kind: DeviceKind) -> Path:
 
 def _processor(kind: DeviceKind) -> str:
     if kind == "cuda":
-        return gpus()[0][0]
+        return identity()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,55 +1,84 @@
-"""How long ranks of this machine wait for each other: measured with as many as there will be, kept in a cache."""
+"""How long ranks of this machine wait for each other: measured with as many as there will be, kept in a cache.
+
+CPU ranks compute and meet in turns, because they share cores. GPU ranks gather and sum over NCCL: what they reach
+through bridges, switches, both processors of a host or its memory is what counts, whatever the cards are made for.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from paceline.cluster import LOOPBACK, Cluster, Link
+from paceline.cluster import LOOPBACK, Cluster, DeviceKind, Link
 from paceline.launch.context import RankContext
 from paceline.launch.failure import RankFailed
 from paceline.profile import cache
 
-CACHED = "links"
+CACHED = "links"  # by the number of CPU ranks, or by the numbers of the GPUs
 MOST_RANKS = 8  # with so many at most; more wait as those do
 SMALL, LARGE = 60, 8  # collectives of each size that are timed
 LARGE_BYTES = 8 * 2**20  # gathered by each rank
 BUSY_SIDE = 256  # of a product of matrices that each rank computes before each collective
+GPU_LARGE_BYTES = 128 * 2**20  # gathered by each GPU: some buckets of gradients
 TIMEOUT_S = 30.0
+GPU_TIMEOUT_S = 90.0  # NCCL looks at the wires first, and opens channels
 
 
 def with_links(cluster: Cluster, *, measure: bool = True) -> Cluster:
-    """The cluster with what its CPU ranks were found to wait for a collective, by their number.
+    """The cluster with what its ranks were found to wait for a collective, by their number.
 
-    Takes a second or two the first time: ranks are started. GPUs and described devices stay as they are, and so does a
-    cluster whose ranks can't be started.
+    Takes some seconds the first time: ranks are started. Described devices stay as they are, and so does a cluster
+    whose ranks can't be started; of GPUs that is said.
 
     measure: whether what is not in the cache is measured; no where ranks are at work.
     """
-    if cluster.nodes or len(cluster.devices) < 2 or any(device.kind != "cpu" for device in cluster.devices):
+    devices = cluster.devices
+    names = {str(device) for device in devices}
+    if cluster.nodes or len(names) < max(2, len(devices)) or len({device.kind for device in devices}) > 1:
         return cluster
-    found = _read()
-    wanted = _counts(len(cluster.devices))
-    missing = [count for count in wanted if count not in found]
+    if devices[0].kind == "cuda":
+        return _with_gpu_links(cluster, measure=measure)
+    found = _read("cpu")
+    wanted = _counts(len(devices))
+    missing = [count for count in wanted if str(count) not in found]
     if missing and measure:
         with suppress(RankFailed, OSError):
-            found |= {count: measure_link(cluster, count) for count in missing}
-            cache.write(CACHED, "cpu", {count: [link.bytes_per_s, link.latency_s, link.wait_s]
-                                        for count, link in sorted(found.items())})
-    return replace(cluster, links=tuple((count, found[count]) for count in wanted if count in found))
+            found |= {str(count): measure_link(cluster, count) for count in missing}
+            _write("cpu", found)
+    return replace(cluster, links=tuple((count, found[str(count)]) for count in wanted if str(count) in found))
+
+
+def _with_gpu_links(cluster: Cluster, *, measure: bool) -> Cluster:
+    """Measured on the first 2, 4, 8 and all GPUs: other ones may be wired otherwise."""
+    names = {count: ",".join(str(device.index) for device in cluster.devices[:count])
+             for count in _counts(len(cluster.devices))}
+    found = _read("cuda")
+    missing = [count for count, name in names.items() if name not in found]
+    if missing and measure:
+        try:
+            found |= {names[count]: measure_link(cluster, count) for count in missing}
+            _write("cuda", found)
+        except (RankFailed, OSError) as error:
+            print(f"warning: the links between GPUs could not be measured ({str(error).partition(chr(10))[0]}): they "
+                  f"count as {cluster.link.source}; paceline doctor says more", file=sys.stderr)
+    return replace(cluster, links=tuple((count, replace(found[name], source=f"measured between {count} GPUs"))
+                                        for count, name in names.items() if name in found))
 
 
 def measure_link(cluster: Cluster, num_ranks: int) -> Link:
-    """Between so many CPU ranks that compute and meet in turns, as in training.
+    """Between so many CPU ranks that compute and meet in turns, as in training, or between the first so many GPUs.
 
     Raises:
         RankFailed: a rank failed. PacelineError: ranks can't be started from this process.
     """
     from paceline.launch.local import run_local
 
+    if cluster.devices[0].kind == "cuda":
+        return Link(*run_local(_gpu_rank_times, cluster.devices[:num_ranks], timeout_s=GPU_TIMEOUT_S)[0])
     devices = [replace(cluster.devices[0], index=index, is_limit=False) for index in range(num_ranks)]
     return Link(*run_local(_rank_times, devices, timeout_s=TIMEOUT_S)[0])
 
@@ -87,10 +116,44 @@ def _rank_times(context: RankContext) -> tuple[float, float, float]:
     return bytes_per_s, LOOPBACK.latency_s, waits_s
 
 
-def _read() -> dict[int, Link]:
+def _gpu_rank_times(context: RankContext) -> tuple[float, float, float]:
+    """A link's figures, as this rank sees them. Collective over the default group.
+
+    An all-reduce of one number is 2 (n-1) hops, a gathering is n-1 hops and (n-1)/n of its bytes on each rank's link.
+    """
+    import torch
+    import torch.distributed as dist
+
+    n, device = context.world_size, context.device
+    small = torch.zeros(1, device=device)
+    whole = torch.zeros(GPU_LARGE_BYTES // 4 // n * n, device=device)
+    part = whole.view(n, -1)[context.rank].clone()
+
+    def each_s(times: int, collective: Callable[[], object]) -> float:
+        collective()  # opens the connections
+        torch.cuda.synchronize(device)
+        began_s = time.perf_counter()
+        for _ in range(times):
+            collective()
+        torch.cuda.synchronize(device)
+        return (time.perf_counter() - began_s) / times
+
+    latency_s = each_s(SMALL, lambda: dist.all_reduce(small)) / (2 * (n - 1))
+    large_s = each_s(LARGE, lambda: dist.all_gather_into_tensor(whole, part))
+    moving_s = max(0.1 * large_s, large_s - (n - 1) * latency_s)
+    return (n - 1) * part.nbytes / moving_s, latency_s, 0.0
+
+
+def _write(kind: DeviceKind, found: Mapping[str, Link]) -> None:
+    cache.write(CACHED, kind, {name: [link.bytes_per_s, link.latency_s, link.wait_s]
+                               for name, link in sorted(found.items(), key=lambda item: (len(item[0]), item[0]))})
+
+
+def _read(kind: DeviceKind) -> dict[str, Link]:
     """What the cache has; nothing where it is missing or makes no sense."""
     try:
-        found = {int(count): Link(*map(float, figures)) for count, figures in cache.read(CACHED, "cpu").items()}
+        found = {str(name): Link(float(bytes_per_s), float(latency_s), float(wait_s))
+                 for name, (bytes_per_s, latency_s, wait_s) in cache.read(CACHED, kind).items()}
     except (ValueError, TypeError, AttributeError):
         return {}
     return found if all(0 < link.bytes_per_s < math.inf and 0 <= link.wait_s < math.inf

@@ -132,6 +132,8 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
     if question.pieces.problem:
         notes.append(f"plans that split the model are left out: {question.pieces.problem}")
     notes += _of_devices((*found.ranked, *found.too_large), chosen)
+    if where.link_of_all.source:
+        notes.append(f"links between GPUs: {where.link_of_all.bytes_per_s / 1e9:.3g} GB/s, {where.link_of_all.source}")
     return Answer(cluster if isinstance(cluster, str) else f"{len(where.devices)} devices", loaded.batch, found,
                   tuple(question.flips(found, where)), tuple(notes), question.is_priced(where),
                   _advice(question, chosen, where),
