@@ -39,6 +39,7 @@ def legal_plans(draw: st.DrawFn) -> Plan:
         recompute=draw(st.sampled_from(["none", "full"])),
         shares=draw(st.sampled_from(["equal", "speed", "memory"]) | per_replica),
         compress=draw(st.sampled_from(COMPRESSIONS if axes.data > 1 else ("none",))),
+        deterministic=draw(st.sampled_from(["yes", "no"])),
     )
     sync: AllReduce | Local = AllReduce(zero)
     if axes.data > 1 and draw(st.booleans()):

@@ -49,6 +49,10 @@ class PlanRefused(PlanError):
     """
 
 
+class NotDeterministic(PlanRefused):
+    """An operator without a deterministic form, where only such operators may be used; said in the first step."""
+
+
 class ClusterError(UsageError):
     """Devices that don't exist or can't be read."""
 

@@ -143,12 +143,14 @@ class Modifiers:
     shares: how the global batch is cut over the replicas: "equal", by the devices' "speed" or "memory",
         or one positive whole number a replica.
     compress: the form in which replicas send each other gradients, or the differences of outer steps.
+    deterministic: "yes" for runs that repeat to the bit on the same devices.
     """
 
     accumulate: int | Literal["auto"] = 1
     recompute: RecomputeName = "none"
     shares: Literal["equal", "speed", "memory"] | tuple[int, ...] = "equal"
     compress: CompressName = "none"
+    deterministic: Literal["yes", "no"] = "no"
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +399,7 @@ _KEYS: dict[str, _Key] = {
     "recompute": _Key("modifiers", "none", "none|selective|full", _word),
     "shares": _Key("modifiers", "equal", "equal|speed|memory|A:B:...", _shares),
     "compress": _Key("modifiers", "none", "none|bf16|int8|topk|powersgd", _word),
+    "deterministic": _Key("modifiers", "no", "yes|no", _word),
 }
 _LOCAL_IS_ONE_RANK = "a local step is taken by one rank, which must hold the whole model"
 
@@ -498,6 +501,8 @@ def _problems(plan: Plan) -> list[str]:
         found.append(f"accumulate={mods.accumulate} must be a whole number of at least 1, or auto")
     if mods.recompute not in RECOMPUTES:
         found.append(f"recompute={mods.recompute}: {nearest(str(mods.recompute), RECOMPUTES)}")
+    if mods.deterministic not in ("yes", "no"):
+        found.append(f"deterministic={mods.deterministic}: {nearest(str(mods.deterministic), ('yes', 'no'))}")
     if isinstance(mods.shares, tuple):
         if not all(map(_is_count, mods.shares)):
             found.append(f"shares={_text(mods.shares)} must be whole numbers of at least 1")

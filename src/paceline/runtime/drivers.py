@@ -10,6 +10,7 @@ from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.crew import PEERS, Crew
 from paceline.plans import AllReduce, Local, Plan, Servers
+from paceline.runtime.determinism import repeatable
 from paceline.runtime.loop import Settings
 from paceline.runtime.servers.roles import crew as server_crew
 
@@ -24,5 +25,11 @@ def crew(plan: Plan) -> Crew:
 
 
 def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -> Any:
-    """Train on this rank. Returns the summary, on rank 0 at least; see `loop.train_rank`."""
-    return importlib.import_module(_TRAINERS[type(plan.sync)]).train_rank(context, job, plan, settings)
+    """Train on this rank. Returns the summary, on rank 0 at least; see `loop.train_rank`.
+
+    Raises:
+        NotDeterministic: the plan says deterministic=yes, and the job uses an operator that has no deterministic form.
+    """
+    train = importlib.import_module(_TRAINERS[type(plan.sync)]).train_rank
+    with repeatable(plan):
+        return train(context, job, plan, settings)

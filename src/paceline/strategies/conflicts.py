@@ -52,7 +52,19 @@ CONFLICTS: tuple[Conflict, ...] = (
              "it approximates whole matrices, and ranks hold parts of them",
              "compress=int8 or topk",
              lambda plan: plan.modifiers.compress == "powersgd" and max(plan.axes.shard, plan.axes.tensor) > 1),
+    Conflict("deterministic=yes with staleness=K or inf",
+             "which worker's update comes first depends on how fast each was, and that is another in every run",
+             "staleness=0, under which runs repeat to the bit",
+             lambda plan: _is_deterministic(plan) and isinstance(plan.sync, Servers) and plan.sync.staleness != 0),
+    Conflict("deterministic=yes with shares=speed or memory",
+             "they are measured when a run starts, and another run may cut the batch in other parts",
+             "shares=A:B with numbers, or equal shares",
+             lambda plan: _is_deterministic(plan) and plan.modifiers.shares in ("speed", "memory")),
 )
+
+
+def _is_deterministic(plan: Plan) -> bool:
+    return plan.modifiers.deterministic == "yes"
 
 
 def check(plan: Plan) -> None:
