@@ -207,12 +207,12 @@ def test_verify_fails_when_one_plan_fails(verb: Any, job_file: str, passed: list
     plans = ["data=2", "shard=2"]
     verify = verb("verify", [Certificate(*pair) for pair in zip(plans, passed, strict=True)])
     words = ["verify", job_file, "--plan", "data=2", "--plan", "shard=2", "--steps", "7", "--set", "lr=1",
-             "--run", "runs/a"]
+             "--run", "runs/a", "--devices", "cuda:0-3"]
     result = call(*words)
     assert result.exit_code == code
     assert result.stdout.splitlines() == [certificate.describe() for certificate in verify.outcome]
     assert (verify.given[0].settings, verify.given[1]) == ({"lr": "1"}, plans)
-    assert verify.options == {"steps": 7, "run": Path("runs/a"), "resume": "short"}
+    assert verify.options == {"steps": 7, "run": Path("runs/a"), "resume": "short", "devices": "cuda:0-3"}
     result = call(*words, "--json")
     assert result.exit_code == code
     assert json.loads(result.stdout) == [certificate.to_dict() for certificate in verify.outcome]
@@ -226,7 +226,7 @@ def test_verify_leaves_the_choice_of_plans_to_the_function(verb: Any, job_file: 
     run = verify.options.pop("run")
     assert (run.parent, run.name.startswith(f"verify-{Path(job_file).stem}-")) == (Path("runs"), True)
     assert f"certificate {run}" in result.stderr and result.stdout == "\n"
-    assert (len(verify.given[1]), verify.options) == (0, {"steps": 4, "resume": "short"})
+    assert (len(verify.given[1]), verify.options) == (0, {"steps": 4, "resume": "short", "devices": None})
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("bad", 1)])

@@ -185,6 +185,8 @@ def verify(
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the certificate is written.")] = None,
     resume: Annotated[Literal["short", "full", "no"], typer.Option(
         help="Which plans also go on from another plan's checkpoint: one an axis, all, none.")] = "short",
+    devices: Annotated[str | None, typer.Option(
+        metavar="D", help="Such as cuda:0-3; the first is what plans are held against. Default: CPUs.")] = None,
     as_json: Json = False,
 ) -> None:
     """Prove that plans compute what one device computes."""
@@ -192,7 +194,7 @@ def verify(
         job = JobFile.parse(file, _parse_settings(settings))
         speaks = _is_first_rank()
         written = (run or fresh_name(f"verify-{job.path.stem}")) if speaks else None
-        certificates = paceline.verify(job, plans or (), steps=steps, run=written, resume=resume)
+        certificates = paceline.verify(job, plans or (), steps=steps, run=written, resume=resume, devices=devices)
         if speaks:
             typer.echo(f"certificate {written}/certificate.txt", err=True)
     if speaks:

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.accelerators import _seen
 from paceline.cluster import Cluster
+from paceline.errors import PacelineError
 from paceline.launch.fork import in_a_fork
 
 pytestmark = pytest.mark.timeout(120)
@@ -50,6 +51,15 @@ VERBS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_verb_uses_cuda_in_its_own_process(verb: str, touched: list[str], tmp_path: Path):
     VERBS[verb](tmp_path)
+    assert not touched
+
+
+def test_verify_on_gpus_uses_them_in_other_processes_alone(touched: list[str], tmp_path: Path):
+    """As far as stubs go: the process of one device sets its GPU, and there is none."""
+    with pytest.raises(PacelineError, match="rank 0"):
+        paceline.verify(job(), ["data=2"], steps=2, devices="cuda:0-1", run=tmp_path / "run")
+    with pytest.raises(PacelineError, match=r"there is no cuda:2: this machine has 2 GPUs"):
+        paceline.verify(job(), ["data=2"], steps=2, devices="cuda:1-2")
     assert not touched
 
 

@@ -20,15 +20,17 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.capture.randomness import WithoutRandomness
+from paceline.cluster import Cluster, Device
 from paceline.errors import PlanRefused
 from paceline.jobfile import JobFile
-from paceline.planner.resolve import resolve
+from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
 from paceline.proof.first_step import FirstStep
 from paceline.proof.first_update import FirstUpdate, check_first_update
 from paceline.proof.reference import ALL_KINDS, write_reference
 from paceline.runtime.stepper import _Window
 from paceline.strategies.data.run import GradientBuckets
+from paceline.verbs import checks
 
 pytestmark = pytest.mark.checked_runs
 
@@ -284,6 +286,27 @@ def test_a_certificate_makes_the_check_unnecessary(tmp_path: Path) -> None:
     assert all(certificate.passed for certificate in paceline.verify(JobFile(path), ["data=2"], steps=2))
 
     assert paceline.train(JobFile(path), "data=2", run=tmp_path / "run")["check"]["seconds"] == 0
+
+
+def test_a_certificate_is_about_the_devices_that_it_names(tmp_path: Path) -> None:
+    """A run on GPUs is not checked first; it knows what `verify` said of such GPUs, and not what it said of CPUs."""
+    (tmp_path / "job.py").write_text(FILE)
+    source = JobFile(tmp_path / "job.py")
+    job, plan = source.load(), Plan.parse("data=2")
+
+    def on(kind: Any, name: str) -> Resolved:
+        return Resolved(plan, Cluster(tuple(Device(kind, index, 2**30, name=name) for index in range(2))), (1, 1))
+
+    def known(asked: Resolved) -> FirstUpdate | None:
+        return checks.first_update(job, source, asked, environment=None, timeout_s=60)
+
+    checks.remember(source, on("cpu", "CPU"), verdict="passed", reason="")
+    checks.remember(source, on("cuda", "H200"), verdict="coupled", reason="a BatchNorm")
+
+    assert known(on("cpu", "CPU")) == FirstUpdate("passed")
+    assert known(on("cuda", "H200")) == FirstUpdate("coupled", "a BatchNorm")
+    found = known(on("cuda", "A100"))
+    assert found is not None and found.verdict == "unchecked" and "'paceline verify' with --devices" in found.reason
 
 
 class Noisy(nn.Module):

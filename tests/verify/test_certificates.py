@@ -17,10 +17,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import Preempted
+from paceline.errors import Preempted, UsageError
 from paceline.runtime.feed import Part
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.meeting import EveryStep
+from paceline.verbs.verify import _plans_that_fit
 
 SAMPLES, BATCH = 25, 10  # the third step of an epoch has 5 samples: uneven over 2, 3 and 4 replicas
 
@@ -228,3 +229,20 @@ def test_a_transformers_model_from_configuration(monkeypatch: pytest.MonkeyPatch
 
     for certificate in paceline.verify(job, ["data=2", "shard=2 recompute=full"], steps=2):
         assert certificate.passed, certificate.describe()
+
+
+def test_default_plans_are_limited_by_devices_that_are_named() -> None:
+    """Of CPUs, too; without names there are as many as a plan asks for."""
+    assert {plan.world_size for plan in _plans_that_fit(make_job(), ("cpu:0", "cpu:1"))} == {1, 2}
+    assert max(plan.world_size for plan in _plans_that_fit(make_job(), None)) == 8
+
+
+@pytest.mark.parametrize(("devices", "message"), [
+    ("cpu:0-1", r"plan 'data=3' has 3 ranks, and --devices names 2 devices: cpu:0, cpu:1\n\nhint: plans of at most 2"),
+    ("cuda:0-3", "there is no cuda:0: this machine has 0 GPUs"), ("gpu:0", "both called cuda")])
+def test_devices_that_are_not_there_are_refused_before_anything_runs(devices: str, message: str,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there is, and what fits it, is said."""
+    monkeypatch.setattr("paceline.cluster.gpus", list)
+    with pytest.raises(UsageError, match=message):
+        paceline.verify(make_job(model=lambda: 1 / 0), ["data=2", "data=3"], devices=devices)

@@ -25,7 +25,7 @@ def document(subject: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], *, 
     """What certificate.json holds.
 
     Args:
-        subject: The model, versions, device and randomness.
+        subject: The model, versions, device (with the names of the ranks' if they are GPUs) and randomness.
         plans: Of each plan what `verify --json` prints of it.
         job: The file, its function and its settings; None for a job that was made in Python.
         run: Batch, seed, steps, precision and the like.
@@ -78,7 +78,7 @@ def _facts(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _row("initial weights", f"sha256 {model['initial_weights_sha256']}")
     yield from _row("run", f"{run['steps']} steps of {run['batch']} samples, seed {run['seed']}, {run['precision']}, "
                            f"{run['optimizer']}" + (f", clip {run['clip']:g}" if run['clip'] else ""))
-    yield from _row("device", f"{device['kind']} ({device['machine']}, {device['capability']})")
+    yield from _device(device)
     yield from _row("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items()))
     yield from _row("randomness", _random(found["randomness"]))
     coupling = found["coupling"]
@@ -86,6 +86,18 @@ def _facts(found: Mapping[str, Any]) -> Iterator[str]:
                     else f"{coupling['found']}. Instead: {coupling['instead']}")
     if found["note"]:
         yield from _row("note", found["note"])
+
+
+def _device(device: Mapping[str, Any]) -> Iterator[str]:
+    """Where one device and the ranks computed; of GPUs also what they round to TF32."""
+    if device["kind"] == "cpu":
+        yield from _row("device", f"cpu ({device['machine']}, {device['capability']})")
+        return
+    yield from _row("device", f"{device['kind']} ({device['name']}, {device['capability']}), one device with "
+                              f"deterministic algorithms; ranks on {', '.join(device['ranks'])}")
+    on, off = ([name for name, is_on in device["tf32"].items() if is_on == wanted] for wanted in (True, False))
+    yield from _row("TF32", "; ".join(f"{word} for {' and '.join(names)}" for word, names in (("on", on), ("off", off))
+                                      if names))
 
 
 def _random(randomness: Mapping[str, Any]) -> str:

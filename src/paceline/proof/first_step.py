@@ -83,7 +83,7 @@ class FirstStep:
 
     def measured(self, *, shares: Sequence[int], microbatches: int, cut_folder: Path) -> dict[str, Any]:
         """A reference with measured limits. Tensors of a batch that is cut go to `cut_folder`; see `write_cut`."""
-        epsilon = max(EPSILON[self.job.precision], *(torch.finfo(dtype).eps for dtype in self.dtypes.found))
+        epsilon = max(EPSILON[self.job.precision], self.dtypes.epsilon)
         with self.random if self.random.is_needed else nullcontext():
             found = self._reference(epsilon, _NUDGED)
             if len(shares) > 1 or microbatches > 1:

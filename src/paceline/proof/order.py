@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import default_collate
 
 from paceline.job import Job
+from paceline.proof.device import one_device
 from paceline.runtime.feed import MicroBatch, is_stream
 from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
 
@@ -64,10 +65,10 @@ def windows(num_samples: int, job: Job) -> Iterator[tuple[int, list[int], list[i
 
 
 def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
-    """The first windows of the job on the CPU, each as one batch; fewer if a stream ends."""
+    """The first windows of the job on the proof's one device, each as one batch; fewer if a stream ends."""
     dtype = torch.float64 if job.precision == "float64" else None
     for inputs, targets, count in islice(_stream(job) if is_stream(job.data) else _indexed(job), steps):
-        yield MicroBatch(inputs, targets, count).to(torch.device("cpu"), dtype)
+        yield MicroBatch(inputs, targets, count).to(one_device(), dtype)
 
 
 def _indexed(job: Job) -> Iterator[tuple[Any, Any, int]]:

@@ -23,6 +23,7 @@ from paceline.capture.attributes import (
 )
 from paceline.capture.written import lazy_copy
 from paceline.job import Job
+from paceline.proof.device import kept, one_device
 from paceline.proof.order import whole_batches
 from paceline.runtime.feed import MicroBatch, map_tensors
 from paceline.runtime.optimizers.probe import needs_closure
@@ -46,11 +47,11 @@ class Variation:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one device has after a step, by name: gradients before clipping, the rest after the update.
+    """What one device has after a step, by name, on the CPU: gradients before clipping, the rest after the update.
 
     buffers: and tensors in attributes that are used like buffers.
     rates: the next step's learning rate of each group of the optimizer.
-    state: the optimizer's tensors as `NAME/KEY`, not copied.
+    state: the optimizer's tensors as `NAME/KEY`, not copied where they are on the CPU.
     """
 
     loss: float
@@ -65,9 +66,9 @@ class StepRecord:
 
 
 def build_plain(job: Job) -> torch.nn.Module:
-    """The job's model in training mode with the seed's initial weights, on the CPU."""
+    """The job's model in training mode with the seed's initial weights, on the proof's one device."""
     seed_model(job.seed)
-    model = job.model()
+    model = job.model().to(one_device())
     if job.precision == "float64":
         model = in_float64(model)
     return model.train()
@@ -140,11 +141,10 @@ class PlainRun:
             self.schedule.step()
         self.num_steps += 1
         return StepRecord(
-            loss, gradients, {name: p.detach().clone() for name, p in self.model.named_parameters()
-                              if is_weight(p)},
-            {name: b.detach().clone() for name, b in (*self.model.named_buffers(), *self._attributes_like_buffers())},
+            loss, gradients, {name: kept(p) for name, p in self.model.named_parameters() if is_weight(p)},
+            {name: kept(b) for name, b in (*self.model.named_buffers(), *self._attributes_like_buffers())},
             rates_of(self.optimizer),
-            {f"{name}/{key}": value for name, p in self.named
+            {f"{name}/{key}": value.cpu() for name, p in self.named
              for key, value in _state_of(self.optimizer.state.get(p, {})).items()})
 
     def _attributes_like_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -177,7 +177,7 @@ class PlainRun:
             items.append(tuple(data[index]))
         inputs, targets = default_collate(items)
         dtype = torch.float64 if self.job.precision == "float64" else None
-        return MicroBatch(inputs, targets, len(items)).to(torch.device("cpu"), dtype)
+        return MicroBatch(inputs, targets, len(items)).to(one_device(), dtype)
 
 
 def update(optimizer: torch.optim.Optimizer, evaluate: Callable[[], float] | None, loss: float) -> None:
@@ -208,8 +208,8 @@ def update(optimizer: torch.optim.Optimizer, evaluate: Callable[[], float] | Non
 
 
 def autocast(job: Job) -> torch.autocast:
-    """The numeric context of the job's forward passes on the CPU."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16")
+    """The numeric context of the job's forward passes on the proof's one device."""
+    return torch.autocast(one_device().type, torch.bfloat16, enabled=job.precision == "bf16")
 
 
 # --- Cutting a batch -----------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def as_planned(batch: MicroBatch, shares: Sequence[int], microbatches: int) -> l
 def permuted(batch: MicroBatch, draws: torch.Generator) -> MicroBatch:
     """The batch with its samples in another order."""
     order = torch.randperm(batch.samples, generator=draws)
-    change = lambda t: t[order] if t.ndim and t.shape[0] == batch.samples else t  # noqa: E731
+    change = lambda t: t[order.to(t.device)] if t.ndim and t.shape[0] == batch.samples else t  # noqa: E731
     return MicroBatch(map_tensors(change, batch.input), map_tensors(change, batch.target), batch.samples)
 
 
@@ -339,7 +339,8 @@ class _Replicas:
                 self.sums[name] = torch.maximum(self.sums.get(name, tensor), tensor).detach().clone()
         for name, p in self.model.named_parameters():
             change = p.detach() - self.weights[name]
-            total, users = self.changes.get(name, (torch.zeros_like(change), torch.zeros(change.shape)))
+            total, users = self.changes.get(name, (torch.zeros_like(change),
+                                                        torch.zeros(change.shape, device=change.device)))
             self.changes[name] = total + change, users + (change != 0)
             if p.grad is not None:
                 self.gradients[name] = self.gradients[name] + p.grad if name in self.gradients else p.grad
@@ -376,8 +377,8 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the gradients that are there, by parameter name."""
-    return {name: p.grad.to_dense() if p.grad.is_sparse else p.grad.clone()
+    """Copies of the gradients that are there, by parameter name, on the CPU."""
+    return {name: p.grad.to_dense().cpu() if p.grad.is_sparse else kept(p.grad)
             for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -400,14 +401,14 @@ def _shake(gradients: Iterable[torch.Tensor], size: float, draws: torch.Generato
     for gradient in gradients:
         values = gradient._values() if gradient.is_sparse else gradient
         sign = torch.randint(2, values.shape, generator=draws) * 2 - 1
-        values += sign.to(values.dtype) * size
+        values += sign.to(values) * size
 
 
 def _nudge(weights: Iterable[torch.Tensor], relative: float, draws: torch.Generator) -> None:
     with torch.no_grad():
         for weight in weights:
             sign = torch.randint(2, weight.shape, generator=draws) * 2 - 1
-            weight += weight * sign.to(weight.dtype) * relative
+            weight += weight * sign.to(weight) * relative
 
 
 def greatest(tensors: Iterable[torch.Tensor]) -> float:
@@ -426,13 +427,14 @@ def distance(mine: torch.Tensor, theirs: torch.Tensor | None) -> float:
 
 
 def sample_marks(batch: MicroBatch) -> torch.Tensor:
-    """A number for each sample of a batch that tells it from the others, whatever its shape; float64 (samples,)."""
+    """A number for each sample of a batch that tells it from the others, whatever its shape; float64 (samples,), on the
+    CPU."""
     marks = torch.zeros(max(batch.samples, 1), dtype=torch.float64)
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim and tensor.shape[0] == len(marks):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            flat = real.reshape(len(marks), -1).double()
+            flat = real.reshape(len(marks), -1).cpu().double()
             marks.add_(flat @ torch.sin(torch.arange(1, flat.shape[1] + 1, dtype=torch.float64)))
         return tensor
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.cluster import Cluster
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, NotDeterministic
 from paceline.job import Job, Precision
 from paceline.launch.local import run_local
 from paceline.planner.resolve import Resolved
@@ -25,6 +25,7 @@ class Proof:
     job: as it is trained for the proof. folder: of the reference; one for each precision.
     saved_step: after which runs save; 0 if they don't.
     figures: of `write_reference`, by precision; the last one is the finest.
+    devices: names of those that one device and the ranks are among; None for as many of the CPU as a plan has ranks.
     """
 
     job: Job
@@ -32,10 +33,43 @@ class Proof:
     saved_step: int
     figures: Mapping[Precision, dict[str, Any]]
     timeout_s: float
+    devices: tuple[str, ...] | None = None
 
     @property
     def finest(self) -> Precision:
         return list(self.figures)[-1]
+
+
+def devices_of(devices: Sequence[str] | None, count: int) -> str:
+    """So many devices for ranks, or for the one that they are held against: the first of those that were given.
+
+    >>> devices_of(("cuda:1", "cuda:2"), 1), devices_of(None, 2)
+    ('cuda:1', 'cpu:0-1')
+    """
+    return f"cpu:0-{count - 1}" if devices is None else ",".join(devices[:count])
+
+
+def _alone(work: Callable[[Any], dict[str, Any]], devices: Sequence[str] | None, *, timeout_s: float) -> dict[str, Any]:
+    """What `work(context)` returns in a process of its own whose plain loop computes on the first of the devices, so
+    that this one stays free to fork.
+
+    A GPU uses deterministic algorithms. Where an operator has none, all is done again without, and `nondeterministic`
+    of what is returned names such operators.
+    """
+    from paceline.proof.device import computing_on
+    from paceline.runtime.determinism import deterministic_algorithms
+
+    def body(context: Any) -> dict[str, Any]:
+        with computing_on(context.device):
+            if context.device.type == "cpu":
+                return {**work(context), "nondeterministic": []}
+            with suppress(NotDeterministic), deterministic_algorithms():
+                return {**work(context), "nondeterministic": []}
+            with deterministic_algorithms(strict=False) as missing:
+                return {**work(context), "nondeterministic": sorted(missing)}
+
+    found: dict[str, Any] = run_local(body, Cluster.local(devices_of(devices, 1)).devices, timeout_s=timeout_s)[0]
+    return found
 
 
 def in_precision(job: Job, precision: Precision, random: Any) -> Job:
@@ -43,8 +77,9 @@ def in_precision(job: Job, precision: Precision, random: Any) -> Job:
     return replace(job, precision=precision, model=random.building(job.model))
 
 
-def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float) -> dict[str, Any]:
-    """One device's figures by precision, computed in a process of its own so that this one stays free to fork.
+def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float,
+                 devices: Sequence[str] | None = None) -> dict[str, Any]:
+    """One device's figures by precision, computed on the first of the devices in a process of its own.
 
     A checkpoint of one device after `saved_step` steps is left in `folder`/runs/single.
 
@@ -76,7 +111,7 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float) -
         return {**figures, "problem": None if problem is None else problem.to_dict(), "left": sorted(random.left),
                 "is_random": random.is_needed}
 
-    def body(context: Any) -> dict[str, Any]:
+    def work(context: Any) -> dict[str, Any]:
         Stepper(job, Plan(), Mesh(Plan().axes.sizes(), 0), context.device)  # refuses in words what can't be trained
         figures, note = {job.precision: run(job.precision)}, None
         if job.precision != "float64":
@@ -93,7 +128,10 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float) -
             _save_single(context, job, finest, folder, saved_step)
         return {"figures": figures, "problem": figures[finest]["problem"], "note": note, "subject": subject(job)}
 
-    found: dict[str, Any] = run_local(body, Cluster.local("cpu:0").devices, timeout_s=timeout_s)[0]
+    found = _alone(work, devices, timeout_s=timeout_s)
+    if found["nondeterministic"] and found["note"] is None:
+        found["note"] = ("one device repeats its figures up to rounding alone: operators without a deterministic form "
+                         f"are used ({', '.join(found['nondeterministic'])})")
     found["order"] = order_difference(job, steps=steps)
     return found
 
@@ -105,7 +143,7 @@ def _save_single(context: Any, job: Job, precision: Precision, folder: Path, sav
     from paceline.runtime.loop import Settings
 
     run_dir = folder / RUNS / "single"
-    run_dir.mkdir(parents=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
     with WithoutRandomness() as random:
         exact = replace(in_precision(job, precision, random), steps=saved_step, validation=None, metrics={})
         train_rank(context, exact, Plan(), Settings(run_dir, (1,), save_every=saved_step))
@@ -116,8 +154,8 @@ def cut_reference(proof: Proof, *, shares: Sequence[int], microbatches: int) -> 
     from paceline.capture.randomness import WithoutRandomness
     from paceline.proof.reference import write_cut
 
-    def body(context: Any) -> dict[Any, Any]:
-        found = {}
+    def work(context: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
         for precision, whole in proof.figures.items():
             random = WithoutRandomness()
             with random if whole["is_random"] else nullcontext():
@@ -126,9 +164,8 @@ def cut_reference(proof: Proof, *, shares: Sequence[int], microbatches: int) -> 
                                              beside=proof.folder / precision, shares=shares, microbatches=microbatches)
         return found
 
-    found: dict[Precision, dict[str, Any]] = run_local(body, Cluster.local("cpu:0").devices,
-                                                       timeout_s=proof.timeout_s)[0]
-    return found
+    found = _alone(work, proof.devices, timeout_s=proof.timeout_s)
+    return {precision: found[precision] for precision in proof.figures}
 
 
 def recomputed_forwards(plan: Plan) -> int | None:
@@ -176,8 +213,7 @@ def watched(proof: Proof, asked: Resolved, folders: Mapping[Precision, Path], *,
             found["file"] = _file_difference(proof, run_dir, folders[proof.finest])
         return found
 
-    devices = Cluster.local(f"cpu:0-{asked.plan.world_size - 1}").devices
-    return run_local(body, devices, timeout_s=proof.timeout_s, crew=crew(asked.plan))
+    return run_local(body, asked.cluster.devices, timeout_s=proof.timeout_s, crew=crew(asked.plan))
 
 
 def _watch(context: Any, proof: Proof, asked: Resolved, folder: Path, precision: Precision, run_dir: Path | None, *,

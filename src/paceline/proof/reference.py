@@ -24,6 +24,7 @@ from torch.utils.data import Subset
 from paceline.capture.attributes import AttributeSnapshot, is_same
 from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
+from paceline.proof.device import TF32_EPSILON, rounds_to_tf32, tf32
 from paceline.proof.order import whole_batches
 from paceline.proof.plain import (
     PlainRun,
@@ -341,7 +342,8 @@ def _drop_is_noticed(job: Job, folder: Path, limit: Named) -> bool | None:
 
 
 def save_kind(folder: Path, kind: str, step: int, tensors: dict[str, torch.Tensor]) -> None:
-    copies = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+              for name, tensor in tensors.items()}
     save_tensors(folder / f"{kind}-{step}.safetensors", copies)
 
 
@@ -358,25 +360,32 @@ def _kept(path: Path) -> dict[str, torch.Tensor]:
 def coarsest(job: Job) -> float:
     """The rounding of the coarsest numbers that a forward computes with, whatever the job's precision says.
 
-    Layers may compute in float32 whatever they are given; some norms and Keras's layers do.
+    Layers may compute in float32 whatever they are given; some norms and Keras's layers do. Of these numbers a GPU's
+    matrix products and convolutions may use ten bits alone (TF32).
     """
     model = build_plain(job)
     seen = Dtypes({p.dtype for p in model.parameters() if p.requires_grad})
     for batch in whole_batches(job, 1):
         with autocast(job), seen:
             job.loss(unspoilt(batch).call(model), batch.target)
-    return max(EPSILON[job.precision], *(torch.finfo(dtype).eps for dtype in seen.found))
+    return max(EPSILON[job.precision], seen.epsilon)
 
 
 class Dtypes(TorchDispatchMode):
-    """Notes the floating-point types that operators return."""
+    """Notes the floating-point types that operators return, and whether any of them rounds to TF32 before."""
 
     def __init__(self, found: set[torch.dtype]) -> None:
         super().__init__()
-        self.found = found
+        self.found, self.tf32, self.rounds_to_tf32 = found, tf32(), False
+
+    @property
+    def epsilon(self) -> float:
+        """The rounding of the coarsest numbers that were seen."""
+        return max([TF32_EPSILON if self.rounds_to_tf32 else 0.0, *(torch.finfo(dtype).eps for dtype in self.found)])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.rounds_to_tf32 |= rounds_to_tf32(func, result, self.tf32)
         self.found |= {leaf.dtype for leaf in tree_leaves(result)
                        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim}
         return result

@@ -13,6 +13,7 @@ from torch import nn
 import paceline
 from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
+from paceline.proof.device import described
 from paceline.proof.order import whole_batches
 from paceline.proof.plain import autocast, build_plain, unspoilt
 
@@ -28,8 +29,7 @@ def subject(job: Job) -> dict[str, Any]:
                   "initial_weights_sha256": weights_sha256(parameters)},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "paceline": paceline.__version__,
                      **_packages(model)},
-        "device": {"kind": "cpu", "capability": torch.backends.cpu.get_cpu_capability(),
-                   "machine": platform.machine()},
+        "device": described(),
         "optimizer": type(job.optimizer([(name, p) for name, p in parameters.items() if p.requires_grad])).__name__,
         "randomness": _randomness(job, model),
     }

@@ -34,13 +34,16 @@ def first_update(job: Job, source: JobFile | None, asked: Resolved, *, environme
     """
     from paceline.proof.first_update import FirstUpdate, check_first_update
 
-    if asked.plan == Plan():
+    if asked.plan.with_(deterministic="no") == Plan():
         return None
     if (reason := _unchecked(asked, environment)) is not None:
         return FirstUpdate("unchecked", reason)
     key = _key(source, asked) if source is not None else None
     if key is not None and (known := _read().get(key)):
         return FirstUpdate(known["verdict"], known["reason"])
+    if any(device.kind != "cpu" for device in asked.cluster.devices):
+        return FirstUpdate("unchecked", "a check before a run is for CPU ranks alone; 'paceline verify' with --devices "
+                           "compares the plan with one GPU, and a run of the same file on such GPUs then knows")
     found = check_first_update(job, asked, timeout_s=timeout_s)
     if key is not None and found.verdict != "unchecked":
         _remember(key, found.verdict, found.reason)
@@ -61,20 +64,21 @@ def _unchecked(asked: Resolved, environment: Environment | None) -> str | None:
                 "'paceline verify' with this plan does so")
     if any(device.is_limit for device in asked.cluster.devices):
         return "the ranks' memory has a limit, and one device holds several copies of the model for a check"
-    if any(device.kind != "cpu" for device in asked.cluster.devices):
-        return "one device is compared on CPUs alone"
     return None
 
 
 def _key(source: JobFile, asked: Resolved) -> str:
-    """A digest of all that decides what a first update is: the job's files and settings, the plan, the versions.
+    """A digest of all that decides what a first update is: the job's files and settings, the plan, the kinds of its
+    devices, the versions.
 
     The files are the job's own and the modules beside it that are loaded; data files that it reads are not looked at.
     """
     digest = hashlib.sha256()
     identity = {"file": str(source.path), "function": source.function, "settings": dict(source.settings),
-                "plan": str(asked.plan), "shares": list(asked.shares), "python": platform.python_version(),
-                "torch": version("torch"), "numpy": version("numpy"), "paceline": _own_files()}
+                "plan": str(asked.plan), "shares": list(asked.shares),
+                "devices": sorted({device.name for device in asked.cluster.devices}),
+                "python": platform.python_version(), "torch": version("torch"), "numpy": version("numpy"),
+                "paceline": _own_files()}
     digest.update(json.dumps(identity, sort_keys=True, default=str).encode())
     for path in sorted(_files_of(source)):
         digest.update(str(path).encode() + b"\0" + path.read_bytes())

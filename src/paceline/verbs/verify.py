@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from paceline.errors import PlanError, PlanRefused, UsageError, nearest
+from paceline.errors import NotDeterministic, PlanError, PlanRefused, UsageError, nearest
 from paceline.job import Job, Precision
 from paceline.jobfile import JobFile
 from paceline.plans import Plan
@@ -28,7 +29,7 @@ EXACT_PLANS = (
     "pipeline=2 schedule=interleaved", "pipeline=2 schedule=zero-bubble", "tensor=2", "place=auto parts=2",
     "pipeline=2 data=2 schedule=gpipe", "pipeline=2 shard=2", "data=2 tensor=2", "pipeline=2 data=2 tensor=2")
 Resume = Literal["short", "full", "no"]
-_REFUSALS = (PlanError.__name__, PlanRefused.__name__, "CaptureFailed")
+_REFUSALS = (PlanError.__name__, PlanRefused.__name__, NotDeterministic.__name__, "CaptureFailed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +114,25 @@ def _where(furthest: Furthest) -> dict[str, Any]:
 
 
 def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int = 4, run: str | Path | None = None,
-           resume: Resume = "short", timeout_s: float = 120.0) -> list[Certificate]:
+           resume: Resume = "short", devices: str | None = None, timeout_s: float = 120.0) -> list[Certificate]:
     """Run the job for some steps on one device and under each plan, and compare what they compute and keep.
 
     Both start from the same initial weights and use the same global batches. Random layers are switched off. A
     difference may be ten times as large as what rounding does on one device; docs/verify.md says how it is measured.
 
     Args:
-        plans: Plans or their texts; by default those of `EXACT_PLANS` that the job has samples for.
+        plans: Plans or their texts; by default those of `EXACT_PLANS` that the job has samples for, and that the named
+            devices are enough for.
         run: A folder, made if need be, for `certificate.json` and `certificate.txt`; without it none is written.
         resume: Which plans also go on from a checkpoint that another plan wrote at an odd step: of the default plans
             the first on each axis ("short"), all ("full"), or none ("no"). Plans that are named all do unless "no".
+        devices: Names such as "cuda:0-3". A plan takes as many as it has ranks, from the first on, and the first one
+            alone is what plans are held against; a GPU then uses deterministic algorithms. By default CPUs, as many as
+            each plan has ranks.
 
     Raises:
-        UsageError: a plan that can't be read or doesn't suit the job, or a folder that can't be written.
+        UsageError: a plan that can't be read, doesn't suit the job or has more ranks than there are devices, a device
+            that isn't there, or a folder that can't be written.
         PacelineError: the job fails on one device.
     """
     from paceline.proof.ranks import Proof, reference_of
@@ -135,7 +141,9 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
     source = job.to_dict() if run is not None and isinstance(job, JobFile) else None
     loaded = job.load() if isinstance(job, JobFile) else job
     _check(steps, resume)
-    chosen = [Plan.read(plan) for plan in plans] or _plans_that_fit(loaded)
+    named = _devices_here(devices)
+    chosen = [Plan.read(plan) for plan in plans] or _plans_that_fit(loaded, named)
+    _check_ranks(chosen, named)
     for plan in chosen:
         load(plan)
     num_samples, loaded = loaded.num_samples, _shortened(loaded, steps)
@@ -144,26 +152,27 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
     saved_step = max((step for step in range(1, length) if step % 2), default=0) if resume != "no" else 0
     written = writable(Path(run)) if run is not None else None
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
-        reference = reference_of(loaded, Path(folder), saved_step=saved_step, timeout_s=timeout_s)
-        proof = Proof(loaded, Path(folder), saved_step, reference["figures"], timeout_s)
+        reference = reference_of(loaded, Path(folder), saved_step=saved_step, timeout_s=timeout_s, devices=named)
+        proof = Proof(loaded, Path(folder), saved_step, reference["figures"], timeout_s, named)
         hops = _hopping(chosen) if resume == "short" and not plans else set(range(len(chosen)))
         found = list(_certificates(proof, chosen, reference, hops=hops if saved_step else set(), asked_for=bool(plans)))
     if isinstance(job, JobFile):
-        _remember(job, loaded, found)
+        _remember(job, loaded, found, named)
     if written is not None:
-        certificate.write(written, _document(loaded, source, reference, found, num_samples))
+        certificate.write(written, _document(loaded, source, reference, found, num_samples, named))
     return found
 
 
-def _remember(source: JobFile, job: Job, found: Sequence[Certificate]) -> None:
-    """Runs under plans that were proved need no check of their first update."""
+def _remember(source: JobFile, job: Job, found: Sequence[Certificate], devices: Sequence[str] | None) -> None:
+    """Runs under plans that were proved, on devices of the same kind, need no check of their first update."""
     from paceline.planner.resolve import resolve
+    from paceline.proof.ranks import devices_of
     from paceline.verbs import checks
 
     for each in found:
         if each.verdict in ("passed", "coupled"):
             plan = Plan.parse(each.plan)
-            asked = resolve(job, plan, devices=f"cpu:0-{plan.world_size - 1}")
+            asked = resolve(job, plan, devices=devices_of(devices, plan.world_size))
             checks.remember(source, asked, verdict=each.verdict, reason=each.coupling or "")
 
 
@@ -188,9 +197,32 @@ def _shortened(job: Job, steps: int) -> Job:
     return job
 
 
-def _plans_that_fit(job: Job) -> list[Plan]:
+def _devices_here(devices: str | None) -> tuple[str, ...] | None:
+    """The devices by name, each of which is here; None if none are named. Says where GPUs are left out of a proof."""
+    from paceline.accelerators import gpus
+    from paceline.cluster import Cluster
+
+    if devices is not None:
+        return tuple(str(device) for device in Cluster.local(devices).devices)
+    if here := len(gpus()):
+        print(f"one device and all ranks are on the CPU; --devices cuda:0{f'-{here - 1}' * (here > 1)} proves plans on "
+              "GPUs", file=sys.stderr, flush=True)
+    return None
+
+
+def _plans_that_fit(job: Job, devices: Sequence[str] | None) -> list[Plan]:
     most = min(job.batch, job.num_samples or job.batch)
-    return [plan for plan in map(Plan.parse, EXACT_PLANS) if plan.replicas <= most]
+    return [plan for plan in map(Plan.parse, EXACT_PLANS)
+            if plan.replicas <= most and (devices is None or plan.world_size <= len(devices))]
+
+
+def _check_ranks(plans: Sequence[Plan], devices: Sequence[str] | None) -> None:
+    if devices is not None and (large := [plan for plan in plans if plan.world_size > len(devices)]):
+        needs = "; ".join(f"plan '{plan}' has {plan.world_size} ranks" for plan in large)
+        raise PlanError(f"{needs}, and --devices names {len(devices)} device{'s' * (len(devices) > 1)}: "
+                        f"{', '.join(devices)}",
+                        hint=f"plans of at most {len(devices)} rank{'s' * (len(devices) > 1)}, or no --devices: CPU "
+                             "ranks may be as many as a plan asks for")
 
 
 def _hopping(plans: Sequence[Plan]) -> set[int]:
@@ -204,9 +236,11 @@ def _hopping(plans: Sequence[Plan]) -> set[int]:
 
 
 def _document(job: Job, source: dict[str, Any] | None, reference: dict[str, Any], found: Sequence[Certificate],
-              num_samples: int | None) -> dict[str, Any]:
+              num_samples: int | None, devices: Sequence[str] | None) -> dict[str, Any]:
     """All that the certificates stand on, for a file."""
     subject = dict(reference["subject"])
+    if devices is not None:
+        subject["device"] = {**subject["device"], "ranks": list(devices)}
     return certificate.document(
         subject, [each.to_dict() for each in found], job=source,
         run={"steps": job.steps, "batch": job.batch, "seed": job.seed, "precision": job.precision, "clip": job.clip,
@@ -237,11 +271,12 @@ def _certify(proof: Proof, plan: Plan, reference: dict[str, Any], *, number: int
     from paceline.launch.failure import RankFailed
     from paceline.planner.resolve import resolve
     from paceline.proof.problems import Problem
+    from paceline.proof.ranks import devices_of
 
     if plan.relaxed is not None:
         return Certificate(str(plan), (), f"not compared: the plan is relaxed ({plan.relaxed}) and can't equal one "
                                           f"device; '{plan.exact}' can")
-    asked = resolve(proof.job, plan, devices=f"cpu:0-{plan.world_size - 1}")
+    asked = resolve(proof.job, plan, devices=devices_of(proof.devices, plan.world_size))
     problem = Problem.from_dict(reference["problem"]) if reference["problem"] is not None else None
     trial = _Trial(proof, asked, number, checkpoint, reference["note"])
     try:

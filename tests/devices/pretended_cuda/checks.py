@@ -119,6 +119,26 @@ def poisoned() -> dict[str, Any]:
     return found
 
 
+def roundings() -> dict[str, list[float]]:
+    """Of the coarsest numbers of one GPU's forwards: with TF32 as torch allows it by default, for matrix products only,
+    and for nothing."""
+    from paceline.proof.device import computing_on, tf32
+    from paceline.proof.reference import coarsest
+    from pretended_cuda.jobs import JOBS
+
+    backends: Any = torch.backends
+    jobs, found = ("float32", "images in float32", "recurrent in float32", "blocks", "half"), {}
+    with computing_on(torch.device("cuda", 1)):
+        assert tf32() == {"matrix products": False, "convolutions": True, "recurrent layers": True}
+        found["default"] = [coarsest(JOBS[name]()) for name in jobs]
+        backends.cuda.matmul.fp32_precision = "tf32"
+        backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "ieee"
+        found["matrix products"] = [coarsest(JOBS[name]()) for name in jobs]
+        backends.cuda.matmul.fp32_precision = "ieee"
+        found["nothing"] = [coarsest(JOBS[name]()) for name in jobs]
+    return found
+
+
 class _Positions(nn.Module):
     """Makes a tensor of its own on the device of what it is given."""
 

@@ -51,6 +51,14 @@ class Workshop:
         request = {"job": job, "plan": plan, "devices": devices, "run": str(run or folder / "run"), "options": options}
         return {**self._answer(request, timeout_s), "folder": folder, "run": Path(request["run"])}
 
+    def verify(self, job: str, *plans: str, devices: str | None, timeout_s: float = 300.0,
+               **options: Any) -> dict[str, Any]:
+        """What `paceline verify` says, or its error; see `workshop.py`."""
+        self._count += 1
+        request = {"job": job, "plans": plans, "devices": devices, "run": str(self.folder / str(self._count)),
+                   "options": options}
+        return self._answer(request, timeout_s)
+
     def check(self, name: str) -> Any:
         """What a check of `checks.py` returns, in a process that may use CUDA."""
         answer = self._answer({"check": name}, 240.0)

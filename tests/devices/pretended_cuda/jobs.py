@@ -92,6 +92,21 @@ class Parting(Changing):
         return super().forward(x)
 
 
+class WrongOnOne(Blocks):
+    """Computes something else on the second GPU, as a driver's or a kernel's error would."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.001 if x.device.index == 1 else 1.0)
+
+
+class Put(Blocks):
+    """Uses an operator that has no deterministic form."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + 0.0 * x.clone().put_(torch.zeros(1, dtype=torch.int64, device=x.device), x.new_zeros(1))
+
+
 class Hungry(nn.Module):
     """Takes memory on GPUs that nobody knows of before."""
 
@@ -150,6 +165,11 @@ JOBS: dict[str, Callable[[], paceline.Job]] = {
     "recurrent": lambda: language(Recurrent),
     "changing": lambda: regression(Changing, steps=8),
     "parting": lambda: regression(Parting, steps=8),
+    "on GPUs alone": lambda: regression(OnGpusAlone),
+    "without a deterministic form": lambda: regression(Put),
+    "wrong on the second GPU": lambda: regression(WrongOnOne),
+    "recurrent in float32": lambda: language(Recurrent, precision="float32"),
+    "images in float32": lambda: regression(images, precision="float32"),
     "hungry": lambda: regression(Hungry, precision="float32"),
     "huge on GPUs alone": lambda: regression(lambda: OnGpusAlone(width=768, depth=8), precision="float32", steps=2,
                                              optimizer=lambda named: torch.optim.SGD(named, lr=1e-2)),

@@ -81,6 +81,21 @@ def _train(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": traceback.format_exc(), "kind": "Exception", "exit_code": 1}
 
 
+def _verify(request: dict[str, Any]) -> dict[str, Any]:
+    """Certificates of plans for the job, and the document that they are in."""
+    run = Path(request["run"])
+    try:
+        found = paceline.verify(JOBS[request["job"]](), request["plans"], devices=request["devices"], run=run,
+                                timeout_s=120, **request["options"])
+        return {"certificates": [each.to_dict() for each in found], "described": [each.describe() for each in found],
+                "document": json.loads((run / "certificate.json").read_text()),
+                "table": (run / "certificate.txt").read_text()}
+    except PacelineError as error:
+        return {"error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}
+    except Exception:
+        return {"error": traceback.format_exc(), "kind": "Exception", "exit_code": 1}
+
+
 def _check(name: str) -> dict[str, Any]:
     try:
         return {"found": in_a_fork(getattr(checks, name))}
@@ -99,7 +114,8 @@ def main() -> None:
     _measure(device)
     for line in sys.stdin:
         request = json.loads(line)
-        answer = _check(request["check"]) if "check" in request else _train(request)
+        answer = (_check(request["check"]) if "check" in request else
+                  _verify(request) if "plans" in request else _train(request))
         answer["first_use"] = device.first_use()
         print(json.dumps(answer, default=str), file=answers, flush=True)
 
