@@ -6,10 +6,20 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline import cluster
 from paceline.accelerators import Room
-from paceline.cluster import LOOPBACK, Cluster, Device, usable_cores, usable_memory_bytes
+from paceline.cluster import (
+    LOOPBACK,
+    Cluster,
+    Device,
+    _parse_names,
+    names_of,
+    usable_cores,
+    usable_memory_bytes,
+)
 from paceline.errors import ClusterError
 
 
@@ -78,6 +88,11 @@ def test_cpus_can_be_asked_for_beside_gpus():
     ("cpu:0,cpu:0", None, "a device is named twice"), ("cpu:0-2,cpu:1", None, "a device is named twice"),
     ("cdua:0", None, "unknown device kind 'cdua', did you mean 'cuda'?"), ("cuda:", None, "can't read device 'cuda:'"),
     ("cuda:3-1", None, "runs backwards"), ("", None, "no device is named"), ("0,1", None, "can't read device '0'"),
+    ("cuda:0,cuda:0", None, "for a test, 2xcuda:0 is two ranks that share it"),
+    ("2xcuda:0,cuda:0", None, "a device is named twice"), ("2xcuda:0-1,3xcuda:1", None, "named twice"),
+    ("2xcpu:0", None, "'2xcpu:0' is not a number of ranks that share a GPU"), ("0xcuda:0", None, "not a number of"),
+    ("cuda:0x2", None, "can't read device 'cuda:0x2'"), ("2x", None, "can't read device"),
+    (None, 5, "--devices 5xcuda:0 lets ranks share a GPU"),
 ])
 def test_devices_that_make_no_sense_are_refused(devices: str | None, num_ranks: int | None, message: str):
     """The message names the device and what there is."""
@@ -85,6 +100,47 @@ def test_devices_that_make_no_sense_are_refused(devices: str | None, num_ranks: 
         Cluster.local(devices, num_ranks=num_ranks)
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(("devices", "expected", "memory_gib"), [
+    ("4xcuda:0", "4xcuda:0", [20] * 4), ("2xcuda:0,cuda:1", "2xcuda:0,cuda:1", [40, 40, 80]),
+    ("2xcuda:1-2", "2xcuda:1,2xcuda:2", [40] * 4), ("1xcuda:3", "cuda:3", [80])])
+def test_ranks_that_share_a_gpu(devices: str, expected: str, memory_gib: list[int]):
+    """Each may use its part of the memory; links are no GPU's."""
+    found = Cluster.local(devices)
+    assert names_of(found.devices) == expected
+    assert [device.memory_bytes // 2**30 for device in found.devices] == memory_gib
+    assert found.are_shared == (found.link == LOOPBACK) == (expected != "cuda:3")
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, unique_by=lambda each: each[0]))
+def test_names_of_devices_are_read_as_they_are_written(gpus: list[tuple[int, int]]):
+    """In the order of ranks, however often each is there."""
+    named = [("cuda", index) for index, times in gpus for _ in range(times)]
+    text = names_of([Device(kind, index, 1) for kind, index in named])
+    assert _parse_names(text) == named
+    assert names_of([f"{kind}:{index}" for kind, index in _parse_names(text)]) == text
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(("devices", "num_ranks", "expected"), [
+    (None, 6, "cpu:0,cpu:1,cuda:0,cuda:1,cuda:2,cuda:3"), (None, 3, "cpu:0,cpu:1,cuda:0"),
+    ("cuda:2-3", 4, "cpu:0,cpu:1,cuda:2,cuda:3"), ("cuda:1,cpu:4-5,cuda:0", 4, "cpu:4,cpu:5,cuda:1,cuda:0"),
+    ("2xcuda:0", 4, "cpu:0,cpu:1,2xcuda:0"), ("cpu:0-3", 4, "cpu:0,cpu:1,cpu:2,cpu:3")])
+def test_the_first_ranks_compute_on_the_cpu(devices: str | None, num_ranks: int, expected: str):
+    """Servers take no GPU, whether CPUs are named for them or not."""
+    found = Cluster.local(devices, num_ranks=num_ranks, num_cpu_ranks=2)
+    assert names_of(found.devices) == expected
+    assert found.link == LOOPBACK
+
+
+@pytest.mark.usefixtures("gpus")
+def test_cpus_beside_gpus_that_make_no_sense():
+    with pytest.raises(ClusterError, match="names 1 CPUs, and 2 ranks of the plan, its servers"):
+        Cluster.local("cuda:0-1,cpu:0", num_ranks=4, num_cpu_ranks=2)
+    with pytest.raises(ClusterError, match="5 ranks beside 2 on CPUs need 5 GPUs and this machine has 4"):
+        Cluster.local(num_ranks=7, num_cpu_ranks=2)
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("max 100000", 4), ("250000 100000", 2), ("50000 100000", 1),

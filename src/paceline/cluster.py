@@ -7,8 +7,10 @@ import os
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -90,6 +92,7 @@ class Device:
     context_bytes: What a process takes of a GPU that is here before its first tensor; 0 of other devices.
     total_bytes: All memory of a GPU of which others hold a part, so that `memory_bytes` is less; None of other devices.
     holders: Who they are, as far as the driver says.
+    num_sharing: Ranks that have this GPU together. Each may use its part of the memory.
     """
 
     kind: DeviceKind
@@ -103,6 +106,7 @@ class Device:
     context_bytes: int = 0
     total_bytes: int | None = None
     holders: tuple[str, ...] = ()
+    num_sharing: int = 1
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
@@ -182,6 +186,11 @@ class Cluster:
         """The link between as many ranks as there are devices, as far as it was measured."""
         enough = [link for count, link in self.links if count >= len(self.devices)]
         return (enough or [link for _, link in self.links[-1:]] or [self.link])[0]
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether ranks share GPUs, which is for tests: how fast they are says nothing."""
+        return not self.nodes and any(device.num_sharing > 1 for device in self.devices)
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
@@ -267,12 +276,14 @@ class Cluster:
 
     @classmethod
     def local(cls, devices: str | None = None, *, num_ranks: int | None = None, memory: str | None = None,
-              whole: bool = False) -> Cluster:
+              num_cpu_ranks: int = 0, whole: bool = False) -> Cluster:
         """This machine: its GPUs if it has any, else one CPU device a core (8 at most).
 
         Args:
-            devices: Names such as "cpu:0,cpu:1" or "cuda:0-3", one a rank.
+            devices: Names such as "cpu:0,cpu:1" or "cuda:0-3", one a rank; "4xcuda:0" is four ranks that share a GPU.
             num_ranks: Ranks to make room for; CPU ranks may outnumber cores, GPU ranks may not outnumber GPUs.
+            num_cpu_ranks: How many of them, the first ones, compute on the CPU also where the others have GPUs. Names
+                of GPUs alone leave them out.
             memory: The limit of each CPU rank, such as "512MiB", or of all in order, "1GiB,2GiB"; by default ranks
                 share the machine's memory and none is stopped.
             whole: Whether GPUs count with all their memory, free or not: ranks of a launcher start at their own times,
@@ -283,27 +294,33 @@ class Cluster:
         """
         here = _gpus()
         if devices is not None:
-            named = _parse_names(devices)
+            named = _with_cpus(_parse_names(devices), num_cpu_ranks, devices)
             for kind, index in named:
                 if kind == "cuda" and index >= len(here):
                     raise ClusterError(f"there is no cuda:{index}: this machine has {len(here)} GPUs",
                                        hint="--devices cpu:0,cpu:1 runs on the CPU")
-        elif here and (num_ranks or 1) <= len(here):
-            named = [("cuda", i) for i in range(num_ranks or len(here))]
+        elif here and (num_ranks or 1) - num_cpu_ranks <= len(here):
+            num_gpu_ranks = len(here) if num_ranks is None else num_ranks - num_cpu_ranks
+            named = _with_cpus([("cuda", i) for i in range(num_gpu_ranks)], num_cpu_ranks, "")
         elif here:
-            raise ClusterError(f"{num_ranks} ranks need {num_ranks} GPUs and this machine has {len(here)}",
-                               hint=f"a plan of at most {len(here)} ranks, or --devices cpu:0-{(num_ranks or 1) - 1}")
+            assert num_ranks is not None
+            needed, beside = num_ranks - num_cpu_ranks, num_cpu_ranks and f" beside {num_cpu_ranks} on CPUs"
+            raise ClusterError(
+                f"{needed} ranks{beside or ''} need {needed} GPUs and this machine has {len(here)}",
+                hint=f"a plan of at most {len(here)} ranks{beside or ''}, or --devices cpu:0-{num_ranks - 1}; for a "
+                     f"test, --devices {needed}xcuda:0 lets ranks share a GPU")
         elif idle := unusable():
             cpus = f"cpu:0-{num_ranks - 1}" if num_ranks and num_ranks > 1 else "cpu:0"
             raise ClusterError(idle.reason, hint=f"{idle.way_out}; --devices {cpus} trains on the CPU")
         else:
             named = [("cpu", i) for i in range(num_ranks or min(usable_cores(), 8))]
-        num_cpu = sum(kind == "cpu" for kind, _ in named)
-        found = tuple((here[i] if whole else _with_free(here[i])) if kind == "cuda" else _cpu(i, num_cpu)
-                      for kind, i in named)
+        num_cpu, sharing = sum(kind == "cpu" for kind, _ in named), Counter(named)
+        found = tuple(_shared(here[i] if whole else _with_free(here[i]), sharing[kind, i]) if kind == "cuda"
+                      else _cpu(i, num_cpu) for kind, i in named)
+        are_own_gpus = all(device.kind == "cuda" and device.num_sharing == 1 for device in found)
         return cls(
             devices=found if memory is None else _limited(found, memory),
-            link=_between_gpus([i for _, i in named]) if all(kind == "cuda" for kind, _ in named) else LOOPBACK,
+            link=_between_gpus([i for _, i in named]) if are_own_gpus else LOOPBACK,
         )
 
 
@@ -325,6 +342,7 @@ def usual_nodes(accelerator: Accelerator, count: int, each: int) -> Nodes:
                  Network(link_of(known_link(accelerator.link)), link_of(known_link(accelerator.network)), each))
 
 
+_NAMING = "devices are named cpu:0,cpu:1 or cuda:0-3; 4xcuda:0 is four ranks that share a GPU, for tests"
 _NODE_FIELDS = ("count", "devices", "memory", "link", "network", "link_bytes_per_s", "link_latency_s",
                 "network_bytes_per_s", "network_latency_s", "price_per_hour")
 
@@ -455,6 +473,10 @@ def _cpu(index: int, num_cpu_ranks: int) -> Device:
     return Device("cpu", index, usable_memory_bytes() // num_cpu_ranks, name="CPU")
 
 
+def _shared(device: Device, num_ranks: int) -> Device:
+    return replace(device, memory_bytes=device.memory_bytes // num_ranks, num_sharing=num_ranks)
+
+
 def _limited(devices: tuple[Device, ...], text: str) -> tuple[Device, ...]:
     """The devices with the limits that a user sets."""
     sizes = [_size_bytes(word) for word in filter(None, re.split(r"[\s,]+", text))]
@@ -510,24 +532,56 @@ def _with_free(device: Device) -> Device:
                    total_bytes=device.memory_bytes, holders=found.holders)
 
 
+def names_of(devices: Sequence[object]) -> str:
+    """Devices, or their names, as a user names them.
+
+    >>> names_of(["cuda:0", "cuda:0", "cuda:1"])
+    '2xcuda:0,cuda:1'
+    """
+    runs = ((name, len(list(run))) for name, run in groupby(map(str, devices)))
+    return ",".join(name if times == 1 else f"{times}x{name}" for name, times in runs)
+
+
 def _parse_names(text: str) -> list[tuple[DeviceKind, int]]:
     named: list[tuple[DeviceKind, int]] = []
     for word in filter(None, re.split(r"[\s,]+", text)):
-        match = re.fullmatch(r"([a-z]+)(?::(\d+)(?:-(\d+))?)?", word)
+        match = re.fullmatch(r"(?:(\d+)x)?([a-z]+)(?::(\d+)(?:-(\d+))?)?", word)
         if not match:
-            raise ClusterError(f"can't read device '{word}'", hint="devices are named cpu:0,cpu:1 or cuda:0-3")
-        kind, first, last = match[1], int(match[2] or 0), int(match[3] or match[2] or 0)
+            raise ClusterError(f"can't read device '{word}'", hint=_NAMING)
+        kind, first, last = match[2], int(match[3] or 0), int(match[4] or match[3] or 0)
+        times = int(match[1] or 1)
         if refused := refusal(kind):
             raise ClusterError(refused.reason, hint=refused.way_out)
         if kind not in ("cpu", "cuda"):
             raise ClusterError(f"unknown device kind '{kind}', {nearest(kind, ['cpu', 'cuda'])}")
         if last < first:
             raise ClusterError(f"device range '{word}' runs backwards")
-        named += [(kind, index) for index in range(first, last + 1)]  # type: ignore[misc]
+        if match[1] and (kind == "cpu" or times < 1):
+            raise ClusterError(f"'{word}' is not a number of ranks that share a GPU",
+                               hint="4xcuda:0 is four of them; ranks on the CPU are numbered: cpu:0-3")
+        indices = range(first, last + 1)
+        if repeated := [index for index in indices if (kind, index) in named]:
+            raise ClusterError(f"a device is named twice in '{text}': {kind}:{repeated[0]}",
+                               hint=f"one device a rank; for a test, 2x{kind}:{repeated[0]} is two ranks that share it"
+                               if kind == "cuda" else "one device a rank")
+        named += [(kind, index) for index in indices for _ in range(times)]  # type: ignore[misc]
     if not named:
-        raise ClusterError("no device is named", hint="devices are named cpu:0,cpu:1 or cuda:0-3")
-    if len(set(named)) < len(named):
-        raise ClusterError(f"a device is named twice in '{text}'", hint="one device a rank")
-    if len({kind for kind, _ in named}) > 1:
-        raise ClusterError(f"'{text}' mixes CPU and CUDA devices", hint="one kind of device a run")
+        raise ClusterError("no device is named", hint=_NAMING)
     return named
+
+
+def _with_cpus(named: list[tuple[DeviceKind, int]], num_cpu_ranks: int, text: str) -> list[tuple[DeviceKind, int]]:
+    """The devices in rank order, where the first so many ranks compute on the CPU and the others on GPUs."""
+    cpus, gpus_named = ([name for name in named if name[0] == kind] for kind in ("cpu", "cuda"))
+    if not gpus_named:
+        return named
+    if not cpus:
+        return [*(("cpu", index) for index in range(num_cpu_ranks)), *gpus_named]
+    if not num_cpu_ranks:
+        raise ClusterError(f"'{text}' mixes CPU and CUDA devices",
+                           hint="one kind of device a run; only servers compute on the CPU beside GPUs, under a plan "
+                                "such as 'server=1 workers=2' with --devices cuda:0-1,cpu:0")
+    if len(cpus) != num_cpu_ranks:
+        raise ClusterError(f"'{text}' names {len(cpus)} CPUs, and {num_cpu_ranks} ranks of the plan, its servers, "
+                           "compute on the CPU beside GPUs", hint="GPUs alone leave them out")
+    return [*cpus, *gpus_named]

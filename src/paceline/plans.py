@@ -63,6 +63,11 @@ class _Replicas:
         """Ranks that see different samples."""
         return axes.data * axes.shard
 
+    @property
+    def num_cpu_ranks(self) -> int:
+        """Ranks, the first ones, that compute on the CPU also where the others have GPUs."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class AllReduce(_Replicas):
@@ -101,6 +106,11 @@ class Servers:
     def num_replicas(self, axes: Axes) -> int:
         """Parts that a step's batch is cut into."""
         return self.workers
+
+    @property
+    def num_cpu_ranks(self) -> int:
+        """Ranks, the first ones, that compute on the CPU also where the others have GPUs."""
+        return 0 if self.colocate == "yes" else self.server
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +190,11 @@ class Plan:
     def splits_model(self) -> bool:
         """Whether ranks hold different modules, or parts of layers."""
         return max(self.axes.pipeline, self.axes.parts, self.axes.tensor) > 1
+
+    @property
+    def num_cpu_ranks(self) -> int:
+        """Ranks, the first ones, that compute on the CPU also where the others have GPUs: servers of their own."""
+        return self.sync.num_cpu_ranks
 
     @property
     def replicas(self) -> int:

@@ -27,8 +27,9 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 
 
 def on(kind: str, plan: str) -> str:
-    """Devices for a plan's ranks."""
-    last = Plan.parse(plan).world_size - 1
+    """Devices for a plan's ranks: servers take no GPU."""
+    read = Plan.parse(plan)
+    last = read.world_size - 1 - (read.num_cpu_ranks if kind == "cuda" else 0)
     return f"{kind}:0-{last}" if last else f"{kind}:0"
 
 
@@ -47,7 +48,9 @@ def assert_alike(found: Trained, expected: Trained, *, rtol: float = 1e-10) -> N
 def test_a_plan_on_gpus_is_one_cpu(shop: Workshop, plan: str):
     found = shop.train("blocks", plan, on("cuda", plan))
     assert_alike(found, shop.train("blocks", "single", "cpu:0"))
-    assert all(rank["devices"] in ([f"cuda:{rank['rank']}"], []) for rank in found.measured)
+    first = Plan.parse(plan).num_cpu_ranks
+    assert all(rank["devices"] in ([f"cuda:{rank['rank'] - first}"], []) for rank in found.measured)
+    assert [rank["rank"] for rank in found.measured] == list(range(first, Plan.parse(plan).world_size))
     assert found.first_use is None, f"the process that forks ranks began to use CUDA: {found.first_use}"
     for rank in found.measured:
         for step in rank["steps"][1:]:  # the first compares replicas

@@ -107,7 +107,7 @@ class Run:
                                      secret=SECRET, timeout_s=timeout_s, deaths=(0,) * world, restarts=3)
                          for rank in range(world)]
         self.meeting = Meeting(self.contexts[0], "servers/1")
-        model, shards = build(self.job, torch.device("cpu"), self.plan)
+        model, shards = build(self.job, self.plan)
         self.coordinator = Coordinator(
             self.contexts[0], self.job, self.plan, Settings(None, self.shares), number=0, model=model, shards=shards,
             meeting=self.meeting, uplink=Uplink())

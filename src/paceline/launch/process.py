@@ -74,7 +74,7 @@ def run_body(body: Body, context: RankContext, *, device: Device, make_store: Ca
             context.store = make_store()
         set_up_logging(terminal, rank=context.rank, store=context.store)
         with (Watch(context, timeout_s=context.timeout_s, report=report),
-              _process_group(context, context.timeout_s, crew), held_to(device)):
+              _process_group(context, device, crew), held_to(device)):
             return body(context), None
     except BaseException as error:
         failure = peer_loss(context, error)
@@ -83,14 +83,18 @@ def run_body(body: Body, context: RankContext, *, device: Device, make_store: Ca
 
 
 @contextlib.contextmanager
-def _process_group(context: RankContext, timeout_s: float, crew: Crew) -> Any:
+def _process_group(context: RankContext, device: Device, crew: Crew) -> Any:
     if context.store is None or not crew.has_group:
         yield
         return
-    backend = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.kind == "cuda" else "gloo"
+    if device.num_sharing > 1:
+        from paceline.launch import shared_gpu
+
+        backend = shared_gpu.register()
     # The watch speaks first and names the rank; the group's own timeout is the last resort.
     dist.init_process_group(backend, store=dist.PrefixStore("group", context.store), rank=context.rank,
-                            world_size=context.world_size, timeout=timedelta(seconds=2 * timeout_s + 30))
+                            world_size=context.world_size, timeout=timedelta(seconds=2 * context.timeout_s + 30))
     dist.all_reduce(torch.zeros(1))  # a rank that is done at once must not leave while others still connect to it
     try:
         yield

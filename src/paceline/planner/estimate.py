@@ -309,10 +309,11 @@ def _measured(cluster: Cluster, *, waiting: bool = False) -> DeviceRates:
     waiting: ranks wait for each other, so that who works has a core.
     """
     num_ranks, num_cores = len(cluster.devices), usable_cores()
-    rates = measure_device(cluster.devices[0].kind, max(1, num_cores // num_ranks))
+    kind = cluster.devices[-1].kind  # of the ranks that run the model: servers come first
+    rates = measure_device(kind, max(1, num_cores // num_ranks))
     if waiting:
         return rates
-    return rates.slowed(num_ranks / num_cores) if cluster.devices[0].kind == "cpu" and num_ranks > num_cores else rates
+    return rates.slowed(num_ranks / num_cores) if kind == "cpu" and num_ranks > num_cores else rates
 
 
 def _play(profile: Profile, plan: Plan, cluster: Cluster, rank: _Rank, *, precision: Precision,
@@ -355,12 +356,14 @@ def _repeated(without: Timeline, once: Timeline, times: int) -> Timeline:
 
 
 def devices_of(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
-    """The device of every rank. A cluster that lists the devices of one host stands for as many like it as needed."""
+    """The device of every rank. A cluster that lists the devices of one host stands for as many like it as needed;
+    CPUs beside GPUs, which are for servers, are on the first."""
     hosts, rest = divmod(plan.world_size, len(cluster.devices))
     if rest and hosts:
         raise PlanError(f"plan '{plan}' needs {plan.world_size} devices and there are {len(cluster.devices)} a host",
                         hint=f"a plan of {len(cluster.devices)} ranks, or of a multiple of it on several hosts")
-    return (tuple(cluster.devices) * (hosts + 1))[:plan.world_size]
+    others = tuple(device for device in cluster.devices if device.kind == cluster.devices[-1].kind)
+    return (*cluster.devices, *(others * hosts))[:plan.world_size]
 
 
 def _plans_that_fit(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,

@@ -83,10 +83,11 @@ def _other_splits(size: int, job: Job) -> list[Plan]:
 
 
 def _as_many(cluster: Cluster, plan: Plan) -> Cluster:
-    """The cluster with a device a rank, like those it has."""
-    if plan.world_size == len(cluster.devices):
-        return cluster
-    least = min(cluster.devices, key=lambda device: device.memory_bytes)
+    """The cluster with a device a rank, like those it has; like its GPUs, where there are CPUs beside them."""
+    alike = [device for device in cluster.devices if device.kind == cluster.devices[-1].kind]
+    if plan.world_size == len(alike):
+        return replace(cluster, devices=tuple(alike))
+    least = min(alike, key=lambda device: device.memory_bytes)
     return replace(cluster, devices=tuple(replace(least, index=index) for index in range(plan.world_size)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.cluster import Cluster
+from paceline.cluster import Cluster, names_of
 from paceline.errors import PlanError
 from paceline.job import Job
 from paceline.launch.environment import Environment
@@ -20,6 +20,15 @@ class Resolved:
     cluster: Cluster
     shares: tuple[int, ...]
 
+    @property
+    def devices(self) -> str:
+        """This host's devices by name; with what each kind is for where CPUs are beside GPUs."""
+        devices = self.cluster.devices
+        if len({device.kind for device in devices}) == 1:
+            return names_of(devices)
+        servers, workers = ([device for device in devices if device.kind == kind] for kind in ("cpu", "cuda"))
+        return f"{names_of(servers)} (servers) and {names_of(workers)} (workers)"
+
 
 def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, procs: int | None = None,
             memory: str | None = None, environment: Environment | None = None) -> Resolved:
@@ -34,7 +43,9 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
     given = Plan.read(plan) if plan is not None else None
     num_ranks = given.world_size if given else procs or (environment.world_size if environment else None)
     local_ranks = environment.local_world_size if environment else num_ranks
-    cluster = Cluster.local(devices, num_ranks=local_ranks, memory=memory, whole=environment is not None)
+    cluster = Cluster.local(devices, num_ranks=local_ranks, memory=memory,
+                            num_cpu_ranks=_cpu_ranks_here(given, environment) if given else 0,
+                            whole=environment is not None)
     if given is None:
         given = default_plan(job, num_ranks or len(cluster.devices))
         if num_ranks is None and devices is None:
@@ -75,9 +86,26 @@ def _check_counts(plan: Plan, cluster: Cluster, *, devices: str | None, procs: i
     if procs is not None and procs != needed:
         raise PlanError(f"plan '{plan}' needs {needed} ranks and --procs says {procs}", hint="leave --procs out")
     local = environment.local_world_size if environment else needed
+    if environment is not None and local != needed and cluster.are_shared:
+        raise PlanError(f"--devices {devices} lets ranks share a GPU, and this run has ranks on several hosts",
+                        hint="ranks that share GPUs are for tests on one host")
+    if (num_cpu := _cpu_ranks_here(plan, environment)) and cluster.devices[-1].kind == "cuda" \
+            and len(cluster.devices) != local:
+        gpus, workers = cluster.devices[num_cpu:], local - num_cpu
+        enough = names_of(gpus[:workers]) if len(gpus) > workers else f"cuda:0-{workers - 1}"
+        raise PlanError(f"plan '{plan}' has {workers} workers here and --devices names {len(gpus)} GPUs",
+                        hint=f"one GPU a worker, and none for servers, which compute on the CPU: --devices {enough}")
     if devices is not None and len(cluster.devices) != local:
         raise PlanError(f"plan '{plan}' needs {local} devices here and --devices names {len(cluster.devices)}",
                         hint="one device a rank")
+
+
+def _cpu_ranks_here(plan: Plan, environment: Environment | None) -> int:
+    """How many of this host's ranks compute on the CPU beside others with GPUs. Launchers number ranks host by host."""
+    if environment is None:
+        return plan.num_cpu_ranks
+    first = environment.rank - environment.local_rank
+    return max(0, min(plan.num_cpu_ranks - first, environment.local_world_size))
 
 
 def _check_samples(plan: Plan, job: Job) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.choices import Chooser, Option, choosing, pick
-from paceline.cluster import Cluster
+from paceline.cluster import Cluster, names_of
 from paceline.errors import JobError, PlanError, Preempted
 from paceline.job import Job
 from paceline.jobfile import JobFunction
@@ -149,7 +149,7 @@ def _chosen(job: Job, where: Slice) -> tuple[Plan, Any]:
 
     question = Question.of(job)
     for count in range(1, len(where.devices) + 1):
-        cluster = Cluster.local(",".join(where.devices[:count]), memory=where.memory)
+        cluster = Cluster.local(names_of(where.devices[:count]), memory=where.memory)
         found = question.search(cluster).chosen
         if found is not None:
             return found.plan, found.estimate

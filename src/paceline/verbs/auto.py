@@ -7,7 +7,7 @@ from functools import partial
 
 from paceline.accelerators import has_gpus
 from paceline.cluster import Cluster
-from paceline.errors import UsageError
+from paceline.errors import PlanError, UsageError
 from paceline.job import Job
 from paceline.launch.environment import Environment
 from paceline.launch.fork import in_a_fork
@@ -60,6 +60,9 @@ def choose(job: Job, asked: str | Plan | None, *, devices: str | None, procs: in
                              "before", hint="paceline plan FILE says which plan is the fastest; name it")
         return Chosen(default_plan(job, environment.world_size))
     where = with_links(Cluster.local(devices, num_ranks=procs, memory=memory))
+    if where.are_shared:
+        raise PlanError(f"--devices {devices} lets ranks share a GPU: which plan is the fastest there says nothing",
+                        hint=f"name the plan to test, such as --plan data={len(where.devices)}")
     if len(where.devices) == 1:
         return Chosen(Plan())
     if has_gpus():

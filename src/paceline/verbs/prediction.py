@@ -129,8 +129,11 @@ def _predict(priced: Priced, run_dir: Path) -> None:
     if found is None:
         write_json(run_dir / folder.PREDICTED, {"step_s": None, "peak_memory_bytes": None})
         return
+    times: dict[str, float | None] = {"step_s": found.step_s, "step_s_low": found.low_s, "step_s_high": found.high_s}
+    if priced.asked.cluster.are_shared:
+        times = dict.fromkeys(times)
     write_json(run_dir / folder.PREDICTED, {
-        "step_s": found.step_s, "step_s_low": found.low_s, "step_s_high": found.high_s,
+        **times,
         "peak_memory_bytes": found.peak_memory_bytes, "ledger": dict(found.ledger),
         "breakdown": dict(found.breakdown),
         "ranks": [{"rank": need.name, "ledger": dict(need.ledger)} for need in found.needs]})

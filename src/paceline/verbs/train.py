@@ -149,7 +149,7 @@ def _begin(run_dir: Path, asked: Resolved, source: JobFile | None) -> None:
     for name in (folder.SUMMARY, folder.MODEL, folder.PREDICTED, folder.SPLIT):
         (run_dir / name).unlink(missing_ok=True)
     write_json(run_dir / folder.PLAN, {"plan": str(asked.plan), "world_size": asked.plan.world_size,
-                                       "shares": list(asked.shares)})
+                                       "shares": list(asked.shares), "devices": asked.devices})
     if source is not None:
         write_json(run_dir / folder.JOB, source.to_dict())
 
@@ -172,11 +172,18 @@ def _banner(job: Job, asked: Resolved, why: str, run_dir: Path) -> str:
     if job.epochs is not None:
         length += f" ({job.epochs} epochs)"
     samples = f"{job.num_samples} samples" if job.num_samples is not None else "a stream of samples"
-    devices = ",".join(map(str, asked.cluster.devices))
-    return (f"plan {plan} on {devices}{why and f', chosen: {why}'}\n"
+    return (f"plan {plan} on {asked.devices}{why and f', chosen: {why}'}\n"
             f"global batch {job.batch} = {plan.replicas} x {shown} samples in {microbatches} micro-batch"
             f"{'es' if microbatches != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
-            f"{_idle(plan)}run folder {run_dir}")
+            f"{_idle(plan)}{_sharing(asked)}run folder {run_dir}")
+
+
+def _sharing(asked: Resolved) -> str:
+    """A line about ranks that share a GPU; nothing where each has its own."""
+    if not asked.cluster.are_shared:
+        return ""
+    return ("ranks share a GPU and send each other everything through the CPU, over gloo: this shows what the plan "
+            "computes; its speed says nothing\n")
 
 
 def _idle(plan: Plan) -> str:

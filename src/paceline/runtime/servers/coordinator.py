@@ -554,6 +554,8 @@ class Coordinator(Server):
             state.export(self.shelf.model, self.settings.run_dir, step=self.step)
         self.context.beat("end")
         everyone = [{"peak_memory_bytes": self.memory.bytes()}, *self.left.values(), *self.followers_left.values()]
+        if any(device.kind == "cuda" for device in self.settings.devices):  # what servers hold is no GPU's
+            everyone = list(self.left.values()) or everyone
         return {
             "plan": str(self.plan),
             "world_size": self.context.world_size,

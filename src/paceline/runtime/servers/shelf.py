@@ -160,9 +160,9 @@ def _hollow(model: torch.nn.Module, kept: Iterable[torch.nn.Parameter]) -> None:
                 module._parameters[name] = stand_ins[p]
 
 
-def build(job: Job, device: torch.device, plan: Plan) -> tuple[torch.nn.Module, tuple[Shard, ...]]:
-    """The job's model, in files where it is large, and how it is dealt out; on a rank that serves."""
-    _, model = build_in_files(job, device)
+def build(job: Job, plan: Plan) -> tuple[torch.nn.Module, tuple[Shard, ...]]:
+    """The job's model on the CPU, in files where it is large, and how it is dealt out; on a rank that serves."""
+    _, model = build_in_files(job, torch.device("cpu"))
     built = build_optimizer(job, trainable_of(model), {})
     refuse_closure(built, plan)
     return model, deal_out(model, built.optimizer, plan)

@@ -53,7 +53,7 @@ def _work(context: RankContext, job: Job, plan: Plan, settings: Settings, *, num
 def _server(context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
             meeting: Meeting, uplink: Uplink) -> Coordinator | Follower:
     context.beat("build")
-    model, shards = build(job, context.device, plan)
+    model, shards = build(job, plan)
     kind = Coordinator if number == 0 else Follower
     return kind(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting, uplink=uplink)
 

@@ -1,0 +1,82 @@
+"""A request is settled: which devices the ranks of a plan get."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+from paceline import cluster
+from paceline.cluster import Device, names_of
+from paceline.errors import PlanError
+from paceline.job import Job
+from paceline.launch.environment import Environment
+from paceline.planner.estimate import devices_of
+from paceline.planner.fit import _as_many
+from paceline.planner.resolve import Resolved, resolve
+from paceline.plans import Plan
+
+JOB = Job(model=lambda: torch.nn.Linear(2, 1), data=TensorDataset(torch.zeros(64, 2), torch.zeros(64, 1)),
+          loss=F.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=64, steps=1)
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with eight GPUs."""
+    found = [Device("cuda", index, 80 * 2**30, name="H100") for index in range(8)]
+    monkeypatch.setattr(cluster, "_gpus", lambda: found)
+
+
+def settled(plan: str, devices: str | None = None, environment: Environment | None = None) -> Resolved:
+    return resolve(JOB, plan, devices=devices, environment=environment)
+
+
+@pytest.mark.parametrize(("plan", "devices", "expected"), [
+    ("server=2 workers=8", None, "cpu:0,cpu:1 (servers) and cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5,cuda:6,cuda:7 "
+                                 "(workers)"),
+    ("server=2 workers=8", "cuda:0-7", "cpu:0,cpu:1 (servers) and cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5,cuda:6,"
+                                       "cuda:7 (workers)"),
+    ("server=1 workers=2", "cuda:0-1,cpu:0", "cpu:0 (servers) and cuda:0,cuda:1 (workers)"),
+    ("server=1 workers=2 staleness=inf", "2xcuda:3", "cpu:0 (servers) and 2xcuda:3 (workers)"),
+    ("server=2 workers=2 colocate=yes", None, "cuda:0,cuda:1"), ("server=1 workers=2", "cpu:0-2", "cpu:0,cpu:1,cpu:2"),
+    ("data=2 shard=2", "4xcuda:0", "4xcuda:0")])
+def test_the_devices_of_a_plan(plan: str, devices: str | None, expected: str):
+    """Servers take no GPU, unless they are threads of the workers."""
+    asked = settled(plan, devices)
+    assert asked.devices == expected
+    assert len(asked.cluster.devices) == asked.plan.world_size
+
+
+@pytest.mark.parametrize(("plan", "devices", "message"), [
+    ("server=1 workers=2", "cuda:0-2", "has 2 workers here and --devices names 3 GPUs(?s:.*)--devices cuda:0,cuda:1"),
+    ("server=1 workers=4", "cuda:0-2", "has 4 workers here and --devices names 3 GPUs(?s:.*)--devices cuda:0-3"),
+    ("data=2", "4xcuda:0", "needs 2 devices here and --devices names 4")])
+def test_devices_that_a_plan_has_no_use_for(plan: str, devices: str, message: str):
+    with pytest.raises(PlanError, match=message):
+        settled(plan, devices)
+
+
+def under_torchrun(rank: int, *, local_world_size: int = 5) -> Environment:
+    """Two hosts."""
+    return Environment("torchrun", rank, 10, rank % local_world_size, local_world_size, "host", 1)
+
+
+@pytest.mark.parametrize(("rank", "expected"), [
+    (1, "cpu:0,cpu:1 (servers) and cuda:0,cuda:1,cuda:2 (workers)"), (7, "cuda:0,cuda:1,cuda:2,cuda:3,cuda:4")])
+def test_servers_are_ranks_of_the_first_host(rank: int, expected: str):
+    asked = settled("server=2 workers=8", environment=under_torchrun(rank))
+    assert asked.devices == expected
+    if rank == 1:
+        assert [device.kind for device in devices_of(asked.plan, asked.cluster)] == ["cpu"] * 2 + ["cuda"] * 8
+
+
+def test_ranks_of_several_hosts_share_no_gpu():
+    with pytest.raises(PlanError, match="lets ranks share a GPU, and this run has ranks on several hosts"):
+        settled("data=10", "5xcuda:0", environment=under_torchrun(0))
+
+
+def test_other_plans_are_for_gpus_alone():
+    """Where a plan with servers doesn't fit, the others are not given its servers' CPUs."""
+    found = _as_many(settled("server=2 workers=2").cluster, Plan.parse("shard=4"))
+    assert names_of(found.devices) == "cuda:0,cuda:1,cuda:2,cuda:3"
