@@ -25,7 +25,8 @@ class Trained:
     """A run that ended well.
 
     losses: of each step. weights: by the model's names. measured: of each rank, what it asked of its device.
-    first_use: who used CUDA's driver in the process that forks ranks; None if nobody did.
+    first_use: who used CUDA's driver in the process that forks ranks; None if nobody did. on_cpu: who did in each rank
+    that computes on the CPU.
     """
 
     summary: dict[str, Any]
@@ -33,6 +34,7 @@ class Trained:
     weights: dict[str, Tensor]
     measured: list[dict[str, Any]]
     first_use: str | None
+    on_cpu: dict[int, str | None]
     run: Path
 
 
@@ -90,7 +92,8 @@ class Workshop:
         trained = Trained(
             answer["summary"], [row["loss"] for row in rows if "loss" in row], load_file(run / "model.safetensors"),
             [json.loads(file.read_text()) for file in sorted(answer["folder"].glob("measured-*.json"))],
-            answer["first_use"], run)
+            answer["first_use"], {int(file.stem.rpartition("-")[2]): json.loads(file.read_text())
+                                  for file in answer["folder"].glob("on-cpu-*.json")}, run)
         if not options:
             self._known[key] = trained
         return trained

@@ -49,8 +49,8 @@ def _measure(device: Any) -> None:
 
 
 @contextmanager
-def _written(folder: Path) -> Iterator[None]:
-    """Ranks write what they noted when they end."""
+def _written(folder: Path, device: Any) -> Iterator[None]:
+    """Ranks write what they noted when they end; those on the CPU, who used CUDA there."""
     run_body = process.run_body
 
     def noted(body: Any, context: Any, **options: Any) -> Any:
@@ -59,6 +59,8 @@ def _written(folder: Path) -> Iterator[None]:
         result = run_body(body, context, **options)
         if "steps" in _measured:
             (folder / f"measured-{context.rank}.json").write_text(json.dumps(_measured))
+        if context.device.type == "cpu":
+            (folder / f"on-cpu-{context.rank}.json").write_text(json.dumps(device.first_use()))
         return result
 
     process.run_body = noted
@@ -68,10 +70,10 @@ def _written(folder: Path) -> Iterator[None]:
         process.run_body = run_body
 
 
-def _train(request: dict[str, Any]) -> dict[str, Any]:
+def _train(request: dict[str, Any], device: Any) -> dict[str, Any]:
     run = Path(request["run"])
     try:
-        with _written(run.parent):
+        with _written(run.parent, device):
             summary = paceline.train(JOBS[request["job"]](), request["plan"], devices=request["devices"], run=run,
                                      timeout_s=120, **{"check": False, **request["options"]})
         return {"summary": summary.figures}
@@ -115,7 +117,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         answer = (_check(request["check"]) if "check" in request else
-                  _verify(request) if "plans" in request else _train(request))
+                  _verify(request) if "plans" in request else _train(request, device))
         answer["first_use"] = device.first_use()
         print(json.dumps(answer, default=str), file=answers, flush=True)
 

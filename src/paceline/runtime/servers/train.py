@@ -9,6 +9,7 @@ from typing import Any
 from paceline.job import Job
 from paceline.launch.board import Board
 from paceline.launch.context import RankContext
+from paceline.launch.fork import cuda_left_alone
 from paceline.plans import Plan
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.loop import Observer, Settings
@@ -36,7 +37,7 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     roles = Roles.of(plan, context.rank)
     if roles.worker is None:
         assert roles.server is not None
-        with context.stoppable():
+        with context.stoppable(), cuda_left_alone():  # beside workers with GPUs, whose memory is theirs
             return _server(context, job, plan, settings, number=roles.server, meeting=meeting, uplink=uplink).run()
     if roles.server is None:
         _work(context, job, plan, settings, number=roles.worker, meeting=meeting, uplink=uplink)

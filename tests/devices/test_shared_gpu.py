@@ -1,0 +1,103 @@
+"""Ranks that share a GPU, and servers on CPUs beside it: on the pretended device they compute what the CPU computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pretended_cuda.build import CannotBuild, build
+from pretended_cuda.client import Workshop, workshop
+from pretended_cuda.plans import ALIKE, EXACT, MORE_ALIKE, MORE_EXACT
+
+from paceline.plans import Plan
+from tests.devices.test_pretended_cuda import assert_alike, on
+
+pytestmark = pytest.mark.timeout(600)  # the first one builds the device
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    """With a single GPU."""
+    try:
+        with workshop(tmp_path_factory.mktemp("workshop"), devices=1) as opened:
+            yield opened
+    except CannotBuild as error:
+        pytest.skip(str(error))
+
+
+def sharing(plan: str) -> str:
+    """One GPU for all ranks of a plan but its servers."""
+    read = Plan.parse(plan)
+    return f"{read.world_size - read.num_cpu_ranks}xcuda:0"
+
+
+@pytest.mark.sweep(9)
+@pytest.mark.parametrize("plan", [plan for plan in (*EXACT, *MORE_EXACT) if plan != "single"])
+def test_ranks_that_share_a_gpu_are_one_cpu(shop: Workshop, plan: str):
+    """Under every kind of plan that is exact."""
+    found = shop.train("blocks", plan, sharing(plan))
+    assert_alike(found, shop.train("blocks", "single", "cpu:0"))
+    assert all(rank["devices"] in (["cuda:0"], []) for rank in found.measured)
+    assert found.first_use is None, f"the process that forks ranks began to use CUDA: {found.first_use}"
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("plan", [*ALIKE, *MORE_ALIKE])
+def test_relaxed_plans_of_ranks_that_share_a_gpu(shop: Workshop, plan: str):
+    assert_alike(shop.train("blocks", plan, sharing(plan)), shop.train("blocks", plan, on("cpu", plan)))
+
+
+def test_a_run_says_once_that_its_speed_says_nothing(shop: Workshop):
+    before = len(shop.printed())
+    found = shop.train("clip and validation", "data=2", "2xcuda:0")
+    printed = shop.printed()[before:]
+    assert printed.count("ranks share a GPU") == 1 and "plan data=2 on 2xcuda:0" in printed
+    assert json.loads((found.run / "plan.json").read_text())["devices"] == "2xcuda:0"
+    assert found.summary["predicted"]["step_s"] is None and found.summary["predicted"]["peak_memory_bytes"] > 0
+    assert_alike(found, shop.train("clip and validation", "single", "cpu:0"))
+
+
+def test_the_fastest_plan_of_a_shared_gpu_is_not_asked_for(shop: Workshop):
+    answer = shop.ask("blocks", "auto", "2xcuda:0")
+    assert answer["exit_code"] == 2 and "which plan is the fastest there says nothing" in answer["error"]
+
+
+def test_ranks_divide_the_memory_of_the_gpu(tmp_path: Path):
+    """What fits for one rank of it may not fit for two."""
+    with workshop(tmp_path, devices=1, memory_bytes=16 << 20) as small:
+        assert "error" not in small.ask("large", "single", "cuda:0")
+        answer = small.ask("large", "data=2", "2xcuda:0")
+    assert answer["kind"] == "PlanError" and "doesn't fit" in answer["error"]
+
+
+@pytest.mark.parametrize("devices", ["2xcuda:0", "cpu:0,2xcuda:0"])
+def test_servers_leave_the_gpu_alone(shop: Workshop, devices: str):
+    """They are processes of the CPU, named or not, and never touch CUDA."""
+    found = shop.train("blocks", "server=1 workers=2", devices)
+    assert found.on_cpu == {0: None}
+    assert [rank["rank"] for rank in found.measured] == [1, 2]
+    assert json.loads((found.run / "plan.json").read_text())["devices"] == "cpu:0 (servers) and 2xcuda:0 (workers)"
+
+
+def test_gloo_is_given_nothing_of_a_gpu():
+    """Every kind of message between two ranks arrives as on CPUs, and gloo itself refuses tensors of GPUs."""
+    try:
+        library = build()
+    except CannotBuild as error:
+        pytest.skip(str(error))
+    environment = {**os.environ, "PRETENDED_CUDA_DEVICES": "1", "OMP_NUM_THREADS": "1",
+                   "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    command = [sys.executable, "-m", "pretended_cuda.pretend", str(library), "-m", "pretended_cuda.exchange"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    ranks = json.loads(ended.stdout.strip().splitlines()[-1])
+    for rank in ranks:
+        assert rank["backend"] == "staged"
+        assert [name for name, is_alike in rank["alike"].items() if not is_alike] == []
+        assert rank["devices"] == ["cpu"]
+        assert set(rank["refusals"].values()) == {"No backend type associated with device type cuda"}
