@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from stateful_jobs import assert_alike, stateful_job
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.errors import TrainingError
 from paceline.strategies.data import reduce
 from paceline.strategies.data.arrivals import Arrivals
+from paceline.strategies.data.run import GradientBuckets
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,6 +39,34 @@ def test_replicas_over_a_network(plan: str, tmp_path: Path, monkeypatch: pytest.
     """As between hosts: a bucket leaves while backward goes on."""
     monkeypatch.setattr(reduce, "_share", lambda *args: None)
     assert_alike(stateful_job(Shared, steps=4), plan, tmp_path)
+
+
+class Looked(nn.Module):
+    """A layer that is used three times, one that is left out of every other step, and a table whose gradients torch
+    makes sparse though no module says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.other, self.calls = Shared(), nn.Linear(8, 8), 0
+        self.table = nn.Parameter(torch.linspace(-1.0, 1.0, 44).view(11, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        rows = (10 * x[:, 0].abs()).long() % 11
+        return self.shared(self.other(x) if self.calls % 2 else x) + F.embedding(rows, self.table, sparse=True)
+
+
+def test_gradients_that_backward_leaves_outside_of_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on GPUs: a bucket takes them when the last of them is there."""
+    monkeypatch.setattr(reduce, "_share", lambda *args: None)
+    made = GradientBuckets.__init__
+
+    def copying(buckets: GradientBuckets, *args: Any, **options: Any) -> None:
+        made(buckets, *args, **options)
+        buckets.copies = True
+
+    monkeypatch.setattr(GradientBuckets, "__init__", copying)
+    assert_alike(stateful_job(Looked, steps=4), "data=3", tmp_path)
 
 
 def test_servers(tmp_path: Path):

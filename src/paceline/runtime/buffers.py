@@ -59,7 +59,7 @@ class ChangingBuffers:
             now = self._tensors()
             found += [name for name in self.names if _kind(now.get(name)) != self._kinds.get(name)]
         for prefix, module, attributes, buffers in self._modules:
-            if not buffers.is_current():
+            if (module._buffers or buffers.values) and not buffers.is_current():
                 found += [name for key, buffer in module._buffers.items() if (name := prefix + key) not in known
                           and buffer is not None and _is_written(buffer, buffers.copies.get(key))]
             if not attributes.is_current():

@@ -7,6 +7,7 @@ edits together, element by element.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from paceline.errors import PlanRefused, TrainingError
 from paceline.runtime.buffers import union_of_names
 from paceline.strategies.data.run import local
 
+_version = attrgetter("_version")
 _ROUNDING = 16  # units in the last place that equal edits may differ by: devices may not add in one order
 
 
@@ -85,7 +87,8 @@ class Edits:
         self._seen = {}
 
     def _versions_now(self) -> list[tuple[int, int]]:
-        return [(p._version, address(p)) for p in self._parameters.values()]
+        held = self._parameters.values()
+        return list(zip(map(_version, held), map(address, held), strict=True))
 
 
 def _merge(name: str, tensor: torch.Tensor, before: torch.Tensor | None, group: dist.ProcessGroup, *, agree: bool,

@@ -451,7 +451,7 @@ class Stepper:
             check_loss(loss, max(count, 1.0) if self.meetings.has_own_steps else count, tallies, step)
         self._drop_unused(users)
         if not count:
-            self.layout.module.zero_grad()  # a replica without samples of its own takes no step
+            self._let_go_of_gradients()  # a replica without samples of its own takes no step
         if is_first and not step and not self.meetings.has_own_steps:
             self._refuse_unused(users)  # before the first update
         if summed and count:
@@ -521,7 +521,7 @@ class Stepper:
         Returns:
             The loss of each micro-batch, and the names of parameters that this rank used.
         """
-        self.layout.module.zero_grad()  # also of parameters that the optimizer leaves out
+        self._let_go_of_gradients()  # also of parameters that the optimizer leaves out
         work = _Window(self, window, batches, step, part, beat, tell)
         self.layout.run(work.batches, work)
         work.drop_rows_of_stand_in()
@@ -573,6 +573,11 @@ class Stepper:
         """Whether forwards changed state that replicas don't meet yet, a parameter, and one that is not known yet."""
         edited = self.edits.end() if self._merges_edits else (False, False)
         return len(self.mesh.replicas) > 1 and bool(self.buffers.news()), *edited
+
+    def _let_go_of_gradients(self) -> None:
+        for p in self.held.values():
+            if p.grad is not None:
+                p.grad = None
 
     def _drop_unused(self, users: list[float]) -> None:
         """A parameter that nobody used gets no gradient, as on one device. users: of each trainable parameter."""

@@ -26,10 +26,11 @@ def seed_streams(*key: int | str) -> None:
     import torch
 
     seed = key_to_seed(*key)
+    # torch.manual_seed would note the caller's stack for each kind of device that isn't there (300 us of a step), or
+    # look for one.
+    torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
-        torch.manual_seed(seed)
-    else:  # it would note the caller's stack for each kind of device that isn't there (165 us a step), or look for one
-        torch.default_generator.manual_seed(seed)
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 

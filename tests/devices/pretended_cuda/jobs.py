@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -107,6 +108,21 @@ class Put(Blocks):
         return x + 0.0 * x.clone().put_(torch.zeros(1, dtype=torch.int64, device=x.device), x.new_zeros(1))
 
 
+class Reused(Blocks):
+    """Uses one block twice, each time in a reentrant checkpoint, so that backward adds to its weights twice, and
+    leaves out another one in every other step."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.first(x)
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0], *self.blocks[2:]):
+            if block is not self.blocks[2] or self.calls % 2:
+                x = x + checkpoint(block, x, use_reentrant=True)
+        return self.last(self.gain * x)
+
+
 class Hungry(nn.Module):
     """Takes memory on GPUs that nobody knows of before."""
 
@@ -164,6 +180,7 @@ JOBS: dict[str, Callable[[], paceline.Job]] = {
     "attention with dropout": lambda: language(lambda: Attention(drop=0.2), precision="float32"),
     "recurrent": lambda: language(Recurrent),
     "changing": lambda: regression(Changing, steps=8),
+    "reused": lambda: regression(Reused),
     "parting": lambda: regression(Parting, steps=8),
     "on GPUs alone": lambda: regression(OnGpusAlone),
     "without a deterministic form": lambda: regression(Put),

@@ -7,9 +7,8 @@ parameters are added to again, and those never leave early afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from paceline.errors import TrainingError
 
@@ -18,25 +17,26 @@ class Arrivals:
     """Gradients of one window as they come.
 
     arrived: parameters with a gradient of this window. complete: those that are taken to get nothing more.
+    is_first: whether this is the first window.
 
     Args:
-        name: Of a parameter, for messages.
+        name: Of a parameter, or of what stands for it here, for messages.
         has_left: Whether a parameter's gradient was sent off already.
     """
 
-    def __init__(self, name: Callable[[torch.Tensor], str], has_left: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, name: Callable[[Any], str], has_left: Callable[[Any], bool]) -> None:
         self._name, self._has_left = name, has_left
-        self._repeated: set[torch.Tensor] = set()
-        self._in_last: set[torch.Tensor] = set()
-        self._is_first = True
-        self.arrived: set[torch.Tensor] = set()
-        self.complete: set[torch.Tensor] = set()
+        self._repeated: set[Hashable] = set()
+        self._in_last: set[Hashable] = set()
+        self.is_first = True
+        self.arrived: set[Hashable] = set()
+        self.complete: set[Hashable] = set()
 
     def begin(self) -> None:
         """A window begins."""
         self.arrived, self.complete, self._in_last = set(), set(), set()
 
-    def add(self, parameter: torch.Tensor, *, last: bool) -> bool:
+    def add(self, parameter: Hashable, *, last: bool) -> bool:
         """Backward has added to a gradient. Whether it is complete now, as far as is known.
 
         last: whether it does so for the last micro-batch.
@@ -54,11 +54,11 @@ class Arrivals:
                     hint="use_reentrant=False in torch.utils.checkpoint, where a layer is used more than once")
         if last:
             self._in_last.add(parameter)
-        if not last or self._is_first or parameter in self._repeated or parameter in self.complete:
+        if not last or self.is_first or parameter in self._repeated or parameter in self.complete:
             return False
         self.complete.add(parameter)
         return True
 
     def end(self) -> None:
         """All backwards of the window are through."""
-        self._is_first = False
+        self.is_first = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,7 +56,9 @@ class GradientBuckets:
     """Sums gradients over a group. Buckets leave in one fixed order on every rank, whatever order backward takes.
 
     Gradients of whole parameters live in the buckets, so they are neither held twice nor copied; those of shards
-    are copied in and out. Compressed, a sum leaves something out on each replica, which belongs to the run's state.
+    are copied in and out. On GPUs, where each operator costs the host, backward of a single micro-batch leaves new
+    gradients instead of adding to zeros, and those of a bucket are copied together when the last of them is there.
+    Compressed, a sum leaves something out on each replica, which belongs to the run's state.
     Sparse gradients are in no bucket; they are summed at the end, and never compressed.
     """
 
@@ -65,43 +68,50 @@ class GradientBuckets:
         apart = sparse_parameters(parameters, sparse)
         parameters = {name: p for name, p in parameters.items() if name not in apart}
         self.group, self.replica, self.sparse = group, replica, SparseGradients(list(apart.values()), group)
-        self.names = {p: name for name, p in parameters.items()}
-        held = list(parameters.values())
+        self.names, self.parameters = list(parameters), list(parameters.values())
+        held, self.is_part = self.parameters, [_is_distributed(p) for p in self.parameters]
         sizes = [local(p).numel() * p.element_size() for p in held]
         # Shards come on the stream on which they were reduced, whole gradients on that of backward: one that waits for
         # the last to come must not hold the other kind.
-        kinds = [(p.dtype, p.device, _is_distributed(p)) for p in held]
-        self.buckets = [[held[i] for i in bucket] for bucket in assign(sizes, kinds)]
-        self.bucket_of = {parameter: k for k, bucket in enumerate(self.buckets) for parameter in bucket}
+        kinds = [(p.dtype, p.device, is_part) for p, is_part in zip(held, self.is_part, strict=True)]
+        self.indices = assign(sizes, kinds)
+        self.buckets = [[held[index] for index in bucket] for bucket in self.indices]
+        self.bucket_of = {index: number for number, bucket in enumerate(self.indices) for index in bucket}
         self.reduction = reduce_buckets([[local(p) for p in bucket] for bucket in self.buckets], group,
                                         compress=compress)
         self.memory = self.reduction.memory
-        self.views = {p: view for bucket, flat in zip(self.buckets, self.memory, strict=True)
-                      for p, view in zip(bucket, views(bucket, flat), strict=True)}
-        self.missing: list[int] = []
-        self.arrivals = Arrivals(self.names.__getitem__,  # type: ignore[arg-type]
-                                 lambda p: self.bucket_of[p] < self.started)  # type: ignore[index]
+        of_index = {index: view for indices, bucket, flat in zip(self.indices, self.buckets, self.memory, strict=True)
+                    for index, view in zip(indices, views(bucket, flat), strict=True)}
+        self.views = [of_index[index] for index in range(len(held))]
+        self.whole = [(p, view) for p, view, is_part in zip(held, self.views, self.is_part, strict=True) if not is_part]
+        self.parts = [(p, view) for p, view, is_part in zip(held, self.views, self.is_part, strict=True) if is_part]
+        self.missing = [len(bucket) for bucket in self.buckets]
+        self.arrivals = Arrivals(self.names.__getitem__, lambda index: not self.missing[self.bucket_of[index]])
         self.started = 0
         self.armed = self.begun = False
-        for parameter in held:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+        self.copies = self.reduction.overlaps and all(flat.device.type != "cpu" for flat in self.memory)
+        for index, parameter in enumerate(held):
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
 
     def begin(self, *, last: bool) -> None:
         if not self.begun:
             self.begun = True
             self.arrivals.begin()
-            self.missing = [len(bucket) for bucket in self.buckets]
-            if self.memory:
-                torch._foreach_zero_(self.memory)
-            for parameter, view in self.views.items():
-                if not _is_distributed(parameter):
+            # In the first window no bucket is known to be complete before the end, and all gradients would be held
+            # twice; so they would where later micro-batches add to those of the first.
+            if not (last and self.copies) or self.arrivals.is_first:
+                if self.memory:
+                    torch._foreach_zero_(self.memory)
+                for parameter, view in self.whole:
                     parameter.grad = view
         self.armed = last
 
     def unused(self) -> set[str]:
         """Whole parameters in buckets that no backward of this rank reached since the last `finish`."""
-        return {name for p, name in self.names.items() if self.begun and p not in self.arrivals.arrived
-                and not _is_distributed(p)}
+        if not self.begun or len(self.arrivals.arrived) == len(self.names):
+            return set()
+        return {name for index, name in enumerate(self.names) if index not in self.arrivals.arrived
+                and not self.is_part[index]}
 
     @property
     def sent_bytes(self) -> float:
@@ -112,10 +122,11 @@ class GradientBuckets:
         """What the sums so far left out here, and the factors that the next ones start from."""
         if isinstance(self.reduction, Compressed):
             for number, residual in self.reduction.method.residuals.items():
-                for p, left in zip(self.buckets[number], views(self.buckets[number], residual), strict=True):
-                    yield Kept(f"residuals/{self.replica}/{self.names[p]}", left, like=self.names[p], replica=True)
+                for index, left in zip(self.indices[number], views(self.buckets[number], residual), strict=True):
+                    name = self.names[index]
+                    yield Kept(f"residuals/{self.replica}/{name}", left, like=name, replica=True)
             for (number, index), factor in self.reduction.method.factors.items():
-                yield Kept(f"factors/{self.names[self.buckets[number][index]]}", factor)
+                yield Kept(f"factors/{self.names[self.indices[number][index]]}", factor)
 
     def restore(self, saved: Saved) -> list[str]:
         """What was left out is owed to the model: other numbers of replicas share its sum."""
@@ -131,19 +142,33 @@ class GradientBuckets:
             return []
         return [f"what {there} replicas had not sent yet of their gradients is shared by {replicas}"]
 
-    def _arrived(self, parameter: torch.Tensor) -> None:
-        if self.arrivals.add(parameter, last=self.armed) and self.reduction.overlaps:
-            self.missing[self.bucket_of[parameter]] -= 1  # type: ignore[index]
-            while self.started < len(self.buckets) and not self.missing[self.started]:
-                self._start_next()
+    def _arrived(self, index: int, parameter: torch.Tensor) -> None:
+        if self.arrivals.add(index, last=self.armed) and self.reduction.overlaps:
+            number = self.bucket_of[index]
+            self.missing[number] -= 1
+            if not self.missing[number]:
+                self._fill(number)
+                while self.started < len(self.buckets) and not self.missing[self.started]:
+                    self._start_next()
 
-    def _start_next(self) -> None:
-        for parameter in self.buckets[self.started]:
-            gradient, view = parameter.grad, self.views[parameter]
+    @torch.no_grad()
+    def _fill(self, number: int) -> None:
+        """Bring a bucket's gradients to its memory, where backward has left them elsewhere."""
+        filled, gradients = [], []
+        for index in self.indices[number]:
+            parameter, view = self.parameters[index], self.views[index]
+            gradient = parameter.grad
             if gradient is None:
                 view.zero_()
             elif gradient is not view:
-                view.copy_(local(gradient))
+                filled.append(view)
+                gradients.append(local(gradient) if gradient.layout is torch.strided else gradient.to_dense())
+                if not self.is_part[index]:
+                    parameter.grad = view
+        if filled:
+            torch._foreach_copy_(filled, gradients)
+
+    def _start_next(self) -> None:
         self.reduction.start(self.started)
         self.started += 1
 
@@ -152,16 +177,21 @@ class GradientBuckets:
         self.armed = self.begun = False
         self.arrivals.end()
         while self.started < len(self.buckets):
+            if self.missing[self.started]:
+                self._fill(self.started)
             self._start_next()
-        self.started = 0
+        self.started, self.missing = 0, [len(bucket) for bucket in self.buckets]
         self.reduction.finish()
-        for parameter, view in self.views.items():
-            if not _is_distributed(parameter):
+        for parameter, view in self.whole:
+            if parameter.grad is not view:
                 parameter.grad = view
-            else:
+        if self.parts:
+            gradients = []
+            for parameter, _ in self.parts:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                local(parameter.grad).copy_(view)
+                gradients.append(local(parameter.grad))
+            torch._foreach_copy_(gradients, [view for _, view in self.parts])
         self.sparse.finish()
 
 

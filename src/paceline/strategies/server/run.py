@@ -218,8 +218,7 @@ class Pusher:
                 for name in names:
                     self.waiting[name].append((server, number))
         self.update = -1
-        self.arrivals = GradientArrivals(self.names.__getitem__,  # type: ignore[arg-type]
-                                         lambda p: self.names[p] in self.sent)  # type: ignore[index]
+        self.arrivals = GradientArrivals(self.names.__getitem__, lambda p: self.names[p] in self.sent)
         self.missing: dict[tuple[int, int], int] = {}
         self.sent: dict[str, memoryview] = {}
         self.armed = False
