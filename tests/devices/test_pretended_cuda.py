@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,37 @@ def test_a_relaxed_plan_on_gpus_is_itself_on_cpus(shop: Workshop, plan: str):
 def test_a_feature_on_gpus_is_itself_on_cpus(shop: Workshop, job: str, plan: str):
     reference = plan if job == "statistics" else "single"
     assert_alike(shop.train(job, plan, on("cuda", plan)), shop.train(job, reference, on("cpu", reference)))
+
+
+@pytest.mark.parametrize(("job", "plan", "options"), [
+    ("augmented", "single", {"loader_workers": 2}), ("stream", "single", {}),
+    pytest.param("augmented", "place=auto parts=2", {}, marks=pytest.mark.slow),
+    pytest.param("stream", "pipeline=2", {}, marks=pytest.mark.slow)])
+def test_batches_are_made_ahead_and_are_the_same(shop: Workshop, job: str, plan: str, options: dict[str, int]):
+    """So are the numbers that an optimizer draws after them."""
+    found = shop.train(job, plan, on("cuda", plan), **options)
+    assert_alike(found, shop.train(job, plan, on("cpu", plan)))
+    for rank in found.measured:
+        assert all(step["blocking_uploads"] == step["pageable_uploads"] == 0 for step in rank["steps"])
+
+
+def test_a_sample_that_cannot_be_read_ends_its_own_step(shop: Workshop, tmp_path: Path):
+    """It is read while the step before goes on, which still counts."""
+    errors = []
+    for kind in ("cuda", "cpu"):
+        answer = shop.ask("broken sample", "single", f"{kind}:0", run=tmp_path / kind)
+        errors.append(answer["error"].split("full log")[0])
+        steps = [json.loads(line)["step"] for line in (tmp_path / kind / "metrics.jsonl").read_text().splitlines()]
+        assert f"failed in step {steps[-1] + 1} (input)" in answer["error"]
+        assert "sample 7 of the data" in answer["error"]
+    assert errors[0] == errors[1]
+
+
+def test_batches_ahead(shop: Workshop):
+    found = shop.check("ahead")
+    assert found["made"] == [0, 1, 2, 2, 3, 3, 4], "at most one window is made before it is asked for"
+    assert found["samples"] == found["expected"] and found["devices"] == ["cuda:0"]
+    assert found["draws"] == [True, True, True], "generators are left as they were"
 
 
 def test_ranks_that_leave_out_blocks_go_on(shop: Workshop):

@@ -29,6 +29,7 @@ from paceline.runtime.feed import MicroBatch, Part, evaluated_part, is_stream, t
 from paceline.runtime.folder import SPLIT
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
+from paceline.runtime.prefetch import Prefetch
 from paceline.runtime.shares import refuse_single_samples
 from paceline.runtime.stepper import Stepper, StepResult
 from paceline.strategies.mesh import Mesh
@@ -240,12 +241,19 @@ def _steps(run: _Run) -> bool:
     """Take every step that is left. Returns whether the run was asked to stop."""
     job, context = run.job, run.context
     order = None if is_stream(job.data) else Order(len(job.data), job.batch, job.seed, job.drop_last)
-    windows, recorder = iter(_feed(run, order)), run.stepper.trace
+    recorder, stepper = run.stepper.trace, run.stepper
+    feed = Prefetch(iter(_feed(run, order)), context.device, torch.float64 if job.precision == "float64" else None)
 
     def beat(phase: str) -> None:
         context.beat(phase)
         if recorder is not None:
             recorder.phase(phase)
+
+    def ahead() -> None:
+        if feed.copies is not None:
+            beat("input")
+            feed.ahead()
+            beat("reduce")
 
     while True:
         context.step = run.step + 1
@@ -253,23 +261,22 @@ def _steps(run: _Run) -> bool:
             recorder.begin(run.step)
         beat("input")
         began_s = time.perf_counter()
-        found = next(windows, None)
-        if found is None:
+        fed = feed.next()
+        if fed is None:
             break
-        window, batches = found
         input_s = time.perf_counter() - began_s
         observer = run.settings.observer
         if observer is not None:
-            if not run.stepper.has_begun:
-                observer.initial(run.stepper)
-            observer.samples(run.step, batches)
-        result = run.stepper.step(window, batches, step=run.step, stop=lambda: context.stop_signal is not None,
-                                  beat=beat,
-                                  observe=partial(observer.gradients, run.step) if observer else None)
+            if not stepper.has_begun:
+                observer.initial(stepper)
+            observer.samples(run.step, fed.batches)
+        result = stepper.step(fed.window, fed.placed, step=run.step, stop=lambda: context.stop_signal is not None,
+                              beat=beat, ahead=ahead,
+                              observe=partial(observer.gradients, run.step) if observer else None)
         step_s = time.perf_counter() - began_s
         if recorder is not None:
             recorder.phase("end")
-        _after_step(run, window, result, step_s, input_s)
+        _after_step(run, fed.window, result, step_s, input_s)
         if order is not None and run.step % order.steps_per_epoch == 0:
             run.due.add("evaluate")
         if result.is_settled and run.step != job.total_steps:

@@ -399,7 +399,7 @@ class Stepper:
         self.trace: Recorder | None = None
 
     def step(self, window: Window, batches: list[MicroBatch], *, step: int, stop: Callable[[], bool] = lambda: False,
-             beat: Callable[[str], None] = lambda phase: None,
+             beat: Callable[[str], None] = lambda phase: None, ahead: Callable[[], None] = lambda: None,
              observe: Callable[[Stepper], None] | None = None) -> StepResult:
         """Forward and backward of every micro-batch, reduction, clipping, update.
 
@@ -409,6 +409,7 @@ class Stepper:
             step: Number of the step, from 0; keys the random streams.
             stop: Whether this rank was asked to stop, asked after the backward; every rank learns of it in the result.
             beat: Told which phase begins.
+            ahead: Called when all but the update was launched, before the host waits for the device.
             observe: Called when gradients are complete, before clipping.
 
         Raises:
@@ -416,7 +417,7 @@ class Stepper:
                 weight was changed.
         """
         own_part = sum(batch.samples for batch in batches) / window.count
-        evaluate = partial(self._evaluate, window, batches, step=step, stop=stop, beat=beat)
+        evaluate = partial(self._evaluate, window, batches, step=step, stop=stop, beat=beat, ahead=ahead)
         evaluation = evaluate(observe=observe)
         norm = evaluation.norm
         if self.needs_closure:
@@ -433,7 +434,8 @@ class Stepper:
         return self._learn(met, own_part=met.weight if self.meetings.has_own_steps else own_part, norm=norm, step=step)
 
     def _evaluate(self, window: Window, batches: list[MicroBatch], *, step: int, stop: Callable[[], bool],
-                  beat: Callable[[str], None], observe: Callable[[Stepper], None] | None = None,
+                  beat: Callable[[str], None], ahead: Callable[[], None],
+                  observe: Callable[[Stepper], None] | None = None,
                   is_first: bool = True) -> Evaluation:
         """Forward and backward of every micro-batch, reduction, clipping: leaves the gradients of an update.
 
@@ -444,8 +446,10 @@ class Stepper:
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
         squares = self._squared_norm()
         figures = self.meetings.agree(self._figures(tallies, used, stop()))
+        together = torch.cat([figures, squares.reshape(1)])
+        ahead()
         # The one time in an evaluation that the host waits for the device.
-        *known, norm_squared = torch.cat([figures, squares.reshape(1)]).tolist()
+        *known, norm_squared = together.tolist()
         loss, count, _, summed, _, edited, unknown, *users = known
         if is_first:  # whether anything counts is known of all replicas together
             check_loss(loss, max(count, 1.0) if self.meetings.has_own_steps else count, tallies, step)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+import random
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.capture.randomness import WithoutRandomness
+from paceline.runtime.feed import MicroBatch, Part, training_feed
+from paceline.runtime.order import Order, Window
+from paceline.runtime.prefetch import Prefetch
 
 
 class _Attention(nn.Module):
@@ -188,3 +194,52 @@ def tasks() -> list[dict[str, int]]:
                 pass
             found.append(events[0].value if events[0].failure is None else {"failed": events[0].failure.message})
     return found
+
+
+def ahead() -> dict[str, Any]:
+    """How many windows are made after each call, what they hold, and what the generators draw afterwards."""
+    samples = [(torch.tensor([float(number)]), number) for number in range(20)]
+    made: list[int] = []
+
+    def feed() -> Iterator[tuple[Window, list[MicroBatch]]]:
+        windows = training_feed(Drawing(samples), order=Order(20, 5, 0, False), batch=5, seed=0, drop_last=False,
+                                part=Part((1,), 0, 1), steps=range(4), epochs=None, loader_workers=0)
+        for window in windows:
+            made.append(len(made) + 1)
+            yield window
+
+    expected = [batch.input.tolist() for _, (batch,) in feed()]
+    made.clear()
+    prefetch, found = Prefetch(feed(), torch.device("cuda:0"), torch.float64), dict[str, Any](made=[0])
+    drawn = [random.getstate(), np.random.get_state()[2], torch.get_rng_state()]
+    fed = []
+    for calls in ("n", "a", "n", "a", "n", "an"):
+        for call in calls:
+            if call == "a":
+                prefetch.ahead()
+                prefetch.ahead()  # another evaluation of the same step
+            else:
+                fed.append(prefetch.next())
+        found["made"].append(len(made))
+        if calls == "n" and len(fed) == 1:
+            drawn = [random.getstate(), np.random.get_state()[2], torch.get_rng_state()]
+        if len(fed) == 1 and calls == "a":
+            found["draws"] = [random.getstate() == drawn[0], np.random.get_state()[2] == drawn[1],
+                              torch.equal(torch.get_rng_state(), drawn[2])]
+    assert prefetch.next() is None
+    return {**found, "samples": [one.placed[0].input.tolist() for one in fed if one], "expected": expected,
+            "devices": sorted({str(one.placed[0].input.device) for one in fed if one})}
+
+
+class Drawing:
+    """Samples that draw from every generator."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.samples[index]
+        return x + random.random() + float(np.random.rand()) + torch.rand(1), y

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
 
@@ -146,6 +148,39 @@ def numbers(samples: int) -> TensorDataset:
     return TensorDataset(torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator))
 
 
+class Augmented(Dataset[Any]):
+    """Draws for each sample; one of them can't be read."""
+
+    def __init__(self, *, broken: int | None = None) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == self.broken:
+            raise ValueError("a sample is broken")
+        return torch.randn(8) * random.random(), torch.randn(4) + float(np.random.rand())
+
+
+class Stream(IterableDataset[Any]):
+    """Three windows and a short one in each pass, drawn while they are read."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(40):
+            yield torch.randn(8), torch.randn(4)
+
+
+class Restless(torch.optim.SGD):
+    """Draws from all generators of the process in its update."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(1e-3 * (random.random() + float(np.random.rand()) + torch.rand(1).item()))
+
+
 def words(samples: int) -> TensorDataset:
     tokens = torch.randint(11, (samples, 7), generator=torch.Generator().manual_seed(1))
     return TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())
@@ -171,6 +206,9 @@ JOBS: dict[str, Callable[[], paceline.Job]] = {
     "blocks": lambda: regression(Blocks),
     "clip and validation": lambda: regression(Blocks, clip=0.1, validation=numbers(20),
                                               metrics={"furthest": furthest}),
+    "augmented": lambda: regression(Blocks, data=Augmented(), optimizer=lambda named: Restless(named, lr=1e-2)),
+    "broken sample": lambda: regression(Blocks, data=Augmented(broken=7)),
+    "stream": lambda: regression(Blocks, data=Stream(), optimizer=lambda named: Restless(named, lr=1e-2), steps=7),
     "dropout": lambda: regression(lambda: Blocks(drop=0.2)),
     "half": lambda: regression(Blocks, precision="bf16"),
     "float32": lambda: regression(Blocks, precision="float32"),
