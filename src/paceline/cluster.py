@@ -182,6 +182,13 @@ class Cluster:
     links: tuple[tuple[int, Link], ...] = ()
 
     @property
+    def first_here(self) -> str:
+        """Where a job is tried out on this machine: "cpu", or the first of the GPUs; any GPU for described devices."""
+        if self.nodes:
+            return "cuda:0" if gpus() else "cpu"
+        return next((str(device) for device in self.devices if device.kind == "cuda"), "cpu")
+
+    @property
     def link_of_all(self) -> Link:
         """The link between as many ranks as there are devices, as far as it was measured."""
         enough = [link for count, link in self.links if count >= len(self.devices)]

@@ -213,6 +213,23 @@ def test_a_task_of_a_pool_has_the_whole_device(shop: Workshop):
     assert small == {"allocated": 0, "reserved": 0, "peak": 2 << 20}
 
 
+def test_a_model_with_kernels_of_its_own_is_profiled_on_its_gpu(shop: Workshop):
+    """In another process, and never for real on the CPU."""
+    found = shop.check("profiled")
+    assert found["here"] == [] and not found["used"]
+    assert found["elsewhere"] == [["FakeTensor", "cpu"], ["Tensor", "cuda:1"], ["Tensor", "cuda:1"]]
+    assert found["flops"][0] == found["flops"][1] > 0 and found["parameters"] == 4 * 72
+    assert found["notes"] == ["could not be run on fake tensors (RuntimeError: no such kernel)"]
+
+
+def test_plans_for_gpus_are_compared_beside_this_process(shop: Workshop):
+    """Links are measured and named; the process that asks is left so that its forks can use GPUs."""
+    found = shop.check("planned")
+    assert {"single", "data=2", "shard=2"} <= {row["plan"] for row in found["plans"]} and found["chosen"]
+    assert any("links between GPUs" in note and "measured between 2 GPUs" in note for note in found["notes"])
+    assert (found["used"], found["fork"]) == (False, 2.0)
+
+
 def test_what_a_used_process_leaves_its_forks(shop: Workshop):
     """Neither CUDA nor autograd, though the backward was of the CPU alone."""
     found = shop.check("poisoned")

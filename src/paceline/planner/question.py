@@ -39,11 +39,11 @@ class Question:
     may_split: bool = True
 
     @classmethod
-    def of(cls, job: Job, price_per_hour: float | None = None) -> Question:
-        """Trace a job. Reads the first samples of its data."""
+    def of(cls, job: Job, price_per_hour: float | None = None, *, device: str = "cpu") -> Question:
+        """Trace a job. Reads the first samples of its data. device: see `profile_job`."""
         from paceline.profile import profile_job
 
-        profile = profile_job(job)
+        profile = profile_job(job, device=device)
         return cls(job, profile, Pieces(job, profile), price_per_hour)
 
     def limits(self, cluster: Cluster) -> Limits:

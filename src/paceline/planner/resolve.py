@@ -65,7 +65,7 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
 
         asked: Plan = given
         accumulate = apart_from_cuda(lambda: fewest_microbatches(
-            profile_job(job), asked, cluster, batch=job.batch, precision=job.precision))
+            profile_job(job, device=cluster.first_here), asked, cluster, batch=job.batch, precision=job.precision))
         given = given.with_(accumulate=accumulate)
     if given.axes.pipeline > 1 and given.schedule.microbatches == "auto":
         given = given.with_(microbatches=2 * given.axes.pipeline)  # idle a third of the time at most under 1F1B

@@ -18,11 +18,13 @@ from torch.utils.data import default_collate
 from paceline.capture.probe import sparsely_trained
 from paceline.errors import JobError
 from paceline.job import Job
-from paceline.launch.fork import cuda_left_alone
+from paceline.launch.fork import cuda_left_alone, in_a_fork
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work, growing
 from paceline.profile.recorder import Levels, Place, Recorder, Tallied, follow
 from paceline.strategies.units import find_units
+from paceline.values import plain, value_of
 
+_CPU = torch.device("cpu")
 # Bytes of optimizer state a parameter byte where the optimizer can't be run: Adam's two moments.
 ASSUMED_STATE_FACTOR = 2
 # A network without convolutions or weight sharing: one multiplication and one addition a parameter and sample,
@@ -30,21 +32,29 @@ ASSUMED_STATE_FACTOR = 2
 ASSUMED_FLOPS_PER_PARAMETER = 2
 
 
-def profile_job(job: Job, *, samples: int = 2) -> Profile:
+def profile_job(job: Job, *, samples: int = 2, device: str = "cpu") -> Profile:
     """What one forward, backward and update of a job costs, as figures that grow with the samples.
 
     Runs the job's model, loss and optimizer on fake tensors, which cost no memory, with `samples` samples and
     with a whole batch, and takes the line between the two. A model that fake tensors can't run (its course
-    depends on values) is run for real, with `samples` and twice as many; one that fails there too is priced by
-    its parameters alone. `Profile.notes` says so.
+    depends on values, it has kernels of its own) is run for real on `device`, with `samples` and twice as many; one
+    that fails there too is priced by its parameters alone. `Profile.notes` says so. For a GPU all of it happens in a
+    fork of this process, unless it uses GPUs already.
 
     Reads the first `samples` items of the data. Leaves the random generators of Python, NumPy and torch as they
     were, and no hooks.
 
     Raises:
         JobError: the model is no module.
-        Exception: whatever the model's own constructor raises.
+        Exception: whatever the model's own constructor raises; a RuntimeError in its place where a fork ran it.
     """
+    if device == "cpu" or torch.cuda.is_initialized():
+        return _profile(job, samples, torch.device(device))
+    found: Profile = value_of(in_a_fork(lambda: plain(_profile(job, samples, torch.device(device)))))
+    return found
+
+
+def _profile(job: Job, samples: int, device: torch.device) -> Profile:
     import warnings
 
     notes: list[str] = []
@@ -54,14 +64,25 @@ def profile_job(job: Job, *, samples: int = 2) -> Profile:
             items = first_items(job.data, samples)
         except Exception as error:
             return _from_parameters(job, [f"the data gave no samples ({_named(error)})"])
-        for how, run in (("on fake tensors", _fake_runs), ("for real", _real_runs)):
-            try:
-                return _fit(run(job, items), tuple(notes))
-            except JobError:
-                raise
-            except Exception as error:
-                notes.append(f"could not be run {how} ({_named(error)})")
+        if found := _tried("on fake tensors", lambda: _fit(_fake_runs(job, items), ()), notes):
+            return found
+    with kept_generators(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        how = "for real" if device.type == "cpu" else f"for real on {device}"
+        if found := _tried(how, lambda: _fit(_real_runs(job, items, device), tuple(notes)), notes):
+            return found
         return _from_parameters(job, notes)
+
+
+def _tried(how: str, profile: Callable[[], Profile], notes: list[str]) -> Profile | None:
+    """A profile that is made so; None, and a note why, where it can't be."""
+    try:
+        return profile()
+    except JobError:
+        raise
+    except Exception as error:
+        notes.append(f"could not be run {how} ({_named(error)})")
+        return None
 
 
 @dataclass(frozen=True)
@@ -94,10 +115,11 @@ def _fake_runs(job: Job, items: list[Any]) -> tuple[_Run, _Run]:
         return first, _trace(job, model, batch, samples=len(items) * factor, factor=factor)
 
 
-def _real_runs(job: Job, items: list[Any]) -> tuple[_Run, _Run]:
+def _real_runs(job: Job, items: list[Any], device: torch.device) -> tuple[_Run, _Run]:
     batch = default_collate(items)
     model = build(job)  # stays as it is: the job may hand out one module again and again
-    first, second = (_trace(job, copy.deepcopy(model), batch, samples=len(items) * factor, factor=factor)
+    first, second = (_trace(job, copy.deepcopy(model).to(device), batch, samples=len(items) * factor, factor=factor,
+                            device=device)
                      for factor in (1, 2))
     return first, second
 
@@ -109,16 +131,21 @@ def build(job: Job) -> nn.Module:
     return model.to(torch.float64) if job.precision == "float64" else model
 
 
-def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, factor: int) -> _Run:
+def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, factor: int,
+           device: torch.device = _CPU) -> _Run:
     """One step of the model with `factor` copies of the batch."""
-    inputs, target = (tree_map(lambda t: as_the_job_takes(t, job, samples, factor), part) for part in batch)
+    def taken(value: Any) -> Any:
+        made = as_the_job_takes(value, job, samples, factor)
+        return made.to(device) if isinstance(made, torch.Tensor) and device.type != "cpu" else made
+
+    inputs, target = (tree_map(taken, part) for part in batch)
     units = find_units(model)
     recorder = Recorder()
     pieces = follow(recorder, {**units, **_outer_pieces(model, units)}, model)
     recorder.ignore([*model.parameters(), *model.buffers(), *tree_leaves((inputs, target))])
     model.train()
     with recorder:
-        with autocast(job):
+        with autocast(job, device.type):
             loss = job.loss(_call(model, inputs), target)
         loss = loss[0] if isinstance(loss, tuple | list) else loss
         recorder.move_to(Place(len(pieces) - 1, "backward"))
@@ -279,18 +306,20 @@ def _call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
-def autocast(job: Job) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype=torch.bfloat16) if job.precision == "bf16" else nullcontext()
+def autocast(job: Job, kind: str = "cpu") -> AbstractContextManager[Any]:
+    return torch.autocast(kind, dtype=torch.bfloat16) if job.precision == "bf16" else nullcontext()
 
 
 @contextmanager
-def kept_generators() -> Iterator[None]:
+def kept_generators(device: torch.device = _CPU) -> Iterator[None]:
     """Leave the global random generators of the CPU as they are found, and GPUs alone: nothing here runs on them, and
-    a process that has asked for them can't fork ranks that use them."""
+    a process that has asked for them can't fork ranks that use them. A GPU that is named may be used; its generator is
+    left as it is found, too."""
     import numpy as np
 
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([]), cuda_left_alone():
+    is_gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if is_gpu else []), nullcontext() if is_gpu else cuda_left_alone():
         try:
             yield
         finally:

@@ -136,7 +136,7 @@ def _priced(job: Job, plan: str, where: Slice) -> tuple[Plan, Any]:
     from paceline.profile import profile_job
 
     asked = where.resolve(job, plan)
-    profile = profile_job(job)
+    profile = profile_job(job, device=asked.cluster.first_here)
     split = Pieces(job, profile) if asked.plan.splits_model else None
     return asked.plan, estimate(profile, asked.plan, asked.cluster, batch=job.batch, precision=job.precision,
                                 split=split, snapshot=False)
@@ -147,7 +147,8 @@ def _chosen(job: Job, where: Slice) -> tuple[Plan, Any]:
     rehearsed, for other trials run."""
     from paceline.planner.question import Question
 
-    question = Question.of(job)
+    first = where.devices[0]
+    question = Question.of(job, device=first if first.startswith("cuda") else "cpu")
     for count in range(1, len(where.devices) + 1):
         cluster = Cluster.local(names_of(where.devices[:count]), memory=where.memory)
         found = question.search(cluster).chosen

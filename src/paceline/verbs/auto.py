@@ -77,7 +77,7 @@ def _named(chosen: Chosen) -> tuple[str, str]:
 
 def _choose(job: Job, where: Cluster, *, may_be_fewer: bool) -> Chosen:
     try:
-        question = Question.of(job)
+        question = Question.of(job, device=where.first_here)
     except Exception as error:  # the model may do anything when it is profiled
         return Chosen(default_plan(job, len(where.devices)), f"it can't be priced: {error}".partition("\n")[0])
     return _found(replace(question, may_be_fewer=may_be_fewer), where)

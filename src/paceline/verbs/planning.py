@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from paceline.accelerators import has_gpus
 from paceline.cluster import Cluster
 from paceline.errors import PlanError, UsageError
 from paceline.job import Job, Precision
 from paceline.jobfile import JobFile
+from paceline.launch.fork import in_a_fork
 from paceline.planner.estimate import Estimate, NotPriced
 from paceline.planner.fit import set_aside, taken
 from paceline.planner.outlook import Outlook, outlook
@@ -18,6 +20,7 @@ from paceline.planner.question import Question
 from paceline.planner.rank import Candidate, Found, reason
 from paceline.plans import Plan
 from paceline.simulate.failures import CHECKPOINT_BYTES_PER_S
+from paceline.values import plain, value_of
 from paceline.verbs.links import with_links
 from paceline.verbs.rehearsal import rehearse, rehearse_best
 
@@ -119,12 +122,27 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
         raise UsageError(f"price_per_hour must be a number above 0, got {price_per_hour}")
     loaded = job.load() if isinstance(job, JobFile) else job
     where = with_links(Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
-    question = Question.of(loaded, price_per_hour)
+    named = cluster if isinstance(cluster, str) else f"{len(where.devices)} devices"
+
+    def answer() -> Answer:
+        return _answer(loaded, where, named, relaxed=relaxed, price_per_hour=price_per_hour, mtbf_hours=mtbf_hours,
+                       checkpoint_bytes_per_s=checkpoint_bytes_per_s, rehearse_s=rehearse_s)
+
+    if not has_gpus():
+        return answer()
+    found: Answer = value_of(in_a_fork(lambda: plain(answer())))  # this process stays one whose forks can use CUDA
+    return found
+
+
+def _answer(loaded: Job, where: Cluster, named: str, *, relaxed: bool, price_per_hour: float | None,
+            mtbf_hours: float | None, checkpoint_bytes_per_s: float, rehearse_s: float) -> Answer:
+    """Plans are tried where ranks can be forked, which is on machines without GPUs: who prices plans uses CUDA."""
+    question = Question.of(loaded, price_per_hour, device=where.first_here)
     found = question.search(where, may_relax=relaxed)
     if not found.ranked and not found.too_large:
         why = "; ".join(f"{kind}: {text}" for kind, text in found.refused.items())
         raise PlanError(f"no plan could be priced: {why}")
-    if not where.nodes:
+    if not where.nodes and not has_gpus():
         found = rehearse_best(found, partial(rehearse, loaded, where), budget_s=rehearse_s)
     chosen = found.chosen
     notes = list(dict.fromkeys((*question.profile.notes,
@@ -134,9 +152,10 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
     notes += _of_devices((*found.ranked, *found.too_large), chosen)
     if where.link_of_all.source:
         notes.append(f"links between GPUs: {where.link_of_all.bytes_per_s / 1e9:.3g} GB/s, {where.link_of_all.source}")
-    return Answer(cluster if isinstance(cluster, str) else f"{len(where.devices)} devices", loaded.batch, found,
-                  tuple(question.flips(found, where)), tuple(notes), question.is_priced(where),
-                  _advice(question, chosen, where),
+    if not where.nodes and has_gpus():
+        notes.append("no plan was tried: where there are GPUs, plans are compared by prediction alone")
+    return Answer(named, loaded.batch, found, tuple(question.flips(found, where)), tuple(notes),
+                  question.is_priced(where), _advice(question, chosen, where),
                   None if mtbf_hours is None or chosen is None else outlook(
                       question.profile, chosen, mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s))
 
@@ -164,7 +183,8 @@ def _advice(question: Question, chosen: Candidate | None, cluster: Cluster) -> A
     if chosen is None or precision is None:
         return None
     try:
-        other = Question.of(replace(question.job, precision=precision)).price(chosen.plan, cluster)
+        asked = Question.of(replace(question.job, precision=precision), device=cluster.first_here)
+        other = asked.price(chosen.plan, cluster)
         off = chosen.estimate.step_s / question.price(chosen.plan, cluster).step_s
     except (PlanError, NotPriced) as error:
         return Advice(precision, str(error).partition("\n")[0])

@@ -18,6 +18,7 @@ from paceline.launch.fork import apart_from_cuda, in_a_fork
 from paceline.planner.resolve import Resolved
 from paceline.profile.device import measure_device
 from paceline.runtime import folder
+from paceline.values import plain, value_of
 from paceline.verbs.links import with_links
 
 if TYPE_CHECKING:
@@ -62,12 +63,14 @@ def price(job: Job, asked: Resolved, chosen: Chosen, *, snapshot: bool) -> Price
     if not has_gpus():
         return _checked(priced)
 
-    def problem() -> str:
+    def look() -> Any:
         with suppress(RuntimeError):  # kept for the prediction: once ranks run, a measurement would be in their way
             measure_device("cuda")
-        return _checked(priced).problem
+        checked = _checked(priced)
+        return plain((checked.problem, checked.profile))
 
-    return replace(priced, problem=in_a_fork(problem))
+    problem, profile = value_of(in_a_fork(look))
+    return replace(priced, problem=problem, profile=profile)
 
 
 def _checked(priced: Priced) -> Priced:
@@ -105,7 +108,7 @@ def _profiled(priced: Priced) -> Priced:
     from paceline.strategies.stages.price import SplitJob
 
     try:
-        profile = priced.profile or profile_job(priced.job)
+        profile = priced.profile or profile_job(priced.job, device=priced.asked.cluster.first_here)
         split = SplitJob(priced.job, profile) if priced.asked.plan.splits_model else None
     except Exception as error:  # the model may do anything when it is profiled
         return _without_price(priced, error)

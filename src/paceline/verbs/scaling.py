@@ -13,8 +13,10 @@ from paceline.cluster import Cluster
 from paceline.errors import ClusterError, MissingPackage, PacelineError, UsageError
 from paceline.job import Job
 from paceline.jobfile import JobFile
+from paceline.launch.fork import apart_from_cuda
 from paceline.planner.question import Question
 from paceline.planner.rank import Candidate, amount
+from paceline.values import plain, value_of
 
 MOST_DEVICES = 1_000_000
 # Cuts of the model whose schedules are all tried on each number of devices; `plan` tries more on one.
@@ -120,9 +122,13 @@ def scale(job: Job | JobFile, cluster: Cluster | str, counts: str = "1..1024", *
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     where.resized(1)
     loaded = job.load() if isinstance(job, JobFile) else job
-    question = Question.of(loaded)
+
+    def points() -> tuple[Point, ...]:
+        question = Question.of(loaded, device=where.first_here)
+        return tuple(_point(question, where, count, relaxed=relaxed) for count in numbers)
+
     return Scaling(cluster if isinstance(cluster, str) else "the cluster", loaded.batch,
-                   tuple(_point(question, where, count, relaxed=relaxed) for count in numbers))
+                   value_of(apart_from_cuda(lambda: plain(points()))))
 
 
 def parse_counts(text: str) -> list[int]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from paceline.capture.randomness import WithoutRandomness
 from paceline.runtime.feed import MicroBatch, Part, training_feed
@@ -243,3 +247,61 @@ class Drawing:
     def __getitem__(self, index: int) -> Any:
         x, y = self.samples[index]
         return x + random.random() + float(np.random.rand()) + torch.rand(1), y
+
+
+class _WithKernels(nn.Module):
+    """As with kernels of its own: it runs neither on fake tensors nor on the CPU. Notes where it ran."""
+
+    def __init__(self, seen: Path) -> None:
+        super().__init__()
+        self.mix, self.seen = nn.Linear(8, 8), seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.seen.open("a") as file:
+            file.write(f"{os.getpid()} {type(x).__name__} {x.device}\n")
+        if type(x) is not Tensor or x.device.type != "cuda":
+            raise RuntimeError("no such kernel")
+        return self.mix(x).relu()
+
+
+def _regression(model: Callable[[], nn.Module]) -> Any:
+    from paceline.job import Job
+
+    x = torch.randn(12, 8)
+    return Job(model=model, data=TensorDataset(x, x), loss=F.mse_loss, batch=2, steps=1,
+               optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+
+
+def profiled() -> dict[str, Any]:
+    """Where a model with kernels of its own is run for its profile, and what that says beside one without. The process
+    has not used CUDA."""
+    from paceline.launch import fork
+    from paceline.profile import profile_job
+
+    fork._is_apart = False
+    with tempfile.TemporaryDirectory() as folder:
+        own = profile_job(_regression(lambda: _WithKernels(Path(folder) / "seen")), device="cuda:1")
+        seen = [line.split() for line in (Path(folder) / "seen").read_text().splitlines()]
+    plain = profile_job(_regression(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())))
+    return {"here": [kind for pid, kind, _ in seen if int(pid) == os.getpid()],
+            "elsewhere": [ran for pid, *ran in seen if int(pid) != os.getpid()],
+            "flops": [own.forward_flops_per_sample, plain.forward_flops_per_sample], "notes": list(own.notes),
+            "parameters": own.parameter_bytes, "used": torch.cuda.is_initialized()}
+
+
+def planned() -> dict[str, Any]:
+    """What `plan` says of two GPUs, and whether forks of the process that asked can use them and run backward."""
+    import paceline
+    from paceline.cluster import Cluster
+    from paceline.launch import fork
+
+    fork._is_apart = False
+    answer = paceline.plan(_regression(lambda: nn.Linear(8, 8)), Cluster.local("cuda:0-1"))
+    used = torch.cuda.is_initialized()
+
+    def work() -> float:
+        x = torch.ones(2, device="cuda:1", requires_grad=True)
+        x.sum().backward()
+        return float(x.grad.sum())
+
+    return {**answer.to_dict(), "used": used, "fork": fork.in_a_fork(work)}

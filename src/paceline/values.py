@@ -1,0 +1,61 @@
+"""Values of this package as JSON, and back: what a fork of this process tells it. Nothing is pickled.
+
+Dataclasses of this package are told by name, with their fields; tuples stay tuples.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it.
+
+    Raises:
+        TypeError: it has something else than numbers, words, None, lists, tuples, mappings and dataclasses of this
+            package.
+
+    >>> plain({"a": (1, None)})
+    {'mapping': [['a', {'tuple': [1, None]}]]}
+    """
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if isinstance(value, tuple):
+        return {"tuple": [plain(each) for each in value]}
+    if isinstance(value, Mapping):
+        return {"mapping": [[plain(key), plain(each)] for key, each in value.items()]}
+    kind = type(value)
+    if not is_dataclass(kind) or kind.__module__.partition(".")[0] != _PACKAGE:
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not told to other processes")
+    return {"kind": [kind.__module__, kind.__qualname__],
+            "fields": {f.name: plain(getattr(value, f.name)) for f in fields(kind) if f.init}}
+
+
+def value_of(told: Any) -> Any:
+    """The value that was made plain.
+
+    >>> value_of(plain({"a": (1, [2.5])}))
+    {'a': (1, [2.5])}
+    """
+    if isinstance(told, list):
+        return [value_of(each) for each in told]
+    if not isinstance(told, dict):
+        return told
+    if "tuple" in told:
+        return tuple(value_of(each) for each in told["tuple"])
+    if "mapping" in told:
+        return {value_of(key): value_of(each) for key, each in told["mapping"]}
+    module, name = told["kind"]
+    if module.partition(".")[0] != _PACKAGE:
+        raise ValueError(f"{module} is not of this package")
+    make = getattr(importlib.import_module(module), name)
+    if not (isinstance(make, type) and is_dataclass(make)):
+        raise ValueError(f"{module}.{name} is no dataclass")
+    return make(**{key: value_of(each) for key, each in told["fields"].items()})
