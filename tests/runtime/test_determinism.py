@@ -81,6 +81,17 @@ def test_an_operator_without_a_deterministic_form_is_named():
             raise ValueError("the loss failed") from error
 
 
+@pytest.mark.parametrize("text", ["{}", "RuntimeError: {}", "the loss failed\ntorch says: {}\nmore"])
+def test_names_of_several_words_are_whole(text: str):
+    """As torch says them of CUDA's operators."""
+    said = "median CUDA with indices output does not have a deterministic implementation, but you set 'torch.use"
+    with pytest.raises(NotDeterministic, match="'median CUDA with indices output'"), deterministic_algorithms():
+        raise RuntimeError(text.format(said))
+    with deterministic_algorithms(strict=False) as missing:
+        warnings.warn(said, stacklevel=1)
+    assert missing == {"median CUDA with indices output"}
+
+
 def test_other_errors_and_warnings_pass():
     with pytest.raises(RuntimeError, match="size of tensor"), deterministic_algorithms():
         torch.ones(2) + torch.ones(3)

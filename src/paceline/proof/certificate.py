@@ -25,7 +25,8 @@ def document(subject: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], *, 
     """What certificate.json holds.
 
     Args:
-        subject: The model, versions, device (with the names of the ranks' if they are GPUs) and randomness.
+        subject: The model, versions, device and randomness. Where devices were named, the device has their names
+            (`ranks`) and the operators that have no deterministic form there (`nondeterministic`).
         plans: Of each plan what `verify --json` prints of it.
         job: The file, its function and its settings; None for a job that was made in Python.
         run: Batch, seed, steps, precision and the like.
@@ -93,8 +94,9 @@ def _device(device: Mapping[str, Any]) -> Iterator[str]:
     if device["kind"] == "cpu":
         yield from _row("device", f"cpu ({device['machine']}, {device['capability']})")
         return
+    but = f" but for {', '.join(device['nondeterministic'])}" if device["nondeterministic"] else ""
     yield from _row("device", f"{device['kind']} ({device['name']}, {device['capability']}), one device with "
-                              f"deterministic algorithms; ranks on {', '.join(device['ranks'])}")
+                              f"deterministic algorithms{but}; ranks on {', '.join(device['ranks'])}")
     on, off = ([name for name, is_on in device["tf32"].items() if is_on == wanted] for wanted in (True, False))
     yield from _row("TF32", "; ".join(f"{word} for {' and '.join(names)}" for word, names in (("on", on), ("off", off))
                                       if names))

@@ -339,8 +339,8 @@ class _Replicas:
                 self.sums[name] = torch.maximum(self.sums.get(name, tensor), tensor).detach().clone()
         for name, p in self.model.named_parameters():
             change = p.detach() - self.weights[name]
-            total, users = self.changes.get(name, (torch.zeros_like(change),
-                                                        torch.zeros(change.shape, device=change.device)))
+            none = torch.zeros_like(change), torch.zeros(change.shape, device=change.device)
+            total, users = self.changes.get(name, none)
             self.changes[name] = total + change, users + (change != 0)
             if p.grad is not None:
                 self.gradients[name] = self.gradients[name] + p.grad if name in self.gradients else p.grad

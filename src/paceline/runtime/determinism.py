@@ -17,7 +17,7 @@ from paceline.plans import Plan
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 # Workspaces with which cuBLAS repeats its results, the faster one first (its documentation, "Results Reproducibility").
 _REPEATABLE = (":4096:8", ":16:8")
-_MISSING = re.compile(r"([\w:.]+) does not have a deterministic implementation")
+_MISSING = re.compile(r"^(?:.*: )?(.+?) does not have a deterministic implementation", re.MULTILINE)
 
 
 def repeatable(plan: Plan) -> AbstractContextManager[Any]:

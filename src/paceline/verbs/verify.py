@@ -240,7 +240,8 @@ def _document(job: Job, source: dict[str, Any] | None, reference: dict[str, Any]
     """All that the certificates stand on, for a file."""
     subject = dict(reference["subject"])
     if devices is not None:
-        subject["device"] = {**subject["device"], "ranks": list(devices)}
+        subject["device"] = {**subject["device"], "ranks": list(devices),
+                             "nondeterministic": reference["nondeterministic"]}
     return certificate.document(
         subject, [each.to_dict() for each in found], job=source,
         run={"steps": job.steps, "batch": job.batch, "seed": job.seed, "precision": job.precision, "clip": job.clip,
