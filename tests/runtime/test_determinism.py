@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import NotDeterministic, PacelineError, PlanError
+from paceline.jobfile import JobFile
 from paceline.plans import Plan
 from paceline.runtime.determinism import deterministic_algorithms, repeatable
 from paceline.strategies.conflicts import check
@@ -153,6 +155,31 @@ def test_a_run_names_the_operator_and_the_line(tmp_path: Path):
     assert raised.value.exit_code == 2
     assert f"{Path(__file__).name}:" in str(raised.value) and "'put_' has no deterministic form" in str(raised.value)
     assert "leave deterministic=yes out" in str(raised.value.hint)
+
+
+FILE = """
+import torch, paceline as pl
+class Put(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).clone().put_(torch.tensor([0]), torch.zeros(1))
+data = [(torch.full((6,), i / 9), torch.zeros(3)) for i in range(8)]
+def job():
+    return pl.Job(model=lambda: torch.nn.Sequential(torch.nn.Linear(6, 6), Put(6, 3)), data=data, validation=data,
+                  batch=4, steps=1, loss=torch.nn.functional.mse_loss,
+                  optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+"""
+
+
+def test_an_evaluation_and_a_prediction_name_the_operator(tmp_path: Path):
+    (tmp_path / "job.py").write_text(FILE)
+    run, inputs = tmp_path / "run", tmp_path / "x.npy"
+    numpy.save(inputs, numpy.ones((3, 6), dtype=numpy.float32))
+    paceline.train(JobFile(tmp_path / "job.py"), "single", devices="cpu:0", run=run)
+    assert paceline.evaluate(run, "single", devices="cpu:0")["step"] == 1
+    with pytest.raises(PacelineError, match="'put_' has no deterministic form"):
+        paceline.evaluate(run, "single deterministic=yes", devices="cpu:0")
+    with pytest.raises(PacelineError, match="'put_' has no deterministic form"):
+        paceline.predict(run, inputs, "single deterministic=yes", devices="cpu:0")
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -129,9 +129,10 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float,
         return {"figures": figures, "problem": figures[finest]["problem"], "note": note, "subject": subject(job)}
 
     found = _alone(work, devices, timeout_s=timeout_s)
-    if found["nondeterministic"] and found["note"] is None:
-        found["note"] = ("one device repeats its figures up to rounding alone: operators without a deterministic form "
-                         f"are used ({', '.join(found['nondeterministic'])})")
+    if found["nondeterministic"]:
+        repeats = ("one device repeats its figures up to rounding alone: operators without a deterministic form are "
+                   f"used ({', '.join(found['nondeterministic'])})")
+        found["note"] = f"{found['note']}; {repeats}" if found["note"] else repeats
     found["order"] = order_difference(job, steps=steps)
     return found
 

@@ -54,11 +54,13 @@ def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | 
         raise UsageError("the job has no validation data to evaluate on", hint="give the Job validation=")
 
     def body(context: RankContext) -> dict[str, Any]:
+        from paceline.runtime.determinism import repeatable
         from paceline.runtime.evaluate import evaluate as evaluate_rank
 
-        trained = load_trained(context, job, asked, Path(run))
-        figures = evaluate_rank(trained.model, trained.layout, job, job.validation, part=trained.part,
-                                mesh=trained.mesh, device=context.device, beat=context.beat)
+        with repeatable(asked.plan):
+            trained = load_trained(context, job, asked, Path(run))
+            figures = evaluate_rank(trained.model, trained.layout, job, job.validation, part=trained.part,
+                                    mesh=trained.mesh, device=context.device, beat=context.beat)
         return {"plan": str(asked.plan), "step": trained.checkpoint.step,
                 "samples": trained.checkpoint.document["samples"],
                 "validation_loss": figures.pop("loss"), "metrics": figures}
@@ -92,12 +94,14 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
 
         def body(context: RankContext) -> dict[str, Any]:
             from paceline.runtime.checkpoint.dtypes import save_tensors
+            from paceline.runtime.determinism import repeatable
             from paceline.runtime.evaluate import outputs
 
-            trained = load_trained(context, job, asked, Path(run))
-            for number, found in enumerate(outputs(trained.model, trained.layout, job, data, part=trained.part,
-                                                      device=context.device)):
-                save_tensors(Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors", _named(found))
+            with repeatable(asked.plan):
+                trained = load_trained(context, job, asked, Path(run))
+                for number, found in enumerate(outputs(trained.model, trained.layout, job, data, part=trained.part,
+                                                       device=context.device)):
+                    save_tensors(Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors", _named(found))
             if context.world_size > 1:
                 import torch.distributed as dist
 
