@@ -58,6 +58,16 @@ def test_a_plan_on_gpus_is_one_cpu(shop: Workshop, plan: str):
             assert step["reads"] <= 1 and step["blocking_uploads"] == step["pageable_uploads"] == 0, step
 
 
+@pytest.mark.parametrize("plan", ["server=1 workers=2", pytest.param("server=2 workers=2 compress=bf16",
+                                                                     marks=pytest.mark.slow)])
+def test_backward_does_not_wait_for_what_servers_are_sent(shop: Workshop, plan: str):
+    """Gradients are copied beside it, and weights come in from pinned memory; the host reads the loss alone."""
+    found = shop.train("blocks", plan, on("cuda", plan))
+    assert [len(rank["backwards"]) for rank in found.measured] == [4, 4]
+    for backward in (backward for rank in found.measured for backward in rank["backwards"]):
+        assert backward["reads"] == 1 and backward["blocking_uploads"] == backward["pageable_uploads"] == 0, backward
+
+
 @pytest.mark.parametrize("plan", [*ALIKE, *(pytest.param(plan, marks=pytest.mark.slow) for plan in MORE_ALIKE)])
 def test_a_relaxed_plan_on_gpus_is_itself_on_cpus(shop: Workshop, plan: str):
     assert_alike(shop.train("blocks", plan, on("cuda", plan)), shop.train("blocks", plan, on("cpu", plan)))

@@ -28,13 +28,13 @@ _measured: dict[str, Any] = {}
 
 def _measure(device: Any) -> None:
     """Let ranks note what they ask of their device in each step, and what they hold once they are built."""
-    build, step = Stepper.__init__, Stepper.step
+    build, step, backward = Stepper.__init__, Stepper.step, Stepper.backward
 
     def built(stepper: Stepper, *args: Any, **options: Any) -> None:
         build(stepper, *args, **options)
         if stepper.device.type == "cuda":
             stats = torch.cuda.memory_stats(stepper.device)
-            _measured.update(built_peak_bytes=stats["requested_bytes.all.peak"], steps=[],
+            _measured.update(built_peak_bytes=stats["requested_bytes.all.peak"], steps=[], backwards=[],
                              built_bytes=stats["requested_bytes.all.current"],
                              devices=sorted({str(p.device) for p in stepper.held.values() if p.device.type != "meta"}))
 
@@ -45,7 +45,14 @@ def _measure(device: Any) -> None:
             _measured["steps"].append({name: count - before[name] for name, count in device.counts().items()})
         return result
 
-    Stepper.__init__, Stepper.step = built, stepped  # type: ignore[method-assign]
+    def went_back(stepper: Stepper, *args: Any, **options: Any) -> Any:
+        before = device.counts()
+        result = backward(stepper, *args, **options)
+        if "backwards" in _measured:
+            _measured["backwards"].append({name: count - before[name] for name, count in device.counts().items()})
+        return result
+
+    Stepper.__init__, Stepper.step, Stepper.backward = built, stepped, went_back  # type: ignore[method-assign]
 
 
 @contextmanager

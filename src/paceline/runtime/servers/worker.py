@@ -193,8 +193,7 @@ class Worker:
         self.has_looked_at_attributes = True
 
     def _figures(self) -> dict[str, Any]:
-        return {"device": str(self.context.device), "peak_memory_bytes": self.memory.bytes(),
-                "waited_for_step_s": self.waited_for_step_s,
+        return {"peak_memory_bytes": self.memory.bytes(), "waited_for_step_s": self.waited_for_step_s,
                 "waited_for_weights_s": self.arrivals.waited_s,
                 "pushed_bytes": sum(link.connection.sent_bytes for link in self.links),
                 "pulled_bytes": sum(link.connection.received_bytes for link in self.links)}

@@ -154,6 +154,8 @@ class Arrivals:
             link = self.links[place.link]
             link.wait(place.chunk)
             values = link.received[place.chunk][place.at:place.at + place.count]
+            if whole.is_cuda:  # the host does not wait until the forward before it is through
+                values = values.pin_memory().to(whole.device, non_blocking=True)
             if whole.is_contiguous():
                 whole.view(-1)[place.first:place.first + place.count].copy_(values)
             else:  # an index for each dim: it writes in place whatever the strides

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +45,22 @@ def rows(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
     return tensor[part.start:part.stop] if part.shape else tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """Elements in the host's memory. copied: when they are there, of those that a GPU is still copying; None if so."""
+
+    elements: memoryview
+    copied: torch.Event | None = None
+
+    def __getitem__(self, part: slice) -> Outgoing:
+        return replace(self, elements=self.elements[part])
+
+    def when_there(self) -> memoryview:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.elements
+
+
 class Link:
     """A worker's connection to one server: a thread that sends gradients and one that receives weights.
 
@@ -65,14 +81,14 @@ class Link:
                          torch.frombuffer(self.shared.weights[number], dtype=getattr(torch, chunk.wire_dtype))
                          for number, chunk in enumerate(shard.chunks)]
         self.received_bytes = [bytes_of(chunk) for chunk in self.received]
-        self.outbox: queue.PriorityQueue[tuple[float, float, Header | None, list[memoryview]]] = queue.PriorityQueue()
+        self.outbox: queue.PriorityQueue[tuple[float, float, Header | None, list[Outgoing]]] = queue.PriorityQueue()
         self.changed = threading.Condition()
         self.error: WireError | None = None
         self.versions, self.missing, self.filled_s = list[int](), set[int](), 0.0
         for work in (self._send, self._receive):
             threading.Thread(target=self._guarded, args=(work,), name="paceline-link", daemon=True).start()
 
-    def push(self, update: int, number: int, parts: list[memoryview], *, is_whole: bool) -> None:
+    def push(self, update: int, number: int, parts: list[Outgoing], *, is_whole: bool) -> None:
         """Send a chunk when the link is free. Its memory must not change until then.
 
         is_whole: whether backward has made all of it.
@@ -94,8 +110,9 @@ class Link:
         """Send the gradients of rows of a table, after all else of the update."""
         if self.compress == "bf16" and values.is_floating_point():
             values = values.bfloat16()
-        parts = [bytes_of(ids), bytes_of(values.contiguous())]
-        header = Header(Kind.PUSH_ROWS, sum(map(len, parts)), str(values.dtype).removeprefix("torch."), self.worker,
+        parts = [Outgoing(bytes_of(ids)), Outgoing(bytes_of(values.contiguous()))]
+        num_bytes = sum(len(part.elements) for part in parts)
+        header = Header(Kind.PUSH_ROWS, num_bytes, str(values.dtype).removeprefix("torch."), self.worker,
                         self.incarnation, update, table)
         self.outbox.put((update, table + 1, header, parts))
 
@@ -103,9 +120,9 @@ class Link:
         """Ask for rows of a table with at least so many updates; `wait_rows` returns them."""
         with self.changed:
             self.rows, self.asked_rows = None, (table, len(ids))
-        parts = [bytes_of(ids)]
-        header = Header(Kind.PULL_ROWS, len(parts[0]), "none", self.worker, self.incarnation, version, table)
-        self.outbox.put((-1, math.inf, header, parts))
+        elements = bytes_of(ids)
+        header = Header(Kind.PULL_ROWS, len(elements), "none", self.worker, self.incarnation, version, table)
+        self.outbox.put((-1, math.inf, header, [Outgoing(elements)]))
 
     def wait_rows(self) -> torch.Tensor:
         with self.changed:
@@ -140,9 +157,10 @@ class Link:
 
     def _send(self) -> None:
         while True:
-            _, _, header, parts = self.outbox.get()
+            _, _, header, outgoing = self.outbox.get()
             if header is None:
                 break
+            parts = [part.when_there() for part in outgoing]
             if header.kind in (Kind.PULL, Kind.PULL_ROWS):
                 self.connection.send(header, *parts)
             else:
@@ -197,7 +215,8 @@ class Link:
 class Pusher:
     """Sends each chunk of the gradient as soon as backward has made all of it; see `Synchroniser`.
 
-    A gradient that never comes (an unused parameter) is sent as zeros.
+    A gradient that never comes (an unused parameter) is sent as zeros. One on a GPU is copied to pinned memory on a
+    stream of its own while backward goes on; the link waits for it before it sends.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[Link],
@@ -220,7 +239,8 @@ class Pusher:
         self.update = -1
         self.arrivals = GradientArrivals(self.names.__getitem__, lambda p: self.names[p] in self.sent)
         self.missing: dict[tuple[int, int], int] = {}
-        self.sent: dict[str, memoryview] = {}
+        self.sent: dict[str, Outgoing] = {}
+        self.copying: dict[torch.device, torch.cuda.Stream] = {}
         self.armed = False
         for p in parameters.values():
             p.register_post_accumulate_grad_hook(self._arrived)
@@ -271,15 +291,28 @@ class Pusher:
         for span in chunk.spans:
             part = link.shard.slices[span.slice]
             whole = self._sent(part.name, chunk.wire_dtype)
-            item_bytes = len(whole) // self.parameters[part.name].numel()
+            item_bytes = len(whole.elements) // self.parameters[part.name].numel()
             first = part.first_element + span.start
             parts.append(whole[first * item_bytes:(first + span.stop - span.start) * item_bytes])
         link.push(self.update, number, parts, is_whole=is_whole)
 
-    def _sent(self, name: str, wire_dtype: str) -> memoryview:
+    def _sent(self, name: str, wire_dtype: str) -> Outgoing:
         """A parameter's gradient as it is on the wire, row after row; made once an update."""
         if name not in self.sent:
-            p = self.parameters[name]
-            gradient = p.grad if p.grad is not None else torch.zeros_like(p)
-            self.sent[name] = bytes_of(gradient.detach().to("cpu", getattr(torch, wire_dtype)).contiguous())
+            p, dtype = self.parameters[name], getattr(torch, wire_dtype)
+            gradient = torch.zeros(p.shape, dtype=dtype) if p.grad is None else p.grad.detach()
+            self.sent[name] = (self._copied(gradient, dtype) if gradient.is_cuda else
+                               Outgoing(bytes_of(gradient.to(dtype).contiguous())))
         return self.sent[name]
+
+    def _copied(self, gradient: torch.Tensor, dtype: torch.dtype) -> Outgoing:
+        """A copy that is under way, behind all that makes the gradient; the host does not wait."""
+        if gradient.device not in self.copying:
+            self.copying[gradient.device] = torch.cuda.Stream(gradient.device)
+        stream = self.copying[gradient.device]
+        stream.wait_stream(torch.cuda.current_stream(gradient.device))
+        with torch.cuda.stream(stream):
+            host = torch.empty(gradient.shape, dtype=dtype, pin_memory=True)
+            host.copy_(gradient.to(dtype).contiguous(), non_blocking=True)
+            gradient.record_stream(stream)
+            return Outgoing(bytes_of(host), stream.record_event())
