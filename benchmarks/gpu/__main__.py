@@ -23,18 +23,21 @@ from benchmarks.gpu import command, page
 from benchmarks.gpu.failures import failures
 from benchmarks.gpu.machine import machine, seen
 from benchmarks.gpu.matrix import CELLS, matrix
+from benchmarks.gpu.memory import PLANS, memory
 from benchmarks.gpu.speed import MODELS, speed
 
-PARTS = ("machine", "matrix", "failures", "speed")
+PARTS = ("machine", "matrix", "failures", "memory", "speed")
 
 
 def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequence[str] = command.PYTHON,
-          cells: Sequence[tuple[str, str]] = CELLS, models: Any = MODELS) -> dict[str, Any]:
+          cells: Sequence[tuple[str, str]] = CELLS, models: Any = MODELS,
+          plans: Sequence[str] = PLANS) -> dict[str, Any]:
     """The whole document, which is written after every part.
 
     Args:
         minutes: After which nothing new is begun.
         python: What runs Python.
+        plans: Whose memory is compared with what was predicted.
 
     Raises:
         RuntimeError: there is no GPU that torch can use.
@@ -47,7 +50,9 @@ def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequenc
     with tempfile.TemporaryDirectory(prefix="paceline-gpu-check-") as name:
         arguments = (len(found["gpus"]), Path(name), python, lambda: time.monotonic() > ends_s)
         made = {"machine": partial(machine, python), "matrix": partial(_matrix, *arguments, cells=cells),
-                "failures": partial(failures, *arguments), "speed": partial(speed, *arguments, models=models)}
+                "failures": partial(failures, *arguments),
+                "memory": partial(memory, *arguments, models=models, plans=plans),
+                "speed": partial(speed, *arguments, models=models)}
         for part in parts:
             print(f"{part}:", file=sys.stderr)
             document[part] = made[part]()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.turns import ROOT
+from paceline.plans import Plan
 
 PYTHON = (sys.executable,)
 TIMEOUT_S = 300.0  # torch takes some seconds to start CUDA, and a compiled model a minute
@@ -58,6 +59,15 @@ def end(process: subprocess.Popen[str], started_s: float, *, timeout_s: float = 
 def run(command: Sequence[str], *, timeout_s: float = TIMEOUT_S) -> Ended:
     """What came of a command."""
     return end(start(command), time.monotonic(), timeout_s=timeout_s)
+
+
+def devices(plan: str, gpus: int) -> str:
+    """A GPU for each rank of a plan that computes on one; where there are too few, ranks share the first."""
+    read = Plan.parse(plan)
+    needed = read.world_size - read.num_cpu_ranks
+    if needed > gpus:
+        return f"{needed}xcuda:0"
+    return f"cuda:0-{needed - 1}" if needed > 1 else "cuda:0"
 
 
 def train(python: Sequence[str], job: str, plan: str, devices: str, run_dir: Path, *options: str) -> list[str]:

@@ -9,22 +9,21 @@ from typing import Any
 
 from benchmarks.gpu import command
 
-# What happens, how many GPUs it needs, the function of jobs.py, the plan, and the exit code that docs/running.md names.
-CASES = (("a forward wants more memory than the GPU has", 1, "too_large", "single", 3),
-         ("one rank of two is killed in a step", 2, "killed", "data=2", 4))
+# What happens, the function of jobs.py, the plan, and the exit code that docs/running.md names.
+CASES = (("a forward wants more memory than the GPU has", "too_large", "single", 3),
+         ("one rank of two is killed in a step", "killed", "data=2", 4))
 
 
 def failures(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool]) -> list[dict[str, Any]]:
     """A row a case. seconds_to_end: from the failure to the end of the command, where the job notes its time."""
     rows = []
-    for name, needed, job, plan, expected in CASES:
-        row: dict[str, Any] = {"failure": name, "plan": plan, "expected_exit_code": expected}
-        if gpus < needed:
-            row |= {"verdict": "not run", "reason": f"it needs {needed} GPUs and {gpus} are here"}
-        elif out_of_time():
+    for name, job, plan, expected in CASES:
+        devices = command.devices(plan, gpus)
+        row: dict[str, Any] = {"failure": name, "plan": plan, "devices": devices, "expected_exit_code": expected}
+        if out_of_time():
             row |= {"verdict": "not run", "reason": "the time was up"}
         else:
-            row |= _tried(folder / job, job, plan, f"cuda:0-{needed - 1}", expected, python)
+            row |= _tried(folder / job, job, plan, devices, expected, python)
         rows.append(row)
     return rows
 

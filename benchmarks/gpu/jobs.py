@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 import paceline
 from tests.devices.pretended_cuda.jobs import JOBS, numbers
 
+NOTED_STEPS = 10
 EXAMPLE = Path(__file__).parents[2] / "examples" / "02_gpt_bytes.py"
 
 
@@ -62,7 +65,26 @@ def too_large() -> paceline.Job:
 
 
 def gpt(width: int = 1024, layers: int = 12, sequence: int = 512, batch: int = 16,
-        precision: str = "float32") -> paceline.Job:
-    """The byte GPT of the examples at a size for GPUs: 152 million parameters by default."""
+        precision: str = "float32", noted: str = "") -> paceline.Job:
+    """The byte GPT of the examples at a size for GPUs: 152 million parameters by default.
+
+    Args:
+        noted: A file in which the first rank notes the host's seconds that it has used when each loss is computed.
+    """
     found = paceline.load(str(EXAMPLE), {"width": width, "layers": layers, "sequence": sequence, "batch": batch})
-    return replace(found, precision=precision, validation=None)
+    loss = _noting(found.loss, Path(noted)) if noted else found.loss
+    return replace(found, precision=precision, validation=None, loss=loss)
+
+
+def _noting(loss: Any, file: Path) -> Any:
+    """The loss, which writes so seldom that it costs no step much."""
+    used_s: list[float] = []
+
+    def noted(output: Tensor, target: Tensor) -> Any:
+        if not (dist.is_initialized() and dist.get_rank()):
+            used_s.append(time.process_time())
+            if len(used_s) % NOTED_STEPS == 0:
+                file.write_text(json.dumps(used_s))
+        return loss(output, target)
+
+    return noted

@@ -1,4 +1,7 @@
-"""Every kind of plan on GPUs beside one GPU, and one GPU beside the CPU, in float64."""
+"""Every kind of plan on GPUs beside one GPU, and one GPU beside the CPU, in float64.
+
+Where there are fewer GPUs than a plan has ranks, they share the first one and talk over gloo.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from torch import Tensor
 
 from benchmarks.gpu import command
 from paceline.plans import Plan
-from tests.devices.pretended_cuda.plans import EXACT, FEATURES, MORE_EXACT, MORE_FEATURES
+from tests.devices.pretended_cuda.plans import ALIKE, EXACT, FEATURES, MORE_ALIKE, MORE_EXACT, MORE_FEATURES
 
 TOLERANCE = 1e-9  # relative to a tensor's largest number; float64 rounds to 1e-16, and sums have some thousand terms
 # BatchNorm sees a micro-batch: its job is compared where the batch is not cut.
 CELLS: tuple[tuple[str, str], ...] = (
-    *(("blocks", plan) for plan in (*EXACT, *MORE_EXACT)),
+    *(("blocks", plan) for plan in (*EXACT, *MORE_EXACT, *ALIKE, *MORE_ALIKE)),
     *dict.fromkeys((job, plan) for job, plan in (*FEATURES, *MORE_FEATURES) if job != "statistics"),
     ("statistics", "single"))
 
@@ -49,7 +52,8 @@ class _Trained:
 
 def matrix(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool],
            cells: Sequence[tuple[str, str]] = CELLS) -> Iterator[Cell]:
-    """Each cell as soon as it is known: `single` on the first GPU beside the CPU, other plans beside that."""
+    """Each cell as soon as it is known: `single` on the first GPU beside the CPU, other plans beside that, and relaxed
+    ones, which are no device's, beside themselves on CPUs."""
     known: dict[tuple[str, str], _Trained | str] = {}
     numbers = count()
 
@@ -59,20 +63,21 @@ def matrix(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable
                                           "--check", "no"))
         return (_read(run_dir) if ended.exit_code == 0 else ended.reason), ended.seconds
 
-    def reference(job: str, devices: str) -> _Trained | str:
+    def reference(job: str, plan: str) -> _Trained | str:
+        read = Plan.parse(plan)
+        if read.relaxed is not None:
+            return trained(job, plan, f"cpu:0-{read.world_size - 1}")[0]
+        devices = "cpu:0" if plan == "single" else "cuda:0"
         if (job, devices) not in known:
             known[job, devices] = trained(job, "single", devices)[0]
         return known[job, devices]
 
     for job, plan in cells:
-        ranks = Plan.parse(plan).world_size
-        devices = f"cuda:0-{ranks - 1}" if ranks > 1 else "cuda:0"
-        if ranks > gpus:
-            yield Cell(job, plan, devices, "not run", reason=f"it needs {ranks} GPUs and {gpus} are here")
-        elif out_of_time():
+        devices = command.devices(plan, gpus)
+        if out_of_time():
             yield Cell(job, plan, devices, "not run", reason="the time was up")
         else:
-            expected = reference(job, "cpu:0" if plan == "single" else "cuda:0")
+            expected = reference(job, plan)
             found, seconds = (known[job, "cuda:0"], 0.0) if plan == "single" and (job, "cuda:0") in known \
                 else trained(job, plan, devices)
             if plan == "single":

@@ -12,6 +12,8 @@ def wrong(document: Mapping[str, Any]) -> list[str]:
         *(f"{cell['job']} under {cell['plan']}: {cell['verdict']} {cell['reason']}".strip()
           for cell in document.get("matrix", ()) if cell["verdict"] in ("differs", "failed")),
         *(f"{row['failure']}: {row['verdict']}" for row in document.get("failures", ()) if row["verdict"] == "differs"),
+        *(f"memory of {row['model']} under {row['plan']}: {row['reason']}" for row in document.get("memory", ())
+          if "reason" in row and row["reason"] != "the time was up"),
         *(f"{row['contender']}, {row['model']}, {row['precision']}: {row['reason']}"
           for row in document.get("speed", ()) if "reason" in row and row["reason"] != "the time was up")]
 
@@ -25,22 +27,36 @@ def page(document: Mapping[str, Any]) -> str:
              "" if cell["off_by"] is None else f"{cell['off_by']:.0e}", cell["reason"])
             for cell in document["matrix"]))
     if "failures" in document:
-        lines += _table(("what happens", "plan", "exit code", "expected", "seconds to the end", "verdict"), (
-            (row["failure"], f"`{row['plan']}`", row.get("exit_code", ""), row["expected_exit_code"],
+        lines += _table(("what happens", "plan", "devices", "exit code", "expected", "seconds to the end",
+                         "verdict"), (
+            (row["failure"], f"`{row['plan']}`", row["devices"], row.get("exit_code", ""), row["expected_exit_code"],
              f"{row['seconds_to_end']:.1f}" if "seconds_to_end" in row else "",
              f"{row['verdict']} {row.get('reason', '')}".strip()) for row in document["failures"]))
+    if "memory" in document:
+        lines += _table(("model", "plan", "devices", "peak MiB", "predicted MiB", "by predicted"),
+                        map(_memory, document["memory"]))
     if "speed" in document:
-        lines += _table(("model", "precision", "contender", "steps/s", "by the loop", "peak GiB", "step by predicted",
-                         "memory by predicted"), map(_speed, document["speed"]))
+        lines += _table(("model", "precision", "contender", "steps/s", "by the loop", "host ms a step", "by the loop",
+                         "peak GiB", "step by predicted", "memory by predicted"), map(_speed, document["speed"]))
     unexpected = wrong(document)
     return "\n".join([*lines, f"Not as it should be: {len(unexpected)}", *(f"- {line}" for line in unexpected)])
+
+
+def _memory(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    first = row["model"], f"`{row['plan']}`", row["devices"]
+    if "peak_memory_bytes" not in row:
+        return *first, row["reason"], "", ""
+    predicted, part = row["predicted_bytes"], row["of_predicted"]
+    return (*first, f"{row['peak_memory_bytes'] / 2**20:.1f}", "" if predicted is None else f"{predicted / 2**20:.1f}",
+            "" if part is None else f"{part:.2f}")
 
 
 def _speed(row: Mapping[str, Any]) -> tuple[Any, ...]:
     first = row["model"], row["precision"], row["contender"]
     if "steps_per_s" not in row:
-        return *first, row["reason"], "", "", "", ""
+        return *first, row["reason"], "", "", "", "", "", ""
     return (*first, f"{row['steps_per_s']:.2f}", "" if row["ratio"] is None else f"{row['ratio']:.2f}",
+            f"{1e3 * row['host_s']:.2f}", "" if row["host ratio"] is None else f"{row['host ratio']:.2f}",
             f"{row['peak_memory_bytes'] / 2**30:.2f}", *(f"{row[name]:.2f}" if name in row else ""
                                                          for name in ("step_s of predicted", "memory of predicted")))
 

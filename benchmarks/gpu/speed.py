@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count, product
+from itertools import count, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +28,46 @@ def speed(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[
     """Rows of one contender each: steps a second and its part of the plain loop's, medians over rounds in turns."""
     rows: list[dict[str, Any]] = []
     for number, (name, precision) in enumerate(product(models, precisions)):
-        settings = [word for key, value in {**models[name], "precision": precision}.items()
-                    for word in ("--set", f"{key}={value}")]
-        contenders = _contenders(gpus, folder / f"speed-{number}", python, settings, steps)
+        contenders = _contenders(gpus, folder / f"speed-{number}", python,
+                                 settings_of({**models[name], "precision": precision}), steps)
         rows += _beside(name, precision, contenders, rounds, out_of_time)
     return rows
+
+
+def settings_of(values: Mapping[str, Any]) -> list[str]:
+    """As the command line takes them."""
+    return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
 
 def _contenders(gpus: int, folder: Path, python: Sequence[str], settings: list[str],
                 steps: int) -> dict[str, Callable[[], dict[str, Any] | str]]:
     """The plain loop of each number of GPUs comes before those that are compared with it."""
     numbers = count()
+    folder.mkdir(parents=True)
+
+    def noting() -> tuple[Path, list[str]]:
+        path = folder / f"host-{next(numbers)}"
+        return path, settings_of({"noted": path})
 
     def ours(plan: str, devices: str) -> dict[str, Any] | str:
+        noted, note = noting()
         ended = command.run(command.train(
             python, "gpt", plan, devices, folder / f"{next(numbers)}", "--steps",
-            str(WARM_UP_STEPS + steps), "--loader-workers", "1", *settings))
+            str(WARM_UP_STEPS + steps), "--loader-workers", "1", "--check", "no", *settings, *note))
         if ended.exit_code != 0:
             return ended.reason
         summary = json.loads(ended.stdout)
         return {"steps_per_s": summary["samples_per_s"] * summary["steps"] / summary["samples"],
                 "peak_memory_bytes": summary["peak_memory_bytes"], "step_s": summary["step_s"],
-                "predicted": summary["predicted"]}
+                "predicted": summary["predicted"], "host_s": _host_s(noted)}
 
     def theirs(*start: str, compiled: bool = False) -> dict[str, Any] | str:
-        ended = command.run([*python, *start, *settings, "--steps", str(steps), *(["--compile"] if compiled else [])])
-        return json.loads(ended.stdout.strip().splitlines()[-1]) if ended.exit_code == 0 else ended.reason
+        noted, note = noting()
+        ended = command.run([*python, *start, *settings, *note, "--steps", str(steps),
+                             *(["--compile"] if compiled else [])])
+        if ended.exit_code != 0:
+            return ended.reason
+        return {**json.loads(ended.stdout.strip().splitlines()[-1]), "host_s": _host_s(noted)}
 
     found: dict[str, Callable[[], dict[str, Any] | str]] = {
         "plain loop": lambda: theirs("-m", PEER),
@@ -65,6 +79,12 @@ def _contenders(gpus: int, folder: Path, python: Sequence[str], settings: list[s
         for plan in (f"data={gpus}", f"shard={gpus}"):
             found[plan] = lambda plan=plan: ours(plan, f"cuda:0-{gpus - 1}")  # type: ignore[misc]
     return found
+
+
+def _host_s(noted: Path) -> float:
+    """The median step's seconds of the first rank's process on the host, all threads together, after the warm-up."""
+    ends_s = json.loads(noted.read_text())[WARM_UP_STEPS:]
+    return statistics.median(after - before for before, after in pairwise(ends_s))
 
 
 def _beside(model: str, precision: str, contenders: Mapping[str, Callable[[], dict[str, Any] | str]], rounds: int,
@@ -94,9 +114,11 @@ def _row(model: str, precision: str, name: str, runs: Mapping[str, list[dict[str
     if not runs[name]:
         return row
     peer = "plain loop" if name in ("plain loop", "plain loop, torch.compile", "single") else "DistributedDataParallel"
-    pairs = [a["steps_per_s"] / b["steps_per_s"] for a, b in zip(runs[name], runs[peer], strict=False)]
+    pairs = _ratios(runs, name, peer, "steps_per_s")
     row |= {"steps_per_s": statistics.median(one["steps_per_s"] for one in runs[name]),
             "of": peer, "ratio": statistics.median(pairs) if pairs else None,
+            "host_s": statistics.median(one["host_s"] for one in runs[name]),
+            "host ratio": statistics.median(_ratios(runs, name, peer, "host_s")) if pairs else None,
             "peak_memory_bytes": max(one["peak_memory_bytes"] for one in runs[name]), "runs": runs[name]}
     predicted = runs[name][-1].get("predicted")
     if predicted:
@@ -104,3 +126,8 @@ def _row(model: str, precision: str, name: str, runs: Mapping[str, list[dict[str
         row["step_s of predicted"] = last["step_s"] / predicted["step_s"]
         row["memory of predicted"] = last["peak_memory_bytes"] / predicted["peak_memory_bytes"]
     return row
+
+
+def _ratios(runs: Mapping[str, list[dict[str, Any]]], name: str, peer: str, figure: str) -> list[float]:
+    """Of runs in the same turn."""
+    return [a[figure] / b[figure] for a, b in zip(runs[name], runs[peer], strict=False)]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from pretended_cuda.build import CannotBuild, build
 
-from benchmarks.gpu import command, matrix, page, speed
-from benchmarks.gpu.__main__ import check
+from benchmarks.gpu import command, matrix, memory, page, speed
+from benchmarks.gpu.__main__ import PARTS, check
 from benchmarks.gpu.machine import seen
 
 HERE = Path(__file__).parent
@@ -41,13 +41,35 @@ def test_a_number_that_is_none_differs():
     assert cell.verdict == "differs"
 
 
-def test_plans_that_need_more_gpus_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_there_was_no_time_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(command, "run", lambda *_, **__: pytest.fail("nothing is to be run"))
     cells = list(matrix.matrix(1, tmp_path, ["python"], lambda: True))
     assert len(cells) == len(matrix.CELLS)
-    assert {cell.verdict for cell in cells} == {"not run"}
-    assert {cell.reason for cell in cells if cell.plan == "shard=2"} == {"it needs 2 GPUs and 1 are here"}
-    assert {cell.reason for cell in cells if cell.plan == "single"} == {"the time was up"}
+    assert {(cell.verdict, cell.reason) for cell in cells} == {("not run", "the time was up")}
+    rows = memory.memory(1, tmp_path, ["python"], lambda: True)
+    assert [row["plan"] for row in rows if row["reason"] == "the time was up"] == list(memory.PLANS)
+
+
+@pytest.mark.parametrize(("plan", "gpus", "expected"), [
+    ("single", 1, "cuda:0"), ("data=2", 2, "cuda:0-1"), ("data=2", 1, "2xcuda:0"), ("data=2 shard=2", 3, "4xcuda:0"),
+    ("server=2 workers=2", 2, "cuda:0-1"), ("server=1 workers=2 colocate=yes", 1, "2xcuda:0"),
+    ("server=2 workers=1", 1, "cuda:0")])
+def test_ranks_share_a_gpu_where_there_are_too_few(plan: str, gpus: int, expected: str):
+    assert command.devices(plan, gpus) == expected
+
+
+def test_relaxed_plans_are_compared_with_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They are no device's; they run on CPUs for it, and those that are exact don't."""
+    asked: list[tuple[str, str]] = []
+
+    def note(given: list[str]) -> command.Ended:
+        asked.append((given[given.index("--plan") + 1], given[given.index("--devices") + 1]))
+        return ended()
+
+    monkeypatch.setattr(command, "run", note)
+    list(matrix.matrix(1, tmp_path, ["python"], lambda: False, [("blocks", "data=2"), ("blocks", "data=2 local=2")]))
+    assert asked == [("single", "cuda:0"), ("data=2", "2xcuda:0"), ("data=2 local=2", "cpu:0-1"),
+                     ("data=2 local=2", "2xcuda:0")]
 
 
 def test_a_contender_that_fails_is_left_out():
@@ -55,13 +77,14 @@ def test_a_contender_that_fails_is_left_out():
     runs = iter([2.0, 1.0, 4.0, 1.0])
 
     def run() -> dict[str, float]:
-        return {"steps_per_s": next(runs), "peak_memory_bytes": 2**30}
+        return {"steps_per_s": next(runs), "peak_memory_bytes": 2**30, "host_s": 1.0}
 
     asked = []
     rows = speed._beside("tiny", "float32", {"plain loop": run, "single": run,
                                              "plain loop, torch.compile": lambda: asked.append(1) or "no compiler"},
                          2, lambda: False)
     assert [row.get("ratio") for row in rows] == [1.0, 0.375, None]
+    assert [row.get("host ratio") for row in rows] == [1.0, 1.0, None]
     assert rows[2]["reason"] == "no compiler" and asked == [1]
 
 
@@ -80,14 +103,19 @@ def test_a_command_that_takes_too_long_is_ended():
 def test_the_page_names_what_is_wrong():
     document = {"gpus": ["One"], "date": "2026-01-01", "matrix": [
         {"job": "blocks", "plan": "shard=2", "devices": "cuda:0-1", "verdict": "differs", "off_by": 0.5, "reason": ""}],
-        "failures": [{"failure": "a kill", "plan": "data=2", "expected_exit_code": 4, "exit_code": 1,
-                      "verdict": "differs", "reason": "a | b"}],
+        "failures": [{"failure": "a kill", "plan": "data=2", "devices": "2xcuda:0", "expected_exit_code": 4,
+                      "exit_code": 1, "verdict": "differs", "reason": "a | b"}],
+        "memory": [{"model": "m", "plan": "single", "devices": "cuda:0", "peak_memory_bytes": 3 << 20,
+                    "predicted_bytes": 4 << 20, "of_predicted": 0.75},
+                   {"model": "m", "plan": "data=2", "devices": "2xcuda:0", "reason": "error: y"}],
         "speed": [{"model": "m", "precision": "bf16", "contender": "single", "reason": "error: x"}]}
-    assert page.wrong(document) == ["blocks under shard=2: differs", "a kill: differs", "single, m, bf16: error: x"]
+    assert page.wrong(document) == ["blocks under shard=2: differs", "a kill: differs",
+                                    "memory of m under data=2: error: y", "single, m, bf16: error: x"]
     lines = page.page(document).splitlines()
     assert "| blocks | `shard=2` | cuda:0-1 | differs | 5e-01 |  |" in lines
-    assert "| a kill | `data=2` | 1 | 4 |  | differs a / b |" in lines
-    assert "Not as it should be: 3" in lines
+    assert "| a kill | `data=2` | 2xcuda:0 | 1 | 4 |  | differs a / b |" in lines
+    assert "| m | `single` | cuda:0 | 3.0 | 4.0 | 0.75 |" in lines
+    assert "Not as it should be: 4" in lines
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
@@ -98,22 +126,33 @@ def test_a_machine_without_gpus_is_told_so(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_whole_check_on_pretended_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_whole_check_on_pretended_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int):
+    """With one GPU every kind of plan is tried, too: its ranks share it."""
     try:
         library = build()
     except CannotBuild as error:
         pytest.skip(str(error))
-    for name, value in {"PRETENDED_CUDA_DEVICES": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE),
+    for name, value in {"PRETENDED_CUDA_DEVICES": str(gpus), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE),
                         "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
         monkeypatch.setitem(os.environ, name, value)
     python = (sys.executable, "-m", "pretended_cuda.pretend", str(library))
-    assert seen(python)["gpus"] == ["Pretended"] * 2
+    assert seen(python)["gpus"] == ["Pretended"] * gpus
     output = tmp_path / "gpu-check.json"
-    cells = (("blocks", "single"), ("blocks", "shard=2"), ("blocks", "shard=3"), ("statistics", "single"))
-    document = check(["machine", "matrix", "failures", "speed"], 20.0, output, python=python, cells=cells, models=TINY)
+    plans = ("single", "data=2", "shard=3", "tensor=2", "pipeline=2 schedule=1f1b", "place=auto parts=2",
+             "server=1 workers=2", "data=2 local=2 outer=diloco", "data=2 compress=int8")
+    cells = (*(("blocks", plan) for plan in plans), ("statistics", "single"))
+    document = check(PARTS, 20.0, output, python=python, cells=cells, models=TINY, plans=("single", "shard=2"))
     assert json.loads(output.read_text()) == document
-    assert [cell["verdict"] for cell in document["matrix"]] == ["equal", "equal", "not run", "equal"]
+    assert {cell["plan"]: cell["verdict"] for cell in document["matrix"]} == dict.fromkeys(plans, "equal")
+    assert {cell["devices"] for cell in document["matrix"]} == (
+        {"cuda:0", "2xcuda:0", "3xcuda:0"} if gpus == 1 else {"cuda:0", "cuda:0-1", "3xcuda:0"})
     assert [row["verdict"] for row in document["failures"]] == ["as expected"] * 2
+    assert all(0.5 < row["of_predicted"] < 2 for row in document["memory"]), document["memory"]
     compared = {row["contender"]: row for row in document["speed"] if row["precision"] == "float32"}
-    assert compared["single"]["ratio"] > 0
-    assert all(compared[plan]["memory of predicted"] > 0 for plan in ("single", "data=2", "shard=2"))
+    assert compared["single"]["ratio"] > 0 and compared["single"]["host ratio"] > 0
+    assert all(compared[plan]["memory of predicted"] > 0 for plan in ("single", *(
+        ("data=2", "shard=2") if gpus > 1 else ())))
+    assert set(page.wrong(document)) <= {
+        f"plain loop, torch.compile, tiny, {precision}: {row['reason']}" for precision in ("float32", "bf16")
+        for row in document["speed"] if "reason" in row}

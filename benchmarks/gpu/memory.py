@@ -1,0 +1,41 @@
+"""The memory that was predicted of a rank beside the most that torch allocated on its GPU, for each kind of plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import command
+from benchmarks.gpu.speed import MODELS, settings_of
+
+PLANS = ("single", "single recompute=full", "single accumulate=2", "data=2", "shard=2", "shard=2 zero=1", "tensor=2",
+         "pipeline=2", "place=auto parts=2", "server=1 workers=2", "data=2 local=2")
+STEPS = 6
+
+
+def memory(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool], *,
+           models: Mapping[str, Mapping[str, Any]] = MODELS, plans: Sequence[str] = PLANS) -> list[dict[str, Any]]:
+    """A row a plan, of the first model: bytes of the rank that needs most."""
+    name = next(iter(models))
+    rows = []
+    for number, plan in enumerate(plans):
+        devices = command.devices(plan, gpus)
+        row: dict[str, Any] = {"model": name, "plan": plan, "devices": devices}
+        if out_of_time():
+            rows.append({**row, "reason": "the time was up"})
+            continue
+        ended = command.run(command.train(python, "gpt", plan, devices, folder / f"memory-{number}", "--steps",
+                                          str(STEPS), "--check", "no", *settings_of(models[name])))
+        rows.append({**row, **_figures(ended)})
+    return rows
+
+
+def _figures(ended: command.Ended) -> dict[str, Any]:
+    if ended.exit_code != 0:
+        return {"reason": ended.reason}
+    summary = json.loads(ended.stdout)
+    peak, predicted = summary["peak_memory_bytes"], summary["predicted"]["peak_memory_bytes"]
+    return {"peak_memory_bytes": peak, "predicted_bytes": predicted,
+            "of_predicted": None if predicted is None else peak / predicted}
