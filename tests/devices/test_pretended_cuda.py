@@ -14,6 +14,7 @@ from pretended_cuda.plans import ALIKE, EXACT, FEATURES, MORE_ALIKE, MORE_EXACT,
 
 from paceline.plans import Plan
 from paceline.runtime import folder
+from paceline.runtime.checkpoint.read import open_checkpoint
 
 pytestmark = pytest.mark.timeout(600)  # the first one builds the device
 
@@ -139,6 +140,44 @@ def test_draws_of_gpus_are_switched_off(shop: Workshop):
     assert all(kind["off"] < 1e-6 and not kind["left_on"] and kind["draws"] == 1 for kind in found.values()), found
     assert found["dropout"]["switched_off"] == ["native_dropout"]
     assert found["attention"]["switched_off"] == ["_scaled_dot_product_efficient_attention"]
+
+
+def test_copies_for_a_checkpoint_hold_up_what_writes_to_them(shop: Workshop):
+    """Forwards wait for what they may write to, updates for the rest; only the thread that writes makes the host wait.
+    """
+    found = shop.check("staging")
+    assert all(found["same"]) and found["reads"] == [0, 0]
+    assert found["pointers"][0] == found["pointers"][1], "memory is kept"
+    assert found["told"] == ["save", "copied", "forward", "stream waits", "update", "host waits",
+                             "save", "copied", "stream waits", "forward", "update", "host waits"]
+
+
+@pytest.mark.parametrize(("job", "plan"), [
+    ("blocks", "shard=2"), *(pytest.param(job, plan, marks=pytest.mark.slow) for job, plan in (
+        ("statistics", "data=2"), ("blocks", "data=2 compress=topk"), ("blocks", "pipeline=2"),
+        ("blocks", "data=2 local=2 outer=diloco")))])
+def test_a_checkpoint_holds_the_weights_of_its_step(shop: Workshop, tmp_path: Path, job: str, plan: str):
+    """Though the run goes on while they are copied; and no step of it waits for that."""
+    for kind in ("cuda", "cpu"):
+        (tmp_path / kind).mkdir()
+    found, expected = (shop.train(job, plan, on(kind, plan), run=tmp_path / kind / "run", save_every=1)
+                       for kind in ("cuda", "cpu"))
+    saved = {path.name for path in (expected.run / "checkpoints").glob("step-*")}
+    assert saved == {path.name for path in (found.run / "checkpoints").glob("step-*")} and len(saved) > 1
+    for step in saved:
+        there, other = (open_checkpoint(trained.run / "checkpoints" / step) for trained in (found, expected))
+        assert there.tensors.keys() == other.tensors.keys()
+        for name in there.tensors:
+            torch.testing.assert_close(there.read(name), other.read(name), rtol=1e-9, atol=1e-11)
+    assert len(found.measured) == Plan.parse(plan).world_size
+    for rank in found.measured:
+        assert rank["updates_beside_copies"] == 0, "an update may write to what is being copied"
+    without = shop.train(job, plan, on("cuda", plan))
+    assert _reads(found) == _reads(without)
+
+
+def _reads(trained: Trained) -> list[list[int]]:
+    return [[step["reads"] for step in rank["steps"]] for rank in trained.measured]
 
 
 def test_a_run_goes_on_under_another_plan(shop: Workshop, tmp_path: Path):

@@ -250,6 +250,8 @@ def _steps(run: _Run) -> bool:
             recorder.phase(phase)
 
     def ahead() -> None:
+        if run.writer is not None:
+            run.writer.before_update()
         if feed.copies is not None:
             beat("input")
             feed.ahead()
@@ -361,7 +363,8 @@ def _save(run: _Run, *, last: bool = False) -> None:
     run.stepper.meetings.quiet()
     run.saved_step = run.step
     document = state.document(run.stepper, step=run.step, samples=run.samples)
-    blocked_s = run.writer.save(run.step, state.pieces(run.stepper), document, snapshot=not last)
+    blocked_s = run.writer.save(run.step, state.pieces(run.stepper), document, snapshot=not last,
+                                is_for_updates=partial(state.is_for_updates, run.stepper))
     if last:
         run.writer.wait()
     run.blocked_s += blocked_s
@@ -381,6 +384,8 @@ def _evaluate(run: _Run) -> None:
     if run.job.validation is None:
         return
     stepper, part = run.stepper, part_of(run.plan, run.mesh, run.settings.shares)
+    if run.writer is not None:
+        run.writer.before_update()  # replicas may have shared weights put in place of their own
     stepper.meetings.quiet()
     own_part = evaluated_part(run.job.validation, batch=run.job.batch, part=part)
     with stepper.meetings.shared_in_place(), stepper.evaluating(own_part, step=run.step):
@@ -408,6 +413,8 @@ def _stop(run: _Run) -> None:
 def _finish(run: _Run, started_s: float) -> dict[str, Any]:
     if run.step == 0:
         raise JobError("there was nothing to train on: no step was taken")
+    if run.writer is not None:
+        run.writer.before_update()
     run.stepper.layout.module.zero_grad()  # their memory is free for evaluating, saving and exporting
     settled = run.stepper.settle(run.step)
     if settled is not None:

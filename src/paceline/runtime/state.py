@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -31,6 +31,9 @@ from paceline.strategies.kept import Kept
 from paceline.strategies.layout import Extent, Ownership
 from paceline.strategies.meeting import Meetings
 from paceline.strategies.mesh import Mesh, axes_cut
+
+if TYPE_CHECKING:
+    from paceline.runtime.stepper import Stepper
 
 # Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY (keys: see OptimizerState),
 # optimizer-attributes/PATH, attributes/NAME, and those of the plan's rooms:
@@ -79,6 +82,11 @@ class Holder(Protocol):
 
     def kept(self) -> Iterable[Kept]:
         """State of the plan's rooms."""
+
+
+def is_for_updates(stepper: Stepper, name: str) -> bool:
+    """Whether nothing but an update writes to a tensor of a checkpoint: no forward, and no room of the plan."""
+    return name.startswith("optimizer/") or (name.startswith("parameters/") and not stepper.forwards_may_write)
 
 
 def pieces(stepper: Holder) -> Iterator[Piece]:

@@ -119,12 +119,14 @@ class Prepared:
     """A job's model, what this rank runs of it, and how its gradients meet.
 
     attributes: what the model keeps in Python attributes, as the job's function made it.
+    forwards_may_write: whether a forward might write to a parameter; not looked at on CPUs.
     """
 
     model: torch.nn.Module
     layout: Layout
     synchronisers: list[Synchroniser]
     attributes: ChangingAttributes
+    forwards_may_write: bool
 
 
 def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
@@ -160,6 +162,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         del spill, model
         spill, model = build()
     observed = replace(observed, sparse=sparsely_trained(model))
+    forwards_may_write = device.type == "cpu" or bool(limited_by_norm(model)) or may_write(model)
     running, attributes = spill.running if spill is not None else nullcontext, ChangingAttributes(model)
     layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,
                      example=lambda samples: example_batch(job.data, samples).to(device, dtype),
@@ -178,7 +181,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
             elsewhere = held_elsewhere(plan, layout.module)
             spill.bring_in([*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()])
     attributes.disregard_new()
-    return Prepared(model, layout, synchronisers, attributes)
+    return Prepared(model, layout, synchronisers, attributes, forwards_may_write)
 
 
 def _evaluation_batch(job: Job, plan: Plan, mesh: Mesh, device: torch.device) -> MicroBatch:
@@ -369,6 +372,7 @@ class Stepper:
     optimizer_state: what is to be kept of the optimizer. gathered: what it updates whole though ranks hold parts.
     own_parts: what it updates of tensors that ranks hold in parts. needs_closure: whether it evaluates the loss itself.
     sparsely_trained: parameters of this rank that get sparse gradients.
+    forwards_may_write: whether a forward might write to a parameter; not looked at on CPUs.
     """
 
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
@@ -378,7 +382,7 @@ class Stepper:
         self.all_go_back = plan.axes.shard > 1 or plan.splits_model  # ranks meet in backward
         prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
         self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
-        self.attributes = prepared.attributes
+        self.attributes, self.forwards_may_write = prepared.attributes, prepared.forwards_may_write
         self.meetings = meetings(self.synchronisers, mesh)
         self.model.train()
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}

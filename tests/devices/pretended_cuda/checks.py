@@ -8,7 +8,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from paceline.capture.randomness import WithoutRandomness
+from paceline.runtime.checkpoint.pieces import Piece
+from paceline.runtime.checkpoint.staging import Staging
 from paceline.runtime.feed import MicroBatch, Part, training_feed
 from paceline.runtime.order import Order, Window
 from paceline.runtime.prefetch import Prefetch
@@ -305,3 +307,50 @@ def planned() -> dict[str, Any]:
         return float(x.grad.sum())
 
     return {**answer.to_dict(), "used": used, "fork": fork.in_a_fork(work)}
+
+
+class Note(torch.cuda.Event):
+    """Tells when it is recorded, and who waits for it."""
+
+    told: ClassVar[list[str]] = []
+
+    def record(self, stream: Any = None) -> None:
+        self.told.append("copied")
+        super().record(stream)
+
+    def wait(self, stream: Any = None) -> None:
+        self.told.append("stream waits")
+        super().wait(stream)
+
+    def synchronize(self) -> None:
+        self.told.append("host waits")
+        super().synchronize()
+
+
+def staging() -> dict[str, Any]:
+    """In which order copies of a checkpoint are waited for, what they hold, and whether the host waited."""
+    import pretended_cuda_device as counted
+
+    on_gpu = {"parameters/a": torch.randn(4, 6, device="cuda").t(), "buffers/b": torch.arange(3, device="cuda"),
+              "optimizer/a/c": torch.randn(5, device="cuda", dtype=torch.complex64).conj()}
+    pieces = [Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for name, tensor in on_gpu.items()]
+    expected = {name: tensor.cpu().resolve_conj() for name, tensor in on_gpu.items()}
+    event, torch.cuda.Event = torch.cuda.Event, Note  # type: ignore[misc]
+    try:
+        staged = Staging(torch.device("cuda:0"))
+    finally:
+        torch.cuda.Event = event  # type: ignore[misc]
+    found: dict[str, Any] = {"reads": [], "same": [], "pointers": []}
+    for is_for_updates in (lambda name: name != "buffers/b", lambda name: False):
+        before, _ = counted.counts()["reads"], Note.told.append("save")
+        copies = staged.copy(pieces, is_for_updates=is_for_updates)
+        Note.told.append("forward")
+        staged.before_update()
+        staged.before_update()
+        Note.told.append("update")
+        found["reads"].append(counted.counts()["reads"] - before)
+        staged.wait()
+        found["same"] += [torch.equal(copy, expected[piece.name]) and copy.is_pinned() and copy.is_contiguous()
+                          for piece, copy in zip(pieces, copies, strict=True)]
+        found["pointers"].append([copy.data_ptr() for copy in copies])
+    return {**found, "told": list(Note.told)}

@@ -91,9 +91,9 @@ class Workshop:
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         trained = Trained(
             answer["summary"], [row["loss"] for row in rows if "loss" in row], load_file(run / "model.safetensors"),
-            [json.loads(file.read_text()) for file in sorted(answer["folder"].glob("measured-*.json"))],
+            [json.loads(file.read_text()) for file in sorted(run.parent.glob("measured-*.json"))],
             answer["first_use"], {int(file.stem.rpartition("-")[2]): json.loads(file.read_text())
-                                  for file in answer["folder"].glob("on-cpu-*.json")}, run)
+                                  for file in run.parent.glob("on-cpu-*.json")}, run)
         if not options:
             self._known[key] = trained
         return trained

@@ -19,6 +19,7 @@ from paceline.errors import PacelineError
 from paceline.launch import process
 from paceline.launch.fork import in_a_fork
 from paceline.profile import device as rates
+from paceline.runtime.checkpoint.staging import Staging
 from paceline.runtime.stepper import Stepper
 from pretended_cuda import checks
 from pretended_cuda.jobs import JOBS
@@ -35,6 +36,7 @@ def _measure(device: Any) -> None:
         if stepper.device.type == "cuda":
             stats = torch.cuda.memory_stats(stepper.device)
             _measured.update(built_peak_bytes=stats["requested_bytes.all.peak"], steps=[], backwards=[],
+                             updates_beside_copies=0,
                              built_bytes=stats["requested_bytes.all.current"],
                              devices=sorted({str(p.device) for p in stepper.held.values() if p.device.type != "meta"}))
 
@@ -52,6 +54,18 @@ def _measure(device: Any) -> None:
             _measured["backwards"].append({name: count - before[name] for name, count in device.counts().items()})
         return result
 
+    make, update, stagings = Staging.__init__, Stepper._update, list[Staging]()
+
+    def made(staging: Staging, *args: Any, **options: Any) -> None:
+        make(staging, *args, **options)
+        stagings.append(staging)
+
+    def updated(stepper: Stepper) -> None:
+        if "steps" in _measured:
+            _measured["updates_beside_copies"] += sum(staging._holds_up_update for staging in stagings)
+        update(stepper)
+
+    Staging.__init__, Stepper._update = made, updated  # type: ignore[method-assign]
     Stepper.__init__, Stepper.step, Stepper.backward = built, stepped, went_back  # type: ignore[method-assign]
 
 

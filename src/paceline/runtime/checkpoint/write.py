@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from safetensors.torch import save_file
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, as_stored, in_file, metadata
 from paceline.runtime.checkpoint.pieces import Piece, Region, copy, uncovered
+from paceline.runtime.checkpoint.staging import Staging
 from paceline.strategies.spill import give_back_freed
 
 FORMAT = "paceline-checkpoint"
@@ -119,12 +121,15 @@ class Writer:
         self.timeout_s = timeout_s
         self._num_saves = 0
         self._save: _Save | None = None
+        self._staging: Staging | None = None
         if rank == 0:
             self._remove_leftovers()
 
     def save(self, step: int, pieces: Iterable[Piece], document: Mapping[str, Any] | None = None, *,
-             snapshot: bool = True) -> float:
+             snapshot: bool = True, is_for_updates: Callable[[str], bool] = lambda name: False) -> float:
         """Copy the pieces to CPU memory and start writing them; waits first for a save that still runs.
+
+        From a GPU they are copied while this goes on: see `before_update`.
 
         Args:
             pieces: What this rank owns. The pieces of all ranks must cover every tensor without overlap; equal
@@ -132,6 +137,7 @@ class Writer:
             document: Anything JSON can hold, to be read back with the tensors. Only rank 0's counts.
             snapshot: Without it, what is in CPU memory already is written from there, and must stay as it is until
                 `wait` returns.
+            is_for_updates: Whether nothing but an update of the optimizer writes to the tensor of this name.
 
         Returns:
             Seconds the caller was blocked.
@@ -143,9 +149,32 @@ class Writer:
         self._num_saves += 1  # counted first, so that ranks stay in step when one of them fails here
         self.wait()
         save = _Save(self, step, f"{self.attempt}-{self._num_saves}")
-        save.start(pieces, document, snapshot=snapshot)
+        save.start(pieces, document, copies=partial(self._copies, is_for_updates=is_for_updates) if snapshot else None)
         self._save = save
         return time.monotonic() - started_s
+
+    def before_update(self) -> None:
+        """What is launched on a GPU from now on may write to tensors that only updates write to: let it wait for the
+        copies of a save that began before."""
+        if self._staging is not None:
+            self._staging.before_update()
+
+    def _copies(self, pieces: Iterable[Piece], *,
+                is_for_updates: Callable[[str], bool]) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Every piece with a copy of its tensor; those on a GPU come last, and are here once `_staged` has returned."""
+        on_gpu = []
+        for piece in pieces:
+            if piece.tensor.is_cuda:
+                on_gpu.append(piece)
+            else:
+                yield piece, _copied(piece.tensor)
+        if on_gpu:
+            self._staging = self._staging or Staging(on_gpu[0].tensor.device)
+            yield from zip(on_gpu, self._staging.copy(on_gpu, is_for_updates=is_for_updates), strict=True)
+
+    def _staged(self) -> None:
+        if self._staging is not None:
+            self._staging.wait()
 
     def poll(self) -> None:
         """Return at once; raise CheckpointError if the save in the background has failed."""
@@ -187,6 +216,7 @@ class _Save:
         self.failed = writer.folder / f".step-{step}.{token}.failed"
         # Until the end is reached, so that nothing unforeseen can pass for a commit.
         self.error: CheckpointError | None = CheckpointError(f"rank {self.rank}'s save of step {step} never ended")
+        self._staged = writer._staged
         self._tensors: dict[str, torch.Tensor] = {}
         self._entries: dict[str, dict[str, Any]] = {}
         self._document = "{}"
@@ -199,13 +229,14 @@ class _Save:
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
-    def start(self, pieces: Iterable[Piece], document: Mapping[str, Any] | None, *, snapshot: bool) -> None:
-        """Take the snapshot, or what it would be of, and begin to write it."""
+    def start(self, pieces: Iterable[Piece], document: Mapping[str, Any] | None, *,
+              copies: Callable[[Iterable[Piece]], Iterable[tuple[Piece, torch.Tensor]]] | None) -> None:
+        """Take the snapshot, or what it would be of, and begin to write it. copies: Makes it."""
         try:
             if self.rank == 0 and document is not None:
                 self._document = json.dumps(document, indent=1)
-            for piece in pieces:
-                self._take(piece, _copied(piece.tensor) if snapshot else piece.tensor)
+            for piece, held in ((piece, piece.tensor) for piece in pieces) if copies is None else copies(pieces):
+                self._take(piece, held)
             self._tensors = _apart(self._tensors)
         except Exception as error:
             raise self._give_up(error) from error
@@ -231,6 +262,7 @@ class _Save:
     def _run(self) -> None:
         try:
             self._check_peers()
+            self._staged()
             self._write_part()
             if self.rank == 0:
                 self._wait_for(self._missing_parts)
