@@ -32,6 +32,7 @@ class RankContext:
     num_starts: how often all ranks were started in this run, this time included.
     deaths: how often each rank had died in this run when this one was started.
     restarts: how often ranks that die may still be started again.
+    lost: ranks that are known to have died, the first one first; grows while they run.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class RankContext:
     num_starts: int = 1
     deaths: tuple[int, ...] = ()
     restarts: int = 0
+    lost: list[int] = field(default_factory=list)
 
     def beat(self, phase: str) -> None:
         """A sign of life."""

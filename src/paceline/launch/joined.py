@@ -20,8 +20,12 @@ from paceline.launch.board import Board
 from paceline.launch.crew import PEERS, Crew
 from paceline.launch.environment import Environment, address_towards, interface_towards
 from paceline.launch.failure import Failure, RankFailed
+from paceline.launch.liveness import Hub, Liveness, Spoke
 from paceline.launch.process import Body, run_rank
+from paceline.launch.watch import within
 
+_HEARD_S = 5.0  # how long a rank that fell with others looks for the cause in the store
+_LEAVE_S = 2.0  # rank 0 keeps the store, and leaves after the others have read there why
 _POLL_S = 0.01  # of the store, while rank 0 makes what the others wait for
 
 
@@ -127,38 +131,69 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
     Raises:
         RankFailed: on the rank whose failure the others follow from; the others leave with its exit code.
     """
-    heard_s = 5.0
+    terminal = sys.stderr
 
     def report(failure: Failure) -> None:
-        with suppress(RuntimeError):
-            store.set(f"failure/{environment.rank}", failure.to_json())
+        within(_HEARD_S, lambda: store.set(f"failure/{environment.rank}", failure.to_json()))
         _tell_elastic_agent(failure)
 
-    def report_hang(failure: Failure) -> None:
+    def report_end(failure: Failure) -> None:
         report(failure)
-        if store.add("hang told", 1) == 1:
-            print(f"error: {failure.describe()}", file=sys.stderr, flush=True)
+        is_told = (_cause_elsewhere(store, environment, _HEARD_S) if failure.heard
+                   else within(_HEARD_S, lambda: store.add("hang told", 1) != 1))
+        if not is_told:
+            # Rank 0 writes to its log and to the terminal at once; what others print goes to their logs alone.
+            for stream in (sys.stderr,) if environment.rank == 0 else (terminal, sys.stderr):
+                print(f"error: {failure.describe()}", file=stream, flush=True)
 
     secret = os.environ.get("PACELINE_SECRET") or agree(store, environment, f"secret/{attempt}",
                                                         lambda: secrets.token_hex(32), timeout_s=timeout_s)
+    # Servers and their workers, who form no group, hear of each other's death by themselves, and may go on.
+    need_each_other = crew.has_group and environment.world_size > 1
+    liveness = _join_liveness(store, environment, attempt, secret.encode(), timeout_s) if need_each_other else None
     result, failure, log = run_rank(
         body, rank=environment.rank, world_size=environment.world_size,
         local_world_size=environment.local_world_size, device=device, make_store=lambda: store, board=Board(1), slot=0,
-        attempt=attempt, run_dir=run_dir, timeout_s=timeout_s, report=report_hang, crew=crew,
-        secret=secret.encode(), host=address_towards(environment.master_address) or "127.0.0.1")
+        attempt=attempt, run_dir=run_dir, timeout_s=timeout_s, report=report_end, crew=crew,
+        secret=secret.encode(), host=address_towards(environment.master_address) or "127.0.0.1",
+        lost=liveness.lost if liveness else None)
+    if failure is not None:
+        report(failure)
+    if liveness:
+        liveness.close(farewell=failure is None or failure.is_stop)
     if failure is None:
         return result
-    report(failure)
-    if failure.heard and _cause_elsewhere(store, environment, heard_s):
+    if failure.heard and _cause_elsewhere(store, environment, _HEARD_S):
         sys.exit(failure.exit_code)
     raise RankFailed(failure, log)
 
 
+def _join_liveness(store: Any, environment: Environment, attempt: str, secret: bytes,
+                   timeout_s: float) -> Liveness | None:
+    """Hear of ranks that die. None where rank 0 can't be reached for it, which is told."""
+    made: list[Hub] = []
+
+    def make() -> str:
+        made.append(Hub(secret=secret))
+        return str(made[0].port)
+
+    port = int(agree(store, environment, f"liveness/{attempt}", make, timeout_s=timeout_s))
+    if made:
+        return made[0]
+    try:
+        return Spoke(environment.rank, (environment.master_address, port), secret=secret)
+    except OSError as error:
+        print(f"warning: rank {environment.rank} can't reach rank 0 at {environment.master_address}:{port} ({error}): "
+              f"it notices after --timeout {timeout_s:g} s, not at once, if a rank dies", file=sys.stderr, flush=True)
+        return None
+
+
 def _cause_elsewhere(store: Any, environment: Environment, patience_s: float) -> bool:
-    """Whether another rank reports a failure of its own within some seconds."""
+    """Whether another rank reports a failure of its own within some seconds, or has said what all saw."""
     others: Sequence[int] = [r for r in range(environment.world_size) if r != environment.rank]
     deadline = time.monotonic() + patience_s
-    try:
+
+    def ask() -> bool:
         while time.monotonic() < deadline:
             for rank in others:
                 if store.check([f"failure/{rank}"]):
@@ -167,8 +202,11 @@ def _cause_elsewhere(store: Any, environment: Environment, patience_s: float) ->
                         return True
             time.sleep(0.2)
         return bool(store.add("loss told", 1) != 1)  # nobody knows the cause: the first says what all saw
-    except RuntimeError:  # the store's host is gone
-        return False
+
+    is_known = within(2 * patience_s, ask)
+    if environment.rank == 0:
+        time.sleep(_LEAVE_S)
+    return bool(is_known)  # nothing is, where the store is gone
 
 
 def _tell_elastic_agent(failure: Failure) -> None:

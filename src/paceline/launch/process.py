@@ -31,10 +31,10 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
              make_store: Callable[[], dist.Store] | None, board: Board, slot: int, attempt: str,
              run_dir: Path | None, timeout_s: float, report: Callable[[Failure], None], crew: Crew, secret: bytes,
              host: str = "127.0.0.1", num_starts: int = 1, deaths: tuple[int, ...] = (),
-             restarts: int = 0) -> tuple[Any, Failure | None, Path | None]:
+             restarts: int = 0, lost: list[int] | None = None) -> tuple[Any, Failure | None, Path | None]:
     """Run `body` as one rank of a run. `report` takes a failure that ends the process before this returns.
 
-    num_starts, deaths, restarts: see `RankContext`.
+    num_starts, deaths, restarts, lost: see `RankContext`.
 
     Returns:
         The body's result, or its failure; and the rank's log.
@@ -43,7 +43,7 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
     where = set_up_device(device, local_world_size)
     context = RankContext(rank, world_size, local_world_size, where, None, board, slot, attempt, secret=secret,
                           host=host, timeout_s=timeout_s, num_starts=num_starts,
-                          deaths=deaths or (0,) * world_size, restarts=restarts)
+                          deaths=deaths or (0,) * world_size, restarts=restarts, lost=[] if lost is None else lost)
     result, failure = run_body(body, context, device=device, make_store=make_store, terminal=terminal, log=log,
                                report=report, crew=crew)
     sys.stdout.flush()

@@ -3,6 +3,9 @@
 Each rank watches itself from a thread outside the collectives. When its main thread has shown no sign of life for
 the timeout, it tells the others where it is: waiting in a collective, or stuck in code of its own. The rank that
 is stuck in its own code, or that says nothing at all, is the culprit.
+
+A rank that is known to have died ends the others some seconds later, if their main threads don't notice it themselves:
+a collective of NCCL never returns then.
 """
 
 from __future__ import annotations
@@ -14,15 +17,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.errors import PeerLost
 from paceline.launch.context import RankContext
 from paceline.launch.failure import Failure, failure_of, is_users
 
+T = TypeVar("T")
+
 _ANSWER_S = 3.0  # how long to wait for what the other ranks say
+_STORE_S = 5.0  # and for the store, on top of it: one that lives in a stopped process never answers
+_AFTER_LOSS = "look at the last lines of its log; --resume goes on from the last checkpoint"
 # Frames that mean: this rank waits for others.
 _WAITING = ("torch/distributed/", "paceline/strategies/data/run.py", "paceline/strategies/server/",
             "paceline/runtime/servers/")
@@ -50,21 +58,39 @@ class Watch:
 
     def _watch(self) -> None:
         while not self.done.wait(min(1.0, self.timeout_s / 4)):
-            if time.monotonic() - self.context.sign.time_s > self.timeout_s:
+            if self.context.lost:
+                self.done.wait(_ANSWER_S)  # the main thread may hear of it itself, and say more
+                failure = self._loss()
+            elif time.monotonic() - self.context.sign.time_s > self.timeout_s:
                 failure = self._ask_around()
-                if not self.done.is_set():
-                    self.report(failure)
-                    os._exit(failure.exit_code)
+            else:
+                continue
+            if not self.done.is_set():
+                self.report(failure)
+                os._exit(failure.exit_code)
+
+    def _loss(self) -> Failure:
+        """The report of a rank that can't go on without one that died."""
+        context = self.context
+        error = PeerLost(f"rank {context.lost[0]} is gone: its process or its host ended while this rank was in "
+                         f"{context.sign}", hint=_AFTER_LOSS)
+        return replace(failure_of(error, rank=context.rank, sign=context.sign), heard=True)
 
     def _ask_around(self) -> Failure:
         """Say where this rank is, hear where the others are, and name the culprit."""
-        store, rank = self.context.store, self.context.rank
+        store, rank, world_size = self.context.store, self.context.rank, self.context.world_size
         assert store is not None
-        store.set(f"stuck/{rank}", json.dumps(self._position()))
-        time.sleep(_ANSWER_S)
-        heard = {r: json.loads(store.get(f"stuck/{r}")) for r in range(self.context.world_size)
-                 if store.check([f"stuck/{r}"])}
-        return hang_failure(heard, world_size=self.context.world_size, rank=rank, timeout_s=self.timeout_s)
+
+        def ask() -> dict[int, dict[str, Any]]:
+            store.set(f"stuck/{rank}", json.dumps(own))
+            time.sleep(_ANSWER_S)
+            return {r: json.loads(store.get(f"stuck/{r}")) for r in range(world_size) if store.check([f"stuck/{r}"])}
+
+        own = self._position()
+        heard = within(_ANSWER_S + _STORE_S if rank else None, ask)
+        if heard is None:  # rank 0 keeps the store; of the others nothing is known
+            return hang_failure({rank: own}, world_size=world_size, rank=rank, timeout_s=self.timeout_s, silent=[0])
+        return hang_failure(heard, world_size=world_size, rank=rank, timeout_s=self.timeout_s)
 
     def _position(self) -> dict[str, Any]:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -73,6 +99,20 @@ class Watch:
         # On a GPU a collective returns at once, and the rank waits where it reads the result: in the reduce phase.
         return {"step": sign.step, "phase": sign.phase, "waits": sign.phase == "reduce" or is_waiting(frame),
                 "where": _user_place(frame), "host": os.uname().nodename, "stack": "".join(stack[-6:])}
+
+
+def within(limit_s: float | None, ask: Callable[[], T]) -> T | None:
+    """What the store says, in as many seconds; None if the process that keeps it is gone or does not answer."""
+    answers: list[T] = []
+
+    def asked() -> None:
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=asked, name="paceline-ask", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return answers[0] if answers else None
 
 
 def is_waiting(frame: FrameType | None) -> bool:
@@ -93,9 +133,13 @@ def _user_place(frame: FrameType | None) -> str:
     return ""
 
 
-def hang_failure(heard: dict[int, dict[str, Any]], *, world_size: int, rank: int, timeout_s: float) -> Failure:
-    """The report of a hang, in the culprit's name, from what each rank said of itself; `rank` writes it."""
-    silent = [r for r in range(world_size) if r not in heard]
+def hang_failure(heard: dict[int, dict[str, Any]], *, world_size: int, rank: int, timeout_s: float,
+                 silent: list[int] | None = None) -> Failure:
+    """The report of a hang, in the culprit's name, from what each rank said of itself; `rank` writes it.
+
+    silent: ranks that gave no answer; by default all that are not in `heard`.
+    """
+    silent = [r for r in range(world_size) if r not in heard] if silent is None else silent
     stuck = [r for r, at in heard.items() if not at["waits"]]
     waiting = [r for r, at in heard.items() if at["waits"]]
     culprit, trace = rank, ""
@@ -130,14 +174,16 @@ def peer_loss(context: RankContext, error: BaseException) -> Failure:
     store = context.store
     if store is None or not own.heard:
         return own
-    try:
+
+    def ask() -> list[int]:
         store.set(f"here/{context.rank}", "1")
         time.sleep(_ANSWER_S)
-        gone = [r for r in range(context.world_size) if not store.check([f"here/{r}"])]
-    except RuntimeError:  # the store lived in the process that died
-        return own
+        return [r for r in range(context.world_size) if not store.check([f"here/{r}"])]
+
+    silent = within(_ANSWER_S + _STORE_S, ask)  # None: the store lived in the process that died
+    gone = context.lost[:1] or silent
     if not gone:
         return own
     message = (f"rank {_listed(gone)} is gone: it closed its connections while this rank was in {context.sign}\n\n"
-               "hint: look at the last lines of its log; --resume goes on from the last checkpoint")
+               f"hint: {_AFTER_LOSS}")
     return replace(own, kind=PeerLost.__name__, message=message, where="", trace="")

@@ -1,0 +1,215 @@
+"""Connections by which ranks that a launcher started learn which of them died.
+
+Each rank keeps a connection to rank 0, which passes on what it sees. The kernel closes the connections of a process
+that dies, also where its peers wait in a collective of NCCL that shows nothing of it. A host that is gone closes none:
+TCP's keepalive probes find it after a minute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+_NONCE_BYTES, _PROOF_BYTES, _RANK = 16, 32, struct.Struct(">i")
+_FAREWELL = _RANK.pack(-1)  # in either direction: this process is about to end, and all is well
+_HANDSHAKE_S = 10.0
+# A host is given up after 30 + 3 x 10 s without an answer of its kernel.
+_PROBES = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    """A rank's forks, such as a loader's workers, may outlive it: they must not keep its connections open."""
+    for sock in list(_open):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+class Liveness(Protocol):
+    """lost: ranks that ended without a farewell, as they are noticed; another thread adds to it."""
+
+    lost: list[int]
+
+    def close(self, *, farewell: bool) -> None:
+        """farewell: whether this rank ends as it should; else the others are told that it is lost."""
+
+
+class Hub:
+    """Rank 0's end: hears of all ranks, and tells them.
+
+    Args:
+        secret: Peers prove with it that they belong to the run.
+    """
+
+    def __init__(self, *, secret: bytes) -> None:
+        self.lost: list[int] = []
+        self._secret = secret
+        self._listener = _kept(_listen())
+        self.port: int = self._listener.getsockname()[1]
+        self._wake, self._woken = map(_kept, socket.socketpair())
+        self._members: dict[int, socket.socket] = {}
+        self._farewell = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._thread = _started(self._serve)
+
+    def close(self, *, farewell: bool) -> None:
+        self._farewell = farewell
+        self._wake.close()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    self._end()
+                    return
+                key.data()
+
+    def _end(self) -> None:
+        for member in self._members.values():
+            if self._farewell:
+                _send(member, _FAREWELL)
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            sock = _kept(self._listener.accept()[0])
+            sock.setblocking(False)
+            nonce, claim = secrets.token_bytes(_NONCE_BYTES), bytearray()
+            sock.send(nonce)  # into an empty buffer
+            self._selector.register(sock, selectors.EVENT_READ, lambda: self._greet(sock, nonce, claim))
+
+    def _greet(self, sock: socket.socket, nonce: bytes, claim: bytearray) -> None:
+        """Take what a peer says of itself, as far as it has come."""
+        data = _received(sock, _RANK.size + _PROOF_BYTES - len(claim))
+        claim += data
+        if data and len(claim) < _RANK.size + _PROOF_BYTES:
+            return
+        rank = bytes(claim[:_RANK.size])
+        if not data or not hmac.compare_digest(bytes(claim[_RANK.size:]), _proof(self._secret, nonce, rank)):
+            self._drop(sock)
+            return
+        number, = _RANK.unpack(rank)
+        _watch_host(sock)
+        self._members[number] = sock
+        self._selector.modify(sock, selectors.EVENT_READ, lambda: self._hear(number, sock))
+        for lost in self.lost:
+            _send(sock, _RANK.pack(lost))
+
+    def _hear(self, number: int, sock: socket.socket) -> None:
+        """The only word of a member is its farewell; without one its end is a loss."""
+        said = _received(sock, _RANK.size)
+        del self._members[number]
+        self._drop(sock)
+        if said != _FAREWELL:
+            self.lost.append(number)
+            for member in self._members.values():
+                _send(member, _RANK.pack(number))
+
+    def _drop(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        sock.close()
+
+
+class Spoke:
+    """Another rank's end.
+
+    Args:
+        address: Of rank 0's host, and its hub's port.
+
+    Raises:
+        OSError: it can't be reached there.
+    """
+
+    def __init__(self, rank: int, address: tuple[str, int], *, secret: bytes) -> None:
+        self.lost: list[int] = []
+        self._sock = _kept(socket.create_connection(address, timeout=_HANDSHAKE_S))
+        own = _RANK.pack(rank)
+        self._sock.sendall(own + _proof(secret, _exactly(self._sock, _NONCE_BYTES), own))
+        self._sock.settimeout(None)
+        _watch_host(self._sock)
+        self._thread = _started(self._listen)
+
+    def close(self, *, farewell: bool) -> None:
+        if farewell:
+            _send(self._sock, _FAREWELL)
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._sock.close()
+
+    def _listen(self) -> None:
+        try:
+            while (said := _exactly(self._sock, _RANK.size)) != _FAREWELL:
+                self.lost.append(_RANK.unpack(said)[0])
+        except OSError:
+            self.lost.append(0)
+
+
+def _listen() -> socket.socket:
+    """On all addresses of this host: peers come to the one at which they found rank 0's store."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def _kept(sock: socket.socket) -> socket.socket:
+    _open.add(sock)
+    return sock
+
+
+def _started(work: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="paceline-liveness", daemon=True)
+    thread.start()
+    return thread
+
+
+def _watch_host(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _received(sock: socket.socket, size: int) -> bytes:
+    """What has come, up to a size; nothing from a peer that is gone."""
+    try:
+        return sock.recv(size)
+    except OSError:
+        return b""
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (part := sock.recv(size - len(data))):
+            raise ConnectionError("the connection to rank 0 was closed")
+        data += part
+    return data
+
+
+def _send(sock: socket.socket, data: bytes) -> None:
+    """A peer that is gone, or takes nothing, needs not be told."""
+    with suppress(OSError):
+        sock.send(data)
+
+
+def _proof(secret: bytes, nonce: bytes, rank: bytes) -> bytes:
+    return hmac.new(secret, b"liveness" + nonce + rank, hashlib.sha256).digest()
