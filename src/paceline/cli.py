@@ -36,7 +36,8 @@ app = typer.Typer(
 JobSource = Annotated[str, typer.Argument(metavar="FILE[:FUNCTION]", help="The job: a function, `job` by default.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a trained run.")]
 OnePlan = Annotated[str | None, typer.Option("--plan", metavar="PLAN", help="'single', 'data=2', ... or a plan.json.")]
-Devices = Annotated[str | None, typer.Option(metavar="NAMES", help="cpu:0,cpu:1 or cuda:0-3, one a rank.")]
+Devices = Annotated[str | None, typer.Option(
+    metavar="NAMES", help="cpu:0,cpu:1 or cuda:0-3, one a rank; 2xcuda:0 is one GPU for two.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A hyperparameter.")]
 _EXAMPLES = {"--set": "0.01 sets the parameter lr of the job", "--vary": "1e-5..1e-1:log varies the parameter lr"}
 YesOrNo = Literal["yes", "no"]
