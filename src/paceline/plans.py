@@ -22,8 +22,10 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 OuterName = Literal["average", "diloco"]
 CompressName = Literal["none", "bf16", "int8", "topk", "powersgd"]
 RecomputeName = Literal["none", "selective", "full"]
+CompileName = Literal["none", "blocks"]
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 RECOMPUTES: tuple[RecomputeName, ...] = ("none", "selective", "full")
+COMPILES: tuple[CompileName, ...] = ("none", "blocks")
 OUTERS: tuple[OuterName, ...] = ("average", "diloco")
 COMPRESSIONS: tuple[CompressName, ...] = ("none", "bf16", "int8", "topk", "powersgd")
 
@@ -150,6 +152,7 @@ class Modifiers:
     accumulate: micro-batches an update, or "auto": as few as fit each device's memory.
     recompute: "full" keeps only each block's input for backward and computes the rest again; "selective" computes again
         what lies between attention's products.
+    compile: "blocks" compiles each repeated block of the model with torch.compile, equal blocks once.
     shares: how the global batch is cut over the replicas: "equal", by the devices' "speed" or "memory",
         or one positive whole number a replica.
     compress: the form in which replicas send each other gradients, or the differences of outer steps.
@@ -158,6 +161,7 @@ class Modifiers:
 
     accumulate: int | Literal["auto"] = 1
     recompute: RecomputeName = "none"
+    compile: CompileName = "none"
     shares: Literal["equal", "speed", "memory"] | tuple[int, ...] = "equal"
     compress: CompressName = "none"
     deterministic: Literal["yes", "no"] = "no"
@@ -412,6 +416,7 @@ _KEYS: dict[str, _Key] = {
     "virtual": _Key("schedule", 1, "V", _whole),
     "accumulate": _Key("modifiers", 1, "K|auto", _whole_or_auto),
     "recompute": _Key("modifiers", "none", "none|selective|full", _word),
+    "compile": _Key("modifiers", "none", "none|blocks", _word),
     "shares": _Key("modifiers", "equal", "equal|speed|memory|A:B:...", _shares),
     "compress": _Key("modifiers", "none", "none|bf16|int8|topk|powersgd", _word),
     "deterministic": _Key("modifiers", "no", "yes|no", _word),
@@ -518,6 +523,8 @@ def _problems(plan: Plan) -> list[str]:
         found.append(f"recompute={mods.recompute}: {nearest(str(mods.recompute), RECOMPUTES)}")
     if mods.deterministic not in ("yes", "no"):
         found.append(f"deterministic={mods.deterministic}: {nearest(str(mods.deterministic), ('yes', 'no'))}")
+    if mods.compile not in COMPILES:
+        found.append(f"compile={mods.compile}: {nearest(str(mods.compile), COMPILES)}")
     if isinstance(mods.shares, tuple):
         if not all(map(_is_count, mods.shares)):
             found.append(f"shares={_text(mods.shares)} must be whole numbers of at least 1")

@@ -17,6 +17,8 @@ from paceline.strategies.conflicts import CONFLICTS, check
     ("data=2 local=4 compress=topk", "an outer step later", "int8"),
     ("data=2 tensor=2 compress=powersgd", "ranks hold parts", "int8"),
     ("server=1 workers=2 compress=int8", "too coarse for weights", "bf16"),
+    ("tensor=2 compile=blocks", "called one by one through DTensor", "without it"),
+    ("pipeline=2 schedule=zero-bubble compile=blocks", "is one operator", "1f1b"),
 ])
 def test_what_does_not_compose_is_refused(text: str, why: str, instead: str):
     """With the plan, what goes wrong, and what to choose."""
@@ -31,7 +33,8 @@ def test_every_conflict_is_met_by_a_plan():
     plans = [Plan.parse(text) for text in ("pipeline=2 shard=2 schedule=zero-bubble",
                                            "pipeline=2 schedule=zero-bubble recompute=full", "data=2 shard=2 local=4",
                                            "data=2 local=4 compress=topk", "data=2 tensor=2 compress=powersgd",
-                                           "server=1 workers=2 compress=topk", "single recompute=selective")]
+                                           "server=1 workers=2 compress=topk", "single recompute=selective",
+                                           "tensor=2 compile=blocks", "pipeline=2 schedule=zero-bubble compile=blocks")]
     assert all(any(conflict.is_met(plan) for plan in plans) for conflict in CONFLICTS)
 
 

@@ -6,13 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 
 def _randint(*args: Any, **options: Any) -> torch.Tensor:
@@ -85,6 +89,45 @@ def drawing() -> Iterator[None]:
         yield
     finally:
         _open_drawing -= 1
+
+
+@contextmanager
+def without_modes() -> Iterator[bool]:
+    """Meanwhile nothing sees operators before torch does, as torch.compile wants it. Gives whether they draw: what is
+    compiled here must use `means` if not."""
+    if is_off := any(isinstance(mode, WithoutRandomness) for mode in _get_current_dispatch_mode_stack()):
+        is_off = not _open_drawing
+        with _disable_current_modes():
+            yield not is_off
+    else:
+        yield True
+
+
+def means() -> dict[Any, Callable[..., Any]]:
+    """What random operators without effects on their arguments are replaced by where a graph is made of them."""
+    return {func: partial(_mean_of, func) for func in _random_operators()}
+
+
+@cache
+def _random_operators() -> tuple[Any, ...]:
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if not name.startswith("__"))
+    funcs = [getattr(packet, name) for packet in packets if hasattr(packet, "overloads")
+             for name in packet.overloads()]
+    return tuple(func for func in funcs if not func._schema.is_mutable and (
+        _drop_argument(func) is not None or torch.Tag.nondeterministic_seeded in func.tags))
+
+
+def _mean_of(func: Any, *args: Any, **kwargs: Any) -> Any:
+    name = func.overloadpacket.__name__
+    kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+    if (given := _without_drops(func, args, kwargs)) is not None:
+        args, kwargs, drops = given
+        return func(*args, **kwargs) if drops else NotImplemented
+    if name in _MEANS:
+        return _MEANS[name](*args, **kwargs)
+    if f"{name}_" in _MEANS:  # where a graph is made, what is written in place becomes a tensor of its own
+        return _MEANS[f"{name}_"](args[0].clone(), *args[1:], **kwargs)
+    return NotImplemented
 
 
 class WithoutRandomness(TorchDispatchMode):

@@ -32,6 +32,7 @@ from paceline.runtime.order import Order, Window
 from paceline.runtime.prefetch import Prefetch
 from paceline.runtime.shares import refuse_single_samples
 from paceline.runtime.stepper import Stepper, StepResult
+from paceline.strategies.compose import reported
 from paceline.strategies.mesh import Mesh
 
 WARM_UP_STEPS = 10  # of a launch, left out of its speed
@@ -450,6 +451,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "peak_memory_bytes": peak_bytes,
         "save_blocked_s": run.blocked_s,
         "bytes_sent": round(run.stepper.sent_bytes),
+        **reported(run.stepper.synchronisers),
     }
 
 

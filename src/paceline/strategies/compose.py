@@ -1,8 +1,9 @@
 """What composes with what, and in which order the rooms of a plan are entered.
 
 Every room changes the model in place and may answer with a `Synchroniser`, which says when its collectives run.
-The order is from the innermost change to the outermost meeting: blocks are first told to recompute, then sharded,
-and what gradients a rank then holds are reduced over the replicas. Each room sees only what the one before left.
+The order is from the innermost change to the outermost meeting: blocks are first compiled, then told to recompute,
+then sharded, and what gradients a rank then holds are reduced over the replicas. Each room sees only what the one
+before left.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from paceline.capture.compare import is_comparable
 from paceline.capture.probe import NOTHING, Observed
 from paceline.plans import Plan, Servers
+from paceline.strategies.compile import run as compile_blocks
 from paceline.strategies.data import run as data
 from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.layout import Batch, Layout, Whole
@@ -63,6 +65,14 @@ class Gathers(Protocol):
         """The next forward is one of training, at other weights."""
 
 
+@runtime_checkable
+class Reports(Protocol):
+    """A synchroniser that adds figures to a run's summary."""
+
+    def summary(self) -> Mapping[str, Any]:
+        """Figures of all ranks by their key in `summary.json`. Collective."""
+
+
 class Room(Protocol):
     """The running side of a strategy.
 
@@ -82,7 +92,7 @@ class Room(Protocol):
         """
 
 
-ROOMS: tuple[Room, ...] = (recompute, shard, data, local)
+ROOMS: tuple[Room, ...] = (compile_blocks, recompute, shard, data, local)
 # What capturing a model imports, for plans that split it: 26 MiB of pages in each rank that imports them itself.
 _CAPTURE_IMPORTS = ("paceline.strategies.stages.build", "torch.export._trace", "torch._inductor.sizevars",
                     "torch._inductor.fx_passes.dedupe_symint_uses", "torch._inductor.compiler_bisector",
@@ -146,6 +156,12 @@ def end_evaluation(synchronisers: Sequence[Synchroniser]) -> None:
     for synchroniser in synchronisers:
         if isinstance(synchroniser, Gathers):
             synchroniser.end_evaluation()
+
+
+def reported(synchronisers: Sequence[Synchroniser]) -> dict[str, Any]:
+    """What the plan's rooms add to a run's summary. Collective."""
+    return {key: value for synchroniser in synchronisers if isinstance(synchroniser, Reports)
+            for key, value in synchroniser.summary().items()}
 
 
 def runs_again(plan: Plan) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from paceline.strategies.compile.run import is_compiled
 from paceline.strategies.server.serve import bytes_of
 
 if TYPE_CHECKING:
@@ -182,4 +183,5 @@ class _Watch(TorchFunctionMode):
 def _is_out_of_sight(model: nn.Module) -> bool:
     """Whether some of it runs where torch can't be watched."""
     return any(isinstance(module, torch.jit.ScriptModule | torch._dynamo.OptimizedModule)
-               or getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+               or getattr(module, "_compiled_call_impl", None) is not None or is_compiled(module)
+               for module in model.modules())

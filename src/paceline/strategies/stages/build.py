@@ -18,6 +18,7 @@ from paceline.capture.opaque import OpaqueModules
 from paceline.capture.state import state_kept
 from paceline.errors import PacelineError, PlanRefused
 from paceline.launch.logs import logger
+from paceline.strategies.compile.run import refuse_compiled
 from paceline.strategies.layout import Batch
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
 from paceline.strategies.stages.layout import Stages, first_names, has_hooks, hollow, renamed
@@ -56,6 +57,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
     """
     model.train()
     refuse_scripted(model, "a plan that splits the model")
+    refuse_compiled(model, "a plan that splits the model")
     opaque, here = OpaqueModules(), next(model.parameters()).device
     with context():
         try:

@@ -26,6 +26,7 @@ class PieceModule(nn.Module):
                  apart: Mapping[str, nn.Parameter] | None = None, *, runs_once: bool = False) -> None:
         super().__init__()
         self.split, self.apart, self.runs_once = split, dict(apart or {}), runs_once
+        self._wrap: Callable[[Piece, Callable[..., Any]], Callable[..., Any]] = lambda piece, run: run
         self.runs: dict[int, tuple[Piece, Callable[..., tuple[torch.Tensor, ...]]]] = {}
         for name, parameter in parameters.items():
             self.register_parameter(name_of_attribute(name), parameter)
@@ -37,9 +38,13 @@ class PieceModule(nn.Module):
         changes, as they are after it: those it is given stay as they are, so that it can be computed again.
         """
         if id(piece) not in self.runs:
-            self.runs[id(piece)] = (piece, self.split(piece) if self.split else piece.run)
+            self.runs[id(piece)] = (piece, self._wrap(piece, self.split(piece) if self.split else piece.run))
         parameters = tuple(map(self.held, piece.parameters))
         return run_purely(self.runs[id(piece)][1], piece, parameters, tensors)
+
+    def wrap_runs(self, wrap: Callable[[Piece, Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Run what `wrap` makes of a piece and its run, before any piece has run."""
+        self._wrap = wrap
 
     def holds(self, names: Iterable[str]) -> bool:
         return all(name in self.apart or name_of_attribute(name) in self._parameters for name in names)

@@ -1,0 +1,187 @@
+"""Compiled blocks: torch.compile turns the forward of each repeated block, and its backward, into fused kernels.
+
+Blocks are compiled one by one and before they are sharded (regional compilation), so that blocks that are alike share
+one compilation, and FSDP2's hooks and the user's run outside of compiled code. What lies between blocks is left as it
+is. A forward without gradients, as of an evaluation, runs the block's own code: it would need a compilation of its own.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence, Set
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.capture.probe import NOTHING, Observed
+from paceline.capture.randomness import means, without_modes
+from paceline.errors import PlanRefused
+from paceline.strategies.compile.watch import Watch
+from paceline.strategies.units import find_units, refuse_scripted
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+    from paceline.capture.graph import Piece
+    from paceline.plans import Plan
+    from paceline.strategies.mesh import Mesh
+
+IMPORTS: tuple[str, ...] = ("torch._dynamo", "torch._inductor.compile_fx")
+_LOSES = "torch.compile would lose what it writes to its buffer '{}', which is a float64 scalar"
+WITHOUT = "leave out compile=blocks: the plan computes the same without it"
+# Ways to run one block that are compiled at most, where torch allows 8 for all blocks of one class together.
+MOST_WAYS = 8
+
+
+def is_active(plan: Plan) -> bool:
+    return plan.modifiers.compile == "blocks"
+
+
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
+            device: torch.device | None = None) -> Watch:
+    """Wrap the forward of every unit; names of modules and parameters stay as they are.
+
+    A model without units is compiled whole. Nothing is compiled before the first forward.
+
+    Raises:
+        PlanRefused: there is no C++ compiler, or a part of the model is compiled already.
+    """
+    place = device or next(model.parameters()).device
+    refuse_scripted(model, "compile=blocks")
+    refuse_compiled(model, "compile=blocks")
+    _refuse_without_compiler(place)
+    if place.type == "cpu":
+        torch._inductor.config.compile_threads = 1  # ranks share the cores, and a block is one file of C++
+    watch = Watch(place, num_ranks=mesh.world_size)
+    units = find_units(model) or {type(model).__name__: model}
+    for name, unit in units.items():
+        most_ways = MOST_WAYS * len(units)
+        if (wrap_runs := getattr(unit, "wrap_runs", None)) is not None:  # pieces of a captured model
+            held = getattr(model, "buffers_at", {})
+            lost = {path for path, (module, key) in held.items() if _is_lost(module._buffers[key])}
+            wrap_runs(partial(_compiled_piece, watch=watch, most_ways=most_ways, lost=lost))
+        elif lost := {path for path, buffer in unit.named_buffers() if _is_lost(buffer)}:
+            watch.leave_out(name, _LOSES.format(min(lost)))
+        else:
+            unit.forward = Compiled(name, unit.forward, watch, most_ways=most_ways)
+    return watch
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's forward is compiled code, in which torch's functions can't be watched."""
+    forward = vars(module).get("forward")
+    while forward is not None and not isinstance(forward, Compiled):
+        forward = getattr(forward, "forward", None)  # one that is run again in backward
+    return forward is not None
+
+
+def refuse_compiled(model: nn.Module, what: str) -> None:
+    """
+    Args:
+        what: The plan's key that needs the modules' own code, for the message.
+
+    Raises:
+        PlanRefused: the user has compiled a module with torch.compile.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    for path, module in model.named_modules():
+        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+            where = f"'{path}'" if path else "the model"
+            raise PlanRefused(f"{where} is compiled by torch.compile already, and {what} needs its own code",
+                              hint="leave out torch.compile where the model is built; compile=blocks in the plan "
+                                   "compiles its blocks and leaves their parameters' names as they are")
+
+
+def _is_lost(buffer: torch.Tensor | None) -> bool:
+    """Whether compiled code of torch 2.13 forgets what a forward writes to it: it takes float64 scalars for numbers."""
+    return buffer is not None and buffer.ndim == 0 and buffer.dtype == torch.float64
+
+
+def _refuse_without_compiler(device: torch.device) -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        found = device.type != "cpu" or shutil.which(get_cpp_compiler()) is not None
+    except (InvalidCxxCompiler, RuntimeError):
+        found = False
+    if not found:
+        raise PlanRefused("compile=blocks needs a C++ compiler on the CPU, and there is none",
+                          hint="install g++ (apt install g++) or name one in the environment variable CXX; or "
+                               + WITHOUT)
+
+
+def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """torch's own backend."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs)
+
+
+def inductor_with_means(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """The same, and random operators give the mean of what they draw; for comparisons with one device."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    with config.patch(enable_autograd_cache=False):  # its key doesn't know of the means
+        return compile_fx(graph, inputs, decompositions={**select_decomp_table(), **means()})
+
+
+class Compiled:
+    """A block's forward, compiled where gradients are wanted.
+
+    Args:
+        block: Its name, for messages.
+        most_ways: Compilations of one forward's code after which there are no more.
+        again: Why the block is compiled if it was before, as another forward.
+    """
+
+    def __init__(self, block: str, forward: Callable[..., Any], watch: Watch, *, most_ways: int,
+                 again: str = "") -> None:
+        self.block, self.forward, self.watch, self.again = block, forward, watch, again
+        compiled = partial(torch.compile, forward, fullgraph=True, recompile_limit=most_ways)
+        self.drawing, self.with_means = compiled(backend=inductor), compiled(backend=inductor_with_means)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        try:
+            with self.watch.running(self.block, self.again), without_modes() as draws:
+                return (self.drawing if draws else self.with_means)(*args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            self._refuse(error, args, kwargs, too_often=isinstance(error, FailOnRecompileLimitHit))
+
+    def _refuse(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], *,
+                too_often: bool) -> None:
+        """
+        Raises:
+            PlanRefused: torch can't compile the block. Where the block's own code fails too, its error is raised.
+        """
+        self.forward(*args, **kwargs)
+        if too_often:
+            raise PlanRefused(f"'{self.block}' had to be compiled too often ({_first_line(error)})",
+                              hint="the rank's log says why each time, such as a number in an attribute that changes "
+                                   f"in every step; or {WITHOUT}") from error
+        raise PlanRefused(f"torch.compile can't compile '{self.block}' as a whole ({_first_line(error)})",
+                          hint=WITHOUT) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next((line.strip() for line in str(error).splitlines() if line.strip()), '')}"
+
+
+def _compiled_piece(piece: Piece, run: Any, *, watch: Watch, most_ways: int, lost: Set[str]) -> Callable[..., Any]:
+    """What runs a piece of a captured model; one with modules that are taken whole keeps running their own code."""
+    if piece.opaque:
+        watch.leave_out(piece.key, f"'{piece.opaque[0]}' in it is taken whole")
+        return run
+    if changed := piece.changes & lost:
+        watch.leave_out(piece.key, _LOSES.format(min(changed)))
+        return run
+    return Compiled(piece.key, run.forward, watch, most_ways=most_ways,
+                    again="the model is captured anew for inputs of another size, as of a short last batch")
