@@ -279,7 +279,7 @@ def test_rooms_hook_into_moments_that_exist():
     from paceline.strategies.costs import Held, Step
 
     held = Held(*({p.name: p.num_bytes for p in PROFILE.parameters} for _ in range(3)))
-    plans = [Plan.parse(text) for text in ("data=2 shard=2 recompute=full", "data=2 local=4", "tensor=2",
+    plans = [Plan.parse(text) for text in ("data=2 shard=2 recompute=full compile=blocks", "data=2 local=4", "tensor=2",
                                            "server=1 workers=2")]
 
     for room in ROOMS:

@@ -26,10 +26,12 @@ MEASURED = "unaccounted"  # of a ledger: what was measured above everything that
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A few steps of a plan on the devices: the mean step, and the fullest rank's peak."""
+    """A few steps of a plan on the devices: the mean step, the fullest rank's peak, and seconds that all of it took
+    beside as many such steps: ranks that start, and code that is compiled."""
 
     step_s: float
     peak_memory_bytes: int
+    start_s: float = 0.0
 
 
 class Corrections:
@@ -67,7 +69,15 @@ class Corrections:
             predicted, step_s=step_s, low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread),
             peak_memory_bytes=predicted.peak_memory_bytes + off.num_bytes, ledger=_with(predicted.ledger, off),
             breakdown=self._breakdown(predicted, step_s), is_measured=plan in self,
+            start_s=self._start_s(plan, predicted),
             needs=tuple(Need(need.name, need.device, _with(need.ledger, off)) for need in predicted.needs))
+
+    def _start_s(self, plan: Plan, predicted: Estimate) -> float:
+        """What a rehearsal took once, beyond what each takes for its ranks to start; the fastest start is nothing else.
+        The rehearsal left compiled code in torch's cache, so that a run starts sooner than this."""
+        if plan not in self or not predicted.start_s:
+            return predicted.start_s
+        return max(0.0, self._found[plan].start_s - min(found.start_s for found in self._found.values()))
 
     def _of_the_nearest(self, plan: Plan) -> _Off:
         """What the plans that are most like this one are off by; their memory only if they are of its kind."""
@@ -121,7 +131,8 @@ def _likenesses(plan: Plan) -> tuple[tuple[object, ...], ...]:
     """What a plan shares with others, from plans that run the same code to all plans."""
     kind, ranks = kind_of(plan), plan.world_size
     servers = (plan.sync.server, plan.sync.colocate) if isinstance(plan.sync, Servers) else ()
-    code = (plan.modifiers.recompute, plan.schedule.schedule == "zero-bubble", plan.zero, servers)
+    code = (plan.modifiers.recompute, plan.modifiers.compile, plan.schedule.schedule == "zero-bubble", plan.zero,
+            servers)
     return (kind, ranks, *code), (kind, ranks), (kind,), ()
 
 

@@ -11,7 +11,7 @@ from paceline.cluster import Cluster, Device, Network, usable_cores
 from paceline.errors import PacelineError, PlanError
 from paceline.job import Precision
 from paceline.planner.described import least_bytes, play_described
-from paceline.planner.program import HOLES_ADDED, stage_program, step_program
+from paceline.planner.program import HOLES_ADDED, stage_program, start_s, step_program
 from paceline.plans import Plan, Servers
 from paceline.profile.device import DeviceRates, measure_device
 from paceline.profile.profile import Profile
@@ -47,6 +47,7 @@ class Estimate:
     breakdown: the slowest rank's seconds: compute, communication (what no computing hides), optimizer.
     notes: which figures are rough, and why.
     needs: of every kind of rank, what its device must hold.
+    start_s: seconds that the run takes once for this plan, such as for compiling.
     low_s, high_s: between them the step is 80 times in 100.
     is_measured: whether steps were really taken.
     """
@@ -60,6 +61,7 @@ class Estimate:
     low_s: float = math.nan
     high_s: float = math.nan
     is_measured: bool = False
+    start_s: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -132,7 +134,7 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
         device = devices_of(plan, cluster)[0]
         needs = (*needs, Need("each server", device, {**server_ledger(profile, plan), "runtime": CPU_RUNTIME_BYTES}))
     return _sure(Estimate(slowest.step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes,
-                          needs), RATES_SPREAD)
+                          needs, start_s=start_s(profile, plan)), RATES_SPREAD)
 
 
 def _estimate_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
@@ -200,8 +202,8 @@ def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: in
     if plan.axes.tensor > 1:
         notes += ("tensor=N: every matrix that can be is taken to be split, and no activation",)
     step_s = max(slowest.step_s, _work_s(played, plan, places))
-    return _sure(Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, notes, needs),
-                 RATES_SPREAD)
+    return _sure(Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, notes, needs,
+                          start_s=max(start_s(rank.profile, plan) for rank in ranks)), RATES_SPREAD)
 
 
 def _work_s(played: Sequence[Timeline], plan: Plan, places: Sequence[Device]) -> float:

@@ -11,6 +11,7 @@ from paceline.plans import Plan
 from paceline.profile.profile import Profile
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Program, Repeat, free
 from paceline.software import PACELINE, Software
+from paceline.strategies.compile.cost import ROOM as COMPILE
 from paceline.strategies.costs import (
     Held,
     Hook,
@@ -35,7 +36,7 @@ from paceline.strategies.tensor.cost import ROOM as TENSOR
 # model of one small layer, one core; see docs/prediction.md.
 MICROBATCH_S = 0.6e-3
 # Innermost first, as on the running side (`strategies/compose.py`).
-ROOMS: tuple[Room, ...] = (RECOMPUTE, TENSOR, SHARD, DATA, LOCAL, SERVER)
+ROOMS: tuple[Room, ...] = (COMPILE, RECOMPUTE, TENSOR, SHARD, DATA, LOCAL, SERVER)
 # Holes that a gradient leaves in a heap that is kept, when it was added to another and is given back: smaller things
 # are put into its place. Measured with glibc 2.36; see docs/prediction.md. They have a name of their own, as ranks with
 # a limit keep no heap.
@@ -43,6 +44,11 @@ HOLES_ADDED = "holes of gradients"
 CPU_HOLES_ADDED = 0.1
 ADDED = 3  # bytes moved a byte of gradient that is added to another: both are read, one is written
 Item = Event | tuple[MomentName, Moment]
+
+
+def start_s(profile: Profile, plan: Plan) -> float:
+    """Seconds that a run under the plan takes once, and other plans don't."""
+    return sum(room.start_s(profile, plan) for room in ROOMS if room.is_active(plan))
 
 
 def step_program(profile: Profile, plan: Plan, device_kind: DeviceKind, microbatch_samples: Sequence[float], *,

@@ -51,9 +51,16 @@ class Question:
         job = self.job
         batch = min(job.batch, job.num_samples or job.batch)
         num_devices = len(cluster.devices)
+        whole = Limits(batch, compiled_steps=self._compiled_steps(cluster))
         if num_devices == 1 or not self.may_split or not self.pieces.count():
-            return Limits(batch)
-        return Limits(batch, layers=self.pieces.count(), tensor=MOST_TENSOR, parts=num_devices)
+            return whole
+        return replace(whole, layers=self.pieces.count(), tensor=MOST_TENSOR, parts=num_devices)
+
+    def _compiled_steps(self, cluster: Cluster) -> int | None:
+        """What compiling brings is not known before it was tried, which only CPUs that are here let us do."""
+        if cluster.nodes or any(device.kind != "cpu" for device in cluster.devices):
+            return None
+        return self.job.total_steps
 
     def shape(self, cluster: Cluster) -> Shape:
         """Devices may be left out on this machine, and where they cost something."""

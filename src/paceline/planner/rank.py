@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.errors import PlanError
 from paceline.planner.estimate import Estimate, NotPriced
-from paceline.planner.space import Limits, Shape, microbatch_counts, relaxed, served, splits, variants
+from paceline.planner.space import (
+    Limits,
+    Shape,
+    compiled_variant,
+    microbatch_counts,
+    relaxed,
+    served,
+    splits,
+    variants,
+)
 from paceline.plans import Local, Plan, Servers
 
 TIE = 0.02  # plans whose steps differ by less, as a part, tie: two measurements of one plan do
@@ -22,16 +31,19 @@ class Candidate:
     """A plan that was priced.
 
     rent_per_s: what its devices cost a second; 1 where nobody asks, so that cost is time.
+    steps: of the run, over which what it takes once is spread; None where that is not known.
     """
 
     plan: Plan
     estimate: Estimate
     rent_per_s: float = 1.0
+    steps: int | None = None
 
     @property
     def step_cost(self) -> float:
-        """What plans are ranked by: seconds a step, or what they cost."""
-        return self.estimate.step_s * self.rent_per_s
+        """What plans are ranked by: seconds a step with its part of what the run takes once, or what they cost."""
+        start_s = self.estimate.start_s / self.steps if self.steps else 0.0
+        return (self.estimate.step_s + start_s) * self.rent_per_s
 
     @property
     def kind(self) -> str:
@@ -110,6 +122,7 @@ def search(price: Price, limits: Limits, shape: Shape, least: Least = _nothing_i
         cuts.setdefault((one.plan.axes.pipeline, one.plan.axes.tensor), one.plan)
     for plan in list(cuts.values())[:most_refined]:
         _refine(asked, plan, limits)
+    _compile(asked, limits)
     found.ranked = sorted(asked.fitting.values(), key=_cost)
     found.too_large = sorted(asked.too_large.values(), key=lambda one: one.missing_bytes)
     return found
@@ -181,6 +194,21 @@ def _refine(asked: _Asked, plan: Plan, limits: Limits) -> None:
                 asked(variant)
             if plan.axes.pipeline == 1 and other in asked.fitting:
                 break  # more of them take longer
+
+
+def _compile(asked: _Asked, limits: Limits) -> None:
+    """The best exact plan of each kind with compiled blocks, where the run is so long that all its steps gain more than
+    compiling takes."""
+    if limits.compiled_steps is None:
+        return
+    exact = [one for one in asked.fitting.values() if one.plan.relaxed is None]
+    for plain in best_of_each_kind(sorted(exact, key=_cost)):
+        compiled = compiled_variant(plain.plan)
+        if compiled is None or asked(compiled) is None:
+            continue
+        one = replace(asked.fitting.pop(compiled), steps=limits.compiled_steps)
+        if one.step_cost < plain.step_cost:
+            asked.fitting[compiled] = one
 
 
 def kind_of(plan: Plan) -> str:

@@ -22,6 +22,7 @@ class Limits:
     batch: samples an optimizer step. layers: that a pipeline can be cut between; 0 if the model can't be cut.
     tensor: the most parts that layers can be cut into; 1 if they can't. parts: the same for modules that are placed.
     recomputes: of its activations, from the least computing to the most.
+    compiled_steps: of the run, if blocks may be compiled for it; None if not.
     """
 
     batch: int
@@ -29,6 +30,7 @@ class Limits:
     tensor: int = 1
     parts: int = 1
     recomputes: tuple[RecomputeName, ...] = ("none", "full")
+    compiled_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,16 @@ def variants(plan: Plan, limits: Limits) -> Iterator[Plan]:
                 continue
             if other != plan:
                 yield other
+
+
+def compiled_variant(plan: Plan) -> Plan | None:
+    """The plan with compiled blocks; None if that doesn't compose."""
+    compiled = plan.with_(compile="blocks")
+    try:
+        conflicts.check(compiled)
+    except PlanError:
+        return None
+    return compiled
 
 
 def divisors(count: int) -> list[int]:

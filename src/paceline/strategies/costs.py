@@ -197,6 +197,11 @@ def whole(profile: Profile, plan: Plan, software: Software) -> Profile:
     return profile
 
 
+def at_once(profile: Profile, plan: Plan) -> float:
+    """A room with which a run starts as soon as without it."""
+    return 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """The cost side of a strategy.
@@ -205,9 +210,11 @@ class Room:
     enter: the room's events by moment.
     hold: what a rank holds of what it held without the room.
     narrow: what a rank computes of what it computed without the room; done before anything is held or played.
+    start_s: seconds that a run takes once, before or in its first steps, for the room.
     """
 
     is_active: Callable[[Plan], bool]
     enter: Callable[[Step], Hooks]
     hold: Callable[[Held, Plan, Profile], Held] = unchanged
     narrow: Callable[[Profile, Plan, Software], Profile] = whole
+    start_s: Callable[[Profile, Plan], float] = at_once

@@ -25,7 +25,7 @@ TURN_S = 1.0  # of steps in one rehearsal, as far as the prediction is right
 # What a CPU rank of a run holds beyond one of a rehearsal: figures and a last checkpoint are written. Measured on two
 # small models: 1 MiB under replicas, 4 where a tensor axis is put together.
 RUN_FOLDER_BYTES = 2 * 2**20
-TIMEOUT_S = 60.0  # without a sign of life
+TIMEOUT_S = 300.0  # without a sign of life, as while a block is compiled
 
 
 def rehearse_best(found: Found, run: Callable[[Plan, float], Rehearsal], *, budget_s: float,
@@ -69,12 +69,13 @@ def _rehearsed(one: Candidate, run: Callable[[Plan, float], Rehearsal]) -> Rehea
 
 def _next(found: Found, corrections: Corrections, worth: float) -> Candidate | None:
     """The fastest exact plan, until it was rehearsed; then the fastest of each other kind, exact ones first; then those
-    far from any that was."""
+    far from any that was. A plan that starts late, as its code is compiled, is tried for itself alone."""
     exact = [one for one in found.ranked if one.plan.relaxed is None]
     known_s = min((one.estimate.step_s for one in exact if one.plan in corrections), default=math.inf)
     if exact and exact[0].plan not in corrections and exact[0].estimate.step_s < known_s:
         return exact[0]
-    worthy = [one for one in (*exact, *found.ranked) if one.estimate.step_s <= worth * known_s]
+    worthy = [one for one in (*exact, *found.ranked)
+              if one.estimate.step_s <= worth * known_s and not one.estimate.start_s]
     return next((one for one in worthy if not corrections.knows_kind_of(one.plan)),
                 next((one for one in worthy if corrections.is_far(one.plan)), None))
 
@@ -99,6 +100,7 @@ def rehearse(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Rehea
     from paceline.runtime.loop import Settings
     from paceline.strategies.compose import load
 
+    began_s = time.monotonic()
     load(plan)
     steps = min(MOST_STEPS, max(FEWEST_STEPS, round(TURN_S / expected_s)))
     short = replace(job, steps=steps, epochs=None, validation=None, metrics={})
@@ -111,7 +113,8 @@ def rehearse(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Rehea
 
     found = run_local(body, used.devices, timeout_s=TIMEOUT_S, crew=crew(plan))[0]
     beyond = RUN_FOLDER_BYTES if used.devices[0].kind == "cpu" else 0
-    return Rehearsal(found["later_step_s"], found["peak_memory_bytes"] + beyond)
+    start_s = time.monotonic() - began_s - steps * found["later_step_s"]
+    return Rehearsal(found["later_step_s"], found["peak_memory_bytes"] + beyond, max(0.0, start_s))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,86 @@
+"""What compiled blocks are priced at, on two equal blocks, another one and a root."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.cluster import Device
+from paceline.planner.corrections import Corrections, Rehearsal
+from paceline.planner.estimate import Estimate, Need
+from paceline.planner.program import start_s
+from paceline.planner.rank import search
+from paceline.planner.space import Limits, Shape, compiled_variant
+from paceline.plans import Plan
+from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
+from paceline.software import PACELINE
+from paceline.strategies.compile.cost import FIRST_S, FUSED_BYTES, FUSED_OPERATORS, OPERATOR_S, narrow
+
+COMPILED = Plan.parse("single compile=blocks")
+
+
+def segment(unit: str, operators: int) -> Segment:
+    work = Work(flops=Affine(0, 10), moved_bytes=Affine(4, 2), function_bytes=Affine(0, 6), operators=operators)
+    return Segment(unit, work, replace(work, operators=2 * operators))
+
+
+PROFILE = Profile(parameters=tuple(Parameter(name, name, 4, rows=1) for name in ("a", "b", "c")),
+                  segments=(segment("a", 10), segment("b", 10), segment("c", 20), segment("", 5)))
+
+
+def test_blocks_that_are_alike_are_compiled_once():
+    """30 operators of two blocks and 60 of another, forward and backward; the root's are none."""
+    assert start_s(PROFILE, COMPILED) == pytest.approx(FIRST_S + OPERATOR_S * (30 + 60))
+    assert start_s(PROFILE, Plan()) == 0.0
+
+
+def test_products_take_as_long_and_bytes_are_fewer():
+    """In blocks; what lies between them stays."""
+    first, *_, root = narrow(PROFILE, COMPILED, PACELINE).segments
+    assert first.forward.flops == Affine(0, 10)
+    assert first.forward.moved_bytes == Affine(4 * FUSED_BYTES, 2 * FUSED_BYTES)
+    assert first.backward.function_bytes == Affine(0, 6 * FUSED_BYTES)
+    assert first.backward.operators == 20 * FUSED_OPERATORS
+    assert root == PROFILE.segments[-1]
+
+
+def price(plan: Plan) -> Estimate:
+    """A second a step, half of it where blocks are compiled, after 40 seconds."""
+    compiles = plan.modifiers.compile == "blocks"
+    step_s = (0.5 if compiles else 1.0) * (1.0 if plan.world_size == 1 else 1.5)
+    need = Need("each rank", Device("cpu", 0, 100), {"parameters": 10})
+    return Estimate(step_s, 10, need.ledger, {"compute": step_s}, needs=(need,), low_s=step_s / 1.01,
+                    high_s=1.01 * step_s, start_s=40.0 if compiles else 0.0)
+
+
+@pytest.mark.parametrize(("steps", "chosen"), [(None, "single"), (50, "single"), (90, "single compile=blocks")])
+def test_compiling_is_proposed_for_long_runs_alone(steps: int | None, chosen: str):
+    """Half a second of each step makes up for 40 after 80 steps."""
+    found = search(price, Limits(8, compiled_steps=steps), Shape(2, 2, may_be_fewer=True))
+    assert found.chosen is not None and str(found.chosen.plan) == chosen
+    proposed = [one for one in found.ranked if one.plan.modifiers.compile != "none"]
+    assert bool(proposed) == (chosen != "single")
+    assert all(one.plan.relaxed is None for one in proposed)
+
+
+def test_what_does_not_compose_is_not_proposed():
+    assert compiled_variant(Plan.parse("tensor=2")) is None
+    assert compiled_variant(Plan.parse("data=2")) == Plan.parse("data=2 compile=blocks")
+
+
+def test_a_rehearsal_says_how_late_a_plan_starts():
+    """Beyond what the ranks of any rehearsal take: 3 seconds."""
+    known = Corrections()
+    known.add(Plan(), price(Plan()), Rehearsal(1.1, 10, start_s=3.0))
+    assert known.apply(COMPILED, price(COMPILED)).start_s == 40.0
+    known.add(COMPILED, price(COMPILED), Rehearsal(0.6, 10, start_s=25.0))
+    assert known.apply(COMPILED, price(COMPILED)).start_s == 22.0
+    assert known.apply(Plan(), price(Plan())).start_s == 0.0
+
+
+def test_compiled_code_says_nothing_of_other_code():
+    """A plan whose blocks are compiled runs other code than the plan without."""
+    known = Corrections()
+    known.add(COMPILED, price(COMPILED), Rehearsal(0.6, 10))
+    assert known.knows_kind_of(COMPILED) and not known.knows_kind_of(Plan())
