@@ -10,15 +10,12 @@ from paceline.software import Software
 from paceline.strategies.costs import Hooks, Room, Step
 
 # What fused kernels read and write of the bytes that the operators they consist of do one by one, and how many of them
-# are left. Rough: with these a step of the byte GPT is priced at 0.97 of its time without compiling, and 0.98 was
-# measured, in CPU seconds of 14 pairs of steps on a busy machine; see docs/compile.md.
-FUSED_BYTES = 0.3
+# are left; seconds that the first compilation of a machine takes on its own, and those of every operator of a block,
+# forward and backward. Fitted on one job, the byte GPT of `benchmarks.compile`, on a busy machine; see docs/compile.md.
+FUSED_BYTES = 0.1
 FUSED_OPERATORS = 0.5
-# Seconds that the first compilation of a machine takes on its own, and those of every operator of a block, forward and
-# backward. Rough: a block of the byte GPT, 29 operators, took 38 s with an empty cache on a busy machine, where a later
-# compilation of it took 15 s. `benchmarks.compile` measures them; a rehearsal replaces them.
-FIRST_S = 15.0
-OPERATOR_S = 0.4
+FIRST_S = 10.0
+OPERATOR_S = 0.3
 
 
 def is_active(plan: Plan) -> bool:
