@@ -18,14 +18,15 @@ from paceline.capture.randomness import means
 class Block(nn.Module):
     """A feed-forward block of a transformer with dropout, and a buffer that each forward of training changes."""
 
-    def __init__(self, width: int = 6, hidden: int = 12, drop: float = 0.2) -> None:
+    def __init__(self, width: int = 6, hidden: int = 12, drop: float = 0.2, counts: bool = True) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
         self.drop = nn.Dropout(drop)
-        self.register_buffer("calls", torch.zeros(1))
+        self.calls: Tensor | None
+        self.register_buffer("calls", torch.zeros(1) if counts else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
+        if self.training and self.calls is not None:
             self.calls.add_(1.0)
         return x + self.down(self.drop(F.gelu(self.up(self.norm(x)))))
 
@@ -33,10 +34,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Two blocks that are alike, one with another width inside, and a root."""
 
-    def __init__(self, drop: float = 0.2, last_hidden: int = 9) -> None:
+    def __init__(self, drop: float = 0.2, last_hidden: int = 9, counts: bool = True) -> None:
         super().__init__()
         self.enter = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList([Block(drop=drop), Block(drop=drop), Block(hidden=last_hidden, drop=drop)])
+        self.blocks = nn.ModuleList(
+            Block(hidden=hidden, drop=drop, counts=counts) for hidden in (12, 12, last_hidden))
         self.out = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -58,16 +58,14 @@ def train(plan: str, folder: Path, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_kind_of_plan(plan: str, tmp_path: Path, without_compiler: None) -> None:
     """The first update is held against one device, with what dropout draws replaced by its mean."""
-    summary = train(f"{plan} compile=blocks", tmp_path / "run", precision="float64")
+    summary = train(f"{plan} compile=blocks", tmp_path / "run", precision="float64",
+                    model=lambda: Net(counts="server" not in plan))  # servers keep no buffers that change
 
     assert summary["check"]["verdict"] == "passed", summary["check"]
-    compiled = [summary["compile"]] if "compile" in summary else [
-        worker["compile"] for worker in json.loads(_journal(summary))]
-    assert all(one["compiled"] >= 2 for one in compiled)
-
-
-def _journal(summary: dict[str, Any]) -> str:
-    return json.dumps(list(summary["workers"].values()))
+    logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("rank-*.log"))
+    assert "compiled 'blocks.0'" in logs and "compiled 'blocks.2'" in logs
+    if "server" not in plan:  # whose summary has nothing of compiling
+        assert summary["compile"]["compiled"] >= 2
 
 
 def test_all_steps_and_a_resumed_run_are_one_device_s(without_compiler: None) -> None:

@@ -28,7 +28,6 @@ from paceline.runtime.order import Order, Window
 from paceline.runtime.servers.roles import Meeting, servers_of
 from paceline.runtime.servers.shelf import deal_out
 from paceline.runtime.stepper import Stepper, check_loss
-from paceline.strategies.compose import reported
 from paceline.strategies.layout import Extent
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.server.arrive import Arrivals
@@ -197,8 +196,7 @@ class Worker:
         return {"peak_memory_bytes": self.memory.bytes(), "waited_for_step_s": self.waited_for_step_s,
                 "waited_for_weights_s": self.arrivals.waited_s,
                 "pushed_bytes": sum(link.connection.sent_bytes for link in self.links),
-                "pulled_bytes": sum(link.connection.received_bytes for link in self.links),
-                **reported(self.stepper.synchronisers)}
+                "pulled_bytes": sum(link.connection.received_bytes for link in self.links)}
 
 
 class _Inbox:
