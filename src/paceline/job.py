@@ -9,7 +9,9 @@ from typing import Any, Literal, get_args
 
 from paceline.errors import JobError, nearest
 
-Precision = Literal["float32", "bf16", "float64"]
+Precision = Literal["float32", "bf16", "fp16", "float64"]
+# Names of the torch dtypes that forwards compute in under autocast; the weights are float32.
+AUTOCAST: Mapping[Precision, str] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +28,10 @@ class Job:
         batch: Samples an optimizer step, over all devices.
         epochs: Passes over the data; give either this or `steps`.
         steps: Optimizer steps; give either this or `epochs`.
-        precision: "float32"; "bf16" for autocast; "float64" for the model and every floating-point input.
-        lr_schedule: Builds a learning-rate scheduler from the optimizer; stepped once an optimizer step.
+        precision: "float32"; "bf16" for autocast; "fp16" for autocast with loss scaling; "float64" for the model and
+            every floating-point input.
+        lr_schedule: Builds a learning-rate scheduler from the optimizer; stepped once an optimizer step,
+            but not in a step that loss scaling skips.
         clip: Greatest global norm of the gradients.
         validation: Dataset that is evaluated at the end of every epoch and of the run, every sample once; not empty.
         test: Dataset that a search reads once, at its end, for the winner. Training never does.

@@ -14,6 +14,7 @@ from paceline.planner.rank import Candidate, Change, Found, Rent, flips, search
 from paceline.planner.space import Limits, Shape
 from paceline.plans import Plan, Servers
 from paceline.profile.profile import Profile
+from paceline.strategies import conflicts
 
 MOST_TENSOR = 8
 TIMES = 4  # by which links are made faster and slower, to see what flips the choice
@@ -88,6 +89,7 @@ class Question:
         Raises:
             PlanError: the plan can't be on this cluster. NotPriced: it can, and nobody knows what it costs.
         """
+        conflicts.check_precision(plan, self.job.precision)
         if cluster.nodes and plan.axes.parts > 1:
             raise NotPriced(f"plan '{plan}' places modules, which is priced on devices that are here alone")
         profile = self.pieces.layers() if cluster.nodes and plan.splits_model else self.profile

@@ -53,6 +53,7 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
     _check_counts(given, cluster, devices=devices, procs=procs, environment=environment)
     _check_samples(given, job)
     conflicts.check(given)
+    conflicts.check_precision(given, job.precision)
     shares, accumulate = given.modifiers.shares, given.modifiers.accumulate
     if isinstance(shares, str) and shares != "equal":
         from paceline.planner.estimate import split_shares

@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from paceline.capture.probe import sparsely_trained
 from paceline.errors import JobError
-from paceline.job import Job
+from paceline.job import AUTOCAST, Job
 from paceline.launch.fork import cuda_left_alone, in_a_fork
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work, growing
 from paceline.profile.recorder import Levels, Place, Recorder, Tallied, follow
@@ -307,7 +307,8 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 
 
 def autocast(job: Job, kind: str = "cpu") -> AbstractContextManager[Any]:
-    return torch.autocast(kind, dtype=torch.bfloat16) if job.precision == "bf16" else nullcontext()
+    name = AUTOCAST.get(job.precision)
+    return nullcontext() if name is None else torch.autocast(kind, dtype=getattr(torch, name))
 
 
 @contextmanager

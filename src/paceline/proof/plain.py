@@ -6,6 +6,7 @@ samples of a batch are coupled the two differ, and that is the job's own doing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +23,7 @@ from paceline.capture.attributes import (
     tensor_attributes,
 )
 from paceline.capture.written import lazy_copy
-from paceline.job import Job
+from paceline.job import AUTOCAST, Job
 from paceline.proof.device import kept, one_device
 from paceline.proof.order import whole_batches
 from paceline.runtime.feed import MicroBatch, map_tensors
@@ -49,6 +50,7 @@ class Variation:
 class StepRecord:
     """What one device has after a step, by name, on the CPU: gradients before clipping, the rest after the update.
 
+    gradients: none of a step that loss scaling skipped.
     buffers: and tensors in attributes that are used like buffers.
     rates: the next step's learning rate of each group of the optimizer.
     state: the optimizer's tensors as `NAME/KEY`, not copied where they are on the CPU.
@@ -85,6 +87,10 @@ class PlainRun:
         self.named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.make_optimizer()
         self.num_steps, self.attributes = 0, AttributeSnapshot(self.model)
+        # Loss scaling as of torch.amp.GradScaler; too few steps for its growth. A loss that is a sum is divided by a
+        # power of two near the window's count before: the first time by its samples, then by the count before.
+        self.scale, self.count = 2.0**16 if job.precision == "fp16" else 1.0, 0.0
+        self.is_skipped = False
         if variation.nudge:
             _nudge([p for _, p in self.named], variation.nudge, self.draws)
 
@@ -115,7 +121,19 @@ class PlainRun:
         return self._evaluate()
 
     def _evaluate(self) -> float:
-        return backward(self.job, self.model, *self.replicas, step=self.num_steps)
+        if self.job.precision != "fp16":
+            return backward(self.job, self.model, *self.replicas, step=self.num_steps)
+        samples = sum(piece.samples for pieces in self.replicas for piece in pieces)
+        counts: list[float] = []
+        loss = backward(self.job, self.model, *self.replicas, step=self.num_steps, scale=self.scale,
+                        sum_scale=self.scale / 2.0 ** round(math.log2(self.count or samples)), counts=counts)
+        self.count = sum(counts)
+        gradients = [p.grad.to_dense() for p in self.model.parameters() if p.grad is not None]
+        self.is_skipped = not (math.isfinite(loss) and all(bool(g.isfinite().all()) for g in gradients))
+        if self.is_skipped:
+            self.scale /= 2
+            self.model.zero_grad()
+        return loss
 
     def update(self, loss: float, gradients: dict[str, torch.Tensor], *, shake: float = 0.0) -> StepRecord:
         """Clipping, update and schedule.
@@ -135,10 +153,11 @@ class PlainRun:
             adjust_gradients()
             return loss
 
-        adjust_gradients()
-        update(self.optimizer, evaluate if self.needs_closure else None, loss)
-        if self.schedule is not None:
-            self.schedule.step()
+        if not self.is_skipped:
+            adjust_gradients()
+            update(self.optimizer, evaluate if self.needs_closure else None, loss)
+            if self.schedule is not None:
+                self.schedule.step()
         self.num_steps += 1
         return StepRecord(
             loss, gradients, {name: kept(p) for name, p in self.model.named_parameters() if is_weight(p)},
@@ -209,7 +228,8 @@ def update(optimizer: torch.optim.Optimizer, evaluate: Callable[[], float] | Non
 
 def autocast(job: Job) -> torch.autocast:
     """The numeric context of the job's forward passes on the proof's one device."""
-    return torch.autocast(one_device().type, torch.bfloat16, enabled=job.precision == "bf16")
+    name = AUTOCAST.get(job.precision)
+    return torch.autocast(one_device().type, getattr(torch, name or "bfloat16"), enabled=name is not None)
 
 
 # --- Cutting a batch -----------------------------------------------------------------------------------------------
@@ -257,10 +277,13 @@ def rows(value: Any, part: range, samples: int) -> Any:
 # --- Backward ------------------------------------------------------------------------------------------------------
 
 
-def backward(job: Job, model: torch.nn.Module, *replicas: list[MicroBatch], step: int = 0) -> float:
+def backward(job: Job, model: torch.nn.Module, *replicas: list[MicroBatch], step: int = 0, scale: float = 1.0,
+             sum_scale: float = 1.0, counts: list[float] | None = None) -> float:
     """Leave the gradients of a batch in the model, and return its loss.
 
     step: keys the random streams of what can't be switched off, as in a run.
+    scale, sum_scale: that a loss is multiplied by before backward, as a mean or as a sum; gradients are divided by it.
+    counts: is given what each micro-batch counts.
 
     Each replica starts from the state that the model is in now; what they make of buffers, of tensors in attributes and
     of weights that a forward changes is then brought together (docs/verify.md).
@@ -268,7 +291,7 @@ def backward(job: Job, model: torch.nn.Module, *replicas: list[MicroBatch], step
     model.zero_grad()
     samples = sum(piece.samples for pieces in replicas for piece in pieces)
     together = _Replicas(model) if len(replicas) > 1 else None
-    loss, count = 0.0, 0.0
+    loss, count, factor = 0.0, 0.0, 1.0
     for replica, pieces in enumerate(replicas):
         if together is not None:
             together.begin()
@@ -279,19 +302,21 @@ def backward(job: Job, model: torch.nn.Module, *replicas: list[MicroBatch], step
                 value = job.loss(piece.call(model), piece.target)
             if isinstance(value, tuple | list):
                 total = torch.as_tensor(value[0])
-                loss, count = loss + total.item(), count + float(value[1])
+                loss, count, factor = loss + total.item(), count + float(value[1]), sum_scale
             else:
                 total = value * (piece.samples / samples)
-                loss, count = loss + value.item() * piece.samples / samples, 1.0
+                loss, count, factor = loss + value.item() * piece.samples / samples, 1.0, scale
+            if counts is not None:
+                counts.append(float(value[1]) if isinstance(value, tuple | list) else piece.samples)
             if total.requires_grad:  # a piece in which nothing counts may have no graph
-                total.backward()
+                ((total.float() if total.dtype == torch.float16 else total) * factor).backward()
         if together is not None:
             together.add(sum(piece.samples for piece in pieces) / samples)
     if together is not None:
         together.finish()
     for p in model.parameters():
         if p.grad is not None:
-            p.grad /= count
+            p.grad /= count * factor
     return loss / count
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import Subset
 
 from paceline.capture.attributes import AttributeSnapshot, is_same
 from paceline.capture.randomness import WithoutRandomness
+from paceline.errors import TrainingError
 from paceline.job import Job
 from paceline.proof.device import TF32_EPSILON, rounds_to_tf32, tf32
 from paceline.proof.order import whole_batches
@@ -31,7 +32,6 @@ from paceline.proof.plain import (
     StepRecord,
     Variation,
     autocast,
-    backward,
     build_plain,
     distance,
     gradients_of,
@@ -56,9 +56,9 @@ REORDERED = (Variation(permuted=True), Variation(cuts=2), Variation(cuts=4))
 REORDERED_AT_MOST = 100.0
 # How far a job that is exact may move when it is cut, relative to its size. Losses and layers may compute in float32
 # whatever they are given.
-EXACT = {"bf16": 0.1, "float32": 1e-3, "float64": 1e-5}
-EPSILON = {"bf16": torch.finfo(torch.bfloat16).eps, "float32": torch.finfo(torch.float32).eps,
-           "float64": torch.finfo(torch.float64).eps}
+EXACT = {"bf16": 0.1, "fp16": 0.02, "float32": 1e-3, "float64": 1e-5}
+EPSILON = {"bf16": torch.finfo(torch.bfloat16).eps, "fp16": torch.finfo(torch.float16).eps,
+           "float32": torch.finfo(torch.float32).eps, "float64": torch.finfo(torch.float64).eps}
 PLANTED = 1e-3  # relative error of one gradient that a comparison must notice to prove anything
 _KEPT_BYTES = 2**22  # of a file that stays in memory once it was read; 128 of them are half a GiB
 
@@ -137,6 +137,9 @@ def _write_plain(job: Job, folder: Path, reference: dict[str, Any], steps: int, 
         for kind in ALL_KINDS:
             save_kind(folder, kind, step, record.tensors(kind))
         floors.append(floors_of(record, epsilon, largest_loss=max(map(abs, reference["losses"]))))
+    if job.precision == "fp16" and run.scale == 2.0 ** (16 - steps):
+        raise TrainingError(f"gradients overflow in float16 in each of the {steps} steps that are compared, and loss "
+                            "scaling skips them", hint="--steps 20 leaves time for a smaller scale to be found")
     figures, reference["not_evaluated"] = _first_evaluation(run, evaluation)
     floors[-1]["evaluation"] = {name: max(epsilon, 0.0 if name == "loss" else EPSILON["float32"]) * abs(value)
                                 for name, value in figures.items()}  # metrics are often means of float32
@@ -328,14 +331,17 @@ def _drop_is_noticed(job: Job, folder: Path, limit: Named) -> bool | None:
     batch = next(whole_batches(job, 1))
     if batch.samples < 2:
         return None
-    model, rest = build_plain(job), part_of_batch(batch, range(max(1, batch.samples * 3 // 4)))
+    run, rest = PlainRun(job), part_of_batch(batch, range(max(1, batch.samples * 3 // 4)))
+    whole = load_kind(folder, "gradient", 0)
     try:
-        backward(job, model, [rest])
+        run.backward(rest)
     except Exception:  # a BatchNorm can't take one sample
         return None
-    kept, gradients = rest.samples / batch.samples, gradients_of(model)
-    return any(distance(whole, gradients[name] * kept if name in gradients else None) > limit[name]
-               for name, whole in load_kind(folder, "gradient", 0).items())
+    if run.is_skipped or not whole:  # loss scaling found no scale yet in the first step
+        return None
+    kept, gradients = rest.samples / batch.samples, gradients_of(run.model)
+    return any(distance(gradient, gradients[name] * kept if name in gradients else None) > limit[name]
+               for name, gradient in whole.items())
 
 
 # --- Files and precision -------------------------------------------------------------------------------------------

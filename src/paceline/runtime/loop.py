@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import statistics
 import sys
@@ -132,7 +133,8 @@ class Speed:
 class _Run:
     """One rank's run while it goes on.
 
-    loss: of the last step after which ranks met. unmet: what is to be recorded of the steps since.
+    loss: of the last step after which ranks met and that has a finite one. unmet: what is to be recorded of the steps
+        since the ranks met.
     due: what is to be done when replicas are where a run may be saved. stop: some rank was asked to.
     """
 
@@ -273,13 +275,14 @@ def _steps(run: _Run) -> bool:
             if not stepper.has_begun:
                 observer.initial(stepper)
             observer.samples(run.step, fed.batches)
+        scale = stepper.scaling.scale if stepper.scaling is not None else None
         result = stepper.step(fed.window, fed.placed, step=run.step, stop=lambda: context.stop_signal is not None,
                               beat=beat, ahead=ahead,
                               observe=partial(observer.gradients, run.step) if observer else None)
         step_s = time.perf_counter() - began_s
         if recorder is not None:
             recorder.phase("end")
-        _after_step(run, fed.window, result, step_s, input_s)
+        _after_step(run, fed.window, result, step_s, input_s, scale)
         if order is not None and run.step % order.steps_per_epoch == 0:
             run.due.add("evaluate")
         if result.is_settled and run.step != job.total_steps:
@@ -297,12 +300,16 @@ def _feed(run: _Run, order: Order | None) -> Iterator[tuple[Window, list[MicroBa
                          loader_workers=run.settings.loader_workers, steps=range(run.step, total))
 
 
-def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, input_s: float) -> None:
+def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, input_s: float,
+                scale: float | None) -> None:
+    """scale: that the step's loss was multiplied by; None without loss scaling."""
     run.step, run.samples = run.step + 1, run.samples + window.count
     run.speed.add(window.count, step_s, input_s=input_s)
-    norm = {} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}
+    more: dict[str, Any] = {} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}
+    if scale is not None:
+        more |= {"loss_scale": scale, **({"skipped": True} if result.is_skipped else {})}
     run.unmet.append({"step": run.step, "epoch": window.epoch, "samples": run.samples,
-                      "lr": learning_rate(run.stepper.optimizer), "step_s": step_s, **norm})
+                      "lr": learning_rate(run.stepper.optimizer), "step_s": step_s, **more})
     _learn(run, result)
     if run.settings.observer is not None:
         run.settings.observer.weights(run.step - 1, run.stepper, run.loss)
@@ -328,8 +335,9 @@ def _learn(run: _Run, result: StepResult) -> None:
     run.stop = run.stop or bool(result.stop)
     if result.losses:
         for figures, loss in zip(run.unmet, result.losses, strict=True):
-            run.record(**figures, loss=loss)
-        run.loss, run.unmet = result.losses[-1], []
+            run.record(**figures, loss=loss if math.isfinite(loss) else None)  # of a step that was skipped
+        run.loss = next((loss for loss in reversed(result.losses) if math.isfinite(loss)), run.loss)
+        run.unmet = []
 
 
 def _do_what_is_due(run: _Run) -> None:
@@ -432,6 +440,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
     logs = run.settings.run_dir / "logs" if run.settings.run_dir is not None else None
     if run.stepper.trace is not None and logs is not None:
         run.stepper.trace.write(logs)
+    scaling = run.stepper.scaling
     peak_bytes = _greatest(run, run.memory.bytes())  # every rank has written its trace when this is known
     if run.stepper.trace is not None and logs is not None and run.context.rank == 0:
         trace.bring_together(logs, logs.parent, run.context.world_size)
@@ -452,6 +461,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "save_blocked_s": run.blocked_s,
         "bytes_sent": round(run.stepper.sent_bytes),
         **reported(run.stepper.synchronisers),
+        **({"loss_scale": scaling.scale, "skipped_steps": scaling.skipped_steps} if scaling is not None else {}),
     }
 
 

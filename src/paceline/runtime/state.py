@@ -25,6 +25,7 @@ from paceline.runtime.folder import MODEL
 from paceline.runtime.optimizers.kept import OptimizerState, placed
 from paceline.runtime.optimizers.own_parts import as_plain
 from paceline.runtime.optimizers.parts import groups_of
+from paceline.runtime.scaling import LossScale
 from paceline.strategies.compose import Synchroniser
 from paceline.strategies.data.run import local
 from paceline.strategies.kept import Kept
@@ -75,6 +76,8 @@ class Holder(Protocol):
     def attributes(self) -> ChangingAttributes | None: ...
     @property
     def schedule(self) -> Any: ...
+    @property
+    def scaling(self) -> LossScale | None: ...
     @property
     def meetings(self) -> Meetings: ...
     @property
@@ -215,6 +218,7 @@ def document(stepper: Holder, *, step: int, samples: int) -> dict[str, Any]:
                                   for path, wrapped in state.wrapped_groups().items()},
                       "attributes": _packed_attributes(state, {})},
         "schedule": _plain(schedule, "the learning-rate schedule"),
+        **({"loss_scale": stepper.scaling.to_dict()} if stepper.scaling is not None else {}),
     }
 
 
@@ -352,6 +356,8 @@ def restore(stepper: Holder, checkpoint: Checkpoint) -> list[str]:
     _restore_optimizer(stepper, checkpoint)
     if stepper.schedule is not None:
         stepper.schedule.load_state_dict(_unplain(checkpoint.document["schedule"], None))
+    if stepper.scaling is not None and "loss_scale" in checkpoint.document:  # else the run was in another precision
+        stepper.scaling.restore(checkpoint.document["loss_scale"])
     return _restore_rooms(stepper, _Saved(stepper, checkpoint))
 
 

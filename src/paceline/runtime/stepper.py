@@ -31,7 +31,7 @@ from paceline.capture.probe import (
 )
 from paceline.cluster import Device
 from paceline.errors import JobError, PlanRefused, TrainingError
-from paceline.job import Job
+from paceline.job import AUTOCAST, Job
 from paceline.launch.logs import logger
 from paceline.plans import Plan, Servers
 from paceline.profile.trace import state_factor
@@ -43,6 +43,7 @@ from paceline.runtime.loss import Tally, read_tally, with_gradient
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure
 from paceline.runtime.optimizers.closure import Closure, step_gathered
 from paceline.runtime.order import Window
+from paceline.runtime.scaling import LossScale
 from paceline.runtime.streams import kept_streams, seed_model, seed_streams
 from paceline.runtime.trace import Recorder
 from paceline.runtime.upload import uploaded
@@ -69,6 +70,7 @@ from paceline.strategies.spill import CannotSpill, Spill
 from paceline.strategies.units import find_units
 
 _CHANGED = STEP_FIGURES + 2  # where a step's figures say whether forwards changed state that is not met yet
+_OVERFLOW = STEP_FIGURES + 5  # where they say whether a gradient overflowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +80,17 @@ class StepResult:
     losses: of every step since ranks last met, this one's last: the sum over a window by its global count. None where
         ranks don't meet after this step.
     stop: how many ranks were asked to stop.
-    gradient_norm: before clipping; None if the job doesn't clip. A replica's own where it takes steps of its own.
+    gradient_norm: before clipping; None if the job doesn't clip, and of a step that was skipped. A replica's own where
+        it takes steps of its own.
     is_settled: whether the run may be saved and evaluated here.
+    is_skipped: whether gradients overflowed under loss scaling, and nothing was updated.
     """
 
     losses: tuple[float, ...]
     stop: int
     gradient_norm: float | None
     is_settled: bool
+    is_skipped: bool = False
 
 
 def build_model(job: Job, device: torch.device) -> torch.nn.Module:
@@ -111,7 +116,8 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
 
 def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
     """The numeric context of the job's forward passes."""
-    return torch.autocast(device.type, dtype=torch.bfloat16) if job.precision == "bf16" else nullcontext()
+    name = AUTOCAST.get(job.precision)
+    return nullcontext() if name is None else torch.autocast(device.type, dtype=getattr(torch, name))
 
 
 @dataclass(frozen=True)
@@ -274,12 +280,13 @@ class Evaluation:
     """A window's loss, at the weights that ranks hold; its gradients are in the parameters.
 
     figures: as `_figures`, of all whose gradients an update is made of. known: the same, read. norm: of the gradients
-        before clipping; None if the job doesn't clip.
+        before clipping; None if the job doesn't clip. is_skipped: whether there are none, as some overflowed.
     """
 
     figures: torch.Tensor
     known: list[float]
     norm: float | None
+    is_skipped: bool = False
 
     @property
     def loss(self) -> float:
@@ -300,6 +307,9 @@ class _Window:
         self.set_aside: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         own_samples = sum(batch.samples for batch in batches)
         self.samples = max(own_samples, 1) if stepper.meetings.has_own_steps else window.count
+        scaling = stepper.scaling
+        self.scale = 1.0 if scaling is None else scaling.scale
+        self.sum_scale = 1.0 if scaling is None else self.scale / scaling.expected_count(window.count)
 
     def before_forward(self, microbatch: int, stage: int) -> None:
         place = (self.part, microbatch, stage) if stage else (self.part, microbatch)
@@ -315,8 +325,10 @@ class _Window:
         # A mean over samples has its weight known before backward; (sum, count) is divided when the count of all the
         # samples is known: the window's, or this replica's own where it takes steps of its own. A stand-in weighs
         # nothing.
-        weight = batch.samples / self.samples if tally.is_mean else float(batch.samples > 0)
-        return tally.value * weight
+        weight = (batch.samples / self.samples * self.scale if tally.is_mean
+                  else float(batch.samples > 0) * self.sum_scale)
+        value = tally.value.float() if tally.value.dtype == torch.float16 else tally.value  # which a scale may not fit
+        return value * weight
 
     def _explained_loss(self, output: Any, target: Any) -> Any:
         """The job's loss, refused where it is made of shards."""
@@ -373,6 +385,7 @@ class Stepper:
     own_parts: what it updates of tensors that ranks hold in parts. needs_closure: whether it evaluates the loss itself.
     sparsely_trained: parameters of this rank that get sparse gradients.
     forwards_may_write: whether a forward might write to a parameter; not looked at on CPUs.
+    scaling: of losses; None but in fp16.
     """
 
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
@@ -395,6 +408,10 @@ class Stepper:
         self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
         self.gathered, self.own_parts = built.gathered, built.own_parts
         self.needs_closure = built.behaviour.needs_closure
+        self.scaling = LossScale() if job.precision == "fp16" else None
+        if self.scaling is not None and self.needs_closure:
+            raise JobError(f"{type(self.optimizer).__name__} evaluates the loss itself, and a step of loss scaling has "
+                           "one evaluation", hint='precision="bf16" or "float32", or an optimizer without a closure')
         self.schedule = build_schedule(job, self.optimizer)
         self.buffers = ChangingBuffers(self.model, with_frozen=self.meetings.has_own_steps)
         self.edits = Edits({name: p for name, p in self.held.items() if not is_sharded(p)})
@@ -426,16 +443,17 @@ class Stepper:
         norm = evaluation.norm
         if self.needs_closure:
             evaluation = self._update_with_closure(evaluation, evaluate, own_part=own_part, step=step)
-        else:
+        elif not evaluation.is_skipped:
             self._update()
         if self._merges_edits:
             self.edits.updated()
-        if self.schedule is not None:
+        if self.schedule is not None and not evaluation.is_skipped:
             self.schedule.step()
         met = self.meetings.close(step + 1, evaluation.figures, evaluation.known, beat)
         if met is None:
             return StepResult((), 0, norm, is_settled=False)
-        return self._learn(met, own_part=met.weight if self.meetings.has_own_steps else own_part, norm=norm, step=step)
+        own_part = met.weight if self.meetings.has_own_steps else own_part
+        return replace(self._learn(met, own_part=own_part, norm=norm, step=step), is_skipped=evaluation.is_skipped)
 
     def _evaluate(self, window: Window, batches: list[MicroBatch], *, step: int, stop: Callable[[], bool],
                   beat: Callable[[str], None], ahead: Callable[[], None],
@@ -448,29 +466,39 @@ class Stepper:
         part = self.mesh.rank // self.mesh.sizes["tensor"]  # ranks that compute one layer together draw alike
         self._look()
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
+        overflow = None if self.scaling is None else self.scaling.unscale(
+            [local(p.grad) for p in self.parameters.values() if p.grad is not None], self.device)
         squares = self._squared_norm()
-        figures = self.meetings.agree(self._figures(tallies, used, stop()))
+        figures = self.meetings.agree(self._figures(tallies, used, stop(), overflow))
         together = torch.cat([figures, squares.reshape(1)])
         ahead()
         # The one time in an evaluation that the host waits for the device.
         *known, norm_squared = together.tolist()
-        loss, count, _, summed, _, edited, unknown, *users = known
+        loss, count, _, summed, _, edited, unknown, overflowed, *users = known
+        is_skipped = self.scaling is not None and (bool(overflowed) or not math.isfinite(loss))
         if is_first:  # whether anything counts is known of all replicas together
-            check_loss(loss, max(count, 1.0) if self.meetings.has_own_steps else count, tallies, step)
+            check_loss(0.0 if is_skipped else loss, max(count, 1.0) if self.meetings.has_own_steps else count, tallies,
+                       step)
         self._drop_unused(users)
         if not count:
             self._let_go_of_gradients()  # a replica without samples of its own takes no step
         if is_first and not step and not self.meetings.has_own_steps:
             self._refuse_unused(users)  # before the first update
-        if summed and count:
-            self._scale_gradients(1.0 / count)
+        mean = (1.0 if self.scaling is None else self.scaling.expected_count(window.count)) / count if summed and (
+            count) else float(count != 0)
+        if self.scaling is not None:
+            self.scaling.update(is_skipped=is_skipped, count=count, loss=loss, step=step)
+        if is_skipped:
+            self._let_go_of_gradients()
+        elif summed and count:
+            self._scale_gradients(mean)
         if observe:
             observe(self)
         if edited and self._merges_edits:
             self.edits.merge(self.mesh.group("replicas"), news=bool(unknown), step=step)
         beat("optimizer")
-        norm = self._clip(squares, norm_squared, 1.0 / count if summed and count else float(count != 0))
-        return Evaluation(figures, known, norm)
+        norm = None if is_skipped else self._clip(squares, norm_squared, mean)
+        return Evaluation(figures, known, norm, is_skipped)
 
     @contextmanager
     def evaluating(self, own_part: float, *, step: int) -> Iterator[None]:
@@ -505,7 +533,7 @@ class Stepper:
 
     def _learn(self, met: Met, *, own_part: float, norm: float | None, step: int) -> StepResult:
         """What follows from a meeting. own_part: this replica's, of the samples that it was about."""
-        stops, _, changed, _, _, *users = met.flags
+        stops, _, changed, _, _, _, *users = met.flags
         first = step + 2 - len(met.figures)
         for number, (_, count) in enumerate(met.figures):
             if not count:
@@ -541,12 +569,14 @@ class Stepper:
         self.layout.finish()
         return work.tallies, used
 
-    def _figures(self, tallies: list[Tally], used: set[str], stop: bool) -> torch.Tensor:
+    def _figures(self, tallies: list[Tally], used: set[str], stop: bool, overflow: torch.Tensor | None) -> torch.Tensor:
         """This rank's loss sum, its count, whether it was asked to stop, whether the loss is a sum, whether its
-        forwards changed state that is not met yet, a parameter, and one that is not known yet, and for each parameter
-        whether it was used; float64.
+        forwards changed state that is not met yet, a parameter, and one that is not known yet, whether a gradient
+        overflowed, and for each parameter whether it was used; float64.
 
         Ranks without the model's output have no tallies and learn of the loss from others.
+
+        overflow: on the device; see `LossScale.unscale`.
         """
         if self.mesh.coordinates["tensor"]:
             tallies = []  # the first of those that compute a loss together tells it
@@ -555,11 +585,13 @@ class Stepper:
         count = sum(float(tally.count) for tally in tallies
                     if not isinstance(tally.count, torch.Tensor) or tally.count.device.type == "cpu")
         sums = sum(not tally.is_mean for tally in tallies)
-        figures = uploaded(torch.tensor([0.0, count, float(stop), float(sums), *map(float, self._changes()),
+        figures = uploaded(torch.tensor([0.0, count, float(stop), float(sums), *map(float, self._changes()), 0.0,
                                          *(float(name in used) for name in self.trainable)], dtype=torch.float64),
                            self.device)
         if tallies:
             figures[0] += torch.stack([tally.total.to(self.device) for tally in tallies]).sum()
+        if overflow is not None:
+            figures[_OVERFLOW] = overflow
         if on_device:
             figures[1] += torch.stack([count.double() for count in on_device]).sum()
         return figures

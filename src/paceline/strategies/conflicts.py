@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from paceline.errors import PlanError
+from paceline.job import Precision
 from paceline.plans import Local, Plan, Servers
 
 
@@ -70,6 +71,23 @@ CONFLICTS: tuple[Conflict, ...] = (
              lambda plan: _is_deterministic(plan) and plan.modifiers.shares in ("speed", "memory")),
 )
 
+# What a job's precision does not compose with: part of the experiment, so the plan is what has to change.
+OF_PRECISION: Mapping[Precision, tuple[Conflict, ...]] = {
+    "fp16": (
+        Conflict("server=S", "whether a step's gradients overflow is known when all servers have them, and by then "
+                 "workers compute the next step with the old loss scale",
+                 'data=N or shard=N, or precision="bf16" in the job',
+                 lambda plan: isinstance(plan.sync, Servers)),
+        Conflict("local=H", "each replica would skip steps of its own, at a loss scale of its own",
+                 'data=N or shard=N, or precision="bf16" in the job',
+                 lambda plan: plan.outer_steps is not None),
+        Conflict("compress=topk or powersgd", "what a step leaves out of a gradient is added to the next one, and an "
+                 "infinite one would stay there for good",
+                 'compress=int8 or bf16, or precision="bf16" in the job',
+                 lambda plan: plan.modifiers.compress in ("topk", "powersgd")),
+    ),
+}
+
 
 def _is_deterministic(plan: Plan) -> bool:
     return plan.modifiers.deterministic == "yes"
@@ -84,3 +102,15 @@ def check(plan: Plan) -> None:
     for conflict in CONFLICTS:
         if conflict.is_met(plan):
             raise PlanError(f"plan '{plan}': {conflict.what} don't compose: {conflict.why}", hint=conflict.instead)
+
+
+def check_precision(plan: Plan, precision: Precision) -> None:
+    """Refuse a plan that a job of this precision can't run under.
+
+    Raises:
+        PlanError: says which choice, why, and what to choose instead.
+    """
+    for conflict in OF_PRECISION.get(precision, ()):
+        if conflict.is_met(plan):
+            raise PlanError(f"plan '{plan}': {conflict.what} and precision=\"{precision}\" don't compose: "
+                            f"{conflict.why}", hint=conflict.instead)

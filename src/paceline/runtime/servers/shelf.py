@@ -57,6 +57,7 @@ class Shelf:
     replica = -1
     synchronisers: tuple[()] = ()
     attributes = None  # workers run the model's forward
+    scaling = None  # fp16 is refused under plans with servers
 
     def __init__(self, job: Job, plan: Plan, server: int, shards: tuple[Shard, ...], model: torch.nn.Module,
                  exchange: Exchange) -> None:
