@@ -107,7 +107,12 @@ def room(index: int) -> Room:
 
 
 def _usable() -> tuple[tuple[str, int, str], ...]:
-    return _seen() if any(map(_has_driver, MAKERS)) else ()
+    return _seen() if has_driver() else ()
+
+
+def has_driver() -> bool:
+    """Whether this machine has a driver of NVIDIA or AMD."""
+    return any(map(_has_driver, MAKERS))
 
 
 def has_gpus() -> bool:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.accelerators import driver_version, unusable
+from paceline.accelerators import has_driver, has_gpus
 from paceline.cluster import usable_cores, usable_memory_bytes
 from paceline.errors import PacelineError
 
@@ -59,8 +59,16 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything once; takes some seconds, because two processes are started and talk to each other."""
-    return [_guarded(name, check) for name, check in _CHECKS.items()]
+    """Look at everything once; takes some seconds, because processes are started and talk to each other, on CPUs and on
+    two GPUs where there are as many."""
+    from paceline.doctor_gpus import CHECKS
+
+    checks: dict[str, Callable[[], tuple[Any, ...]]] = {}
+    for name, check in _CHECKS.items():
+        checks[name] = check
+        if name == "GPUs" and has_driver():
+            checks |= CHECKS
+    return [_guarded(name, check) for name, check in checks.items()]
 
 
 def describe(findings: list[Finding]) -> str:
@@ -178,32 +186,15 @@ def _disk() -> _Outcome:
 
 
 def _gpus() -> _Outcome:
-    import torch
+    from paceline.doctor_gpus import check_gpus
 
-    if idle := unusable():
-        return "bad", idle.reason, idle.way_out
-    if not torch.cuda.is_available():
-        return "ok", "none that Paceline can use; training runs on the CPU"
-    found = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        found.append(f"cuda:{index} {torch.cuda.get_device_name(index)}, {_gib(free)} of {_gib(total)} free")
-        try:
-            torch.ones(8, device=f"cuda:{index}").sum().item()  # a build without this card's code fails only here
-        except RuntimeError as error:
-            return "bad", f"cuda:{index} can't compute: {str(error).splitlines()[0]}", "install a torch built for it"
-    return "ok", f"{'; '.join(found)}; driver {driver_version() or 'not visible'}"
+    return check_gpus()
 
 
 def _nccl() -> _Outcome:
-    import torch
-    import torch.distributed
+    from paceline.doctor_gpus import check_nccl
 
-    if not torch.cuda.is_available():
-        return "ok", "not needed without GPUs"
-    if not torch.distributed.is_nccl_available():
-        return "bad", "this build of torch has none, and GPUs talk through it", "install the CUDA build from pip"
-    return "ok", ".".join(map(str, torch.cuda.nccl.version()))
+    return check_nccl() if has_gpus() else ("ok", "not needed without GPUs")
 
 
 # --- Ranks and hosts --------------------------------------------------------------------------------------------

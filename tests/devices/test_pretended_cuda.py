@@ -279,6 +279,18 @@ def test_plans_for_gpus_are_compared_beside_this_process(shop: Workshop):
     assert (found["used"], found["fork"]) == (False, 2.0)
 
 
+def test_doctor_looks_at_gpus(shop: Workshop):
+    """In forks, with deadlines: this process does not use them, and what hangs is named."""
+    found = shop.check("examined")
+    assert found["GPUs"] == ["ok", "4 x Pretended, 80.0 GiB"] and not found["used"]
+    assert found["GPU links"][1].startswith("6 pairs by wires unknown, peer access, ")
+    assert found["GPU memory"][1].startswith("cuda:0 80.0 of 80.0 GiB free; cuda:1")
+    assert found["NCCL"][0] == "ok" and "two GPUs all-reduced within" in found["NCCL"][1]
+    assert found["NCCL that hangs"][0] == "bad" and "did not end it in 2 s" in found["NCCL that hangs"][1]
+    assert "NCCL_P2P_DISABLE=1" in found["NCCL that hangs"][2]
+    assert found["a look that hangs"] == "the process that was asked gave no answer within 0.5 s"
+
+
 def test_what_a_used_process_leaves_its_forks(shop: Workshop):
     """Neither CUDA nor autograd, though the backward was of the CPU alone."""
     found = shop.check("poisoned")

@@ -11,8 +11,10 @@ import ctypes
 import json
 import multiprocessing
 import os
+import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,12 +27,14 @@ from paceline.errors import PacelineError
 _is_apart = False  # whether this process is such a fork: it may use CUDA, and forks of it might not
 
 
-def in_a_fork(work: Callable[[], Any]) -> Any:
+def in_a_fork(work: Callable[[], Any], *, timeout_s: float | None = None) -> Any:
     """What `work()` returns, as JSON brings it: run in a fork that ends with it. Such a fork does it itself.
+
+    timeout_s: after which the fork is killed; by default it may take as long as it likes.
 
     Raises:
         PacelineError: the work raised it, or one of its kinds.
-        RuntimeError: the work failed otherwise; its last line says how.
+        RuntimeError: the work failed otherwise, and its last line says how; or it gave no answer in time.
     """
     if _is_apart:
         return json.loads(json.dumps(work()))
@@ -42,9 +46,12 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
         os.close(reading)
         _answer(work, writing, parent_pid)
     os.close(writing)
-    with open(reading, "rb") as pipe:
-        answer = pipe.read()
+    answer = _read_until(reading, None if timeout_s is None else time.monotonic() + timeout_s)
+    if answer is None:
+        os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
+    if answer is None:
+        raise RuntimeError(f"the process that was asked gave no answer within {timeout_s:g} s")
     if not answer:
         raise RuntimeError(f"the process that was asked ended with {os.waitstatus_to_exitcode(status)}")
     found = json.loads(answer)
@@ -53,6 +60,19 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
     if "error" in found:
         raise RuntimeError(found["error"])
     return found["value"]
+
+
+def _read_until(descriptor: int, deadline_s: float | None) -> bytes | None:
+    """All that comes through a pipe until its other end is closed; None if that takes too long."""
+    with open(descriptor, "rb") as pipe:
+        if deadline_s is None:
+            return pipe.read()
+        answer = b""
+        while select.select([pipe], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+            if not (part := os.read(descriptor, 65536)):
+                return answer
+            answer += part
+        return None
 
 
 def apart_from_cuda(work: Callable[[], Any]) -> Any:

@@ -354,3 +354,29 @@ def staging() -> dict[str, Any]:
                           for piece, copy in zip(pieces, copies, strict=True)]
         found["pointers"].append([copy.data_ptr() for copy in copies])
     return {**found, "told": list(Note.told)}
+
+
+def examined() -> dict[str, Any]:
+    """What doctor says of two pretended GPUs, of two whose all-reduce does not end, and of a look that doesn't."""
+    import time
+
+    from paceline import doctor_gpus
+    from paceline.launch import fork
+
+    fork._is_apart = False
+    doctor_gpus.COPIED_BYTES = 2**20
+    found = {name: check() for name, check in {
+        "GPUs": doctor_gpus.check_gpus, **doctor_gpus.CHECKS, "NCCL": doctor_gpus.check_nccl}.items()}
+
+    def hang(*_: Any) -> None:
+        time.sleep(60)
+
+    doctor_gpus.NCCL_TIMEOUT_S, doctor_gpus._sum = 2.0, hang
+    found["NCCL that hangs"] = doctor_gpus.check_nccl()
+    doctor_gpus.LOOK_TIMEOUT_S, doctor_gpus._look = 0.5, hang
+    try:
+        doctor_gpus.look()
+    except RuntimeError as error:
+        found["a look that hangs"] = str(error)
+    found["used"] = torch.cuda.is_initialized()
+    return found
