@@ -39,7 +39,8 @@ class Holder:
 class Card:
     """A GPU, or one of the slices (MIG) that it is cut into.
 
-    bus_id: empty of a slice. total_bytes, free_bytes: of its memory; the driver's own part is in neither.
+    bus_id: empty of a slice. total_bytes, free_bytes: of its memory; what this process has of it counts as free.
+    holders: other processes with memory there.
     slices: of a card that is cut. is_cut: whether MIG is switched on.
     pcie_generation: the best that the card and its slot can do together; an idle card uses less. pcie_lanes,
         most_pcie_lanes: in use, and that both have. 0 where nobody knows.
@@ -140,22 +141,25 @@ def _with_memory(nvml: Any, handle: Any, index: int) -> Card:
     is_cut = (said(nvml.nvmlDeviceGetMigMode, handle) or [0])[0] == 1
     slices = [said(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
               for number in range(said(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)] if is_cut else []
+    holders, own_bytes = _holders(nvml, handle)
     return Card(index, _text(nvml.nvmlDeviceGetName(handle)), _text(nvml.nvmlDeviceGetUUID(handle)),
-                total_bytes=memory.total if memory else 0, free_bytes=memory.free if memory else 0,
-                holders=_holders(nvml, handle), is_cut=is_cut,
+                total_bytes=memory.total if memory else 0, free_bytes=memory.free + own_bytes if memory else 0,
+                holders=holders, is_cut=is_cut,
                 slices=tuple(_with_memory(nvml, part, index) for part in slices if part is not None))
 
 
-def _holders(nvml: Any, handle: Any) -> tuple[Holder, ...]:
-    """Processes that compute or draw there, without this one."""
-    said, found = _say(nvml), {}
+def _holders(nvml: Any, handle: Any) -> tuple[tuple[Holder, ...], int]:
+    """Other processes that compute or draw there, the one with most first; and what this one has."""
+    said, found, own_bytes = _say(nvml), {}, 0
     for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
         for process in said(ask, handle) or ():
-            if process.pid != os.getpid():
+            if process.pid == os.getpid():
+                own_bytes = process.usedGpuMemory or 0
+            else:
                 name = said(nvml.nvmlSystemGetProcessName, process.pid)
                 found[process.pid] = Holder(process.pid, Path(_text(name)).name if name else "",
                                             process.usedGpuMemory)
-    return tuple(sorted(found.values(), key=lambda holder: -(holder.num_bytes or 0)))
+    return tuple(sorted(found.values(), key=lambda holder: -(holder.num_bytes or 0))), own_bytes
 
 
 def _card(nvml: Any, handle: Any, index: int) -> Card:

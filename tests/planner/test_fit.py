@@ -141,7 +141,7 @@ def on_a_gpu(need_bytes: int, plan: str, **device: Any) -> tuple[Need, ...]:
 
 @pytest.mark.parametrize(("plan", "connections"), [
     ("single", 0), ("data=2", 2), ("shard=2", 2), ("data=2 shard=2", 6), ("pipeline=2 microbatches=2", 3),
-    ("pipeline=4 microbatches=4", 4), ("place=auto parts=2", 3)])
+    ("pipeline=4 microbatches=4", 4), ("pipeline=4 data=2 microbatches=4", 6), ("place=auto parts=2", 3)])
 def test_a_gpu_gives_away_more_than_tensors(plan: str, connections: int):
     """The context, NCCL's buffers of every connection that a rank receives on, and what the allocator rounds up."""
     for need in on_a_gpu(80 << 30, plan):

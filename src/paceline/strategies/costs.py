@@ -77,8 +77,8 @@ def _nccl_connections(plan: Plan) -> int:
     if isinstance(plan.sync, Servers) or plan.world_size == 1:
         return 0
     sizes = plan.axes.sizes()
+    in_a_chain = max(sizes.pop("pipeline", 1), sizes.pop("parts", 1))
     groups = {axis for axis, size in sizes.items() if 1 < size < plan.world_size} | {"all"}
-    in_a_chain = max(sizes.get("pipeline", 1), sizes.get("parts", 1))
     return 2 * len(groups) + min(2, in_a_chain - 1)
 
 
