@@ -24,9 +24,10 @@ from benchmarks.gpu.failures import failures
 from benchmarks.gpu.machine import machine, seen
 from benchmarks.gpu.matrix import CELLS, matrix
 from benchmarks.gpu.memory import PLANS, memory
+from benchmarks.gpu.proof import proof
 from benchmarks.gpu.speed import MODELS, speed
 
-PARTS = ("machine", "matrix", "failures", "memory", "speed")
+PARTS = ("machine", "matrix", "proof", "failures", "memory", "speed")
 
 
 def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequence[str] = command.PYTHON,
@@ -50,7 +51,7 @@ def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequenc
     with tempfile.TemporaryDirectory(prefix="paceline-gpu-check-") as name:
         arguments = (len(found["gpus"]), Path(name), python, lambda: time.monotonic() > ends_s)
         made = {"machine": partial(machine, python), "matrix": partial(_matrix, *arguments, cells=cells),
-                "failures": partial(failures, *arguments),
+                "proof": partial(proof, *arguments), "failures": partial(failures, *arguments),
                 "memory": partial(memory, *arguments, models=models, plans=plans),
                 "speed": partial(speed, *arguments, models=models)}
         for part in parts:

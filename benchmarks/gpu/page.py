@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from textwrap import shorten
 from typing import Any
 
 
@@ -11,6 +12,8 @@ def wrong(document: Mapping[str, Any]) -> list[str]:
     return [
         *(f"{cell['job']} under {cell['plan']}: {cell['verdict']} {cell['reason']}".strip()
           for cell in document.get("matrix", ()) if cell["verdict"] in ("differs", "failed")),
+        *(f"{row['job']} under {row['plan']}: {row['verdict']} {_first_line(row)}".strip()
+          for row in document.get("proof", ()) if row["verdict"] in ("failed", "differs")),
         *(f"{row['failure']}: {row['verdict']}" for row in document.get("failures", ()) if row["verdict"] == "differs"),
         *(f"memory of {row['model']} under {row['plan']}: {row['reason']}" for row in document.get("memory", ())
           if "reason" in row and row["reason"] != "the time was up"),
@@ -26,6 +29,10 @@ def page(document: Mapping[str, Any]) -> str:
             (cell["job"], f"`{cell['plan']}`", cell["devices"], cell["verdict"],
              "" if cell["off_by"] is None else f"{cell['off_by']:.0e}", cell["reason"])
             for cell in document["matrix"]))
+    if "proof" in document:
+        lines += _table(("job", "plan", "verdict", "why"), (
+            (row["job"], f"`{row['plan']}`", row["verdict"], _first_line(row))
+            for row in document["proof"]))
     if "failures" in document:
         lines += _table(("what happens", "plan", "devices", "exit code", "expected", "seconds to the end",
                          "verdict"), (
@@ -49,6 +56,10 @@ def _memory(row: Mapping[str, Any]) -> tuple[Any, ...]:
     predicted, part = row["predicted_bytes"], row["of_predicted"]
     return (*first, f"{row['peak_memory_bytes'] / 2**20:.1f}", "" if predicted is None else f"{predicted / 2**20:.1f}",
             "" if part is None else f"{part:.2f}")
+
+
+def _first_line(row: Mapping[str, Any]) -> str:
+    return shorten(str(row["reason"]).partition("\n")[0], 120, placeholder=" ...")
 
 
 def _speed(row: Mapping[str, Any]) -> tuple[Any, ...]:

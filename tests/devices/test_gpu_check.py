@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from pretended_cuda.build import CannotBuild, build
 
-from benchmarks.gpu import command, matrix, memory, page, speed
+from benchmarks.gpu import command, matrix, memory, page, proof, speed
 from benchmarks.gpu.__main__ import PARTS, check
 from benchmarks.gpu.machine import seen
 
@@ -103,19 +104,23 @@ def test_a_command_that_takes_too_long_is_ended():
 def test_the_page_names_what_is_wrong():
     document = {"gpus": ["One"], "date": "2026-01-01", "matrix": [
         {"job": "blocks", "plan": "shard=2", "devices": "cuda:0-1", "verdict": "differs", "off_by": 0.5, "reason": ""}],
+        "proof": [{"job": "half", "plan": "shard=2", "verdict": "failed", "reason": "off by\nmuch"},
+                  {"job": "half", "plan": "data=2", "verdict": "coupled", "reason": "a BatchNorm"}],
         "failures": [{"failure": "a kill", "plan": "data=2", "devices": "2xcuda:0", "expected_exit_code": 4,
                       "exit_code": 1, "verdict": "differs", "reason": "a | b"}],
         "memory": [{"model": "m", "plan": "single", "devices": "cuda:0", "peak_memory_bytes": 3 << 20,
                     "predicted_bytes": 4 << 20, "of_predicted": 0.75},
                    {"model": "m", "plan": "data=2", "devices": "2xcuda:0", "reason": "error: y"}],
         "speed": [{"model": "m", "precision": "bf16", "contender": "single", "reason": "error: x"}]}
-    assert page.wrong(document) == ["blocks under shard=2: differs", "a kill: differs",
-                                    "memory of m under data=2: error: y", "single, m, bf16: error: x"]
+    assert page.wrong(document) == ["blocks under shard=2: differs", "half under shard=2: failed off by",
+                                    "a kill: differs", "memory of m under data=2: error: y",
+                                    "single, m, bf16: error: x"]
     lines = page.page(document).splitlines()
     assert "| blocks | `shard=2` | cuda:0-1 | differs | 5e-01 |  |" in lines
     assert "| a kill | `data=2` | 2xcuda:0 | 1 | 4 |  | differs a / b |" in lines
+    assert "| half | `shard=2` | failed | off by |" in lines and "| half | `data=2` | coupled | a BatchNorm |" in lines
     assert "| m | `single` | cuda:0 | 3.0 | 4.0 | 0.75 |" in lines
-    assert "Not as it should be: 4" in lines
+    assert "Not as it should be: 5" in lines
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
@@ -124,25 +129,46 @@ def test_a_machine_without_gpus_is_told_so(tmp_path: Path):
         check(["matrix"], 1.0, tmp_path / "out.json")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_the_whole_check_on_pretended_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int):
-    """With one GPU every kind of plan is tried, too: its ranks share it."""
+@pytest.fixture
+def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[str, ...]]:
+    """What runs Python with so many pretended GPUs."""
     try:
         library = build()
     except CannotBuild as error:
         pytest.skip(str(error))
-    for name, value in {"PRETENDED_CUDA_DEVICES": str(gpus), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE),
+    for name, value in {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE),
                         "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
         monkeypatch.setitem(os.environ, name, value)
-    python = (sys.executable, "-m", "pretended_cuda.pretend", str(library))
+
+    def python(gpus: int) -> tuple[str, ...]:
+        monkeypatch.setitem(os.environ, "PRETENDED_CUDA_DEVICES", str(gpus))
+        return sys.executable, "-m", "pretended_cuda.pretend", str(library)
+
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_proofs_on_a_pretended_gpu(tmp_path: Path, pretended: Callable[[int], tuple[str, ...]]):
+    """With one GPU: a plan that cuts the batch, whose BatchNorm is named, and runs that repeat."""
+    rows = proof.proof(1, tmp_path, pretended(1), lambda: False, ["images in float32"])
+    assert [(row["plan"], row["verdict"]) for row in rows] == [
+        ("single accumulate=4", "coupled"), ("single deterministic=yes", "repeats")]
+    assert rows[0]["device"]["name"] == "Pretended" and "BatchNorm" in rows[0]["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_whole_check_on_pretended_gpus(tmp_path: Path, pretended: Callable[[int], tuple[str, ...]], gpus: int):
+    """With one GPU every kind of plan is tried, too: its ranks share it."""
+    python = pretended(gpus)
     assert seen(python)["gpus"] == ["Pretended"] * gpus
     output = tmp_path / "gpu-check.json"
     plans = ("single", "data=2", "shard=3", "tensor=2", "pipeline=2 schedule=1f1b", "place=auto parts=2",
              "server=1 workers=2", "data=2 local=2 outer=diloco", "data=2 compress=int8")
     cells = (*(("blocks", plan) for plan in plans), ("statistics", "single"))
-    document = check(PARTS, 20.0, output, python=python, cells=cells, models=TINY, plans=("single", "shard=2"))
+    document = check([part for part in PARTS if part != "proof"], 20.0, output, python=python, cells=cells, models=TINY, plans=("single", "shard=2"))
     assert json.loads(output.read_text()) == document
     assert {cell["plan"]: cell["verdict"] for cell in document["matrix"]} == dict.fromkeys(plans, "equal")
     assert {cell["devices"] for cell in document["matrix"]} == (
