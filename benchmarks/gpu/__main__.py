@@ -25,20 +25,21 @@ from benchmarks.gpu.machine import machine, seen
 from benchmarks.gpu.matrix import CELLS, matrix
 from benchmarks.gpu.memory import PLANS, memory
 from benchmarks.gpu.proof import proof
-from benchmarks.gpu.speed import MODELS, speed
+from benchmarks.gpu.speed import MODELS, ROUNDS, speed
 
 PARTS = ("machine", "matrix", "proof", "failures", "memory", "speed")
 
 
 def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequence[str] = command.PYTHON,
           cells: Sequence[tuple[str, str]] = CELLS, models: Any = MODELS,
-          plans: Sequence[str] = PLANS) -> dict[str, Any]:
+          plans: Sequence[str] = PLANS, rounds: int = ROUNDS) -> dict[str, Any]:
     """The whole document, which is written after every part.
 
     Args:
         minutes: After which nothing new is begun.
         python: What runs Python.
         plans: Whose memory is compared with what was predicted.
+        rounds: In turns, of contenders for speed.
 
     Raises:
         RuntimeError: there is no GPU that torch can use.
@@ -53,7 +54,7 @@ def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequenc
         made = {"machine": partial(machine, python), "matrix": partial(_matrix, *arguments, cells=cells),
                 "proof": partial(proof, *arguments), "failures": partial(failures, *arguments),
                 "memory": partial(memory, *arguments, models=models, plans=plans),
-                "speed": partial(speed, *arguments, models=models)}
+                "speed": partial(speed, *arguments, models=models, rounds=rounds)}
         for part in parts:
             print(f"{part}:", file=sys.stderr)
             document[part] = made[part]()

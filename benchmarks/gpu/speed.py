@@ -18,11 +18,12 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "152 million parameters": {},
     "3 million parameters, bound by the host": {"width": 256, "layers": 4, "sequence": 16, "batch": 8},
 }
+ROUNDS = 3
 PRECISIONS = ("float32", "bf16")
 PEER = "benchmarks.contenders.on_gpus"
 
 
-def speed(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool], *, rounds: int = 3,
+def speed(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool], *, rounds: int = ROUNDS,
           steps: int = 50, models: Mapping[str, Mapping[str, Any]] = MODELS,
           precisions: Sequence[str] = PRECISIONS) -> list[dict[str, Any]]:
     """Rows of one contender each: steps a second and its part of the plain loop's, medians over rounds in turns."""

@@ -57,7 +57,7 @@ def test_a_run_says_once_that_its_speed_says_nothing(shop: Workshop):
     found = shop.train("clip and validation", "data=2", "2xcuda:0")
     printed = shop.printed()[before:]
     assert printed.count("ranks share a GPU") == 1 and "plan data=2 on 2xcuda:0" in printed
-    assert json.loads((found.run / "plan.json").read_text())["devices"] == "2xcuda:0"
+    assert json.loads((found.run / "plan.json").read_text())["devices"] == found.summary["devices"] == "2xcuda:0"
     assert found.summary["predicted"]["step_s"] is None and found.summary["predicted"]["peak_memory_bytes"] > 0
     assert_alike(found, shop.train("clip and validation", "single", "cpu:0"))
 
@@ -81,7 +81,7 @@ def test_servers_leave_the_gpu_alone(shop: Workshop, devices: str):
     found = shop.train("blocks", "server=1 workers=2", devices)
     assert found.on_cpu == {0: None}
     assert [rank["rank"] for rank in found.measured] == [1, 2]
-    assert json.loads((found.run / "plan.json").read_text())["devices"] == "cpu:0 (servers) and 2xcuda:0 (workers)"
+    assert found.summary["devices"] == "cpu:0 (servers) and 2xcuda:0 (workers)"
 
 
 def test_gloo_is_given_nothing_of_a_gpu():

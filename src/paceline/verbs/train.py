@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class Summary(Outcome):
-    """What a run came to; `DIR/summary.json`. Times in seconds, memory of the fullest rank in bytes."""
+    """What a run came to; `DIR/summary.json`. Times in seconds, memory of the fullest rank in bytes, devices of the
+    first rank's host."""
 
 
 def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | None = None,
@@ -111,7 +112,8 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
                 print(what_would_fit(priced), file=sys.stderr, flush=True)
             raise
         if place.is_first:
-            figures = sum_up(run_dir, {**figures, "check": checked and checked.to_dict()}, priced)
+            figures = sum_up(run_dir, {**figures, "devices": asked.devices, "check": checked and checked.to_dict()},
+                             priced)
         return Summary(figures, run_dir)
 
 
