@@ -170,7 +170,8 @@ def test_the_whole_check_on_pretended_gpus(tmp_path: Path, pretended: Callable[[
          "data=2 compress=int8") if gpus == 1 else ()))
     cells = (*(("blocks", plan) for plan in plans), ("statistics", "single"))
     parts = [part for part in PARTS if part != "proof"]
-    document = check(parts, 20.0, output, python=python, cells=cells, models=TINY, plans=("single", "shard=2"), rounds=1)
+    document = check(parts, 20.0, output, python=python, cells=cells, models=TINY,
+                     plans=("single", "shard=2"), rounds=1)
     assert json.loads(output.read_text()) == document
     assert {cell["plan"]: cell["verdict"] for cell in document["matrix"]} == dict.fromkeys(plans, "equal")
     assert {cell["devices"] for cell in document["matrix"]} == (
