@@ -18,10 +18,14 @@ from paceline.planner.resolve import resolve
 from paceline.plans import Plan
 from paceline.runtime.loop import Settings, train_rank
 from paceline.strategies.compose import load
+from paceline.strategies.compress import run as compress
+from paceline.strategies.data import reduce
+from paceline.strategies.mesh import Mesh
 
 pytestmark = pytest.mark.timeout(120)
 
-PLANS = ("data=2", "data=2 accumulate=2 recompute=full", "data=2 compress=int8", "shard=2 zero=1",
+PLANS = ("data=2", "data=2 accumulate=2 recompute=full", "data=2 compress=int8", "data=2 shard=2 compress=int8",
+         "data=2 compress=topk", "data=2 compress=powersgd", "shard=2 zero=1",
          "shard=2 accumulate=2",
          "data=2 shard=2", "tensor=2", "data=2 local=2 outer=diloco", "place=auto parts=2", "pipeline=2 data=2",
          "pipeline=2 schedule=gpipe", "pipeline=3", "pipeline=2 schedule=interleaved",
@@ -71,6 +75,13 @@ def table_job() -> paceline.Job:
                         batch=20, steps=3, clip=1.0, optimizer=lambda named: torch.optim.SGD(named, lr=1e-2))
 
 
+@pytest.fixture(autouse=True)
+def sums_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressed sums are launched as on GPUs, and buckets go over the network, as they do there."""
+    monkeypatch.setattr(compress, "beside", compress.OnStream)
+    monkeypatch.setattr(reduce, "_share", lambda *args: None)
+
+
 @cache
 def recorded(plan: str, job: Callable[[], paceline.Job] = job) -> list[list[Entry]]:
     """What each rank of the plan asks for in three steps."""
@@ -98,6 +109,20 @@ def test_the_ranks_of_a_group_ask_for_the_same(plan: str):
         for entry in entries:
             threads.setdefault(entry.group, set()).add(entry.thread)
         assert all(len(of_group) == 1 for group, of_group in threads.items() if group[0])
+
+
+@pytest.mark.parametrize(("plan", "kind"), [
+    ("data=2 shard=2 compress=int8", "alltoall"),
+    *(pytest.param(plan, kind, marks=pytest.mark.slow) for plan, kind in (
+        ("data=2 shard=2 compress=topk", "allgather"), ("data=2 shard=2 compress=powersgd", "allreduce")))])
+def test_compressed_sums_are_launched_by_the_rank_itself(plan: str, kind: str):
+    """A thread beside the step would launch them between the collectives of other groups."""
+    ranks = recorded(plan)
+    assert not unlike_sequences(ranks) and not is_cyclic(ranks)
+    for rank, entries in enumerate(ranks):
+        along = tuple(Mesh(Plan.parse(plan).axes.sizes(), rank).ranks_along("data"))
+        sums = [entry for entry in entries if kind in entry.kind and entry.group[0] == along]
+        assert len(sums) >= 3 and len({entry.thread for entry in entries}) == 1
 
 
 @pytest.mark.sweep(4)

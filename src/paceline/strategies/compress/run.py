@@ -17,8 +17,9 @@ over buckets is left to the network, and keeps its state by bucket in an object 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -52,8 +53,68 @@ class Method(Protocol):
         """Put the sum over the group in the bucket's place. Returns the bytes that this rank sent."""
 
 
+class Beside(Protocol):
+    """Runs sums beside the work that makes what is summed, one after the other as they are started."""
+
+    def start(self, sum_: Callable[[], float]) -> None:
+        """Run it after those before. It enters collectives, and returns bytes."""
+
+    def finish(self) -> float:
+        """Wait for all. Returns the bytes of them together."""
+
+
+class OnThread:
+    """On CPUs, where a collective holds up whoever asks for it."""
+
+    def __init__(self) -> None:
+        self.thread: ThreadPoolExecutor | None = None
+        self.running: list[Future[float]] = []
+
+    def start(self, sum_: Callable[[], float]) -> None:
+        if self.thread is None:
+            self.thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-compress")
+        self.running.append(self.thread.submit(sum_))
+
+    def finish(self) -> float:
+        running, self.running = self.running, []
+        return sum(future.result() for future in running)
+
+
+class OnStream:
+    """On GPUs: launched at once, on a stream of its own.
+
+    Collectives of all groups are then launched in the order of the program, which is that of all ranks. Those of a
+    thread would come between them in another order on each rank, and NCCL's ranks would wait for each other.
+
+    stream: None on a CPU, where sums are over when they are started.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.sent_bytes = 0.0
+
+    def start(self, sum_: Callable[[], float]) -> None:
+        if self.stream is None:
+            self.sent_bytes += sum_()
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            self.sent_bytes += sum_()
+
+    def finish(self) -> float:
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        sent_bytes, self.sent_bytes = self.sent_bytes, 0.0
+        return sent_bytes
+
+
+def beside(device: torch.device) -> Beside:
+    """How sums of a device's tensors run."""
+    return OnStream(device) if device.type == "cuda" else OnThread()
+
+
 class Compressed:
-    """A `Reduction` (strategies/data/reduce.py) in compressed form, by a thread of its own: see the module."""
+    """A `Reduction` (strategies/data/reduce.py) in compressed form."""
 
     overlaps = True
 
@@ -70,18 +131,13 @@ class Compressed:
         self.method: Method = (TopK(self.memory, group) if form == "topk"
                                else PowerSGD(self.memory, shapes, group) if form == "powersgd"
                                else Rounded(form, group))
-        self.thread: ThreadPoolExecutor | None = None
-        self.running: list[Future[float]] = []
+        self.beside = beside(like[0].device if like else torch.device("cpu"))
 
     def start(self, number: int) -> None:
-        if self.thread is None:
-            self.thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-compress")
-        self.running.append(self.thread.submit(self._sum, number))
+        self.beside.start(partial(self._sum, number))
 
     def finish(self) -> None:
-        for future in self.running:
-            self.sent_bytes += future.result()
-        self.running = []
+        self.sent_bytes += self.beside.finish()
 
     def _sum(self, number: int) -> float:
         flat = self.memory[number]

@@ -89,6 +89,9 @@ class GradientBuckets:
         self.arrivals = Arrivals(self.names.__getitem__, lambda index: not self.missing[self.bucket_of[index]])
         self.started = 0
         self.armed = self.begun = False
+        # Where shards and whole gradients come on two streams, a bucket may be started from a hook on the other one.
+        self.filled = ([torch.cuda.Event() for _ in self.buckets]
+                       if self.whole and self.parts and self.memory[0].is_cuda else [])
         self.copies = self.reduction.overlaps and all(flat.device.type != "cpu" for flat in self.memory)
         for index, parameter in enumerate(held):
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -167,8 +170,12 @@ class GradientBuckets:
                     parameter.grad = view
         if filled:
             torch._foreach_copy_(filled, gradients)
+        if self.filled:
+            self.filled[number].record()
 
     def _start_next(self) -> None:
+        if self.filled:
+            self.filled[self.started].wait()
         self.reduction.start(self.started)
         self.started += 1
 
