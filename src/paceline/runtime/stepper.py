@@ -695,8 +695,9 @@ class Stepper:
                 raise
             raise JobError(f"{type(self.optimizer).__name__} can't update sharded parameters: "
                            f"{str(error).splitlines()[0]}",
-                           hint="leave out fused=True and foreach=True, or use an optimizer that treats every element "
-                                "alike (AdamW, SGD), or a data=N plan, which keeps parameters whole") from error
+                           hint="use an optimizer that treats every element alike (AdamW, SGD; fused=True and "
+                                "foreach=True work with them), or a data=N plan, which keeps parameters whole"
+                           ) from error
         self.own_parts.after_update()
         if self.gathered is not None:
             self.gathered.after_update()
