@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import DriftError
+from paceline.runtime.upload import uploaded
 from paceline.strategies.data.run import local
 from paceline.strategies.mesh import Mesh
 
@@ -18,15 +19,16 @@ if TYPE_CHECKING:
 EVERY_STEPS = 100  # reading 13 MB of weights takes 3 ms, 1/10,000 of a hundred steps of the byte GPT
 
 
-def fingerprint(tensor: torch.Tensor) -> int:
-    """Depends on every bit of a tensor: the sum of its words, and of its words weighted by their place."""
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Depends on every bit of a tensor: the sum of its words, and of its words weighted by their place. A whole number
+    on the tensor's device, which the host need not wait for."""
     raw = local(tensor.detach()).contiguous().flatten().view(torch.uint8)
     if raw.storage_offset() % 4:  # a view into an odd place of a 2-byte buffer can't be read as words
         raw = raw.clone()
     words = raw[: raw.numel() // 4 * 4].view(torch.int32)
     places = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int32)
     total = words.sum(dtype=torch.int64) + (words * places).sum(dtype=torch.int64) * 31
-    return int(total + raw[words.numel() * 4:].sum(dtype=torch.int64))
+    return total + raw[words.numel() * 4:].sum(dtype=torch.int64)
 
 
 def replicated(stepper: Stepper) -> dict[str, torch.Tensor]:
@@ -51,7 +53,7 @@ def check_replicas(tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int
         return
     group, ranks = mesh.group("data"), mesh.ranks_along("data")
     device = next(iter(tensors.values())).device
-    own = torch.tensor([fingerprint(tensor) for tensor in tensors.values()], dtype=torch.int64, device=device)
+    own = torch.stack([uploaded(fingerprint(tensor), device) for tensor in tensors.values()])
     least, most = own.clone(), own.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)

@@ -137,8 +137,7 @@ class Rounds:
                           for part in assign([p.nbytes for p in parameters.values()], order.fragments)]
         self.delay = delay_steps(local=order.local, fragments=order.fragments)
         self.transfer: _Transfer | None = None
-        self.figures: list[torch.Tensor] = []
-        self.no_figures = torch.empty(0, STEP_FIGURES, dtype=torch.float64, device=parameters[names[0]].device)
+        self.figures: list[list[float]] = []
         self.met_bytes = 0.0
 
     def begin(self, *, last: bool) -> None:
@@ -159,7 +158,7 @@ class Rounds:
 
     @torch.no_grad()
     def close(self, step: int, figures: torch.Tensor, known: list[float], beat: Callable[[str], None]) -> Met | None:
-        self.figures.append(figures)
+        self.figures.append(known)
         for fragment in self.fragments:
             fragment.steps, fragment.count = fragment.steps + 1, fragment.count + known[1]
         if self.transfer is not None and self.transfer.arrives <= step:
@@ -214,9 +213,13 @@ class Rounds:
                     p.copy_(weights[name])
 
     def _meet(self, leaving: list[int]) -> tuple[Met, list[float]]:
-        """What all replicas did since the last meeting, and this one's weight in each of the fragments."""
+        """What all replicas did since the last meeting, and this one's weight in each of the fragments.
+
+        The figures were read in their steps. They travel from host to host, so that no replica waits for its GPU.
+        """
         counts = torch.tensor([self.fragments[number].count for number in leaving], dtype=torch.float64)
-        own = torch.stack(self.figures) if self.figures else self.no_figures
+        own = (torch.tensor(self.figures, dtype=torch.float64) if self.figures
+               else torch.empty(0, STEP_FIGURES, dtype=torch.float64))
         steps, flags = own[:, :STEP_FIGURES], own[:, STEP_FIGURES:].sum(0)
         figures = torch.cat([steps.flatten(), flags, counts.to(own)])
         dist.all_reduce(figures, group=self.group)
