@@ -35,6 +35,7 @@ class Accelerator:
 
     bf16_flops_per_s, float32_flops_per_s: dense. product_reached: the part that the best matrix product reaches;
         attention_reached: that fused attention reaches.
+    tf32_flops_per_s, fp8_flops_per_s: dense; None without such products.
     link, network: names of links in a node, and of one device's share across nodes.
     """
 
@@ -51,6 +52,8 @@ class Accelerator:
     devices_per_node: int
     source: str
     aliases: tuple[str, ...] = ()
+    tf32_flops_per_s: float | None = None
+    fp8_flops_per_s: float | None = None
 
 
 def accelerator(name: str) -> Accelerator:

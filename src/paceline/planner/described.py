@@ -49,8 +49,10 @@ class Played:
 @lru_cache(maxsize=256)
 def rates_of(accelerator: Accelerator, software: Software) -> AcceleratorRates:
     """An accelerator's rates under a training program; products that were priced once stay priced."""
-    peaks: dict[Precision, float] = {"float32": accelerator.float32_flops_per_s, "bf16": accelerator.bf16_flops_per_s,
-                                     "float64": accelerator.float32_flops_per_s / 2}
+    float32, bf16 = accelerator.float32_flops_per_s, accelerator.bf16_flops_per_s
+    peaks: dict[Precision, float] = {
+        "float32": float32, "tf32": accelerator.tf32_flops_per_s or float32, "bf16": bf16, "fp16": bf16,
+        "fp8": accelerator.fp8_flops_per_s or bf16, "float64": float32 / 2}
     return AcceleratorRates(
         {precision: peak * accelerator.product_reached for precision, peak in peaks.items()},
         {precision: peak * accelerator.attention_reached for precision, peak in peaks.items()},

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from paceline.cluster import DeviceKind
-from paceline.job import Precision
+from paceline.job import AUTOCAST, Precision
 from paceline.launch.fork import apart_from_cuda
 from paceline.profile import cache
 
@@ -29,7 +29,7 @@ TINY = 64
 MEASURED_S = 0.04  # of each of the seven kernels that are timed
 # What a second thread brings of what a first one does; see docs/prediction.md.
 THREAD_EFFICIENCY = 0.9
-ITEM_BYTES: Mapping[Precision, int] = {"float32": 4, "bf16": 2, "float64": 8}
+ITEM_BYTES: Mapping[Precision, int] = {"float32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,13 @@ class DeviceRates:
     operator_s: float
 
     def matrix_flops_per_s(self, precision: Precision) -> float:
-        """The rate of matrix products under a job's precision; float64 has half the lanes of float32."""
-        return {"float32": self.flops_per_s, "bf16": self.bf16_flops_per_s, "float64": self.flops_per_s / 2}[precision]
+        """The rate of matrix products under a job's precision; float64 has half the lanes of float32.
+
+        fp16 and fp8 are taken for bf16, and TF32 for float32: they are not measured.
+        """
+        if precision in AUTOCAST:
+            return self.bf16_flops_per_s
+        return self.flops_per_s / 2 if precision == "float64" else self.flops_per_s
 
     @property
     def slowdown(self) -> float:

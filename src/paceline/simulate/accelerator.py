@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from paceline.job import Precision
+from paceline.job import AUTOCAST, Precision
 from paceline.profile.profile import Product
 from paceline.simulate.program import Compute
 from paceline.software import Software
@@ -28,6 +28,10 @@ UNALIGNED_LINEAR_PART = 0.5
 # operator by operator, so many more around each of attention's products.
 SOFTMAX_MULTIPLE, UNFUSED_OPERATORS = 4, 3
 ATTENTION = ("attention", "full attention")
+# torchao's rule for layers in float8 (the gradient of a weight, whose inner side grows, is in bf16), and what rounding
+# a bf16 value to it moves: read for the row's largest one, read again, written. As kernels by themselves; torch.compile
+# may fuse them.
+FLOAT8_MULTIPLE, FLOAT8_CAST_BYTES = 16, 5
 MOST_KNOWN = 10_000  # products whose seconds are kept
 MOST_SPLITS = 8  # parts that the inner side is cut into where there are too few tiles
 
@@ -71,7 +75,7 @@ class AcceleratorRates:
             flops -= known_flops
             operators += unfused * UNFUSED_OPERATORS
         if flops > 0.5:  # of unknown shapes
-            device_s += flops / (self.flops_per_s[precision] * software.product_rate)
+            device_s += flops / (self.flops_per_s[_unshaped(precision)] * software.product_rate)
         return device_s, operators * software.operator_s + event.fixed_s
 
     def _products_s(self, products: tuple[Product, ...], precision: Precision) -> tuple[float, float, int]:
@@ -92,8 +96,11 @@ class AcceleratorRates:
                 and product.count % SOFTMAX_MULTIPLE != 0)
 
     def _product_s(self, product: Product, precision: Precision) -> float:
+        is_float8 = precision == "fp8" and product.kind == "linear" and product.grows == "rows" and not (
+            product.columns % FLOAT8_MULTIPLE or product.inner % FLOAT8_MULTIPLE)
+        precision = precision if is_float8 else _unshaped(precision)
         best, software = self.flops_per_s[precision], self.software
-        item_bytes = min(2, self.item_bytes) if precision == "bf16" else self.item_bytes
+        item_bytes = min(2, self.item_bytes) if precision in AUTOCAST else self.item_bytes
         if product.kind in ATTENTION and software.kernels.attention == "fused":
             return product.flops * (0.5 if software.skips_mask and product.kind == "attention" else 1.0) / (
                 self.attention_flops_per_s[precision] * software.attention_rate)
@@ -104,8 +111,15 @@ class AcceleratorRates:
         if product.kind in ("linear", *ATTENTION) and item_bytes == 2 and not (
                 _is_aligned(columns * item_bytes) and _is_aligned(inner * item_bytes)):
             part *= UNALIGNED_LINEAR_PART if product.kind == "linear" else UNALIGNED_PART
+        cast_bytes = FLOAT8_CAST_BYTES * (rows * inner + inner * columns) * product.count if is_float8 else 0.0
         return max(product.flops / (best * software.product_rate * part),
-                   item_bytes * values / (self.memory_bytes_per_s * software.memory_rate))
+                   item_bytes * values / (self.memory_bytes_per_s * software.memory_rate)) + (
+                       cast_bytes / (self.memory_bytes_per_s * software.memory_rate))
+
+
+def _unshaped(precision: Precision) -> Precision:
+    """What a product computes in that is none of a layer in float8."""
+    return "bf16" if precision == "fp8" else precision
 
 
 def _is_aligned(num_bytes: float) -> bool:
