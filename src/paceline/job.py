@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 from paceline.errors import JobError, nearest
 
-Precision = Literal["float32", "bf16", "fp16", "float64"]
+Precision = Literal["float32", "tf32", "bf16", "fp16", "fp8", "float64"]
 # Names of the torch dtypes that forwards compute in under autocast; the weights are float32.
-AUTOCAST: Mapping[Precision, str] = {"bf16": "bfloat16", "fp16": "float16"}
+AUTOCAST: Mapping[Precision, str] = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,9 @@ class Job:
         batch: Samples an optimizer step, over all devices.
         epochs: Passes over the data; give either this or `steps`.
         steps: Optimizer steps; give either this or `epochs`.
-        precision: "float32"; "bf16" for autocast; "fp16" for autocast with loss scaling; "float64" for the model and
-            every floating-point input.
+        precision: "float32"; "tf32" for TF32 matrix products on GPUs; "bf16" for autocast; "fp16" for autocast with
+            loss scaling; "fp8" for autocast in bf16 with linear layers in float8, by torchao; "float64" for the model
+            and every floating-point input. See docs/precision.md.
         lr_schedule: Builds a learning-rate scheduler from the optimizer; stepped once an optimizer step,
             but not in a step that loss scaling skips.
         clip: Greatest global norm of the gradients.

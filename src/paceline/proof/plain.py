@@ -22,6 +22,7 @@ from paceline.capture.attributes import (
     plain_attributes,
     tensor_attributes,
 )
+from paceline.capture.float8 import in_float8
 from paceline.capture.written import lazy_copy
 from paceline.job import AUTOCAST, Job
 from paceline.proof.device import kept, one_device
@@ -73,6 +74,8 @@ def build_plain(job: Job) -> torch.nn.Module:
     model = job.model().to(one_device())
     if job.precision == "float64":
         model = in_float64(model)
+    if job.precision == "fp8":
+        model = in_float8(model)
     return model.train()
 
 

@@ -56,8 +56,11 @@ REORDERED = (Variation(permuted=True), Variation(cuts=2), Variation(cuts=4))
 REORDERED_AT_MOST = 100.0
 # How far a job that is exact may move when it is cut, relative to its size. Losses and layers may compute in float32
 # whatever they are given.
-EXACT = {"bf16": 0.1, "fp16": 0.02, "float32": 1e-3, "float64": 1e-5}
-EPSILON = {"bf16": torch.finfo(torch.bfloat16).eps, "fp16": torch.finfo(torch.float16).eps,
+EXACT = {"fp8": 0.1, "bf16": 0.1, "fp16": 0.02, "tf32": 1e-3, "float32": 1e-3, "float64": 1e-5}
+# tf32: proofs run on the CPU, where it is float32. fp8: plans compute in bf16 what layers then round to float8, by
+# scales of each row alone; where that makes a flip of the last place larger, the variations show it.
+EPSILON = {"fp8": torch.finfo(torch.bfloat16).eps, "bf16": torch.finfo(torch.bfloat16).eps,
+           "fp16": torch.finfo(torch.float16).eps, "tf32": torch.finfo(torch.float32).eps,
            "float32": torch.finfo(torch.float32).eps, "float64": torch.finfo(torch.float64).eps}
 PLANTED = 1e-3  # relative error of one gradient that a comparison must notice to prove anything
 _KEPT_BYTES = 2**22  # of a file that stays in memory once it was read; 128 of them are half a GiB
@@ -378,7 +381,8 @@ def coarsest(job: Job) -> float:
 
 
 class Dtypes(TorchDispatchMode):
-    """Notes the floating-point types that operators return, and whether any of them rounds to TF32 before."""
+    """Notes the floating-point types that operators return, but for float8 (see `EPSILON`), and whether any of them
+    rounds to TF32 before."""
 
     def __init__(self, found: set[torch.dtype]) -> None:
         super().__init__()
@@ -393,5 +397,6 @@ class Dtypes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.rounds_to_tf32 |= rounds_to_tf32(func, result, self.tf32)
         self.found |= {leaf.dtype for leaf in tree_leaves(result)
-                       if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim}
+                       if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim
+                       and leaf.itemsize > 1}
         return result

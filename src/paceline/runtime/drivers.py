@@ -30,6 +30,8 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     Raises:
         NotDeterministic: the plan says deterministic=yes, and the job uses an operator that has no deterministic form.
     """
+    from paceline.runtime.products import float32_products
+
     train = importlib.import_module(_TRAINERS[type(plan.sync)]).train_rank
-    with repeatable(plan):
+    with repeatable(plan), float32_products(job, context):
         return train(context, job, plan, settings)

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from paceline.capture.attributes import in_float64
 from paceline.capture.compare import MAX_BYTES, is_comparable
 from paceline.capture.examine import module_with_unseen_state
+from paceline.capture.float8 import in_float8, left_in_bf16
 from paceline.capture.probe import (
     NOTHING,
     Observed,
@@ -111,6 +112,8 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
         raise JobError("the model has no trainable parameter",
                        hint="every parameter has requires_grad=False, or the module registers none")
     model = model.to(device)
+    if job.precision == "fp8":
+        return in_float8(model)
     return in_float64(model) if job.precision == "float64" else model
 
 
@@ -398,6 +401,9 @@ class Stepper:
         self.attributes, self.forwards_may_write = prepared.attributes, prepared.forwards_may_write
         self.meetings = meetings(self.synchronisers, mesh)
         self.model.train()
+        if job.precision == "fp8" and mesh.rank == 0 and (left := left_in_bf16(self.model)):
+            logger.info("linear layers that stay in bf16: %s",
+                        "; ".join(f"'{path}' {reason}" for path, reason in left.items()))
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.held = dict(self.layout.module.named_parameters())
         self.parameters = {name: p for name, p in self.held.items() if p.requires_grad}

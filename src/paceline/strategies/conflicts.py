@@ -86,6 +86,12 @@ OF_PRECISION: Mapping[Precision, tuple[Conflict, ...]] = {
                  'compress=int8 or bf16, or precision="bf16" in the job',
                  lambda plan: plan.modifiers.compress in ("topk", "powersgd")),
     ),
+    "fp8": (
+        Conflict("tensor=N, pipeline=N and place=", "the model is recorded operator by operator there, and torchao's "
+                 "float8 layers can't be recorded",
+                 'data=N, shard=N or both, with recompute=full where memory is short, or precision="bf16" in the job',
+                 lambda plan: plan.splits_model),
+    ),
 }
 
 

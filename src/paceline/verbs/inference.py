@@ -56,8 +56,9 @@ def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | 
     def body(context: RankContext) -> dict[str, Any]:
         from paceline.runtime.determinism import repeatable
         from paceline.runtime.evaluate import evaluate as evaluate_rank
+        from paceline.runtime.products import float32_products
 
-        with repeatable(asked.plan):
+        with repeatable(asked.plan), float32_products(job, context):
             trained = load_trained(context, job, asked, Path(run))
             figures = evaluate_rank(trained.model, trained.layout, job, job.validation, part=trained.part,
                                     mesh=trained.mesh, device=context.device, beat=context.beat)
@@ -96,8 +97,9 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
             from paceline.runtime.checkpoint.dtypes import save_tensors
             from paceline.runtime.determinism import repeatable
             from paceline.runtime.evaluate import outputs
+            from paceline.runtime.products import float32_products
 
-            with repeatable(asked.plan):
+            with repeatable(asked.plan), float32_products(job, context):
                 trained = load_trained(context, job, asked, Path(run))
                 for number, found in enumerate(outputs(trained.model, trained.layout, job, data, part=trained.part,
                                                        device=context.device)):

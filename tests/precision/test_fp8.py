@@ -1,0 +1,79 @@
+"""fp8 through torchao, emulated: plans that cut the batch compute what one device does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import make_job
+from safetensors.torch import load_file
+from torch import nn
+
+import paceline
+from paceline.capture.float8 import in_float8, left_in_bf16
+from paceline.errors import JobError, PlanError
+
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+
+
+def trained(plan: str, run: Path, **changes: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    job = make_job(precision="fp8", optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9), **changes)
+    paceline.train(job, plan, run=run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line], load_file(run / "model.safetensors")
+
+
+@needs_torchao
+def test_plans_equal_one_device(tmp_path: Path) -> None:
+    """Scales are of rows, so no plan moves them; rounding to float8 moves the run away from bf16."""
+    losses, weights = trained("single", tmp_path / "single")
+    bf16 = make_job(precision="bf16", optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9))
+    paceline.train(bf16, "single", run=tmp_path / "bf16")
+    in_bf16 = load_file(tmp_path / "bf16" / "model.safetensors")
+    away = max((in_bf16[name] - w).abs().max() for name, w in weights.items())
+
+    assert all(w.dtype == torch.float32 for w in weights.values()) and weights.keys() == in_bf16.keys()
+    for plan in ("data=2 accumulate=2", "shard=2 recompute=full"):
+        theirs, found = trained(plan, tmp_path / plan)
+        assert theirs == pytest.approx(losses, rel=2e-3)
+        assert max((found[name] - w).abs().max() for name, w in weights.items()) < away / 2
+
+
+@needs_torchao
+def test_layers_that_do_not_fit_stay_and_are_named() -> None:
+    """Sides that are no multiples of 16, classes of one's own, hooks; weights stay the same objects."""
+    class Own(nn.Linear):
+        pass
+
+    hooked = nn.Linear(16, 16)
+    hooked.register_forward_hook(lambda *_: None)
+    model = nn.Sequential(first := nn.Linear(16, 32), nn.Linear(32, 3), Own(16, 16), hooked)
+    found = in_float8(model)
+
+    assert {path: reason.split(",")[0] for path, reason in left_in_bf16(found).items()} == {
+        "1": "has sides of 32 and 3", "2": "is a Own", "3": "has hooks"}
+    assert found[0].weight is first.weight and type(found[0]).__name__ == "Float8Rows"
+    with pytest.raises(JobError, match="no linear layer of the model can multiply in float8: '0' has sides of 4 and 4"):
+        in_float8(nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.capture import float8
+
+    float8._layer.cache_clear()
+    monkeypatch.setitem(sys.modules, "torchao.float8.float8_linear", None)
+    with pytest.raises(JobError, match="needs torchao") as caught:
+        in_float8(nn.Sequential(nn.Linear(16, 16)))
+    assert "paceline[fp8]" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2", "place=auto parts=2"])
+def test_recorded_models_are_refused(plan: str) -> None:
+    with pytest.raises(PlanError, match='precision="fp8" don\'t compose') as caught:
+        paceline.train(make_job(precision="fp8"), plan)
+    assert "shard=N" in str(caught.value.hint)
