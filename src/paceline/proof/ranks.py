@@ -95,6 +95,7 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float,
     from paceline.proof.problems import job_problem
     from paceline.proof.reference import evaluation_data, write_reference
     from paceline.proof.subject import subject
+    from paceline.runtime.products import float32_products
     from paceline.runtime.stepper import Stepper
     from paceline.strategies.mesh import Mesh
 
@@ -113,7 +114,8 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float,
 
     def work(context: Any) -> dict[str, Any]:
         Stepper(job, Plan(), Mesh(Plan().axes.sizes(), 0), context.device)  # refuses in words what can't be trained
-        figures, note = {job.precision: run(job.precision)}, None
+        with float32_products(job, context):
+            figures, note = {job.precision: run(job.precision)}, None
         if job.precision != "float64":
             try:
                 figures["float64"] = run("float64")
