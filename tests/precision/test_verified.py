@@ -13,8 +13,8 @@ import paceline
 from paceline.strategies.data.run import GradientBuckets
 
 PRECISIONS = ("fp16", *(pytest.param(precision, marks=pytest.mark.slow) for precision in ("tf32", "bf16")),
-              pytest.param("fp8", marks=pytest.mark.skipif(
-                  importlib.util.find_spec("torchao") is None, reason="torchao is not installed")))
+              pytest.param("fp8", marks=[pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(
+                  importlib.util.find_spec("torchao") is None, reason="torchao is not installed")]))
 pytestmark = pytest.mark.timeout(300)  # each proves two plans
 
 
@@ -37,10 +37,9 @@ def test_a_mistake_is_found_in_every_precision(precision: Any, monkeypatch: pyte
     assert not any(verdict.passed for verdict in planted.verdicts), planted.describe()
 
 
-@pytest.mark.parametrize("changes", [{"loss": token_sum}, pytest.param({}, marks=pytest.mark.slow)])
-def test_skipped_steps_are_verified(changes: dict[str, Any]) -> None:
+def test_skipped_steps_are_verified() -> None:
     """One device and the plan skip the same steps."""
-    job = make_job(data=data(largest=8.0), optimizer=lambda named: torch.optim.SGD(named, lr=0.02), **changes)
+    job = make_job(data=data(largest=8.0), loss=token_sum, optimizer=lambda named: torch.optim.SGD(named, lr=0.02))
     found = paceline.verify(job, ["data=2 accumulate=2"], steps=5)
 
     assert all(certificate.passed for certificate in found), [certificate.describe() for certificate in found]
