@@ -104,7 +104,7 @@ def reduction(like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.Pr
         like: A tensor of each bucket's dtype and device.
         sizes: Elements of each bucket.
     """
-    if all(tensor.device.type == "cpu" for tensor in like):
+    if like and all(tensor.device.type == "cpu" for tensor in like):
         shared = _share(like, sizes, group)
         if shared is not None:
             return InSharedMemory(shared, group)
