@@ -11,6 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.capture.graph import capture
+from paceline.strategies.pipeline.schedule import Action
+from paceline.strategies.stages.engine import Engine, Links, cut
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -82,6 +86,58 @@ class _Noted:
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())
+
+
+class _Arrived:
+    """A message that is there at once."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def of_a_schedule(model: torch.nn.Module, example: torch.Tensor, stage_of: Callable[[int, int], int],
+                  ranks: Sequence[int], orders: Sequence[Sequence[Action]], *, one_group: bool = False,
+                  ) -> list[list[Entry]]:
+    """What the engine of each rank asks for in a step of a pipeline, without processes: what it receives is zeros.
+
+    stage_of: from the place of a piece and the number of pieces. ranks: of the stages.
+    one_group: for messages of both directions.
+    """
+    captured = capture(model, (example,), {})
+    place = {piece.key: number for number, piece in enumerate(captured.pieces)}
+    staged = cut(captured, lambda piece: stage_of(place[piece.key], len(place)), ranks)
+    weights = dict(model.named_parameters())
+    microbatches = sorted({action.microbatch for order in orders for action in order})
+    asked, found = (dist.isend, dist.irecv), []
+    for rank in range(len(orders)):
+        entries: list[Entry] = []
+
+        def message(kind: str, entries: list[Entry] = entries) -> Callable[..., Any]:
+            def ask(tensor: torch.Tensor, peer: int, group: Any = None) -> Any:
+                if kind == "recv":
+                    tensor.zero_()
+                entries.append(Entry(kind, (tuple(range(len(orders))), group), peer, tuple(tensor.shape),
+                                     _dtype(tensor)))
+                return _Noted(_Arrived(), len(entries) - 1, entries)
+
+            return ask
+
+        links = Links(range(len(orders)), rank, torch.device("cpu"), ahead="ahead",  # type: ignore[arg-type]
+                      back="ahead" if one_group else "back")  # type: ignore[arg-type]
+        engine = Engine(
+            orders, links, lambda piece, values: piece.run(*map(weights.__getitem__, piece.parameters), *values),
+            lambda stage: list({weights[name]: None for piece in stage.pieces for name in piece.parameters}))
+        dist.isend, dist.irecv = message("send"), message("recv")
+        try:
+            engine.run(dict.fromkeys(microbatches, staged), dict.fromkeys(microbatches, captured.bind((example,), {})),
+                       lambda number, output: output.sum())
+        finally:
+            dist.isend, dist.irecv = asked
+        found.append(entries)
+    return found
 
 
 def _collective(func: Any, args: Sequence[Any]) -> Entry:
