@@ -34,6 +34,31 @@ class Blocks(nn.Module):
         return self.last(self.gain * x + skip)
 
 
+class Branches(nn.Module):
+    """Two ways from the input to the output that know nothing of each other."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+                                 for _ in range(2))
+        self.last = nn.Linear(2 * width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat([self.left(x), self.right(x)], 1))
+
+
+class InFloat32(nn.Module):
+    """A region that its author keeps in float32 where the rest is in half precision."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return self.mix(x.float()).tanh()
+
+
 class Attention(nn.Module):
     """A byte model of two blocks, with torch's fused attention."""
 
@@ -211,11 +236,15 @@ JOBS: dict[str, Callable[[], paceline.Job]] = {
     "stream": lambda: regression(Blocks, data=Stream(), optimizer=lambda named: Restless(named, lr=1e-2), steps=7),
     "dropout": lambda: regression(lambda: Blocks(drop=0.2)),
     "half": lambda: regression(Blocks, precision="bf16"),
+    "float32 in bf16": lambda: regression(
+        lambda: nn.Sequential(nn.Linear(8, 16), InFloat32(), InFloat32(), InFloat32(), nn.Linear(16, 4)),
+        precision="bf16", optimizer=lambda named: torch.optim.SGD(named, lr=0.1)),
     "float32": lambda: regression(Blocks, precision="float32"),
     "statistics": lambda: regression(images),
     "attention": lambda: language(Attention),
     "attention in float32": lambda: language(Attention, precision="float32"),
     "attention with dropout": lambda: language(lambda: Attention(drop=0.2), precision="float32"),
+    "branches": lambda: regression(Branches),
     "recurrent": lambda: language(Recurrent),
     "changing": lambda: regression(Changing, steps=8),
     "reused": lambda: regression(Reused),

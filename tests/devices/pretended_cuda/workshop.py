@@ -7,11 +7,13 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
 from paceline import accelerators, cluster
@@ -25,6 +27,22 @@ from pretended_cuda import checks
 from pretended_cuda.jobs import JOBS
 
 _measured: dict[str, Any] = {}
+_notes_collectives = False  # whether ranks note those of CPU tensors in each step
+
+
+class _OfCpuTensors(TorchDispatchMode):
+    """Names of the collectives of CPU tensors that are asked for while it is entered: gloo's, which block the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if any(tensor.device.type == "cpu" for tensor in tensors):
+                self.names.append(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
 
 
 def _measure(device: Any) -> None:
@@ -42,9 +60,11 @@ def _measure(device: Any) -> None:
 
     def stepped(stepper: Stepper, *args: Any, **options: Any) -> Any:
         before = device.counts()
-        result = step(stepper, *args, **options)
+        with _OfCpuTensors() if _notes_collectives else nullcontext() as collectives:
+            result = step(stepper, *args, **options)
         if "steps" in _measured:
             _measured["steps"].append({name: count - before[name] for name, count in device.counts().items()})
+            _measured["steps"][-1]["cpu_collectives"] = collectives.names if collectives else []
         return result
 
     def went_back(stepper: Stepper, *args: Any, **options: Any) -> Any:
@@ -71,10 +91,18 @@ def _measure(device: Any) -> None:
 
 @contextmanager
 def _written(folder: Path, device: Any) -> Iterator[None]:
-    """Ranks write what they noted when they end; those on the CPU, who used CUDA there."""
-    run_body = process.run_body
+    """Ranks write what they noted when they end, those on the CPU, who used CUDA there; and whoever measures a GPU,
+    whether ranks use it."""
+    run_body, measure = process.run_body, rates._measure
+    begun = folder / "begun"
+
+    def measured(kind: Any) -> Any:
+        if kind == "cuda":
+            (folder / f"gpu-{'beside' if begun.exists() else 'before'}-{os.getpid()}").touch()
+        return measure(kind)
 
     def noted(body: Any, context: Any, **options: Any) -> Any:
+        begun.touch()
         _measured.clear()
         _measured["rank"] = context.rank
         result = run_body(body, context, **options)
@@ -84,20 +112,23 @@ def _written(folder: Path, device: Any) -> Iterator[None]:
             (folder / f"on-cpu-{context.rank}.json").write_text(json.dumps(device.first_use()))
         return result
 
-    process.run_body = noted
+    process.run_body, rates._measure = noted, measured
     try:
         yield
     finally:
-        process.run_body = run_body
+        process.run_body, rates._measure = run_body, measure
 
 
 def _train(request: dict[str, Any], device: Any) -> dict[str, Any]:
+    global _notes_collectives
     run = Path(request["run"])
+    _notes_collectives = request["options"].pop("notes_collectives", False)
     try:
         with _written(run.parent, device):
             summary = paceline.train(JOBS[request["job"]](), request["plan"], devices=request["devices"], run=run,
                                      timeout_s=120, **{"check": False, **request["options"]})
-        return {"summary": summary.figures}
+        return {"summary": summary.figures, "measured": len([*run.parent.glob("gpu-*")]),
+                "measured_beside": len([*run.parent.glob("gpu-beside-*")])}
     except PacelineError as error:
         return {"error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}
     except Exception:
