@@ -19,6 +19,7 @@ from paceline.accelerators import _seen
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError
 from paceline.launch.fork import in_a_fork
+from paceline.profile.trace import kept_generators
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -60,6 +61,17 @@ def test_verify_on_gpus_uses_them_in_other_processes_alone(touched: list[str], t
         paceline.verify(job(), ["data=2"], steps=2, devices="cuda:0-1", run=tmp_path / "run")
     with pytest.raises(PacelineError, match=r"there is no cuda:2: this machine has 2 GPUs"):
         paceline.verify(job(), ["data=2"], steps=2, devices="cuda:1-2")
+    assert not touched
+
+
+def test_generators_are_kept_without_cuda(touched: list[str]):
+    """Where a job is profiled, whose optimizer asks for GPUs."""
+    with kept_generators():
+        made = job()
+        model = made.model()
+        optimizer = made.optimizer(list(model.named_parameters()))
+        model(torch.randn(2, 6)).sum().backward()
+        optimizer.step()
     assert not touched
 
 
