@@ -10,11 +10,12 @@ import pytest
 import torch
 from tensor_models import Fused, Stack, StackedExperts, job_of, laid_out
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import paceline
 from paceline.runtime.feed import example_batch
 from paceline.strategies.data.run import local
-from paceline.strategies.tensor.cut import Cut
+from paceline.strategies.tensor.cut import Cut, cut_of_placement
 from paceline.strategies.tensor.draws import apart
 from paceline.strategies.tensor.piece import SplitPiece
 from paceline.strategies.tensor.published import published
@@ -22,9 +23,8 @@ from paceline.strategies.tensor.published import published
 
 def cuts(stepper: Any) -> dict[str, tuple[int, int]]:
     """Dim and blocks of every weight of the blocks that is cut."""
-    from paceline.strategies.tensor.cut import cut_of
-
-    found = {name: cut_of(p) for name, p in stepper.held.items() if name.startswith("blocks.0") and p.ndim > 1}
+    found = {name: cut_of_placement(p.placements[0]) for name, p in stepper.held.items()
+             if name.startswith("blocks.0") and p.ndim > 1 and hasattr(p, "placements")}
     return {name.removeprefix("blocks.0."): (cut.dim, cut.blocks) for name, cut in found.items() if cut}
 
 
@@ -109,26 +109,33 @@ class Dropped(nn.Module):
         return found
 
 
-def test_dropout_masks(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+class _Masks(TorchFunctionMode):
+    """Notes what each dropout of a rank's own program drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.dropout.default:
+            self.seen.append((found == 0).int().tolist())
+        return found
+
+
+def test_dropout_masks(run_ranks: Callable[..., Any]) -> None:
     """Ranks drop other ones of the features that they share out, and the same ones of what each of them has."""
-    from paceline.strategies.tensor import piece
-
     def body(context: Any) -> list[Any]:
-        seen: list[Any] = []
-
-        def dropout(run: Any, node: Any, args: Any, kwargs: Any) -> Any:
-            made = right(run, node, args, kwargs)
-            seen.append((made.to_local() == 0).int().tolist())
-            return made
-
-        right = piece._LOCAL[torch.ops.aten.dropout.default]
         stepper = laid_out(job_of(Dropped, loss=lambda output, target: output.square().mean()), "tensor=2", context)
-        monkeypatch.setitem(piece._LOCAL, torch.ops.aten.dropout.default, dropout)
+        batch = example_batch(stepper.job.data, 2)
+        stepper.layout.forward(batch)  # records
         torch.manual_seed(1)
-        stepper.layout.forward(example_batch(stepper.job.data, 2))
-        return seen
+        with _Masks() as masks:
+            stepper.layout.forward(batch)
+        return masks.seen
 
     first, second = run_ranks(body, 2)
+    assert len(first) == 2
     assert first[0] != second[0]
     assert first[1] == second[1]
 

@@ -34,12 +34,11 @@ class Cut:
         return parts.narrow(self.dim + 1, mesh.get_local_rank() * length, length).flatten(self.dim, self.dim + 1)
 
 
-def cut_of(tensor: Any) -> Cut | None:
-    """How a DTensor over one mesh dim is cut; None if it is whole, a sum that is not yet made, or plain."""
+def cut_of_placement(placement: Any) -> Cut | None:
+    """How DTensor says that a tensor is cut; None if it is whole, or a sum that is not yet made."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    placement = getattr(tensor, "placements", (None,))[0]
     if isinstance(placement, _StridedShard):
         return Cut(placement.dim, int(placement.split_factor))
     return Cut(placement.dim) if isinstance(placement, Shard) else None

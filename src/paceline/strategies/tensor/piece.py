@@ -1,18 +1,15 @@
-"""Runs one captured piece on DTensors, whose sizes are those of the whole tensors.
+"""Runs one captured piece on parts of its tensors: recorded once, then as a program of local operators and exchanges.
 
-Operator by operator, so that nothing in the graph has to be rewritten and a placement can be unwise but not wrong.
-Which way a weight is split is found by running the piece once: a matrix product whose input is whole is split by
+Which way a weight is split is found by recording the piece once: a matrix product whose input is whole is split by
 columns, one whose input is already split along the features by rows, unless the model says otherwise, and what comes
-between goes the way DTensor takes it (heads of an attention, gates of an MLP). What lies between a product by rows and
-the next one by columns (norms, dropout, residual sums) runs on a part of the sequence on each rank.
+between goes the way DTensor would take it (heads of an attention, gates of an MLP). What lies between a product by rows
+and the next one by columns (norms, dropout, residual sums) runs on a part of the sequence on each rank.
 """
 
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +18,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from paceline.capture.graph import Piece, mutated, statistics
-from paceline.strategies.tensor.cut import Cut, cut_of
-from paceline.strategies.tensor.draws import apart
+from paceline.strategies.tensor.cut import Cut
+from paceline.strategies.tensor.exchange import Sum, local_part
+from paceline.strategies.tensor.program import Placed, Program, Recorder
 from paceline.strategies.tensor.published import Direction
+from paceline.strategies.tensor.rules import run_by_rule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +32,7 @@ SEQUENCE = 1  # the dim of (samples, sequence, features)
 
 
 class SplitPiece:
-    """Runs one piece on DTensors. The first run derives how its parameters are cut; later ones follow.
+    """Runs one piece on parts. Where `derive` is set its first run finds how its parameters are cut; later ones follow.
 
     cuts: of each parameter that is cut, by its name in the model; found where `derive` is set, else given.
     wishes: how the model itself wants parameters cut, by name.
@@ -41,6 +40,7 @@ class SplitPiece:
     sequence: whether what lies between products is cut along the sequence, where that divides. cuts_sequence: whether
     anything was.
     reasons: why parameters could not be cut, by name. notes: what every rank computes whole.
+    programs: what was recorded, for each way of running the piece: with or without gradients, in which dtypes.
     """
 
     def __init__(self, piece: Piece, mesh: DeviceMesh, cuts: dict[str, Cut], *, derive: bool = False,
@@ -54,46 +54,80 @@ class SplitPiece:
         self.graph: fx.Graph = piece.run.graph  # type: ignore[attr-defined]
         self.parameter_of = dict(zip(placeholders_of(piece), piece.parameters, strict=False))
         self.turned = _turned(self.graph, self.parameter_of)
-        self.replicated: set[fx.Node] = set()
-        self.last_use = _last_uses(self.graph, self.turned)
+        self.whole: set[fx.Node] = set()  # operators that no rule splits
         self.reasons: dict[str, str] = {}
         self.notes: list[str] = []
+        self.programs: dict[Any, Program] = {}
+        self.recorder: Recorder
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """tensors: as `Piece.run` takes them; split parameters as DTensors, all else whole and plain."""
+        """tensors: as `Piece.run` takes them. Split parameters are DTensors, or whole where `derive` is set; all else
+        is whole and plain. Collective."""
+        kind = tensors[0].device.type
+        key = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+               tuple([(tensor.requires_grad, tensor.dtype) for tensor in tensors]))
+        if key not in self.programs:
+            if self.derive:  # once more with what it finds: a weight may be cut after something took it whole
+                self._recorded(tensors)
+            self.programs[key] = self._recorded(tensors)
+        return self.programs[key](*map(self._part, self.piece.parameters, tensors),
+                                  *tensors[len(self.piece.parameters):])
+
+    def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a parameter."""
+        if name not in self.cuts:
+            return tensor
+        return self.cuts[name].own(tensor, self.mesh) if self.derive else local_part(tensor)
+
+    def _recorded(self, tensors: Sequence[torch.Tensor]) -> Program:
+        self.recorder = Recorder(self.mesh)
         given = iter(tensors)
         values: dict[Any, Any] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                values[node] = next(given)
-                # Constants of the sequence, such as rotations, are for values that are cut along their heads.
-                if node in self.inputs and values[node].requires_grad and self._has_sequence(values[node]):
-                    values[node] = self.placed(values[node], Cut(SEQUENCE))
+                values[node] = self._input(node, next(given))
             elif node.op == "get_attr":
-                values[node] = getattr(self.piece.run, str(node.target))
+                held = getattr(self.piece.run, str(node.target))
+                values[node] = self.recorder.constant(held) if isinstance(held, torch.Tensor) else held
             elif node.op == "output":
-                plain = (self.plain(self.value(arg, values)) for arg in node.args[0])
-                # What came out of DTensor is a view, which can't be edited in place.
-                return tuple(tensor.clone() if name in self.piece.edited else tensor
-                             for name, tensor in zip(self.piece.outputs, plain, strict=True))
+                whole = [self.recorder.moved(self.value(arg, values), None) for arg in node.args[0]]
+                # What an exchange gives may be a view, which can't be edited in place.
+                return self.recorder.program([
+                    self.recorder.run(aten.clone.default, value) if name in self.piece.edited else value
+                    for name, value in zip(self.piece.outputs, whole, strict=True)])
             elif node not in self.turned:
                 values[node] = self._run(node, values)
-            for done in self.last_use.get(node, ()):
-                values.pop(done, None)
-                values.pop((done, "gathered"), None)
         raise AssertionError("a graph ends with its output")
+
+    def _input(self, node: fx.Node, tensor: torch.Tensor) -> Placed:
+        trained = tensor.requires_grad and torch.is_grad_enabled()
+        name = self.parameter_of.get(node)
+        cut = self.cuts.get(name) if name is not None else None
+        if cut is not None:
+            shape = [length // self.mesh.size() if dim == cut.dim else length
+                     for dim, length in enumerate(tensor.shape)]
+            return self.recorder.input(self.recorder.empty(shape, tensor), cut, trained=trained)
+        value = self.recorder.input(self.recorder.fake_of(tensor), None, trained=trained, is_weight=name is not None)
+        # Constants of the sequence, such as rotations, are for values that are cut along their heads.
+        return self.recorder.moved(value, Cut(SEQUENCE)) if (
+            node in self.inputs and tensor.requires_grad and self._has_sequence(value)) else value
 
     def value(self, node: fx.Node, values: Mapping[Any, Any]) -> Any:
         """What a node gave; a turned weight is made when it is asked for."""
         if node not in self.turned:
             return values[node]
-        found = values[self.turned[node][0]]
-        cut = cut_of(found)
-        if cut is not None and cut.blocks > 1:
-            found = self.plain(found)
-        for turn in self.turned[node][1]:
-            found = _operator(turn)(found, *turn.args[1:])
-        return found
+        source, turns = self.turned[node]
+        found = values[source]
+        if isinstance(found.placement, Cut) and found.placement.blocks > 1:
+            found = self.recorder.moved(found, None)
+        return self._turn(found, turns)
+
+    def _turn(self, value: Placed, turns: Sequence[fx.Node]) -> Placed:
+        for turn in turns:
+            cut = cut_of(value)
+            after = Cut(_dim_after([turn], cut.dim, value.ndim), cut.blocks) if cut else None
+            value = self.recorder.run(turn.target, value, *turn.args[1:], placement=after)  # type: ignore[arg-type]
+        return value
 
     def _run(self, node: fx.Node, values: dict[Any, Any]) -> Any:
         if node.target is operator.getitem:
@@ -103,95 +137,57 @@ class SplitPiece:
             found = known(self, node, values)
             if found is not None:
                 return found
-        args = fx.map_arg(node.args, lambda n: self.value(n, values))
-        kwargs = fx.map_arg(node.kwargs, lambda n: self.value(n, values))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value(n, values))
         changed = [self.value(arg, values) for arg in (*mutated(node), *statistics(node))]
-        if changed and not any(map(_is_distributed, changed)):  # a buffer: it must be this very tensor that changes
-            args, kwargs = pytree.tree_map_only(torch.Tensor, self.plain, (args, kwargs))
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-        if not isinstance(node.target, torch._ops.OpOverload):  # what is taken whole
-            self.replicated.add(node)
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not any(map(_is_distributed, leaves)):
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
+        # A buffer that changes must be this very tensor. What is no operator is taken whole.
+        is_whole = (all(value.placement is None for value in given)
+                    or (changed and all(value.placement is None for value in changed))
+                    or not isinstance(node.target, torch._ops.OpOverload) or node in self.whole)
+        if is_whole:
+            return self.run_whole(node, args, kwargs)
         local = _LOCAL.get(node.target)
         if local is not None:
             found = local(self, node, args, kwargs)
             if found is not None:
                 return found
-        if node not in self.replicated:
-            try:
-                return self._call(node, args, kwargs)
-            except Exception:  # no sharding rule, or one that doesn't take these placements
-                self.replicated.add(node)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self.plain, (args, kwargs))
-        return pytree.tree_map_only(torch.Tensor, self.replicate, node.target(*args, **kwargs))  # type: ignore
+        try:
+            args_of_rule = pytree.tree_map_only(Placed, self._in_one, (args, kwargs))
+            return run_by_rule(self.recorder, self.mesh, _operator(node), *args_of_rule)
+        except Exception:  # no sharding rule, or one that doesn't take these placements
+            self.whole.add(node)
+        return self.run_whole(node, args, kwargs)
 
-    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """As DTensor does it."""
-        def change(tensor: torch.Tensor) -> torch.Tensor:
-            if not _is_distributed(tensor):
-                return self.replicate(tensor)
-            cut = cut_of(tensor)
-            return self.placed(tensor, None) if cut is not None and cut.blocks > 1 else tensor
-
-        args, kwargs = pytree.tree_map_only(torch.Tensor, change, (args, kwargs))
-        with warnings.catch_warnings(), self.draws(*pytree.tree_leaves((args, kwargs)), target=node.target):
-            warnings.simplefilter("ignore")
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+    def run_whole(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """On every rank alike."""
+        args, kwargs = pytree.tree_map_only(Placed, lambda value: self.recorder.moved(value, None), (args, kwargs))
+        if isinstance(node.target, torch._ops.OpOverload):
+            return self.recorder.run(node.target, *args, **kwargs)
+        found = node.meta.get("val")  # of what can't be run on fakes the capture says what it gives
+        if found is None:
+            parts: dict[Any, Any] = {user.args[1]: user.meta["val"] for user in node.users
+                                     if user.target is operator.getitem}
+            found = tuple(parts.get(number) for number in range(max(parts, default=-1) + 1))
+        found = pytree.tree_map_only(torch.Tensor, self.recorder.fake_of, found)
+        return self.recorder.add(node.target, args, kwargs, found, lambda tensor: None)  # type: ignore[arg-type]
 
     # --- Placements -----------------------------------------------------------------------------------------------
 
-    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A whole tensor as a DTensor; its gradient comes back whole."""
-        from torch.distributed.tensor import DTensor, Replicate
+    def _in_one(self, value: Placed) -> Placed:
+        """In one block, as DTensor's rules take it."""
+        cut = cut_of(value)
+        return self.recorder.moved(value, None) if cut is not None and cut.blocks > 1 else value
 
-        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
-
-    def placed(self, tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
-        """A tensor as a DTensor that is cut this way, or whole."""
-        from torch.distributed.tensor import Replicate
-
-        if tensor.requires_grad and not torch.is_grad_enabled():
-            tensor = tensor.detach()  # else torch warns of it
-        tensor = tensor if _is_distributed(tensor) else self.replicate(tensor)
-        return tensor.redistribute(placements=[Replicate() if cut is None else cut.placement()])  # type: ignore
-
-    def part(self, local: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """This rank's part of a tensor that is cut this way, as a DTensor."""
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(local, self.mesh, [cut.placement()], run_check=False)
-
-    def plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole tensor on every rank."""
-        return self.placed(tensor, None).to_local() if _is_distributed(tensor) else tensor  # type: ignore
-
-    def gathered(self, node: fx.Node, values: dict[Any, Any]) -> torch.Tensor:
-        """A whole value that every rank computes with another part of a weight; their gradients for it are summed."""
-        from torch.distributed.tensor import Partial
-
-        if (node, "gathered") not in values:
-            whole = self.placed(self.value(node, values), None)
-            values[node, "gathered"] = whole.to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]
-        found: torch.Tensor = values[node, "gathered"]
-        return found
-
-    def summed(self, local: torch.Tensor) -> torch.Tensor:
+    def summed(self, value: Placed) -> Placed:
         """The sum of what the ranks have: of its sequence each keeps a part."""
-        if not self._has_sequence(local):
-            return self.placed(self.unsummed(local), None)
-        self.cuts_sequence = True
-        return self.placed(self.unsummed(local), Cut(SEQUENCE))
+        has_sequence = self._has_sequence(value)
+        self.cuts_sequence |= has_sequence
+        return self.recorder.moved(value, Cut(SEQUENCE) if has_sequence else None)
 
-    def unsummed(self, local: torch.Tensor) -> torch.Tensor:
-        """What the ranks have to sum."""
-        from torch.distributed.tensor import DTensor, Partial
-
-        return DTensor.from_local(local, self.mesh, [Partial()], run_check=False)
-
-    def _has_sequence(self, value: torch.Tensor) -> bool:
-        return (self.sequence and value.ndim == 3 and value.is_floating_point()
+    def _has_sequence(self, value: Any) -> bool:
+        """value: a tensor, or one of a recording."""
+        tensor = value.local if isinstance(value, Placed) else value
+        return (self.sequence and tensor.ndim == 3 and tensor.is_floating_point()
                 and value.shape[SEQUENCE] % self.mesh.size() == 0)
 
     def unfolds_sequence(self, node: fx.Node) -> bool:
@@ -199,27 +195,15 @@ class SplitPiece:
         values = [user.meta["val"] for user in node.users if user.target in _VIEWS]
         return self.sequence and len(values) == len(node.users) > 0 and all(map(self._has_sequence, values))
 
-    def settled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A DTensor whose parts have been summed."""
-        return self.placed(tensor, None) if tensor.placements[0].is_partial() else tensor  # type: ignore[attr-defined]
-
-    @contextmanager
-    def draws(self, *given: Any, target: Any = None) -> Iterator[None]:
-        """Where an operator draws random numbers for a tensor that is cut, each rank draws its own."""
-        random = target is None or torch.Tag.nondeterministic_seeded in target.tags
-        parts = [tensor for tensor in given if random and cut_of(tensor) is not None]
-        with apart(self.mesh.get_local_rank(), parts[0].device) if parts else nullcontext():
-            yield
-
     # --- Weights --------------------------------------------------------------------------------------------------
 
-    def cut(self, weight: Any, values: Mapping[Any, Any], wanted: Cut) -> tuple[torch.Tensor, Cut] | None:
-        """This rank's part of a weight, and how it is cut: as is known of it, else as is wanted; None if it is not."""
+    def cut(self, weight: Any, values: Mapping[Any, Any], wanted: Cut) -> Placed | None:
+        """This rank's part of a weight: cut as is known of it, else as is wanted; None if it is not."""
         source, turns = self.turned.get(weight, (weight, ()))
         name = self.parameter_of.get(source)
         if name is None:
             return None
-        value: torch.Tensor = values[source]
+        value: Placed = values[source]
         if name not in self.cuts:
             dim = _dim_before(turns, wanted.dim % value.ndim, value.ndim)
             # FSDP2 would say of rows of blocks that they are rows of the whole.
@@ -227,14 +211,7 @@ class SplitPiece:
             if not self.derive or not self._may_cut(name, value.shape[found.dim], found):
                 return None
             self.cuts[name] = found
-        found = self.cuts[name]
-        if self.derive:
-            own = found.own(value, self.mesh)
-        else:  # its gradient comes back cut as it is, however DTensor made it
-            own = value.to_local(grad_placements=[found.placement()])  # type: ignore[attr-defined]
-        for turn in turns:
-            own = _operator(turn)(own, *turn.args[1:])
-        return own, Cut(_dim_after(turns, found.dim, value.ndim), found.blocks)
+        return self._turn(self.recorder.moved(value, self.cuts[name]), turns)
 
     def _may_cut(self, name: str, length: int, cut: Cut) -> bool:
         if self.wishes.get(name) == "whole":
@@ -299,7 +276,7 @@ class SplitPiece:
 def _linear(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """x @ weight.T + bias, weight (out, in)."""
     x, weight, bias = (*node.args, None)[:3]
-    return _product(run, node, values, x, weight, bias, outer=0, inner=1, apply=aten.linear)
+    return _product(run, node, values, x, weight, bias, outer=0, inner=1, product=aten.linear.default)
 
 
 def _addmm(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
@@ -307,78 +284,88 @@ def _addmm(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     if node.kwargs:
         return None
     bias, x, weight = node.args
-    return _product(run, node, values, x, weight, bias, outer=1, inner=0,
-                    apply=lambda x, w, b: aten.mm(x, w) if b is None else aten.addmm(b, x, w))
+    return _product(run, node, values, x, weight, bias, outer=1, inner=0, product=aten.mm.default)
 
 
 def _matmul(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """x @ weight, weight (..., in, out): one matrix, or one for each expert."""
     (x, weight), product = node.args, _operator(node)
-    return _product(run, node, values, x, weight, None, outer=-1, inner=-2, apply=lambda x, w, b: product(x, w))
+    return _product(run, node, values, x, weight, None, outer=-1, inner=-2, product=product)
 
 
 def _grouped(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """Rows of x in groups, each times the matrix of its expert; weight (experts, in, out)."""
     x, weight, *_ = node.args
-    rest: Any = fx.map_arg((node.args[2:], node.kwargs), lambda n: run.plain(run.value(n, values)))
-    product = _operator(node)
-    return _product(run, node, values, x, weight, None, outer=-1, inner=-2,
-                    apply=lambda x, w, b: product(x, w, *rest[0], **rest[1]))
+    rest, options = fx.map_arg((node.args[2:], node.kwargs),
+                               lambda n: run.recorder.moved(run.value(n, values), None))  # type: ignore
+    return _product(run, node, values, x, weight, None, outer=-1, inner=-2, product=_operator(node),
+                    rest=rest, options=options)
 
 
 def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, weight: Any, bias: Any, *,
-             outer: int, inner: int, apply: Callable[[Any, Any, Any], Any]) -> Any:
+             outer: int, inner: int, product: Callable[..., Any], rest: Sequence[Any] = (),
+             options: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """A product with a weight, split by columns (outer) or rows (inner).
 
     By rows where the features of x are cut already, the model wants it so, or the weight is known to be.
     """
-    given = run.value(x, values)
+    record = run.recorder
+    given: Placed = run.value(x, values)
     before, wish = cut_of(given), run.wish(weight)
     features = before if before is not None and before.dim == given.ndim - 1 else None
     columns = Cut(outer, run.blocks_after(node, node.meta["val"].shape[-1]))
     by_rows = wish == "rows" or (features is not None and wish != "columns")
-    found = run.cut(weight, values, Cut(inner, features.blocks if features else 1) if by_rows else columns)
-    if found is None and by_rows:
-        found = run.cut(weight, values, columns)
-    if found is None:
+    own = run.cut(weight, values, Cut(inner, features.blocks if features else 1) if by_rows else columns)
+    if own is None and by_rows:
+        own = run.cut(weight, values, columns)
+    if own is None:
         return None
-    own, cut = found
+    cut = cut_of(own)
+    assert cut is not None
+    offset = None if bias is None else run.value(bias, values)
     if cut.dim == inner % own.ndim:
-        mine = run.placed(given, Cut(given.ndim - 1, cut.blocks)).to_local()  # type: ignore[attr-defined]
-        part = apply(mine, own, None)
+        mine = record.moved(given, Cut(given.ndim - 1, cut.blocks))
+        part = record.run(product, mine, own, *rest, placement=Sum(), **options)
         if run.unfolds_sequence(node):
-            if bias is not None:  # one of those that are summed has it
-                part = part + run.gathered(bias, values) * float(run.mesh.get_local_rank() == 0)
-            return run.unsummed(part)
+            if offset is not None:  # one of those that are summed has it
+                part = record.run(aten.add.Tensor, part, record.moved(record.moved(offset, None), Sum()),
+                                  placement=Sum())
+            return part
         total = run.summed(part)
-        return total if bias is None else total + run.placed(run.value(bias, values), None)
+        return total if offset is None else record.run(aten.add.Tensor, total, record.moved(offset, None),
+                                                       placement=total.placement)
     if cut.dim != outer % own.ndim:
         return None
-    offset = None
-    if bias is not None:
+    if offset is not None:
         known = run.cut(bias, values, Cut(0, cut.blocks))
-        offset = known[0] if known else cut_part(run, run.value(bias, values), Cut(0, cut.blocks))
-    made = apply(run.gathered(x, values), own, offset)
-    return run.part(made, Cut(made.ndim - 1, cut.blocks))
-
-
-def cut_part(run: SplitPiece, whole: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """This rank's part of a whole tensor, whose gradient is gathered."""
-    return run.placed(whole, cut).to_local()  # type: ignore[attr-defined]
+        offset = record.moved(known or offset, Cut(0, cut.blocks))
+    whole, after = record.moved(given, None), Cut(len(node.meta["val"].shape) - 1, cut.blocks)
+    if product is aten.linear.default:
+        return record.run(product, whole, own, offset, placement=after)
+    if offset is not None:
+        return record.run(aten.addmm.default, offset, whole, own, placement=after)
+    return record.run(product, whole, own, *rest, placement=after, **options)
 
 
 def _embedding(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """Rows of the table are cut; each rank looks up those that it has."""
-    found = run.cut(node.args[0], values, Cut(0))
-    if found is None or found[1] != Cut(0):
+    given: Any = (*node.args, *(-1, False, False)[len(node.args) - 2:])
+    table, ids, padding, *options = given
+    own = None if any(options) else run.cut(table, values, Cut(0))
+    if own is None or own.placement != Cut(0):
         return None
-    rest: Any = fx.map_arg(node.args[1:], lambda n: run.value(n, values))
-    ids = run.placed(rest[0], None)
-    rows = aten.embedding(run.part(found[0], Cut(0)), ids, *rest[1:])
-    if run._has_sequence(rows):
-        run.cuts_sequence = True
-        return run.placed(rows, Cut(SEQUENCE))
-    return run.settled(rows)
+    length = own.local.shape[0]
+    rows = run.recorder.run(_own_rows, own, run.recorder.moved(run.value(ids, values), None),
+                            run.mesh.get_local_rank() * length, padding, placement=Sum())
+    return run.summed(rows)
+
+
+def _own_rows(table: torch.Tensor, ids: torch.Tensor, start: int, padding: int) -> torch.Tensor:
+    """Rows of this rank's part of a table, which begins at `start`; zeros for the others."""
+    own, length = ids - start, table.shape[0]
+    others = (own < 0) | (own >= length)
+    at = padding - start if 0 <= padding - start < length and padding >= 0 else -1
+    return aten.embedding.default(table, own.masked_fill(others, 0), at).masked_fill(others.unsqueeze(-1), 0)
 
 
 # --- Operators that run on parts ----------------------------------------------------------------------------------
@@ -386,41 +373,31 @@ def _embedding(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
 
 def _attention(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Heads, or samples, are independent of each other: where they are cut along them, so is the result."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    heads = args[:3]
-    mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-    cuts = [cut_of(t) for t in heads]
+    heads: Sequence[Placed] = args[:3]
+    mask: Placed | None = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    cuts = [cut_of(value) for value in heads]
     size = run.mesh.size()
     dim = next((d for d in (1, 0) if Cut(d) in cuts and set(cuts) <= {Cut(d), None}
-                and all(t.ndim == 4 and t.shape[d] % size == 0 for t in heads)), None)
+                and all(value.ndim == 4 and value.shape[d] % size == 0 for value in heads)), None)
     if dim is None:
         run._note(node, heads[0].shape[1] if heads[0].shape[1] % size else heads[1].shape[1])
-        args, kwargs = pytree.tree_map_only(torch.Tensor, run.plain, (args, kwargs))
-        return run.replicate(node.target(*args, **kwargs))  # type: ignore[operator]
-    local = [run.placed(t, Cut(dim)).to_local() for t in heads]  # type: ignore[attr-defined]
+        return run.run_whole(node, args, kwargs)
+    local = [run.recorder.moved(value, Cut(dim)) for value in heads]
     if mask is not None:
-        mask = mask if _is_distributed(mask) else run.replicate(mask)
-        full = mask.ndim == 4 and mask.shape[dim] > 1
-        place: Any = Shard(dim) if full else Replicate()
-        mask = mask.redistribute(placements=[place]).to_local(grad_placements=[place if full else Partial()])
+        mask = run.recorder.moved(mask, Cut(dim) if mask.ndim == 4 and mask.shape[dim] > 1 else None)
     if len(args) > 3:
         args = (*local, mask, *args[4:])
     else:
         args, kwargs = tuple(local), {**kwargs, "attn_mask": mask}
     draws = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-    with apart(run.mesh.get_local_rank(), local[0].device) if draws else nullcontext():
-        return run.part(node.target(*args, **kwargs), Cut(dim))  # type: ignore[operator]
+    return run.recorder.run(node.target, *args, placement=Cut(dim), draws=bool(draws), **kwargs)  # type: ignore
 
 
 def _dropout(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Each rank draws for the part that it has."""
-    from torch.distributed.tensor import DTensor
-
-    x = run.settled(args[0])
-    with run.draws(x):
-        made = node.target(x.to_local(), *args[1:], **kwargs)  # type: ignore[operator, attr-defined]
-    return DTensor.from_local(made, run.mesh, x.placements, run_check=False)  # type: ignore[attr-defined]
+    x = args[0] if cut_of(args[0]) else run.recorder.moved(args[0], None)
+    return run.recorder.run(node.target, x, *args[1:], placement=x.placement,  # type: ignore[arg-type]
+                            draws=x.placement is not None, **kwargs)
 
 
 def _view(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -430,10 +407,10 @@ def _view(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """
     given, shape = args[0], tuple(node.meta["val"].shape)
     cut = cut_of(given)
-    if given.placements[0].is_partial() and run._has_sequence(node.meta["val"]):
-        return run.summed(given.to_local().reshape(shape))
+    if isinstance(given.placement, Sum) and run._has_sequence(node.meta["val"]):
+        return run.summed(run.recorder.run(aten.reshape.default, given, list(shape), placement=given.placement))
     if cut == Cut(SEQUENCE) and given.ndim == 3 and shape[:2] != given.shape[:2]:  # a sequence among other dims
-        return run._call(node, (run.placed(given, None), *args[1:]), kwargs)
+        return run.run_whole(node, args, kwargs)
     if cut is None or cut.dim != given.ndim - 1:
         return None
     parts = _parts_of_last(tuple(given.shape), shape)
@@ -447,8 +424,9 @@ def _view(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     if shape[at] % run.mesh.size():
         run._note(node, shape[at])
         return None
-    local = (*shape[:at], shape[at] // run.mesh.size(), *shape[at + 1:])
-    return run.part(given.to_local().reshape(local), Cut(at, cut.blocks if len(parts) == 1 else 1))
+    local = [*shape[:at], shape[at] // run.mesh.size(), *shape[at + 1:]]
+    return run.recorder.run(aten.reshape.default, given, local,
+                            placement=Cut(at, cut.blocks if len(parts) == 1 else 1))
 
 
 def _apart(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -457,7 +435,7 @@ def _apart(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     cut, sizes = cut_of(given), _sizes(node)
     if cut is None or cut.blocks == 1 or cut.dim != given.ndim - 1 or len(sizes) != cut.blocks or len(set(sizes)) > 1:
         return None
-    return [run.part(part, Cut(cut.dim)) for part in given.to_local().chunk(cut.blocks, cut.dim)]
+    return run.recorder.run(aten.chunk.default, given, cut.blocks, cut.dim, placement=Cut(cut.dim))
 
 
 def _slice(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -466,15 +444,16 @@ def _slice(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     cut = cut_of(given)
     if cut is None or cut.dim != given.ndim - 1:
         return None
-    last = given.shape[-1]
+    last, own = given.shape[-1], given.local.shape[-1]
     dim, start, end, step = _slice_arguments(node)
     if dim % given.ndim != cut.dim:
         return None
-    local, block = given.to_local(), last // cut.blocks
-    if cut.blocks == 1 and start < step and end >= last and local.shape[-1] % step == 0:
-        return run.part(local[..., start::step], Cut(cut.dim))
+    block = last // cut.blocks
+    if cut.blocks == 1 and start < step and end >= last and own % step == 0:
+        return run.recorder.run(aten.slice.Tensor, given, cut.dim, start, own, step, placement=Cut(cut.dim))
     if cut.blocks > 1 and step == 1 and start % block == 0 and min(end, last) - start == block:
-        return run.part(local.chunk(cut.blocks, cut.dim)[start // block], Cut(cut.dim))
+        return run.recorder.run(aten.chunk.default, given, cut.blocks, cut.dim,
+                                placement=Cut(cut.dim))[start // block]
     return None
 
 
@@ -489,6 +468,11 @@ _WEIGHTED: dict[str, Callable[[SplitPiece, fx.Node, dict[Any, Any]], Any]] = {
 _LOCAL: dict[Any, Callable[[SplitPiece, fx.Node, Any, Any], Any]] = {
     aten.scaled_dot_product_attention.default: _attention, aten.dropout.default: _dropout, aten.slice.Tensor: _slice,
     **dict.fromkeys(_VIEWS, _view), **dict.fromkeys(_APART, _apart)}
+
+
+def cut_of(value: Placed) -> Cut | None:
+    """How a value is cut; None if it is whole, or a sum that is not yet made."""
+    return value.placement if isinstance(value.placement, Cut) else None
 
 
 def _operator(node: fx.Node) -> Callable[..., Any]:
@@ -591,21 +575,3 @@ def _span(node: fx.Node, last: int) -> tuple[int, int] | None:
     given = node.args[0].meta["val"]  # type: ignore[union-attr]
     inside = dim % given.ndim == given.ndim - 1 and step == 1 and 0 < end - start < last
     return (start, end) if inside and start % (end - start) == 0 else None
-
-
-def _is_distributed(tensor: Any) -> bool:
-    return hasattr(tensor, "to_local")
-
-
-def _last_uses(graph: fx.Graph, turned: Mapping[fx.Node, tuple[fx.Node, Any]]) -> dict[fx.Node, list[fx.Node]]:
-    """After which node each value is needed no more."""
-    seen: set[fx.Node] = set()
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in reversed(list(graph.nodes)):
-        if node in turned:
-            continue
-        for arg in (turned[arg][0] if arg in turned else arg for arg in node.all_input_nodes):
-            if arg not in seen:
-                seen.add(arg)
-                found.setdefault(node, []).append(arg)
-    return found

@@ -1,4 +1,4 @@
-"""Layers split over ranks, derived from the captured graph of each piece; DTensor does the arithmetic (`piece.py`).
+"""Layers split over ranks, derived from the captured graph of each piece, which is recorded on parts (`piece.py`).
 
 Every piece that is split is first held against the whole one, outputs and gradients. One that differs, or that DTensor
 can't run, stays whole.

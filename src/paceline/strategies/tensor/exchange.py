@@ -1,0 +1,219 @@
+"""What ranks send each other in a split layer, each with what its gradient needs.
+
+Gradients follow one rule. That of a part is a part, and that of a whole value, or of one that is still to be summed,
+is whole on every rank. So a whole value that ranks go on to use with other parts has a gradient that they must sum.
+Source: Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022 for parts of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from paceline.strategies.tensor.cut import Cut
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What the ranks have is still to be added up. mean: and divided by their number."""
+
+    mean: bool = False
+
+
+# How a tensor lies on the ranks; None where each has all of it.
+Placement = Cut | Sum | None
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+# Torch 2.13 gave them these names, and warns of the former ones.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Exchange(torch.autograd.Function):
+    """A function of this rank's part, and the one that its gradient goes through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, there: Function, back: Function) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.back(gradient), None, None
+
+
+class _SumGradients(torch.autograd.Function):
+    """Tensors as they are; their gradients are summed over the ranks in one message."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        given = [gradient for gradient in gradients if gradient is not None]
+        if not given:
+            return None, *gradients
+        flat = torch.cat([gradient.reshape(-1) for gradient in given])
+        dist.all_reduce(flat, group=ctx.group)
+        parts = iter(flat.split([gradient.numel() for gradient in given]))
+        return None, *(None if gradient is None else next(parts).view(gradient.shape) for gradient in gradients)
+
+
+class _Local(torch.autograd.Function):
+    """This rank's part of a DTensor; its gradient is a DTensor that is cut alike."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Any) -> torch.Tensor:
+        ctx.spec = whole._spec
+        part: torch.Tensor = whole._local_tensor
+        return part.view_as(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)
+
+
+def local_part(whole: Any) -> torch.Tensor:
+    """This rank's part of a DTensor, through which gradients reach the DTensor."""
+    found: torch.Tensor = _Local.apply(whole)
+    return found
+
+
+@dataclass(frozen=True)
+class Move:
+    """From one placement to another. there: of the value. back: of its gradient."""
+
+    before: Placement
+    after: Placement
+    there: Function
+    back: Function
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Exchange.apply(x, self.there, self.back)
+        return found
+
+
+class Exchanges:
+    """Over a mesh of one dim. All of them are collective, but for taking one's own part."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+
+    def between(self, before: Placement, after: Placement) -> Move:
+        """Source of the pairs: see the module."""
+        match before, after:
+            case Cut() as cut, None:
+                return Move(cut, None, self.gather(cut), self.own(cut))
+            case None, Cut() as cut:
+                return Move(None, cut, self.own(cut), self.gather(cut))
+            case Cut() as first, Cut() as second:
+                return Move(first, second, self.swap(first, second), self.swap(second, first))
+            case Sum(), None:
+                return Move(before, None, self.summed(before.mean), self.kept(before.mean))
+            case Sum(), Cut() as cut:
+                return Move(before, cut, self.scatter(cut, before.mean), self.gather(cut, before.mean))
+            case None, Sum(mean=False):
+                return Move(None, after, self.once, _same)
+        raise NotImplementedError(f"from {before} to {after}")
+
+    def summing_gradients(self) -> Move:
+        return Move(None, None, _same, self.summed())
+
+    def gather_summing_gradients(self, cut: Cut) -> Move:
+        """`between` for what ranks then use with other parts: the sums of its gradients are scattered."""
+        return Move(cut, None, self.gather(cut), self.scatter(cut))
+
+    def sum_all_gradients(self, *whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found: tuple[torch.Tensor, ...] = _SumGradients.apply(self.group, *whole)
+        return found
+
+    # --- Of tensors without autograd ------------------------------------------------------------------------------
+
+    def gather(self, cut: Cut, mean: bool = False) -> Function:
+        """The whole of what is cut; divided by the number of ranks where it is the gradient of a mean."""
+        def gathered(x: torch.Tensor) -> torch.Tensor:
+            flat = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+            _gather(flat, x.contiguous(), group=self.group)
+            if mean:
+                flat /= self.size
+            parts = flat.unflatten(0, (self.size, -1))
+            if cut.blocks == 1:
+                return parts.movedim(0, cut.dim).flatten(cut.dim, cut.dim + 1)
+            apart = parts.unflatten(cut.dim + 1, (cut.blocks, -1)).movedim(0, cut.dim + 1)
+            return apart.flatten(cut.dim, cut.dim + 2)
+
+        return gathered
+
+    def own(self, cut: Cut) -> Function:
+        def part(x: torch.Tensor) -> torch.Tensor:  # never a view, which nobody could edit in place
+            return self._own(x, cut).clone(memory_format=torch.contiguous_format)
+
+        return part
+
+    def _own(self, x: torch.Tensor, cut: Cut) -> torch.Tensor:
+        length = x.shape[cut.dim] // (cut.blocks * self.size)
+        if cut.blocks == 1:
+            return x.narrow(cut.dim, self.rank * length, length)
+        parts = x.unflatten(cut.dim, (cut.blocks, -1))
+        return parts.narrow(cut.dim + 1, self.rank * length, length).flatten(cut.dim, cut.dim + 1)
+
+    def summed(self, mean: bool = False) -> Function:
+        def total(x: torch.Tensor) -> torch.Tensor:
+            found = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(found, group=self.group)
+            return found.div_(self.size) if mean else found
+
+        return total
+
+    def kept(self, mean: bool = False) -> Function:
+        return (lambda x: x / self.size) if mean else _same
+
+    def scatter(self, cut: Cut, mean: bool = False) -> Function:
+        """This rank's part of the sum."""
+        def scattered(x: torch.Tensor) -> torch.Tensor:
+            parts = x.unflatten(cut.dim, (cut.blocks, self.size, -1)).movedim(cut.dim + 1, 0).contiguous()
+            found = x.new_empty(parts.shape[1:])
+            _scatter(found, parts.flatten(0, 1), group=self.group)
+            found = found.flatten(cut.dim, cut.dim + 1)
+            return found.div_(self.size) if mean else found
+
+        return scattered
+
+    def swap(self, before: Cut, after: Cut) -> Function:
+        """Another part of what is cut."""
+        if before.blocks > 1 or after.blocks > 1 or before.dim == after.dim:
+            gathered = self.gather(before)
+            return lambda x: self._own(gathered(x), after).clone(memory_format=torch.contiguous_format)
+
+        def swapped(x: torch.Tensor) -> torch.Tensor:
+            sent = x.unflatten(after.dim, (self.size, -1)).movedim(after.dim, 0).contiguous()
+            parts = torch.empty_like(sent)
+            dist.all_to_all_single(parts, sent, group=self.group)
+            return parts.movedim(0, before.dim).flatten(before.dim, before.dim + 1)
+
+        return swapped
+
+    def once(self, x: torch.Tensor) -> torch.Tensor:
+        """Of what is summed one rank has all."""
+        return x.clone() if self.rank == 0 else torch.zeros_like(x)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)

@@ -1,0 +1,276 @@
+"""What one rank runs of a split piece: operators on its own parts and exchanges, recorded once as plain Python.
+
+A recording runs on fake tensors, so that it computes and sends nothing. The program it leaves is run eagerly under
+ordinary autograd: its host time is that of the operators.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from paceline.strategies.tensor.cut import Cut
+from paceline.strategies.tensor.draws import apart
+from paceline.strategies.tensor.exchange import Exchanges, Move, Placement
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The result of an instruction, or an input."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One call; args and kwargs have refs in the place of tensors."""
+
+    out: Ref
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def refs(self) -> list[Ref]:
+        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)]
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A tensor of a recording.
+
+    local: what this rank has of it, as a fake. ranks: that it is placed on. trained: whether a gradient may come back.
+    """
+
+    ref: Ref
+    local: torch.Tensor
+    placement: Placement
+    ranks: int
+    trained: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        if not isinstance(self.placement, Cut):
+            return tuple(self.local.shape)
+        return tuple(length * self.ranks if dim == self.placement.dim else length
+                     for dim, length in enumerate(self.local.shape))
+
+    @property
+    def ndim(self) -> int:
+        return self.local.ndim
+
+
+class Recorder:
+    """Puts a program together while its operators run on fake tensors."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.exchanges = Exchanges(mesh)
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.inputs: list[Ref] = []
+        self.weights: dict[Ref, torch.dtype] = {}  # of the inputs
+        self.instructions: list[Instruction] = []
+        self._count = 0
+        self._moved: dict[tuple[Ref, Placement], Placed] = {}
+        self._summing: dict[Ref, Ref] = {}  # of whole values those whose gradients are summed
+
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.fake:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    def input(self, local: torch.Tensor, placement: Placement, *, trained: bool, is_weight: bool = False) -> Placed:
+        ref = self._ref()
+        self.inputs.append(ref)
+        if is_weight:
+            self.weights[ref] = local.dtype
+        return self._placed(ref, local, placement, trained=trained)
+
+    def constant(self, tensor: torch.Tensor) -> Placed:
+        """A tensor that is the same in every run."""
+        return self._placed(self._add(lambda: tensor, (), {}), self.fake_of(tensor), None, trained=False)
+
+    def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        with self.fake:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def run(self, target: Callable[..., Any], *args: Any, placement: Placement = None, draws: bool = False,
+            **kwargs: Any) -> Any:
+        """Record an operator on what each rank has; its results lie so on the ranks. draws: each has its own."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self.constant, (args, kwargs))
+        with self.fake, torch.no_grad():
+            found = target(*_locals(args), **_locals(kwargs))
+        return self.add(target, args, kwargs, found, lambda tensor: placement, draws=draws)
+
+    def add(self, target: Callable[..., Any], args: Any, kwargs: Any, found: Any,
+            placement_of: Callable[[torch.Tensor], Placement], *, draws: bool = False) -> Any:
+        """Record an operator that gave these fakes. draws: random numbers that are each rank's own.
+
+        Raises:
+            NotImplementedError: some of its results are whole and some are parts, so that no gradient of what it was
+                given would be one or the other.
+        """
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
+        trained = any(value.trained for value in given)
+        results = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        whole = {placement_of(leaf) is None for leaf in results if leaf.is_floating_point() or leaf.is_complex()}
+        if trained and len(whole) > 1:
+            raise NotImplementedError(f"{target} gives whole tensors and parts")
+        if trained and False in whole:
+            refs = pytree.tree_map_only(Placed, self._with_summed_gradient, (args, kwargs))
+        elif trained and any(value.placement is not None and value.trained for value in given) and whole:
+            raise NotImplementedError(f"{target} makes whole tensors of parts")
+        else:
+            refs = pytree.tree_map_only(Placed, lambda value: value.ref, (args, kwargs))
+        if getattr(getattr(target, "_schema", None), "is_mutable", False):
+            self._moved.clear()
+        if draws:
+            target = drawing_apart(target, self.exchanges.rank, given[0].local.device)
+        return self._results(self._add(target, *refs), found, placement_of, trained)
+
+    def _results(self, ref: Ref, found: Any, placement_of: Callable[[torch.Tensor], Placement], trained: bool) -> Any:
+        if isinstance(found, torch.Tensor):
+            can = found.is_floating_point() or found.is_complex()
+            return self._placed(ref, found, placement_of(found), trained=trained and can)
+        if isinstance(found, list | tuple):
+            return type(found)(self._results(self._add(operator.getitem, (ref, number), {}), item, placement_of,
+                                             trained) if isinstance(item, torch.Tensor) else item
+                               for number, item in enumerate(found))
+        return found
+
+    def moved(self, value: Placed, placement: Placement) -> Placed:
+        """Raises: NotImplementedError: there is no such exchange, or the dim doesn't divide."""
+        if value.placement == placement:
+            return value
+        if (value.ref, placement) not in self._moved:
+            size = self.exchanges.size
+            if isinstance(placement, Cut) and not placement.divides(value.shape[placement.dim], size):
+                raise NotImplementedError(f"{tuple(value.shape)} doesn't divide by {size} along {placement.dim}")
+            move = self.exchanges.between(value.placement, placement)
+            shape = [length // size if isinstance(placement, Cut) and dim == placement.dim else length
+                     for dim, length in enumerate(value.shape)]
+            local = self.empty(shape, value.local)
+            self._moved[value.ref, placement] = self._placed(
+                self._add(move, (value.ref,), {}), local, placement, trained=value.trained)
+        return self._moved[value.ref, placement]
+
+    def _with_summed_gradient(self, value: Placed) -> Ref:
+        """What is whole and goes on as a part; see `exchange.py`."""
+        if value.placement is not None or not value.trained:
+            return value.ref
+        if value.ref not in self._summing:
+            self._summing[value.ref] = self._add(self.exchanges.summing_gradients(), (value.ref,), {})
+        return self._summing[value.ref]
+
+    def _placed(self, ref: Ref, local: torch.Tensor, placement: Placement, *, trained: bool) -> Placed:
+        return Placed(ref, local, placement, self.exchanges.size, trained)
+
+    def _ref(self) -> Ref:
+        self._count += 1
+        return Ref(self._count)
+
+    def _add(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Ref:
+        ref = self._ref()
+        self.instructions.append(Instruction(ref, target, tuple(args), dict(kwargs)))
+        return ref
+
+    # --- The program ----------------------------------------------------------------------------------------------
+
+    def program(self, outputs: Sequence[Placed]) -> Program:
+        self._scatter_gathered_gradients()
+        self._sum_weights_gradients_together()
+        return Program(self.inputs, self.instructions, [output.ref for output in outputs])
+
+    def _scatter_gathered_gradients(self) -> None:
+        """Of what is gathered for nothing but products with parts, the sums of gradients are scattered at once."""
+        users = Counter(ref for instruction in self.instructions for ref in instruction.refs())
+        gathered = {instruction.out: instruction for instruction in self.instructions
+                    if isinstance(instruction.target, Move) and isinstance(instruction.target.before, Cut)
+                    and instruction.target.after is None and users[instruction.out] == 1}
+        fused = {ref: gathered[source] for source, ref in self._summing.items() if source in gathered}
+        dropped = {gather.out for gather in fused.values()}
+        self.instructions = [
+            instruction if instruction.out not in fused else replace(
+                fused[instruction.out], out=instruction.out, target=self.exchanges.gather_summing_gradients(
+                    fused[instruction.out].target.before))  # type: ignore[attr-defined]
+            for instruction in self.instructions if instruction.out not in dropped]
+
+    def _sum_weights_gradients_together(self) -> None:
+        """One message for the gradients of all weights of a dtype that are whole and used with parts."""
+        kinds: dict[torch.dtype, list[Ref]] = {}
+        for ref in self._summing:
+            if ref in self.weights:
+                kinds.setdefault(self.weights[ref], []).append(ref)
+        first: list[Instruction] = []
+        replaced: set[Ref] = set()
+        for refs in kinds.values():
+            together = self._ref()
+            first.append(Instruction(together, self.exchanges.sum_all_gradients, tuple(refs), {}))
+            for number, ref in enumerate(refs):
+                replaced.add(self._summing[ref])
+                first.append(Instruction(self._summing[ref], operator.getitem, (together, number), {}))
+        self.instructions = [*first, *(made for made in self.instructions if made.out not in replaced)]
+
+
+def drawing_apart(target: Callable[..., Any], rank: int, device: torch.device) -> Callable[..., Any]:
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        with apart(rank, device):
+            return target(*args, **kwargs)
+
+    return drawn
+
+
+class Program:
+    """(*inputs) -> outputs, on this rank's parts. A value is let go after its last use."""
+
+    def __init__(self, inputs: Sequence[Ref], instructions: Sequence[Instruction], outputs: Sequence[Ref]) -> None:
+        used = set(outputs)
+        lines: list[str] = []
+        names: dict[str, Any] = {}
+        for instruction in reversed(instructions):
+            refs = set(instruction.refs())
+            if done := sorted(ref.number for ref in refs - used):
+                lines.append(f"del {', '.join(f'v{number}' for number in done)}")
+            if instruction.out not in used:  # for what it changes in place, or nothing
+                lines.append(f"del v{instruction.out.number}")
+            used |= refs
+            function = f"f{instruction.out.number}"
+            names[function] = instruction.target
+            given = [_source(arg, names) for arg in instruction.args]
+            given += [f"{name}={_source(arg, names)}" for name, arg in instruction.kwargs.items()]
+            lines.append(f"v{instruction.out.number} = {function}({', '.join(given)})")
+        lines = [f"def run({', '.join(f'v{ref.number}' for ref in inputs)}):", *reversed(lines),
+                 f"return ({''.join(f'v{ref.number}, ' for ref in outputs)})"]
+        self.code = "\n    ".join(lines)
+        exec(compile(self.code, "<split layer>", "exec"), names)
+        self.run: Callable[..., tuple[torch.Tensor, ...]] = names["run"]
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.run(*tensors)
+
+
+def _source(arg: Any, names: dict[str, Any]) -> str:
+    """An argument as Python; what has no short form there is put among the names."""
+    if isinstance(arg, Ref):
+        return f"v{arg.number}"
+    if type(arg) in (list, tuple):
+        items = "".join(f"{_source(item, names)}, " for item in arg)
+        return f"[{items}]" if isinstance(arg, list) else f"({items})"
+    if arg is None or type(arg) in (bool, int):
+        return repr(arg)
+    if any(isinstance(leaf, Ref) for leaf in pytree.tree_leaves(arg)):
+        raise NotImplementedError(f"tensors in a {type(arg).__name__}")
+    names[f"c{len(names)}"] = arg
+    return f"c{len(names) - 1}"
+
+
+def _locals(given: Any) -> Any:
+    return pytree.tree_map_only(Placed, lambda value: value.local, given)

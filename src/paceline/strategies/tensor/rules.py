@@ -1,0 +1,187 @@
+"""Which way DTensor would run an operator on parts: what it moves first, what it runs on the parts, what comes out.
+
+DTensor is asked on fake tensors: nothing is computed or sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.strategies.tensor.cut import Cut, cut_of_placement
+from paceline.strategies.tensor.exchange import Placement, Sum
+from paceline.strategies.tensor.program import Placed, Recorder
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def run_by_rule(recorder: Recorder, mesh: DeviceMesh, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Record an operator as DTensor runs it.
+
+    Raises:
+        Exception: DTensor has no rule for it, or one that can't be recorded.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    watch = _Watch(recorder)
+    draws = (torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+             and any(isinstance(leaf, Placed) and isinstance(leaf.placement, Cut)
+                     for leaf in pytree.tree_leaves((args, kwargs))))
+
+    def distributed(value: Placed) -> Any:
+        placement = value.placement
+        kind = (Replicate() if placement is None else Partial("avg" if placement.mean else "sum")
+                if isinstance(placement, Sum) else placement.placement())
+        found = DTensor.from_local(value.local, mesh, [kind], run_check=False)
+        watch.known[id(found._local_tensor)] = found._local_tensor
+        values[id(found._local_tensor)] = value
+        return found
+
+    values: dict[int, Placed] = {}
+    with torch.no_grad():  # outside of the fake mode, in which DTensor could not read its mesh
+        given = pytree.tree_map_only(Placed, distributed, (args, kwargs))
+        with watch, watch.moves():
+            found = target(*given[0], **given[1])
+        parts = pytree.tree_map_only(DTensor, lambda tensor: tensor._local_tensor, found)
+        results = None if watch.moved_any() else _alone(target, args, kwargs, watch)
+    if results is not None:
+        kinds = {id(mine): watch.placement(theirs) for mine, theirs in zip(
+            pytree.tree_leaves(results), pytree.tree_leaves(parts), strict=True) if isinstance(mine, torch.Tensor)}
+        return recorder.add(target, args, kwargs, results, lambda tensor: kinds[id(tensor)], draws=draws)
+    for step in watch.steps:
+        if isinstance(step, _Moved):
+            values[id(step.after)] = recorder.moved(values[id(step.before)], step.placement)
+        else:
+            called, options = pytree.tree_map_only(torch.Tensor, lambda tensor: values[id(tensor)],
+                                                   (step.args, step.kwargs))
+            made = recorder.add(step.target, called, options, step.found, watch.placement, draws=draws)
+            for tensor, value in zip(pytree.tree_leaves(step.found), pytree.tree_leaves(made), strict=True):
+                if isinstance(tensor, torch.Tensor):
+                    values[id(tensor)] = value
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: values[id(tensor)], parts)
+
+
+def _alone(target: Callable[..., Any], args: Any, kwargs: Any, watch: _Watch) -> Any:
+    """What an operator gives on parts, if it then runs as it does under DTensor; else None."""
+    alone = _Watch(watch.recorder)
+    given = pytree.tree_map_only(Placed, lambda value: value.local.view_as(value.local), (args, kwargs))
+    alone.known |= {id(leaf): leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+    try:
+        with alone:
+            found = target(*given[0], **given[1])
+    except Exception:  # it names the sizes of the whole
+        return None
+    same = [step.shown() for step in watch.steps if isinstance(step, _Ran)] == [
+        step.shown() for step in alone.steps if isinstance(step, _Ran)]
+    return found if same else None
+
+
+class _Moved:
+    def __init__(self, before: torch.Tensor, after: torch.Tensor, placement: Placement) -> None:
+        self.before, self.after, self.placement = before, after, placement
+
+
+class _Ran:
+    def __init__(self, target: Any, args: Any, kwargs: Any, found: Any) -> None:
+        self.target, self.args, self.kwargs, self.found = target, args, kwargs, found
+
+    def shown(self) -> tuple[Any, str]:
+        """The operator, and what it was given beside tensors."""
+        return self.target, str(pytree.tree_map_only(torch.Tensor, lambda tensor: tuple(tensor.shape),
+                                                     (self.args, self.kwargs)))
+
+
+class _Watch(TorchDispatchMode):
+    """Notes what runs on known parts below autograd, and what DTensor moves.
+
+    known: parts, by id, which keeps them alive.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.known: dict[int, torch.Tensor] = {}
+        self.steps: list[_Moved | _Ran] = []
+        self._placements: dict[int, Placement] = {}
+        self._inside = False
+
+    def moved_any(self) -> bool:
+        return any(isinstance(step, _Moved) for step in self.steps)
+
+    def placement(self, part: torch.Tensor) -> Placement:
+        if id(part) not in self._placements:
+            raise NotImplementedError("DTensor runs several operators for one")
+        return self._placements[id(part)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            if self._inside:
+                return NotImplemented  # DTensor's own turn
+            self._inside = True
+            try:
+                with self:
+                    found = func(*args, **kwargs)
+            finally:
+                self._inside = False
+            for leaf in pytree.tree_leaves(found):
+                if isinstance(leaf, DTensor):
+                    self._note(leaf._local_tensor)
+                    self._placements[id(leaf._local_tensor)] = _placement_of(leaf)
+            return found
+        found = func(*args, **kwargs)
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        if given and made and all(id(leaf) in self.known for leaf in given):
+            self.steps.append(_Ran(func, args, kwargs, found))
+            for leaf in made:
+                self._note(leaf)
+        return found
+
+    def _note(self, part: torch.Tensor) -> None:
+        self.known[id(part)] = part
+
+    @contextmanager
+    def moves(self) -> Iterator[None]:
+        """Meanwhile DTensor notes what it would move."""
+        from torch.distributed.tensor import _dispatch
+
+        def moved(local: torch.Tensor, before: Any, after: Any, **options: Any) -> torch.Tensor:
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            shape, _ = compute_local_shape_and_global_offset(before.shape, after.mesh, after.placements)
+            found = self.recorder.empty(shape, local)
+            self._note(found)
+            self.steps.append(_Moved(local, found, _as_placement(after.placements[0])))
+            return found
+
+        real = _dispatch.redistribute_local_tensor
+        _dispatch.redistribute_local_tensor = moved  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            _dispatch.redistribute_local_tensor = real
+
+
+def _placement_of(tensor: Any) -> Placement:
+    return _as_placement(tensor.placements[0])
+
+
+def _as_placement(placement: Any) -> Placement:
+    from torch.distributed.tensor import Partial, Replicate
+
+    if isinstance(placement, Replicate):
+        return None
+    if type(placement) is Partial and placement.reduce_op in ("sum", "avg"):
+        return Sum(mean=placement.reduce_op == "avg")
+    if (cut := cut_of_placement(placement)) is not None:
+        return cut
+    raise NotImplementedError(f"{placement} can't be recorded")

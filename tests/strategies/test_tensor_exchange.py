@@ -1,0 +1,74 @@
+"""What ranks exchange in a split layer, and where its gradient goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.strategies.mesh import Mesh
+from paceline.strategies.tensor.cut import Cut
+from paceline.strategies.tensor.exchange import Exchanges, Placement, Sum
+
+PLACEMENTS: tuple[Placement, ...] = (None, Cut(0), Cut(1), Cut(2), Cut(1, 2), Sum(), Sum(mean=True))
+
+
+def held(whole: Tensor, placement: Placement, exchanges: Exchanges) -> Tensor:
+    """What a rank has of a tensor; of sums each has an unequal share."""
+    if isinstance(placement, Cut):
+        return exchanges.own(placement)(whole)
+    if isinstance(placement, Sum):
+        return whole * (0.25 + 0.5 * exchanges.rank) * (exchanges.size if placement.mean else 1)
+    return whole
+
+
+def test_every_move_keeps_the_value_and_its_gradient(run_ranks: Callable[..., Any]) -> None:
+    """A part's gradient is a part; that of a whole value or of a sum is whole, and that of a mean divided."""
+    def body(context: Any) -> list[str]:
+        mesh = Mesh({"pipeline": 1, "data": 1, "shard": 1, "tensor": 2}, context.rank)
+        mesh.connect()
+        exchanges = Exchanges(mesh.devices("cpu")["tensor"])
+        whole = torch.sin(torch.arange(64, dtype=torch.float64)).view(4, 8, 2)
+        weight = torch.cos(torch.arange(64, dtype=torch.float64)).view(4, 8, 2)
+        wrong = []
+        for before in PLACEMENTS:
+            for after in PLACEMENTS:
+                try:
+                    move = exchanges.between(before, after)
+                except NotImplementedError:
+                    continue
+                given = held(whole, before, exchanges).clone().requires_grad_()
+                moved = move(given)
+                gradient = held(weight, after, exchanges) if isinstance(after, Cut) else weight
+                (moved * gradient).sum().backward()
+                expected = held(weight, before, exchanges) if isinstance(before, Cut) else weight
+                if isinstance(before, Sum) and before.mean:
+                    expected = expected / 2
+                total = exchanges.summed()(moved.detach()) if isinstance(after, Sum) else moved.detach()
+                value = held(whole, after, exchanges) if isinstance(after, Cut) else whole
+                if not torch.allclose(total, value) or not torch.allclose(given.grad, expected):  # type: ignore
+                    wrong.append(f"{before} -> {after}")
+        return wrong
+
+    assert run_ranks(body, 2) == [[], []]
+
+
+def test_a_whole_value_that_parts_use_has_the_sum_of_their_gradients(run_ranks: Callable[..., Any]) -> None:
+    """One by one, gathered, or several in one message, of which one has no gradient."""
+    def body(context: Any) -> list[list[float]]:
+        mesh = Mesh({"pipeline": 1, "data": 1, "shard": 1, "tensor": 2}, context.rank)
+        mesh.connect()
+        exchanges = Exchanges(mesh.devices("cpu")["tensor"])
+        part = float(1 + context.rank)
+        one, other, unused, cut = (torch.ones(2, requires_grad=True) for _ in range(4))
+        (exchanges.summing_gradients()(one) * part).sum().backward()
+        first = one.grad.tolist()  # type: ignore[union-attr]
+        used, _ = exchanges.sum_all_gradients(other, unused)
+        (used * part).sum().backward()
+        (exchanges.gather_summing_gradients(Cut(0))(cut) * part).sum().backward()
+        assert unused.grad is None
+        return [first, other.grad.tolist(), cut.grad.tolist()]  # type: ignore[union-attr]
+
+    assert run_ranks(body, 2) == [[[3.0, 3.0]] * 3] * 2
