@@ -77,6 +77,15 @@ def test_the_cpu_is_taken_where_no_gpu_is_meant(machine: Machine, monkeypatch: p
     assert {device.kind for device in Cluster.local(num_ranks=2).devices} == {"cpu"}
 
 
+@pytest.mark.parametrize(("own_gib", "is_missed"), [([], True), ([0.5], False), ([0.5, 16], True), ([96], True)])
+def test_graphics_that_are_built_into_a_processor_refuse_no_run(
+        machine: Machine, monkeypatch: pytest.MonkeyPatch, own_gib: list[float], is_missed: bool):
+    """Their driver is that of AMD's cards. A driver that doesn't say how much memory they have may have a card."""
+    machine(*AMD)
+    monkeypatch.setattr(accelerators, "_amd_memories_bytes", lambda: [int(gib * 2**30) for gib in own_gib])
+    assert (unusable() is not None) == is_missed
+
+
 def test_cards_that_some_are_hidden_of_are_still_missed(machine: Machine, monkeypatch: pytest.MonkeyPatch):
     machine(*NVIDIA)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

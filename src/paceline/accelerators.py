@@ -51,6 +51,10 @@ class Unusable:
     way_out: str
 
 
+# Graphics that are built into a processor of AMD take 512 MiB to 2 GiB of its memory for themselves; cards that somebody
+# trains on have more. No run is refused for the sake of the former.
+_BUILT_IN_BYTES = 4 * 2**30
+
 # Of a GPU, once a process uses it, before the first tensor: the driver's context. 426 MiB with torch 2.10 for CUDA 13.0
 # on an RTX 6000 Ada (unslothai/unsloth-zoo#1053) and "around 400 MB" (pytorch/pytorch#109888), before any kernel is
 # loaded; kernels are loaded when they are first used, and take some tens of MiB.
@@ -133,6 +137,8 @@ def unusable() -> Unusable | None:
 def _why_not(maker: Maker) -> Unusable | None:
     if not any(Path("/dev").glob(maker.cards)):
         return None  # a driver without a card, as in a container that was given none; /dev/dxg is there for any maker's
+    if maker.name == "AMD" and (own := _amd_memories_bytes()) and max(own) < _BUILT_IN_BYTES:
+        return None
     import torch
 
     built_for = torch.version.cuda if maker.name == "NVIDIA" else torch.version.hip
@@ -141,6 +147,11 @@ def _why_not(maker: Maker) -> Unusable | None:
                         f"install torch's {maker.build} build: {INSTALL}")
     return Unusable(f"this machine has {maker.name}'s driver, and torch, built for {maker.build} {built_for}, can't "
                     f"use it: {_failure()}", "update the driver, or install a torch that is built for an older one")
+
+
+def _amd_memories_bytes() -> list[int]:
+    """Of each GPU that AMD's driver has, its own memory; empty where the driver doesn't say."""
+    return [int(file.read_text()) for file in Path("/sys/class/drm").glob("card*/device/mem_info_vram_total")]
 
 
 def _intel() -> Unusable | None:
