@@ -9,7 +9,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -398,8 +398,9 @@ def _tables(given: Any, what: str, problems: list[str]) -> list[tuple[str, dict[
 
 def _accelerator_problems(given: dict[str, Any]) -> list[str]:
     kinds = {f.name: f.type for f in fields(Accelerator) if f.name not in ("name", "aliases")}
+    may_be_left_out = {f.name for f in fields(Accelerator) if f.default is not MISSING} | {"source"}
     found = [f"unknown field '{name}', {nearest(name, kinds)}" for name in given if name not in kinds]
-    found += [f"'{name}' is missing" for name in kinds if name not in given and name != "source"]
+    found += [f"'{name}' is missing" for name in kinds if name not in given and name not in may_be_left_out]
     return found + [f"{name} = {given[name]!r} must be a {'word' if kind == 'str' else 'number above 0'}"
                     for name, kind in kinds.items() if name in given
                     and not (isinstance(given[name], str) if kind == "str" else _is_above_0(given[name]))]

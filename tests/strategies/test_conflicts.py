@@ -34,7 +34,9 @@ def test_every_conflict_is_met_by_a_plan():
                                            "pipeline=2 schedule=zero-bubble recompute=full", "data=2 shard=2 local=4",
                                            "data=2 local=4 compress=topk", "data=2 tensor=2 compress=powersgd",
                                            "server=1 workers=2 compress=topk", "single recompute=selective",
-                                           "tensor=2 compile=blocks", "pipeline=2 schedule=zero-bubble compile=blocks")]
+                                           "tensor=2 compile=blocks", "pipeline=2 schedule=zero-bubble compile=blocks",
+                                           "server=1 workers=2 staleness=1 deterministic=yes",
+                                           "data=2 shares=speed deterministic=yes")]
     assert all(any(conflict.is_met(plan) for plan in plans) for conflict in CONFLICTS)
 
 

@@ -58,8 +58,10 @@ def train(plan: str, folder: Path, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_kind_of_plan(plan: str, tmp_path: Path, without_compiler: None) -> None:
     """The first update is held against one device, with what dropout draws replaced by its mean."""
+    # Servers keep no buffers that change; where a rank cuts its samples, a block counts each piece.
+    counts_alike = not any(word in plan for word in ("server", "accumulate", "pipeline"))
     summary = train(f"{plan} compile=blocks", tmp_path / "run", precision="float64",
-                    model=lambda: Net(counts="server" not in plan))  # servers keep no buffers that change
+                    model=lambda: Net(counts=counts_alike))
 
     assert summary["check"]["verdict"] == "passed", summary["check"]
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("rank-*.log"))
@@ -86,7 +88,7 @@ def test_real_kernels_leave_names_alone_and_name_what_is_compiled_again(tmp_path
     again = summary["compile"]["recompiled"]
     assert {(one["rank"], one["block"]) for one in again} == {(0, "blocks.0")}  # of the last sample, rank 1 has none
     assert all("size mismatch" in one["again"] for one in again)
-    assert all(f"again in {one['seconds']:.1f} s" in (
+    assert all(f"compiled '{one['block']}' again in" in (
         tmp_path / "compiled" / "logs" / f"rank-{one['rank']}.log").read_text() for one in again)
     plain, compiled = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "compiled"))
     torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
