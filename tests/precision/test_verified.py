@@ -27,7 +27,7 @@ def test_a_mistake_is_found_in_every_precision(precision: Any, monkeypatch: pyte
 
     def wrong(buckets: GradientBuckets) -> None:
         finish(buckets)
-        torch._foreach_mul_([p.grad for p in buckets.names if p.grad is not None], 2.0)
+        torch._foreach_mul_([p.grad for p in buckets.parameters if p.grad is not None], 2.0)
 
     monkeypatch.setattr(GradientBuckets, "finish", wrong)
     (planted,) = paceline.verify(job, ["data=2"], steps=2)
