@@ -261,7 +261,7 @@ def _source(arg: Any, names: dict[str, Any]) -> str:
     """An argument as Python; what has no short form there is put among the names."""
     if isinstance(arg, Ref):
         return f"v{arg.number}"
-    if type(arg) in (list, tuple):
+    if isinstance(arg, list | tuple) and not hasattr(arg, "_fields"):
         items = "".join(f"{_source(item, names)}, " for item in arg)
         return f"[{items}]" if isinstance(arg, list) else f"({items})"
     if arg is None or type(arg) in (bool, int):

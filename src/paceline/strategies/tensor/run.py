@@ -210,7 +210,9 @@ def _outputs_and_gradients(run: Callable[..., tuple[torch.Tensor, ...]], held: I
                  for out, of_one in zip(outputs, weights, strict=True) if out.requires_grad]
         if mixed:
             torch.stack([part.double() for part in mixed]).sum().backward()
-    return [out.detach() for out in outputs], [leaf.grad for leaf in leaves]
+    gradients = (leaf.grad for leaf in leaves)
+    return [out.detach() for out in outputs], [gradient.to_dense() if gradient is not None and gradient.is_sparse
+                                               else gradient for gradient in gradients]
 
 
 def _distances(what: str, found: list[Any], expected: list[Any]) -> Iterable[tuple[str, float, float]]:
