@@ -1,4 +1,4 @@
-"""The loop that a user writes by hand for GPUs, alone or with DistributedDataParallel under torchrun.
+"""The loop that a user writes by hand for GPUs, alone or with DistributedDataParallel under torchrun, in any precision.
 
     python -m benchmarks.contenders.on_gpus --set width=1024 --steps 30 [--compile]
 """
@@ -8,6 +8,7 @@ import json
 import os
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import paceline
 from benchmarks.gpu import jobs
 from benchmarks.workload import WARM_UP_STEPS
+from paceline.job import AUTOCAST
 
 
 def main(settings: dict[str, str], steps: int, compiled: bool) -> None:
@@ -26,6 +28,15 @@ def main(settings: dict[str, str], steps: int, compiled: bool) -> None:
     torch.manual_seed(0)
     job = paceline.load(f"{jobs.__file__}:gpt", settings)
     model = job.model().to(device)
+    if job.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+    if job.precision == "fp8":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+        is_emulated = torch.cuda.get_device_capability(device) < (8, 9)  # the first one with float8 products
+        convert_to_float8_training(model, config=replace(config, emulate=is_emulated))
     optimizer = job.optimizer(model.named_parameters())
     if compiled:
         model = torch.compile(model)
@@ -35,14 +46,17 @@ def main(settings: dict[str, str], steps: int, compiled: bool) -> None:
         model, sampler = DistributedDataParallel(model, device_ids=[device.index]), DistributedSampler(job.data)
     loader = DataLoader(job.data, batch_size=job.batch // ranks, shuffle=sampler is None, sampler=sampler,
                         num_workers=1, pin_memory=True)
-    half = torch.autocast("cuda", torch.bfloat16) if job.precision == "bf16" else nullcontext()
+    name = AUTOCAST.get(job.precision)
+    half = torch.autocast("cuda", getattr(torch, name)) if name else nullcontext()
+    scaler = torch.amp.GradScaler("cuda", enabled=job.precision == "fp16")
     started_s = 0.0
     for step, (input, target) in enumerate(loader, start=1):
         with half:
             loss = job.loss(model(input.to(device, non_blocking=True)), target.to(device, non_blocking=True))
         optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         loss.item()  # every contender reads each loss
         if step == WARM_UP_STEPS:
             started_s = time.perf_counter()

@@ -25,21 +25,22 @@ from benchmarks.gpu.machine import machine, seen
 from benchmarks.gpu.matrix import CELLS, matrix
 from benchmarks.gpu.memory import PLANS, memory
 from benchmarks.gpu.proof import proof
-from benchmarks.gpu.speed import MODELS, ROUNDS, speed
+from benchmarks.gpu.speed import MODELS, PRECISIONS, ROUNDS, speed
 
 PARTS = ("machine", "matrix", "proof", "failures", "memory", "speed")
 
 
 def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequence[str] = command.PYTHON,
           cells: Sequence[tuple[str, str]] = CELLS, models: Any = MODELS,
-          plans: Sequence[str] = PLANS, rounds: int = ROUNDS) -> dict[str, Any]:
+          plans: Sequence[str] = PLANS, rounds: int = ROUNDS,
+          precisions: Sequence[str] = PRECISIONS) -> dict[str, Any]:
     """The whole document, which is written after every part.
 
     Args:
         minutes: After which nothing new is begun.
         python: What runs Python.
         plans: Whose memory is compared with what was predicted.
-        rounds: In turns, of contenders for speed.
+        rounds: In turns, of contenders for speed, in each of the precisions.
 
     Raises:
         RuntimeError: there is no GPU that torch can use.
@@ -54,7 +55,7 @@ def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequenc
         made = {"machine": partial(machine, python), "matrix": partial(_matrix, *arguments, cells=cells),
                 "proof": partial(proof, *arguments), "failures": partial(failures, *arguments),
                 "memory": partial(memory, *arguments, models=models, plans=plans),
-                "speed": partial(speed, *arguments, models=models, rounds=rounds)}
+                "speed": partial(speed, *arguments, models=models, rounds=rounds, precisions=precisions)}
         for part in parts:
             print(f"{part}:", file=sys.stderr)
             document[part] = made[part]()

@@ -19,7 +19,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "3 million parameters, bound by the host": {"width": 256, "layers": 4, "sequence": 16, "batch": 8},
 }
 ROUNDS = 3
-PRECISIONS = ("float32", "bf16")
+PRECISIONS = ("float32", "bf16", "fp16", "tf32", "fp8")
 PEER = "benchmarks.contenders.on_gpus"
 
 
@@ -28,7 +28,7 @@ def speed(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[
           precisions: Sequence[str] = PRECISIONS) -> list[dict[str, Any]]:
     """Rows of one contender each: steps a second and its part of the plain loop's, medians over rounds in turns."""
     rows: list[dict[str, Any]] = []
-    for number, (name, precision) in enumerate(product(models, precisions)):
+    for number, (precision, name) in enumerate(product(precisions, models)):  # the usual ones first
         contenders = _contenders(gpus, folder / f"speed-{number}", python,
                                  settings_of({**models[name], "precision": precision}), steps)
         rows += _beside(name, precision, contenders, rounds, out_of_time)
@@ -73,7 +73,8 @@ def _contenders(gpus: int, folder: Path, python: Sequence[str], settings: list[s
     found: dict[str, Callable[[], dict[str, Any] | str]] = {
         "plain loop": lambda: theirs("-m", PEER),
         "plain loop, torch.compile": lambda: theirs("-m", PEER, compiled=True),
-        "single": lambda: ours("single", "cuda:0")}
+        "single": lambda: ours("single", "cuda:0"),
+        "single compile=blocks": lambda: ours("single compile=blocks", "cuda:0")}
     if gpus > 1:
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m", PEER)
         found["DistributedDataParallel"] = lambda: theirs(*torchrun)
@@ -114,7 +115,7 @@ def _row(model: str, precision: str, name: str, runs: Mapping[str, list[dict[str
         row["reason"] = reason
     if not runs[name]:
         return row
-    peer = "plain loop" if name in ("plain loop", "plain loop, torch.compile", "single") else "DistributedDataParallel"
+    peer = "plain loop" if name.startswith(("plain loop", "single")) else "DistributedDataParallel"
     pairs = _ratios(runs, name, peer, "steps_per_s")
     row |= {"steps_per_s": statistics.median(one["steps_per_s"] for one in runs[name]),
             "of": peer, "ratio": statistics.median(pairs) if pairs else None,

@@ -51,8 +51,8 @@ class Unusable:
     way_out: str
 
 
-# Graphics that are built into a processor of AMD take 512 MiB to 2 GiB of its memory for themselves; cards that somebody
-# trains on have more. No run is refused for the sake of the former.
+# Graphics that are built into a processor of AMD take 512 MiB to 2 GiB of its memory for themselves; cards that are
+# trained on have more. No run is refused for the sake of the former.
 _BUILT_IN_BYTES = 4 * 2**30
 
 # Of a GPU, once a process uses it, before the first tensor: the driver's context. 426 MiB with torch 2.10 for CUDA 13.0

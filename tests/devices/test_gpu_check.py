@@ -171,7 +171,7 @@ def test_the_whole_check_on_pretended_gpus(tmp_path: Path, pretended: Callable[[
     cells = (*(("blocks", plan) for plan in plans), ("statistics", "single"))
     parts = [part for part in PARTS if part != "proof"]
     document = check(parts, 20.0, output, python=python, cells=cells, models=TINY,
-                     plans=("single", "shard=2"), rounds=1)
+                     plans=("single", "shard=2"), rounds=1, precisions=("float32", "fp16"))
     assert json.loads(output.read_text()) == document
     assert {cell["plan"]: cell["verdict"] for cell in document["matrix"]} == dict.fromkeys(plans, "equal")
     assert {cell["devices"] for cell in document["matrix"]} == (
@@ -182,5 +182,8 @@ def test_the_whole_check_on_pretended_gpus(tmp_path: Path, pretended: Callable[[
     assert compared["single"]["ratio"] > 0 and compared["single"]["host ratio"] > 0
     assert all(compared[plan]["memory of predicted"] > 0 for plan in ("single", *(
         ("data=2", "shard=2") if gpus > 1 else ())))
-    by_hand = ("plain loop, torch.compile", "DistributedDataParallel")  # torchrun and inductor know no pretended GPU
-    assert [line for line in page.wrong(document) if not line.startswith(by_hand)] == []
+    # torchrun and inductor know no pretended GPU.
+    of_torch = ("plain loop, torch.compile", "single compile=blocks", "DistributedDataParallel")
+    assert [line for line in page.wrong(document) if not line.startswith(of_torch)] == []
+    assert {row["precision"] for row in document["speed"] if row["contender"] == "single" and "ratio" in row} == {
+        "float32", "fp16"}
