@@ -11,14 +11,22 @@ import torch
 from tensor_models import Fused, Stack, StackedExperts, job_of, laid_out
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
 from paceline.runtime.feed import example_batch
 from paceline.strategies.data.run import local
+from paceline.strategies.tensor import run as tensor_run
 from paceline.strategies.tensor.cut import Cut, cut_of_placement
 from paceline.strategies.tensor.draws import apart
 from paceline.strategies.tensor.piece import SplitPiece
 from paceline.strategies.tensor.published import published
+
+
+@pytest.fixture
+def small_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of few bytes are cut along their sequence, too."""
+    monkeypatch.setattr(tensor_run, "SEQUENCE_BYTES", 0)
 
 
 def cuts(stepper: Any) -> dict[str, tuple[int, int]]:
@@ -46,9 +54,18 @@ def test_fused_and_stacked_weights(model: Callable[[], nn.Module], expected: dic
 @pytest.mark.parametrize("plan", ["tensor=2", "shard=2 tensor=2"])
 @pytest.mark.parametrize("model", [lambda: Stack(Fused()), lambda: Stack(Fused(view=True)),
                                    lambda: Stack(StackedExperts())])
-def test_they_compute_what_one_device_computes(model: Callable[[], nn.Module], plan: str) -> None:
-    """Alone and in shards."""
+def test_they_compute_what_one_device_computes(model: Callable[[], nn.Module], plan: str,
+                                               small_sequences: None) -> None:
+    """Alone and in shards, on parts of the sequence."""
     certificate, = paceline.verify(job_of(model, clip=0.5), [plan], steps=2)
+    assert certificate.passed, certificate.describe()
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("plan", ["tensor=2", "data=2 tensor=2"])
+def test_they_compute_the_same_on_whole_sequences(plan: str) -> None:
+    """Values of few bytes are not cut along their sequence."""
+    certificate, = paceline.verify(job_of(lambda: Stack(Fused()), clip=0.5), [plan], steps=2)
     assert certificate.passed, certificate.describe()
 
 
@@ -158,7 +175,7 @@ def kept_bytes(stepper: Any) -> int:
     return sum(seen.values())
 
 
-def test_what_lies_between_is_cut_along_the_sequence(run_ranks: Callable[..., Any],
+def test_what_lies_between_is_cut_along_the_sequence(run_ranks: Callable[..., Any], small_sequences: None,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms and residual sums of a part of the sequence are kept; where it doesn't divide they are whole."""
     job = job_of(lambda: Stack(Fused(width=24), Fused(width=24), width=24))
@@ -176,7 +193,7 @@ def test_what_lies_between_is_cut_along_the_sequence(run_ranks: Callable[..., An
     assert without[1] - with_parts[1] == 2 * 4 * (4 * 6 * 24 + 2 * 4 * 6) // 2
 
 
-def test_a_sequence_that_does_not_divide(run_ranks: Callable[..., Any]) -> None:
+def test_a_sequence_that_does_not_divide(run_ranks: Callable[..., Any], small_sequences: None) -> None:
     """Six places are no part for each of four ranks: what lies between is computed whole."""
     job = job_of(lambda: Stack(Fused(width=16, heads=4), width=16))
 
@@ -199,7 +216,49 @@ class Flat(nn.Module):
         return x + torch.addmm(self.down_bias, made, self.down).view(x.shape)
 
 
-def test_flat_tokens_get_their_sequence_back(run_ranks: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("samples", "expected"), [(32, ["blocks.0", "blocks.1"]), (31, [])])
+def test_values_of_few_bytes_are_not_cut_along_the_sequence(run_ranks: Callable[..., Any], samples: int,
+                                                            expected: list[str],
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a micro-batch has counts: samples x 6 places x 24 features x 4 bytes."""
+    monkeypatch.setattr(tensor_run, "SEQUENCE_BYTES", 32 * 6 * 24 * 4)
+    job = job_of(lambda: Stack(Fused(width=24), Fused(width=24), width=24), batch=samples)
+
+    found = run_ranks(lambda context: laid_out(job, "tensor=2", context).layout.report.document["sequence"], 2)
+
+    assert found[0] == expected
+
+
+class _Exchanges(TorchDispatchMode):
+    """Counts this thread's collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_block_exchanges_four_times(run_ranks: Callable[..., Any]) -> None:
+    """Two sums after rows in forward, two before columns in backward, as in Megatron-LM, where no sequence is cut."""
+    def body(context: Any, blocks: int) -> list[int]:
+        job = job_of(lambda: Stack(*(Fused(width=24) for _ in range(blocks)), width=24))
+        stepper, batch = laid_out(job, "tensor=2", context), example_batch(job.data, 4)
+        stepper.layout.forward(batch)  # records
+        with _Exchanges() as forward:
+            output = stepper.layout.forward(batch)
+        with torch.autograd.set_multithreading_enabled(False), _Exchanges() as backward:
+            output.square().mean().backward()
+        return [forward.count, backward.count]
+
+    one, two = (run_ranks(lambda context, blocks=blocks: body(context, blocks), 2)[0] for blocks in (1, 2))
+
+    assert [after - before for before, after in zip(one, two, strict=True)] == [2, 2]
+
+
+def test_flat_tokens_get_their_sequence_back(run_ranks: Callable[..., Any], small_sequences: None) -> None:
     """Their sums are scattered once they have it, with the bias added once."""
     job = job_of(lambda: Stack(Flat(), Flat(), width=24))
 

@@ -84,8 +84,8 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
         with context(), running(), state_kept(model):
             inputs = found.bind(*example(EXAMPLE_SAMPLES).arguments())
             split = derive(found, dict(model.named_parameters()), buffers, inputs,
-                           mesh.devices(device.type)["tensor"], wishes=published(model), sharded=plan.axes.shard > 1,
-                           whole=_kept_whole(model, found))
+                           mesh.devices(device.type)["tensor"], batches=microbatch_samples / EXAMPLE_SAMPLES,
+                           wishes=published(model), sharded=plan.axes.shard > 1, whole=_kept_whole(model, found))
     with running():
         stages = Stages(model, hollow(model, device), example=found, stage_of=cut.stage_of,
                       ranks=cut.ranks, orders=cut.orders, mesh=mesh, axis=mesh.stage_axis, device=device,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.capture.graph import Capture, Piece
+from paceline.capture.graph import Capture, Piece, Value
 from paceline.capture.randomness import WithoutRandomness
 from paceline.strategies.layout import Report
 from paceline.strategies.tensor.cut import Cut
@@ -27,8 +27,14 @@ from paceline.strategies.tensor.report import pattern, report
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# How far a split piece may be from the whole one on the example, relative to the greatest element: rounding alone.
+# How far a split piece may be from the whole one on the example, relative to the greatest element: rounding alone, of
+# the dtype of the result or of the one that autocast computes in.
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+# A piece whose values between products have fewer bytes a micro-batch cuts no sequence. A block then exchanges four
+# times a step in place of eleven, and computes its norms and residual sums whole. Below this size the host's time for
+# the exchanges is more than a GPU needs to compute the block (72 x bytes/2 x width / ranks operations in bf16: 0.4 ms of
+# an H100's at width 1024, where seven exchanges take the host about as long).
+SEQUENCE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -77,19 +83,20 @@ class Split:
 
 
 def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-           inputs: Mapping[str, torch.Tensor], mesh: DeviceMesh, *,
+           inputs: Mapping[str, torch.Tensor], mesh: DeviceMesh, *, batches: float = 1.0,
            wishes: Mapping[str, Direction] = MappingProxyType({}), sharded: bool = False,
            whole: Mapping[str, str] = MappingProxyType({})) -> Split:
     """How the model's pieces are split over a mesh of one dim, each checked on the example. Collective.
 
     tensors: the model's parameters, whole; brought piece by piece to the device of the inputs, for a moment.
-    inputs: the example's, by name. wishes: see `published.py`; a piece that can't run as they say is split without
-    them. sharded: replicas will share them out too. whole: parameters that stay whole, by name, and why.
+    inputs: the example's, by name. batches: as large as the example that a micro-batch has. wishes: see `published.py`;
+    a piece that can't run as they say is split without them. sharded: replicas will share them out too. whole:
+    parameters that stay whole, by name, and why.
     """
     forbidden = dict(whole)
     while True:
         found = _derive(capture, tensors, buffers, inputs, partial(
-            SplitPiece, mesh=mesh, derive=True, forbidden=forbidden, sharded=sharded), wishes)
+            SplitPiece, mesh=mesh, derive=True, forbidden=forbidden, sharded=sharded), wishes, batches)
         # A parameter that one piece cuts and another can't take cut (a tied one) stays whole in both.
         clash = {name for piece in found.unsplit for name in piece.parameters if name in found.cuts}
         if not clash:
@@ -112,7 +119,7 @@ class _Found:
 
 def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
             inputs: Mapping[str, torch.Tensor], split: Callable[..., SplitPiece],
-            wishes: Mapping[str, Direction]) -> _Found:
+            wishes: Mapping[str, Direction], batches: float) -> _Found:
     found = _Found()
     values = dict(inputs)
     device = next(iter(inputs.values())).device
@@ -130,7 +137,9 @@ def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapp
         elif piece.parameters:
             trained = [capture.values[name].differentiable if name in capture.values else False
                        for name in piece.inputs]
-            for way in _ways(wishes.keys() & set(piece.parameters)):
+            between = [capture.values[name] for name in (*piece.inputs, *piece.outputs) if name in capture.values]
+            large = max(map(_bytes_along_sequence, between), default=0) * batches >= SEQUENCE_BYTES
+            for way in _ways(wishes.keys() & set(piece.parameters), with_sequence=large):
                 run = split(piece, cuts=dict(found.cuts), **{"wishes": wishes, **way})
                 outputs, reason = _compare(run, held, also, given, trained)
                 if reason is None:
@@ -152,9 +161,14 @@ def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapp
     return found
 
 
-def _ways(wishes: Collection[str]) -> list[dict[str, Any]]:
+def _bytes_along_sequence(value: Value) -> int:
+    """Of a value of (samples, sequence, features); 0 of others."""
+    return value.num_bytes if len(value.shape) == 3 and value.dtype.is_floating_point else 0
+
+
+def _ways(wishes: Collection[str], *, with_sequence: bool) -> list[dict[str, Any]]:
     """How a piece is split, the best first: as the model wishes, and with a sequence that is cut too."""
-    asked = [{"sequence": True}, {}]
+    asked: list[dict[str, Any]] = [{"sequence": True}, {}] if with_sequence else [{}]
     return [*asked, *({"wishes": {}, **way} for way in asked)] if wishes else asked
 
 
@@ -221,5 +235,8 @@ def _distances(what: str, found: list[Any], expected: list[Any]) -> Iterable[tup
              if mine is not None and theirs is not None and theirs.is_floating_point() and theirs.numel()]
     greatest = max((size for *_, size in pairs), default=0.0)
     for mine, theirs, size in pairs:
+        kind = theirs.device.type
+        rounded = [theirs.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
+        allowed = max(ALLOWED.get(dtype, 1e-3) for dtype in rounded)
         # One that is zero in exact arithmetic (the gradient of an attention key's bias) is noise of the others' size.
-        yield what, float((mine - theirs).abs().max()), ALLOWED.get(theirs.dtype, 1e-3) * max(size, 1e-3 * greatest)
+        yield what, float((mine - theirs).abs().max()), allowed * max(size, 1e-3 * greatest)
