@@ -259,28 +259,25 @@ def test_a_run_goes_on_under_another_plan(shop: Workshop, tmp_path: Path):
     assert found.losses[-2:] == pytest.approx(expected.losses[-2:], rel=1e-10)
 
 
-STAGES_IN_SHARDS = ("pipeline=2 shard=2", "shard=2 tensor=2")
-
-
 @pytest.mark.parametrize(("job", "plan"), [
     ("large", "shard=4"), *(pytest.param("huge", plan, marks=pytest.mark.slow) for plan in (
         "tensor=4", "pipeline=4", "place=auto parts=4", "shard=4 zero=3", "pipeline=2 shard=2", "data=2 shard=2",
         "shard=2 tensor=2", "pipeline=2 tensor=2", "data=2 pipeline=2", "data=2 tensor=2",
         "pipeline=2 schedule=interleaved data=2", "place=auto parts=2 data=2"))])
 def test_a_gpu_never_has_more_than_its_part_and_a_block(shop: Workshop, job: str, plan: str):
-    """Also while the model is built: it may be larger than any GPU."""
+    """Also while the model is built: it may be larger than any GPU, and is the same model then."""
     found, axes = shop.train(job, plan, "cuda:0-3"), Plan.parse(plan).axes
     whole = sum(weight.nbytes for weight in found.weights.values())
     block = sum(weight.nbytes for name, weight in found.weights.items() if name.startswith("blocks.0."))
     part = whole / (4 / axes.data)
     held = 2 * part if axes.data > 1 else part  # with the buckets that replicas sum gradients in
-    # Split layers are tried one by one, with their gradients. A stage comes whole before it is sharded, and so do
-    # layers that are split.
-    more = part * axes.shard if plan in STAGES_IN_SHARDS else part if axes.tensor > 1 else 0
+    more = part if axes.tensor > 1 else 0  # split layers are tried one by one, with their gradients
     assert len(found.measured) == 4
     for rank in found.measured:
         assert rank["built_bytes"] < 1.2 * held
         assert rank["built_peak_bytes"] < rank["built_bytes"] + 1.01 * block + more
+    if job == "huge":  # Adam's first steps make much of rounding
+        assert_alike(found, shop.train(job, "single", "cpu:0"), rtol=1e-4)
 
 
 @pytest.mark.parametrize("plan", ["pipeline=4", "tensor=4",

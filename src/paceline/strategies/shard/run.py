@@ -73,8 +73,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
         p for name, p in model.named_parameters() if name in observed.edited | observed.sparse or (
             name in hooks and hooks[name].after and plan.num_microbatches > 1 and plan.zero > 1)}
     if not is_callable(model):  # pieces of stages: nothing would gather what lies outside them
-        in_units = {p for unit in units.values() for p in unit.parameters()}
-        whole |= {p for p in model.parameters() if p not in in_units}
+        whole |= _outside(units.values(), model).keys()
     for parameter in model.parameters():
         if parameter not in whole:
             parameter.data = parameter.data.contiguous()  # FSDP2 takes no other memory format
@@ -88,7 +87,12 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     sharded = {name: module for name, module in {**units, **outermost}.items()
                if module is model or any(p not in whole for p in module.parameters())}
     for path, unit in sharded.items():
+        uncut = [p for p in unit.parameters() if p not in whole and not is_sharded(p)] if device is not None else []
+        if device is not None:  # FSDP2 brings the others
+            _bring(device, [p for p in uncut if hasattr(p, "device_mesh")])
         module = fully_shard(unit, mesh=along, reshard_after_forward=plan.zero == 3, ignored_params=whole)
+        while uncut:
+            _let_go_of(uncut.pop())
         if unit is not model:
             WritableInputs(unit, path)
         # Gradients are sums: the loss is already divided by the whole window's count.
@@ -121,8 +125,20 @@ def _roll(units: Sequence[str], mesh: Mesh, *, expects: bool) -> Roll:
 def _bring(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
     """To the device, in place."""
     for tensor in tensors:
-        if tensor.device != device:
+        if tensor.device == device:
+            continue
+        if hasattr(tensor, "device_mesh"):  # a part of a split layer: its data can't be put in the place of others
+            with torch.no_grad():
+                torch.utils.swap_tensors(tensor, torch.nn.Parameter(tensor.to(device), tensor.requires_grad))
+        else:
             tensor.data = tensor.data.to(device)
+
+
+def _let_go_of(parameter: nn.Parameter) -> None:
+    """Of a whole parameter after its shard was made: others may still refer to it, and find one element in its shape.
+    """
+    if not hasattr(parameter, "device_mesh"):
+        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def _let_go_without_gradients(module: Any, inputs: Any, output: Any) -> None:
@@ -264,11 +280,16 @@ def _called_alike(units: Mapping[str, nn.Module], model: nn.Module, choosing: Co
     return found
 
 
-def _kept_whole(model: nn.Module, units: Iterable[nn.Module]) -> set[nn.Parameter]:
+def _outside(units: Iterable[nn.Module], model: nn.Module) -> dict[nn.Parameter, None]:
+    """The model's parameters that no unit has, in its order."""
+    in_units = {p for unit in units for p in unit.parameters()}
+    return dict.fromkeys(p for p in model.parameters() if p not in in_units)
+
+
+def _kept_whole(model: nn.Module, units: Collection[nn.Module]) -> set[nn.Parameter]:
     """Parameters that FSDP2 can't shard, unit by unit: it wants one dtype of the trainable ones in each."""
     groups = [list(unit.parameters()) for unit in units]
-    in_units = {p for group in groups for p in group}
-    groups.append([p for p in model.parameters() if p not in in_units])
+    groups.append(list(_outside(units, model)))
     whole: set[nn.Parameter] = set()
     for group in groups:
         whole |= {p for p in group if p.ndim == 0 or p.numel() == 0 or p.is_complex()}

@@ -122,7 +122,8 @@ class Stages:
         report = split.report(tensors)
         self.report = replace(report, lines=(*report.lines, *notes))
         _refuse_spread(example, holders, lambda piece: ranks[stage_of[piece.key]], changing, tensors)
-        here = split.apply({name: tensors[name] for name, at in holders.items() if own in at}, device)
+        here = split.apply({name: tensors[name] for name, at in holders.items() if own in at},
+                           None if self.is_sharded else device)
         # A weight that several pieces of a rank use belongs to none of them: the rank has it whole. Then all ranks
         # have, for parts of it could not be added up over stages.
         apart = _used_twice(example, lambda piece: ranks[stage_of[piece.key]]) if mesh.sizes["shard"] > 1 else set()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -66,20 +66,36 @@ class Split:
         return Report() if self.mesh is None else report(
             tensors, self.whole, self.notes, sequence=self.sequence, ranks=self.mesh.size())
 
-    def apply(self, tensors: Mapping[str, nn.Parameter], device: torch.device) -> dict[str, nn.Parameter]:
-        """Each parameter as this rank holds it, on the device; whole ones are brought there in place."""
-        from torch.distributed.tensor import DTensor
+    def apply(self, tensors: Mapping[str, nn.Parameter], device: torch.device | None) -> dict[str, nn.Parameter]:
+        """Each parameter as this rank holds it, on the device; whole ones are brought there in place.
 
+        device: None leaves all where they are, for sharding to bring them; see `shard/run.py`.
+        """
         found = dict(tensors)
         for name in [name for name in tensors if name in self.cuts]:
             assert self.mesh is not None
             cut = self.cuts[name]
-            own = cut.own(tensors[name].data, self.mesh).to(device, copy=True, memory_format=torch.contiguous_format)
-            found[name] = nn.Parameter(DTensor.from_local(own, self.mesh, [cut.placement()], run_check=False),
+            own = cut.own(tensors[name].data, self.mesh)
+            found[name] = nn.Parameter(_distributed(own, self.mesh, cut, device or own.device),
                                        requires_grad=tensors[name].requires_grad)
-        for name in tensors.keys() - self.cuts.keys():
+        for name in tensors.keys() - self.cuts.keys() if device is not None else ():
             tensors[name].data = tensors[name].data.to(device)
         return found
+
+
+def _distributed(own: torch.Tensor, mesh: DeviceMesh, cut: Cut, device: torch.device) -> torch.Tensor:
+    """A DTensor with a copy of this rank's part on a device, which need not be one of the mesh's."""
+    from torch.distributed.tensor import DTensor
+
+    if device.type == mesh.device_type:
+        local = own.to(device, copy=True, memory_format=torch.contiguous_format)
+        return DTensor.from_local(local, mesh, [cut.placement()], run_check=False)
+    # `from_local` would bring it to the mesh's devices, unless it is on none.
+    shape = DTensor.from_local(own.to("meta"), mesh, [cut.placement()], run_check=False)
+    with torch.no_grad():
+        found = cast(DTensor, torch.empty_like(shape, device=device, memory_format=torch.contiguous_format))
+        found.to_local().copy_(own)
+    return found
 
 
 def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
