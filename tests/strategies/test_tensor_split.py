@@ -50,6 +50,16 @@ def test_fused_and_stacked_weights(model: Callable[[], nn.Module], expected: dic
     assert found[0] == expected
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_splits_what_float32_splits(precision: str, run_ranks: Callable[..., Any]) -> None:
+    """A split differs from the whole by the rounding of the dtype that products are computed in."""
+    job = job_of(lambda: Stack(Fused()), precision=precision)
+
+    found = run_ranks(lambda context: cuts(laid_out(job, "tensor=2", context)), 2)
+
+    assert found[0] == {"qkv.weight": [0, 3], "o.weight": [1, 1], "gated.weight": [0, 2], "down.weight": [1, 1]}
+
+
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["tensor=2", "shard=2 tensor=2"])
 @pytest.mark.parametrize("model", [lambda: Stack(Fused()), lambda: Stack(Fused(view=True)),

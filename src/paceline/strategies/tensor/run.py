@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 # the dtype of the result or of the one that autocast computes in.
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 # A piece whose values between products have fewer bytes a micro-batch cuts no sequence. A block then exchanges four
-# times a step in place of eleven, and computes its norms and residual sums whole. Below this size the host's time for
-# the exchanges is more than a GPU needs to compute the block (72 x bytes/2 x width / ranks operations in bf16: 0.4 ms of
-# an H100's at width 1024, where seven exchanges take the host about as long).
+# times a step in place of eleven, and computes its norms and residual sums whole. An estimate: seven exchanges take a
+# host about 0.4 ms, in which an H100 does the products of a block of width 1024 at this size, shared by two ranks
+# (72 x bytes / 2 x width / ranks operations in bf16).
 SEQUENCE_BYTES = 8 * 2**20
 
 
