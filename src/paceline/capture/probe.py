@@ -30,11 +30,15 @@ class Observed:
     edited: names of parameters that it writes to, without `followers` where the plan keeps their values.
     choosing: paths of modules that call some of their blocks for one batch and others for another.
     sparse: names of parameters that get sparse gradients.
+    cast: names of parameters that autocast casts before anything computes with them; see `casts.py`. cast_dtype: to
+        what; None without autocast.
     """
 
     edited: frozenset[str] = frozenset()
     choosing: frozenset[str] = frozenset()
     sparse: frozenset[str] = frozenset()
+    cast: frozenset[str] = frozenset()
+    cast_dtype: torch.dtype | None = None
 
 
 NOTHING = Observed()

@@ -125,6 +125,7 @@ class Parameter:
     gradient_part: bytes of its gradient a byte of its own; 1 where both have the same type.
     is_cut: whether ranks of a tensor axis hold parts of it.
     is_sparse: whether its gradient is sparse; it is priced as a dense one, which is at least as large.
+    gathered_part: bytes that sharding gathers a byte of it, where it may gather a lower precision.
     """
 
     name: str
@@ -138,6 +139,7 @@ class Parameter:
     gradient_part: float = 1.0
     is_cut: bool = False
     is_sparse: bool = False
+    gathered_part: float = 1.0
 
     @property
     def gradient_bytes(self) -> int:

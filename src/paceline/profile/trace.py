@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
+from paceline.capture.casts import cast_alone
 from paceline.capture.probe import sparsely_trained
-from paceline.errors import JobError
+from paceline.errors import JobError, PacelineError
 from paceline.job import AUTOCAST, Job
 from paceline.launch.fork import cuda_left_alone, in_a_fork
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work, growing
@@ -30,6 +33,7 @@ ASSUMED_STATE_FACTOR = 2
 # A network without convolutions or weight sharing: one multiplication and one addition a parameter and sample,
 # twice that in backward.
 ASSUMED_FLOPS_PER_PARAMETER = 2
+TRIAL_TIMEOUT_S = 60.0  # of a fork that runs the model on fake tensors
 
 
 def profile_job(job: Job, *, samples: int = 2, device: str = "cpu") -> Profile:
@@ -55,8 +59,6 @@ def profile_job(job: Job, *, samples: int = 2, device: str = "cpu") -> Profile:
 
 
 def _profile(job: Job, samples: int, device: torch.device) -> Profile:
-    import warnings
-
     notes: list[str] = []
     with kept_generators(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real run will show them
@@ -64,7 +66,7 @@ def _profile(job: Job, samples: int, device: torch.device) -> Profile:
             items = first_items(job.data, samples)
         except Exception as error:
             return _from_parameters(job, [f"the data gave no samples ({_named(error)})"])
-        if found := _tried("on fake tensors", lambda: _fit(_fake_runs(job, items), ()), notes):
+        if found := _tried("on fake tensors", lambda: _fit(_fake_runs(job, items), (), cast_parameters(job)), notes):
             return found
     with kept_generators(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -122,6 +124,73 @@ def _real_runs(job: Job, items: list[Any], device: torch.device) -> tuple[_Run, 
                             device=device)
                      for factor in (1, 2))
     return first, second
+
+
+def cast_parameters(job: Job, device: torch.device = _CPU) -> frozenset[str]:
+    """Names of the parameters that autocast casts before anything computes with them, from runs on fake tensors of the
+    device: `shard=N` gathers them cast. None where fake tensors can't run the model.
+
+    None of fp8 either: torchao's layers take float32 weights to float8.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    if job.precision not in AUTOCAST or job.precision == "fp8":
+        return frozenset()
+    try:
+        with kept_generators(device), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            warnings.simplefilter("ignore")  # the real run will show them
+            model = build(job)
+            if not all(isinstance(p, FakeTensor) for p in model.parameters()):  # one that existed before
+                return frozenset()
+            inputs, target = (
+                tree_map(lambda t: mode.from_tensor(t).to(device) if isinstance(t, torch.Tensor) else t, part)
+                for part in default_collate(first_items(job.data, 2)))
+            _move(model, device)
+
+            def loss() -> Any:
+                with autocast(job, device.type):
+                    return job.loss(_call(model, inputs), target)
+
+            return cast_alone(model, loss, getattr(torch, AUTOCAST[job.precision]))
+    except Exception:
+        return frozenset()
+
+
+def cast_parameters_of_rank(job: Job, device: torch.device) -> frozenset[str]:
+    """`cast_parameters` for a process that trains the model afterwards.
+
+    The model's code may keep tensors, as in a cache of positions, and would find fake ones there. So a fork of this
+    process tries it first. None are named if that keeps a fake tensor, fails, or takes more than a minute.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    def tried() -> list[str]:
+        names = sorted(cast_parameters(job))
+        gc.collect()
+        return [] if any(issubclass(type(value), FakeTensor) for value in gc.get_objects()) else names
+
+    if job.precision not in AUTOCAST or job.precision == "fp8":
+        return frozenset()
+    try:
+        names = frozenset(in_a_fork(tried, timeout_s=TRIAL_TIMEOUT_S))
+    except (PacelineError, RuntimeError):
+        return frozenset()
+    return names & cast_parameters(job, device) if names and device.type != "cpu" else names
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """A model of fake tensors to a device; `Module.to` can't swap those."""
+    moved: dict[int, Any] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or tensor.device == device:
+                    continue
+                if id(tensor) not in moved:
+                    copied = tensor.detach().to(device)
+                    moved[id(tensor)] = tensor, (nn.Parameter(copied, tensor.requires_grad)
+                                                 if isinstance(tensor, nn.Parameter) else copied)
+                held[name] = moved[id(tensor)][1]
 
 
 def build(job: Job) -> nn.Module:
@@ -221,8 +290,8 @@ def _outer_pieces(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str,
     return found
 
 
-def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...]) -> Profile:
-    """The line through two runs, figure by figure."""
+def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] = frozenset()) -> Profile:
+    """The line through two runs, figure by figure. cast: see `cast_parameters`."""
     first, second = runs
     if first.pieces != second.pieces:
         raise ValueError("the model takes another course for another number of samples")
@@ -254,7 +323,7 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...]) -> Profile:
     held = sides[0].levels(update)
     segments = tuple(segment(number) for number in range(len(first.pieces)))
     return Profile(
-        parameters=_parameters(first.model, first.units, first.state_bytes),
+        parameters=_parameters(first.model, first.units, first.state_bytes, cast),
         segments=tuple(s for s in segments if s != Segment()),
         buffer_bytes=_buffer_bytes(first.model),
         batch_bytes=line(lambda s: s.run.batch_bytes),
@@ -352,7 +421,8 @@ def _from_parameters(job: Job, notes: list[str]) -> Profile:
     )
 
 
-def _parameters(model: nn.Module, units: tuple[str, ...], state_bytes: dict[str, int] | None) -> tuple[Parameter, ...]:
+def _parameters(model: nn.Module, units: tuple[str, ...], state_bytes: dict[str, int] | None,
+                cast: frozenset[str] = frozenset()) -> tuple[Parameter, ...]:
     made, sparse = [], sparsely_trained(model)
     for name, p in model.named_parameters():
         num_bytes = p.numel() * p.element_size()
@@ -361,7 +431,7 @@ def _parameters(model: nn.Module, units: tuple[str, ...], state_bytes: dict[str,
             name, unit=next((unit for unit in units if name.startswith(f"{unit}.")), ""), num_bytes=num_bytes,
             rows=p.shape[0] if p.dim() else 1, dtype=str(p.dtype).removeprefix("torch."),
             trainable=p.requires_grad, state_bytes=assumed if state_bytes is None else state_bytes.get(name, 0),
-            is_sparse=name in sparse,
+            is_sparse=name in sparse, gathered_part=0.5 if name in cast else 1.0,
         ))
     return tuple(made)
 

@@ -35,7 +35,7 @@ from paceline.errors import JobError, PlanRefused, TrainingError
 from paceline.job import AUTOCAST, Job
 from paceline.launch.logs import logger
 from paceline.plans import Plan, Servers
-from paceline.profile.trace import state_factor
+from paceline.profile.trace import cast_parameters_of_rank, state_factor
 from paceline.runtime.attributes import ChangingAttributes
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.edits import Edits
@@ -66,6 +66,7 @@ from paceline.strategies.kept import Kept
 from paceline.strategies.layout import Layout
 from paceline.strategies.meeting import STEP_FIGURES, Met
 from paceline.strategies.mesh import Mesh, axes_cut
+from paceline.strategies.shard.cost import gathers_cast
 from paceline.strategies.shard.run import is_about_shards, is_sharded, writes_to_shards
 from paceline.strategies.spill import CannotSpill, Spill
 from paceline.strategies.units import find_units
@@ -171,6 +172,9 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         del spill, model
         spill, model = build()
     observed = replace(observed, sparse=sparsely_trained(model))
+    if gathers_cast(plan) and job.precision in AUTOCAST:
+        observed = replace(observed, cast=cast_parameters_of_rank(job, device),
+                           cast_dtype=getattr(torch, AUTOCAST[job.precision]))
     forwards_may_write = device.type == "cpu" or bool(limited_by_norm(model)) or may_write(model)
     running, attributes = spill.running if spill is not None else nullcontext, ChangingAttributes(model)
     layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,

@@ -45,6 +45,14 @@ def _sharded(step: Step, unit: str) -> list[Parameter]:
     return [p for p in step.profile.owned_by(unit) if not p.is_sparse]
 
 
+def gathers_cast(plan: Plan) -> bool:
+    """Whether parameters that autocast casts are cast before they are gathered: those of modules that run as they are.
+
+    Pieces of split models are not looked at. Compiled blocks need not round what they cast.
+    """
+    return plan.axes.shard > 1 and not plan.splits_model and plan.modifiers.compile == "none"
+
+
 def enter(step: Step) -> Hooks:
     zero, ranks, software = step.plan.zero, step.plan.axes.shard, step.software
     on_cpu = step.device_kind == "cpu"
@@ -203,13 +211,19 @@ def enter(step: Step) -> Hooks:
 
 def _kept_bytes(step: Step) -> float:
     """Of all parameters, whole, as they are gathered."""
-    return step.profile.gathered_part * step.profile.parameter_bytes
+    return sum(_part_gathered(step, p) * p.num_bytes * p.count for p in step.profile.parameters)
 
 
 def _gathered_bytes(step: Step, unit: str) -> tuple[float, float]:
     """Of a unit's parameters on their way: whole, and what this rank sends."""
-    owned, part = _sharded(step, unit), step.profile.gathered_part
-    return part * sum(p.num_bytes for p in owned), part * sum(step.held.parameters[p.name] for p in owned)
+    owned = _sharded(step, unit)
+    return (sum(_part_gathered(step, p) * p.num_bytes for p in owned),
+            sum(_part_gathered(step, p) * step.held.parameters[p.name] for p in owned))
+
+
+def _part_gathered(step: Step, parameter: Parameter) -> float:
+    """Bytes that are gathered a byte of a parameter."""
+    return step.profile.gathered_part * (parameter.gathered_part if gathers_cast(step.plan) else 1.0)
 
 
 ROOM = Room(is_active=lambda plan: plan.axes.shard > 1, enter=enter, hold=hold)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from paceline.capture.probe import NOTHING, Observed, owner
 from paceline.errors import JobError, PlanRefused
+from paceline.launch.logs import logger
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.layout import tensors_in
@@ -33,6 +34,7 @@ from paceline.strategies.units import find_units, is_callable, name_in_model, re
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
     from paceline.plans import Plan
@@ -62,9 +64,12 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     Parameters that a forward writes to stay whole: FSDP2 drops what is written to the weights it has gathered. Those
     of a block that is not running are not gathered, and are written to in parts.
     A model that is not on the device is brought there unit by unit, each cut before the next one comes.
+    Parameters that autocast casts in any case are gathered cast; see `gathers.py`.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
+
+    from paceline.strategies.shard.gathers import gather_in
 
     refuse_scripted(model, "shard=N")
     units = _called_alike(find_units(model), model, observed.choosing)
@@ -86,6 +91,14 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPPieceModule\) returned a view")
     sharded = {name: module for name, module in {**units, **outermost}.items()
                if module is model or any(p not in whole for p in module.parameters())}
+    cast: frozenset[str] = frozenset()
+    if observed.cast_dtype is not None:
+        cast = _agreed(observed.cast - hooks.keys(), model, along)
+        if mesh.rank == 0:
+            numbers = {name: p.numel() for name, p in model.named_parameters()}
+            logger.info("of all parameters %.1f %% are gathered in %s: what autocast casts before anything uses it",
+                        100 * sum(numbers[name] for name in cast) / sum(numbers.values()),
+                        str(observed.cast_dtype).removeprefix("torch."))
     for path, unit in sharded.items():
         uncut = [p for p in unit.parameters() if p not in whole and not is_sharded(p)] if device is not None else []
         if device is not None:  # FSDP2 brings the others
@@ -103,6 +116,9 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
         # Ranks may use different parameters of a unit (experts): all take part in its reduction.
         if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
             module.set_reduce_scatter_unused_params(True, recurse=False)
+            if observed.cast_dtype is not None:
+                gather_in(observed.cast_dtype, module, {
+                    p for name, p in unit.named_parameters(prefix=path) if name in cast and is_sharded(p)})
     if device is not None:
         _bring(device, [*(p for p in model.parameters() if not is_sharded(p)), *model.buffers()])
     running = _Running()
@@ -112,6 +128,14 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
     return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard"), sparse=observed.sparse),
                     zero=plan.zero, hooks=hooks, running=running)
+
+
+def _agreed(names: Collection[str], model: nn.Module, mesh: DeviceMesh) -> frozenset[str]:
+    """Of these parameters those that all ranks of the mesh name: they must gather alike. Collective."""
+    every = [name for name, _ in model.named_parameters()]
+    flags = torch.tensor([name in names for name in every], dtype=torch.uint8, device=mesh.device_type)
+    dist.all_reduce(flags, dist.ReduceOp.MIN, group=mesh.get_group())
+    return frozenset(name for name, is_named in zip(every, flags.tolist(), strict=True) if is_named)
 
 
 def _roll(units: Sequence[str], mesh: Mesh, *, expects: bool) -> Roll:

@@ -1,0 +1,46 @@
+"""Gathers parameters in the precision that autocast casts them to, in half of the bytes and with the same bits.
+
+FSDP2 gathers a unit in one dtype and reduces gradients of one. Its own parameters with another dtype of each are told
+apart here: a unit may have weights of products beside those of norms, which autocast leaves in float32. Gradients are
+cast to float32 as soon as they are made, as the backward of autocast's own cast does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+
+class _Cast(FSDPParam):
+    """A parameter that is cast before it is gathered. cast_dtype: what to."""
+
+    cast_dtype: torch.dtype
+
+    def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
+        super().init_dtype_attrs(mp_policy)
+        self.param_dtype = self.cast_dtype
+
+    def init_unsharded_param(self) -> None:
+        is_first = not hasattr(self, "_unsharded_param")
+        super().init_unsharded_param()
+        if is_first:
+            self._unsharded_param.grad_dtype = self.orig_dtype
+
+    @property
+    def unsharded_zero_grad_data(self) -> torch.Tensor:
+        return super().unsharded_zero_grad_data.to(self.orig_dtype)
+
+
+def gather_in(dtype: torch.dtype, module: FSDPModule, parameters: Set[torch.Tensor]) -> None:
+    """Cast these shards of a module before they are gathered; to be asked for before the first forward."""
+    state: Any = module._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param in parameters:
+                parameter.__class__, parameter.cast_dtype = _Cast, dtype
