@@ -164,10 +164,14 @@ def cast_parameters_of_rank(job: Job, device: torch.device) -> frozenset[str]:
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    def tried() -> list[str]:
-        names = sorted(cast_parameters(job))
+    def fakes() -> set[int]:
         gc.collect()
-        return [] if any(issubclass(type(value), FakeTensor) for value in gc.get_objects()) else names
+        return {id(value) for value in gc.get_objects() if issubclass(type(value), FakeTensor)}
+
+    def tried() -> list[str]:
+        before = fakes()
+        names = sorted(cast_parameters(job))
+        return [] if fakes() - before else names
 
     if job.precision not in AUTOCAST or job.precision == "fp8":
         return frozenset()
