@@ -112,6 +112,8 @@ def _answer(work: Callable[[], Any], writing: int, parent_pid: int) -> None:
         die_with(parent_pid)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks that the parent has started are not this process's
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if "torch" in sys.modules:
+            _renew_thread_pool(sys.modules["torch"])
         try:
             answer = {"value": work()}
             code = 0
@@ -124,6 +126,13 @@ def _answer(work: Callable[[], Any], writing: int, parent_pid: int) -> None:
             pipe.write(json.dumps(answer).encode())
     finally:
         os._exit(code)
+
+
+def _renew_thread_pool(torch: Any) -> None:
+    """A fork makes a thread pool in place of its parent's when it first asks for it. Where threads ask at once, as
+    those of autograd for each GPU do, one of them finds none, and torch 2.13 ends the process ("Invalid thread pool!",
+    caffe2/utils/threadpool/pthreadpool-cpp.cc). So one thread asks before there are others."""
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def refuse_used_cuda() -> None:

@@ -64,7 +64,7 @@ class Workshop:
     def check(self, name: str) -> Any:
         """What a check of `checks.py` returns, in a process that may use CUDA."""
         answer = self._answer({"check": name}, 240.0)
-        assert "error" not in answer, answer["error"]
+        assert "error" not in answer, f"{answer['error']} {self.printed()[-3000:]}"
         return answer["found"]
 
     def _answer(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
