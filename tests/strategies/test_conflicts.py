@@ -17,7 +17,7 @@ from paceline.strategies.conflicts import CONFLICTS, check
     ("data=2 local=4 compress=topk", "an outer step later", "int8"),
     ("data=2 tensor=2 compress=powersgd", "ranks hold parts", "int8"),
     ("server=1 workers=2 compress=int8", "too coarse for weights", "bf16"),
-    ("tensor=2 compile=blocks", "called one by one through DTensor", "without it"),
+    ("tensor=2 compile=blocks", "those are not compiled yet", "without it"),
     ("pipeline=2 schedule=zero-bubble compile=blocks", "is one operator", "1f1b"),
 ])
 def test_what_does_not_compose_is_refused(text: str, why: str, instead: str):

@@ -38,7 +38,7 @@ CONFLICTS: tuple[Conflict, ...] = (
              "recompute=none, which keeps as little, or recompute=full",
              lambda plan: plan.modifiers.recompute == "selective"),
     Conflict("compile=blocks with tensor=N",
-             "the operators of split layers are called one by one through DTensor, which torch.compile can't trace",
+             "split layers run programs that are recorded when the model is built, and those are not compiled yet",
              "compile=blocks with data=N, shard=N or pipeline=N, or tensor=N without it",
              lambda plan: plan.modifiers.compile == "blocks" and plan.axes.tensor > 1),
     Conflict("compile=blocks with schedule=zero-bubble",

@@ -204,7 +204,7 @@ def _compare(run: SplitPiece, held: list[torch.Tensor], buffers: list[torch.Tens
         with WithoutRandomness():
             found, grads = _outputs_and_gradients(run, held, buffers, given, trained)
     except Exception as error:
-        reason = f"DTensor can't run it: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        reason = f"it can't run in parts: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     cuts = any(name in run.cuts for name in run.piece.parameters)
     if not _agreed(cuts and reason is None, run.mesh):
         return expected, reason or ("another rank can't run it" if cuts else "")
