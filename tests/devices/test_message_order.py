@@ -151,7 +151,7 @@ def test_the_ranks_of_a_group_ask_for_the_same(plan: str):
 @pytest.mark.parametrize(("plan", "kind"), [
     ("data=2 shard=2 compress=int8", "alltoall"),
     *(pytest.param(plan, kind, marks=pytest.mark.slow) for plan, kind in (
-        ("data=2 shard=2 compress=topk", "allgather"), ("data=2 shard=2 compress=powersgd", "allreduce")))])
+        ("data=2 shard=2 compress=topk", "allgather"), ("data=2 compress=powersgd", "allreduce")))])
 def test_compressed_sums_are_launched_by_the_rank_itself(plan: str, kind: str):
     """A thread beside the step would launch them between the collectives of other groups."""
     ranks = recorded(plan)

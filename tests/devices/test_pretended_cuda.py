@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from pretended_cuda.build import CannotBuild
 from pretended_cuda.client import Trained, Workshop, workshop
 from pretended_cuda.plans import ALIKE, CHANCE, EXACT, FEATURES, MORE_ALIKE, MORE_EXACT, MORE_FEATURES
 
@@ -17,23 +15,6 @@ from paceline.runtime import folder
 from paceline.runtime.checkpoint.read import open_checkpoint
 
 pytestmark = pytest.mark.timeout(600)  # the first one builds the device
-
-
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    try:
-        with workshop(tmp_path_factory.mktemp("workshop")) as opened:
-            yield opened
-    except CannotBuild as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def placement(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two parts of the job "blocks", by name."""
-    file = tmp_path_factory.mktemp("placement") / "parts.toml"
-    file.write_text('[parts]\n0 = ["*", "blocks.5"]\n1 = ["blocks.2", "blocks.3", "last"]\n')
-    return str(file)
 
 
 def on(kind: str, plan: str) -> str:
@@ -75,8 +56,7 @@ def test_a_plan_on_gpus_is_one_cpu(shop: Workshop, placement: str, plan: str):
     found = shop.train("blocks", plan, on("cuda", plan))
     assert_alike(found, shop.train("blocks", "single", "cpu:0"))
     assert_apart(found, plan)
-    if "recompute" not in plan:  # this device has no copy on write: what a block might have written to is compared
-        assert_frugal(found)
+    assert_frugal(found)
 
 
 @pytest.mark.parametrize("plan", ["server=1 workers=2", pytest.param("server=2 workers=2 compress=bf16",
@@ -115,7 +95,7 @@ def test_the_host_meets_others_in_first_steps_alone(shop: Workshop, plan: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", CHANCE)
 def test_a_plan_of_chance_trains_on_gpus(shop: Workshop, plan: str):
-    """Workers overtake each other, so that no two runs are alike."""
+    """Workers overtake each other, and weights their worker's own update, so that no two runs are alike."""
     found = shop.train("blocks", plan, on("cuda", plan))
     assert all(0 < loss < 10 for loss in found.losses)
     assert_apart(found, plan)
@@ -128,8 +108,20 @@ def test_a_plan_of_chance_trains_on_gpus(shop: Workshop, plan: str):
 def test_a_feature_on_gpus_is_itself_on_cpus(shop: Workshop, job: str, plan: str):
     reference, found = plan if job == "statistics" else "single", shop.train(job, plan, on("cuda", plan))
     assert_alike(found, shop.train(job, reference, on("cpu", reference)))
-    if job != "statistics":  # whether a forward wrote to a buffer: this device has no copy on write
-        assert_frugal(found)
+    assert_frugal(found)
+
+
+@pytest.mark.parametrize(("job", "plan"), [
+    ("blocks", "tensor=2 recompute=full"), ("statistics", "data=2 recompute=full"), *(
+        pytest.param(job, plan, marks=pytest.mark.slow) for job, plan in (
+            ("blocks", "data=2 tensor=2 recompute=full"), ("blocks", "pipeline=2 tensor=2 recompute=full"),
+            ("statistics", "single recompute=full"), ("statistics", "data=2 accumulate=2"),
+            ("recurrent", "data=2 recompute=full"), ("attention", "tensor=2 recompute=full")))])
+def test_what_a_forward_writes_to_is_known_without_a_look_at_the_device(shop: Workshop, job: str, plan: str):
+    """Blocks that run again begin with the state that they had, and replicas bring running statistics together."""
+    reference, found = plan if job == "statistics" else "single", shop.train(job, plan, on("cuda", plan))
+    assert_alike(found, shop.train(job, reference, on("cpu", reference)))
+    assert_frugal(found)
 
 
 @pytest.mark.parametrize(("job", "plan", "options"), [
@@ -280,8 +272,8 @@ def test_a_gpu_never_has_more_than_its_part_and_a_block(shop: Workshop, job: str
         assert_alike(found, shop.train(job, "single", "cpu:0"), rtol=1e-4)
 
 
-@pytest.mark.parametrize("plan", ["pipeline=4", "tensor=4",
-                                  pytest.param("place=auto parts=4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["pipeline=4", *(pytest.param(plan, marks=pytest.mark.slow)
+                                                  for plan in ("tensor=4", "place=auto parts=4"))])
 def test_a_model_that_no_gpu_has_room_for(tmp_path: Path, plan: str):
     """72 MiB on GPUs of 56."""
     with workshop(tmp_path, devices=4, memory_bytes=56 << 20) as small:
@@ -325,6 +317,13 @@ def test_the_device_is_cuda_to_torch(shop: Workshop):
     assert found["autocast"] == ["torch.bfloat16", "torch.float32", "torch.float32"]
 
 
+def test_memory_is_shared_until_it_is_written_to(shop: Workshop):
+    """So that it is known, without a look at the device, what a forward has written to."""
+    found = shop.check("shared")
+    assert found.pop("nothing") == [0, False, 0, True]
+    assert len(found) == 7 and all(write == [0, True, 0, True] for write in found.values()), found
+
+
 def test_reads_and_uploads_are_counted(shop: Workshop):
     found = shop.check("counts")
     assert all(found[name] == {"reads": 1} for name in ("item", "list", "if", "mask")), found
@@ -344,7 +343,7 @@ def test_a_model_with_kernels_of_its_own_is_profiled_on_its_gpu(shop: Workshop):
     """In another process, and never for real on the CPU."""
     found = shop.check("profiled")
     assert found["here"] == [] and not found["used"]
-    assert found["elsewhere"] == [["FakeTensor", "cpu"], ["Tensor", "cuda:1"], ["Tensor", "cuda:1"]]
+    assert found["elsewhere"] == [*[["FakeTensor", "cpu"]] * 2, *[["Tensor", "cuda:1"]] * 2]
     assert found["flops"][0] == found["flops"][1] > 0 and found["parameters"] == 4 * 72
     assert found["notes"] == ["could not be run on fake tensors (RuntimeError: no such kernel)"]
 

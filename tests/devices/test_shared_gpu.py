@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,8 @@ pytestmark = pytest.mark.timeout(600)  # the first one builds the device
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    """With a single GPU."""
-    try:
-        with workshop(tmp_path_factory.mktemp("workshop"), devices=1) as opened:
-            yield opened
-    except CannotBuild as error:
-        pytest.skip(str(error))
+def num_gpus() -> int:
+    return 1
 
 
 def sharing(plan: str) -> str:
@@ -38,8 +32,9 @@ def sharing(plan: str) -> str:
 
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("plan", [plan for plan in (*EXACT, *MORE_EXACT) if plan != "single"])
-def test_ranks_that_share_a_gpu_are_one_cpu(shop: Workshop, plan: str):
+def test_ranks_that_share_a_gpu_are_one_cpu(shop: Workshop, placement: str, plan: str):
     """Under every kind of plan that is exact."""
+    plan = plan.replace("FILE", placement)
     found = shop.train("blocks", plan, sharing(plan))
     assert_alike(found, shop.train("blocks", "single", "cpu:0"))
     assert all(rank["devices"] in (["cuda:0"], []) for rank in found.measured)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pretended_cuda.build import CannotBuild
-from pretended_cuda.client import Workshop, workshop
+from pretended_cuda.client import Workshop
 
 pytestmark = pytest.mark.timeout(600)  # the first one builds the device
 
 QUICK: dict[str, Any] = {"steps": 2, "resume": "no"}
-
-
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    try:
-        with workshop(tmp_path_factory.mktemp("workshop")) as opened:
-            yield opened
-    except CannotBuild as error:
-        pytest.skip(str(error))
 
 
 def verdicts(answer: dict[str, Any]) -> dict[str, str]:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from paceline.capture.randomness import WithoutRandomness
-from paceline.runtime.checkpoint.pieces import Piece
+from paceline.runtime.checkpoint.pieces import TensorPiece
 from paceline.runtime.checkpoint.staging import Staging
-from paceline.runtime.feed import MicroBatch, Part, training_feed
+from paceline.runtime.feed import DataShard, MicroBatch, training_feed
 from paceline.runtime.order import Order, Window
 from paceline.runtime.prefetch import Prefetch
 
@@ -93,6 +93,30 @@ def device() -> dict[str, Any]:
     found["draws"] = [torch.equal(draws[0], torch.rand(3, device="cuda:1")), torch.equal(draws[0], draws[1])]
     with torch.autocast("cuda", dtype=torch.bfloat16):
         found["autocast"] = str((x @ x).dtype), str(x.sum().dtype), str(F.softmax((x @ x), 0).dtype)
+    return found
+
+
+def shared() -> dict[str, Any]:
+    """Two tensors on one memory until one of them is written to, as on CUDA; how often that reads the device."""
+    import pretended_cuda_device as counting
+
+    from paceline.capture.written import SeenValue
+
+    found: dict[str, Any] = {}
+    writes = {"nothing": lambda x: x.sum() + x[1:].exp(), "in place": lambda x: x.add_(1),
+              "a view": lambda x: x[1:].zero_(), "data": lambda x: x.data.mul_(2),
+              "out=": lambda x: torch.add(x, 1, out=x),
+              "a list": lambda x: torch._foreach_mul_([x], 2.0), "a copy": lambda x: x.copy_(torch.zeros(8)),
+              "an upload": lambda x: x.copy_(torch.zeros(8).pin_memory(), non_blocking=True)}
+    for name, write in writes.items():
+        x = torch.ones(8, device="cuda:1")
+        used = torch.cuda.memory_allocated("cuda:1")
+        before, seen = counting.counts()["reads"], SeenValue(x)
+        held = torch.cuda.memory_allocated("cuda:1") - used
+        write(x)
+        is_written = seen.is_written()
+        found[name] = [held, is_written, counting.counts()["reads"] - before, seen.value.tolist() == [1.0] * 8]
+        del x, seen
     return found
 
 
@@ -181,7 +205,7 @@ def tasks() -> list[dict[str, int]]:
     one. Objects are collected by the pool alone."""
     from paceline.cluster import Cluster
     from paceline.launch import fork
-    from paceline.launch.crew import PEERS
+    from paceline.launch.fault_policy import ALL_NEEDED
     from paceline.launch.pool import Pool
 
     def body(context: Any, num_mib: int, line: Any) -> dict[str, int]:
@@ -195,7 +219,7 @@ def tasks() -> list[dict[str, int]]:
     found = []
     with Pool(body, Cluster.local("cuda:0").devices, timeout_s=60) as pool:
         for num_mib in (64, 2):
-            pool.start(num_mib, [0], crew=PEERS)
+            pool.start(num_mib, [0], fault_policy=ALL_NEEDED)
             while not (events := pool.wait(1.0)):
                 pass
             found.append(events[0].value if events[0].failure is None else {"failed": events[0].failure.message})
@@ -209,7 +233,7 @@ def ahead() -> dict[str, Any]:
 
     def feed() -> Iterator[tuple[Window, list[MicroBatch]]]:
         windows = training_feed(Drawing(samples), order=Order(20, 5, 0, False), batch=5, seed=0, drop_last=False,
-                                part=Part((1,), 0, 1), steps=range(4), epochs=None, loader_workers=0)
+                                part=DataShard((1,), 0, 1), steps=range(4), epochs=None, loader_workers=0)
         for window in windows:
             made.append(len(made) + 1)
             yield window
@@ -333,7 +357,7 @@ def staging() -> dict[str, Any]:
 
     on_gpu = {"parameters/a": torch.randn(4, 6, device="cuda").t(), "buffers/b": torch.arange(3, device="cuda"),
               "optimizer/a/c": torch.randn(5, device="cuda", dtype=torch.complex64).conj()}
-    pieces = [Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for name, tensor in on_gpu.items()]
+    pieces = [TensorPiece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for name, tensor in on_gpu.items()]
     expected = {name: tensor.cpu().resolve_conj() for name, tensor in on_gpu.items()}
     event, torch.cuda.Event = torch.cuda.Event, Note  # type: ignore[misc]
     try:

@@ -138,7 +138,7 @@ class OnGloo final : public c10d::Backend {
     TORCH_CHECK(given.is_non_overlapping_and_dense(), "Tensors must be contiguous");
     auto type = given.scalar_type();
     TORCH_CHECK(type != at::kShort && !at::isComplexType(type), "Unconvertible NCCL type ", type);
-    return as_cpu(given);
+    return as_cpu_to_write(given);  // as NCCL asks for the memory of what it sends, too
   }
   static Tensors aliases(const Tensors& given) {
     Tensors made;

@@ -32,7 +32,16 @@ inline Tensor tensor_of(c10::Storage storage, c10::DispatchKeySet keys, const Te
   return made;
 }
 
-// CPU tensors on the memory of CUDA tensors, and the way back, for one operator.
+// Memory that is about to be written to. What shares it until then keeps what was there.
+inline void* written(const c10::Storage& storage) {
+  OnDevice on(storage.device());
+  return storage.mutable_data();
+}
+inline c10::DataPtr on_host(const void* data, std::function<void(void*)> keep) {
+  return c10::InefficientStdFunctionContext::makeDataPtr(const_cast<void*>(data), std::move(keep), c10::Device(c10::kCPU));
+}
+
+// CPU tensors on the memory of CUDA tensors, and the way back, for one operator. What it writes to is `written` before.
 class Aliases {
  public:
   Tensor of(const Tensor& given) {
@@ -75,8 +84,8 @@ class Aliases {
     auto& alias = storages_[given.unsafeGetStorageImpl()];
     if (!alias) {
       auto keep = given;
-      auto data = c10::InefficientStdFunctionContext::makeDataPtr(given.mutable_data(), [keep](void*) {}, c10::Device(c10::kCPU));
-      alias = c10::Storage(c10::Storage::use_byte_size_t(), given.nbytes(), std::move(data), c10::GetCPUAllocator(), true);
+      alias = c10::Storage(c10::Storage::use_byte_size_t(), given.nbytes(), on_host(given.data(), [keep](void*) {}),
+                           c10::GetCPUAllocator(), true);
       originals_.emplace(alias.unsafeGetStorageImpl(), given);
     }
     return alias;
@@ -94,8 +103,12 @@ class Aliases {
 inline Tensor as_cpu(const Tensor& given) {
   if (!given.defined() || !given.is_cuda()) return given;
   auto keep = given;
-  auto data = c10::InefficientStdFunctionContext::makeDataPtr(given.storage().mutable_data(), [keep](void*) {}, c10::Device(c10::kCPU));
-  return tensor_of({c10::Storage::use_byte_size_t(), given.storage().nbytes(), std::move(data)}, CPU_KEYS, given);
+  return tensor_of({c10::Storage::use_byte_size_t(), given.storage().nbytes(), on_host(given.storage().data(), [keep](void*) {})},
+                   CPU_KEYS, given);
+}
+inline Tensor as_cpu_to_write(const Tensor& given) {
+  if (given.defined() && given.is_cuda()) written(given.storage());
+  return as_cpu(given);
 }
 
 // --- Memory ---------------------------------------------------------------------------------------------------------
@@ -151,7 +164,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     if (!non_blocking) ++counters.blocking_uploads;
     if (!from_pinned) ++counters.pageable_uploads;
   }
-  as_cpu(self).copy_(as_cpu(source));
+  as_cpu_to_write(self).copy_(as_cpu(source));
   return self;
 }
 inline Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
@@ -265,6 +278,20 @@ inline IValue map_tensors(const IValue& value, const std::function<Tensor(const 
   return value;
 }
 
+// What an operator writes to, by its schema; those of batch norms don't say that they write to running statistics.
+inline void write(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> arguments) {
+  auto names_training = schema.argumentIndexWithName("training");
+  bool is_training = !names_training || arguments[*names_training].toBool();
+  for (size_t index = 0; index < arguments.size(); ++index) {
+    auto& argument = schema.arguments()[index];
+    bool is_statistic = argument.name() == "running_mean" || argument.name() == "running_var";
+    if ((is_statistic && is_training) || (argument.alias_info() && argument.alias_info()->isWrite()))
+      for_each_tensor(arguments[index], [](const Tensor& tensor) {
+        if (tensor.defined() && tensor.is_cuda()) written(tensor.storage());
+      });
+  }
+}
+
 inline void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const auto name = name_of(op);
@@ -273,6 +300,7 @@ inline void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   use_driver();
   check_devices(op, name, torch::jit::last(*stack, count));
   count_reads(name, torch::jit::last(*stack, count));
+  write(schema, torch::jit::last(*stack, count));
 
   Aliases aliases;
   const size_t first = stack->size() - count;

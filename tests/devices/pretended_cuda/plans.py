@@ -21,11 +21,10 @@ MORE_EXACT = ("data=2 recompute=full", "shard=2 zero=2", "shard=3", "data=2 shar
 # Which are compared with themselves on the CPU.
 ALIKE = ("data=2 local=2 outer=diloco", "data=2 compress=int8")
 MORE_ALIKE = ("data=2 local=2 outer=average", "data=2 local=2 outer=diloco fragments=2", "data=2 compress=bf16",
-              "data=2 compress=topk", "data=2 compress=powersgd", "data=2 shard=2 compress=int8",
-              "server=1 workers=1 staleness=inf")
-# In which the order of workers' updates is chance.
-CHANCE = ("server=1 workers=2 staleness=1", "server=1 workers=1 staleness=2", "server=2 workers=2 staleness=inf",
-          "server=2 workers=2 staleness=1 colocate=yes")
+              "data=2 compress=topk", "data=2 compress=powersgd", "data=2 shard=2 compress=int8")
+# In which it is chance which updates a worker's weights have, be they its own.
+CHANCE = ("server=1 workers=2 staleness=1", "server=1 workers=1 staleness=2", "server=1 workers=1 staleness=inf",
+          "server=2 workers=2 staleness=inf", "server=2 workers=2 staleness=1 colocate=yes")
 FEATURES = (("clip and validation", "data=2"), ("reused", "data=2"), ("statistics", "data=2"),
             ("attention", "tensor=2"), ("recurrent", "shard=2"))
 MORE_FEATURES = tuple((job, plan) for job in ("clip and validation", "attention", "recurrent")

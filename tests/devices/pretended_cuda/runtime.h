@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <mutex>
 #include <set>
+#include <unordered_map>
 
 namespace pretended {
 
@@ -139,21 +140,38 @@ struct Block {
   int64_t bytes;
   int device;
   void* data;
+  Block(void* own, c10::Storage adopted, int64_t bytes, int device, void* data)
+      : own(own), adopted(std::move(adopted)), bytes(bytes), device(device), data(data) {}
   ~Block() {
     if (auto trace = tracer()) (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(data));
     std::free(own);
     give_back(device, bytes);
   }
 };
+// Blocks by their memory, which is all that a DataPtr knows, as of CUDA's allocator: else torch would let no two tensors
+// share it until one of them is written to. They outlive what is freed when the process ends.
+inline std::mutex& blocks_lock = *new std::mutex;
+inline auto& blocks = *new std::unordered_map<void*, std::unique_ptr<Block>>;
+
+inline void free_block(void* data) {
+  std::unique_ptr<Block> freed;
+  std::lock_guard<std::mutex> held(blocks_lock);
+  auto found = blocks.find(data);
+  freed = std::move(found->second);
+  blocks.erase(found);
+}
 inline c10::DataPtr block(int device, int64_t bytes, c10::Storage adopted = {}) {
   use_driver();
+  c10::Device on(c10::kCUDA, static_cast<c10::DeviceIndex>(device));
+  if (!bytes) return {nullptr, on};
   take(device, bytes);
-  void* own = adopted || !bytes ? nullptr : std::malloc(bytes);
+  void* own = adopted ? nullptr : std::malloc(bytes);
   void* data = adopted ? adopted.mutable_data() : own;
   if (auto trace = tracer()) (*trace)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<uintptr_t>(data));
-  auto* made = new Block{own, std::move(adopted), bytes, device, data};
-  return {data, made, [](void* context) { delete static_cast<Block*>(context); },
-          c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device))};
+  std::lock_guard<std::mutex> held(blocks_lock);
+  auto [place, is_new] = blocks.emplace(data, std::make_unique<Block>(own, std::move(adopted), bytes, device, data));
+  TORCH_INTERNAL_ASSERT(is_new, "memory of the host counts as two blocks of a device");
+  return {data, data, &free_block, on};
 }
 
 struct Allocator final : c10::DeviceAllocator {
