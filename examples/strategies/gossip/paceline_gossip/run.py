@@ -1,0 +1,119 @@
+"""What a replica does: a step of its own, then the mean of its weights and its two neighbours'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.plans import Plan
+from paceline.strategies.mesh import Mesh
+from paceline.strategies.state_tensors import SavedState, StateTensor
+from paceline.strategies.step_sync import STEP_FIGURES, SyncedFigures
+
+from . import AXIS
+
+
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, **_: Any) -> Ring:
+    """Leaves the model as it is."""
+    return Ring({name: p for name, p in model.named_parameters() if p.requires_grad}, mesh)
+
+
+class Ring:
+    """Tells the step when ranks meet, as `Meetings`, and has nothing to do with gradients, as a `Synchroniser`."""
+
+    has_own_steps = True
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+        self.parameters, self.group = dict(parameters), mesh.group(AXIS.name)
+        self.place, ranks = mesh.coordinates[AXIS.name], mesh.ranks_along(AXIS.name)
+        self.num_replicas = len(ranks)
+        self.neighbours = sorted({ranks[self.place - 1], ranks[(self.place + 1) % len(ranks)]})
+        self.met_bytes = self.sent_bytes = 0.0
+
+    def begin(self, *, last: bool) -> None:
+        """Gradients stay here."""
+
+    def unused(self) -> set[str]:
+        return set()
+
+    def finish(self) -> None:
+        """Gradients stay here."""
+
+    def all_reduce_figures(self, figures: torch.Tensor) -> torch.Tensor:
+        return figures
+
+    @torch.no_grad()
+    def end_step(self, step: int, figures: torch.Tensor, known: list[float],
+                 beat: Callable[[str], None]) -> SyncedFigures:
+        """Average with the neighbours; then all ranks learn of each other's losses. Collective over the replicas."""
+        beat("reduce")
+        for alike in self._by_kind():
+            own = torch.cat([p.flatten() for p in alike])
+            theirs = [torch.empty_like(own) for _ in self.neighbours]
+            sends = [dist.P2POp(dist.isend, own, rank, self.group) for rank in self.neighbours]
+            receives = [dist.P2POp(dist.irecv, flat, rank, self.group)
+                        for flat, rank in zip(theirs, self.neighbours, strict=True)]
+            for work in dist.batch_isend_irecv([*sends, *receives]):
+                work.wait()
+            self.sent_bytes += own.nbytes * len(self.neighbours)
+            mean = torch.stack([own, *theirs]).mean(0)
+            for p, part in zip(alike, mean.split([p.numel() for p in alike]), strict=True):
+                p.copy_(part.view_as(p))
+        everyone = torch.tensor(known, dtype=torch.float64)
+        dist.all_reduce(everyone, group=self.group)
+        loss, count, *flags = everyone.tolist()
+        return SyncedFigures([[loss, count]], flags, known[STEP_FIGURES - 1] / count if count else 0.0)
+
+    def finalize(self, step: int) -> None:
+        """The run ends with the mean of all replicas."""
+        self._take(self.global_weights(self.parameters))
+
+    def drain(self) -> None:
+        """Nothing is under way between steps."""
+
+    @torch.no_grad()
+    def global_weights(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The mean of all replicas' weights, which is what the run is evaluated and saved as. Collective."""
+        means = {name: p.detach() / self.num_replicas for name, p in self.parameters.items()}
+        for mean in means.values():
+            dist.all_reduce(mean, group=self.group)
+        return {**held, **means}
+
+    @contextmanager
+    def global_weights_in_place(self) -> Iterator[None]:
+        own = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self._take(self.global_weights(self.parameters))
+        yield
+        self._take(own)
+
+    def kept(self) -> Iterable[StateTensor]:
+        """Each replica's own weights."""
+        yield StateTensor("gossip/replicas", torch.tensor([self.num_replicas]))
+        for name, p in self.parameters.items():
+            yield StateTensor(f"replicas/{self.place}/parameters/{name}", p.detach(), like=name, replica=True)
+
+    def restore(self, saved: SavedState) -> list[str]:
+        """Bit by bit on as many replicas; else all of them start from the mean."""
+        if "gossip/replicas" not in saved:
+            return []
+        if saved.read("gossip/replicas").tolist() != [self.num_replicas]:
+            return ["replicas start from the mean of their weights"]
+        self._take({name: saved.read(f"replicas/{self.place}/parameters/{name}", name) for name in self.parameters})
+        return []
+
+    @torch.no_grad()
+    def _take(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for name, p in self.parameters.items():
+            p.copy_(weights[name])
+
+    def _by_kind(self) -> list[list[nn.Parameter]]:
+        """Parameters of one dtype and device together: each kind is one message."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for p in self.parameters.values():
+            kinds.setdefault((p.dtype, p.device), []).append(p)
+        return list(kinds.values())
