@@ -1,4 +1,5 @@
-"""One contender's steps on two pretended GPUs; prints the host's seconds of each step on rank 0 as JSON.
+"""One contender's steps on two pretended GPUs; prints the host's seconds of each step on rank 0 as JSON: of the whole
+process, and without the threads of gloo, which stands for NCCL.
 
     python -m pretended_cuda.pretend LIBRARY -m benchmarks.host.contender NAME STEPS
 """
@@ -31,6 +32,19 @@ from benchmarks.host.model import BATCH, Tokens, data, loss
 from paceline.runtime.stepper import Stepper
 
 RANKS = 2
+_OF_THREAD = 0b110  # what Linux's clock of a thread's CPU time has in its lowest bits (man 2 clock_getres)
+_is_gloo: dict[int, bool] = {}  # threads of this process, by number
+
+
+def clocks_s() -> tuple[float, float]:
+    """CPU seconds that this process has taken so far, and the same without the threads of gloo. Those wait for other
+    ranks' messages in a loop that does not sleep, which is nothing that NCCL asks of a host."""
+    total = time.process_time()
+    for thread in Path("/proc/self/task").iterdir():
+        if int(thread.name) not in _is_gloo:
+            _is_gloo[int(thread.name)] = "gloo" in (thread / "comm").read_text()
+    return total, total - sum(time.clock_gettime(~number << 3 | _OF_THREAD) for number, is_gloo in _is_gloo.items()
+                              if is_gloo)
 
 
 def replicated(model: nn.Module, device: torch.device) -> nn.Module:
@@ -86,21 +100,21 @@ def by_hand(rank: int, name: str, steps: int, store: str, result: str) -> None:
         value.backward()
         optimizer.step()
         value.item()
-        ends_s.append(time.process_time())
+        ends_s.append(clocks_s())
     if rank == 0:
         Path(result).write_text(json.dumps(ends_s))
     if ranks > 1:
         dist.destroy_process_group()
 
 
-def ours(plan: str, steps: int, folder: Path) -> list[float]:
+def ours(plan: str, steps: int, folder: Path) -> list[tuple[float, float]]:
     """A run of Paceline's, whose rank 0 notes when each step has ended."""
     step, result = Stepper.step, folder / "ends"
-    ends_s: list[float] = []
+    ends_s: list[tuple[float, float]] = []
 
     def noted(stepper: Stepper, *arguments: Any, **options: Any) -> Any:
         found = step(stepper, *arguments, **options)
-        ends_s.append(time.process_time())
+        ends_s.append(clocks_s())
         if len(ends_s) == steps and not (dist.is_initialized() and dist.get_rank()):
             result.write_text(json.dumps(ends_s))
         return found
@@ -129,7 +143,8 @@ def main(name: str, steps: int) -> None:
             ends_s = json.loads((folder / "ends").read_text())
         else:
             ends_s = ours(name, steps, folder)
-    print(json.dumps([after - before for before, after in pairwise(ends_s)]), flush=True)
+    print(json.dumps([[end - begin for begin, end in zip(before, after, strict=True)]
+                      for before, after in pairwise(ends_s)]), flush=True)
     os._exit(0)  # threads of the pretended device have nothing left to do
 
 

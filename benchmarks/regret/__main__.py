@@ -28,7 +28,7 @@ from paceline.launch.local import run_local
 from paceline.planner.estimate import devices_of
 from paceline.planner.rank import Candidate
 from paceline.planner.resolve import resolve
-from paceline.runtime.drivers import crew, train_rank
+from paceline.runtime.drivers import fault_policy, train_rank
 from paceline.runtime.loop import Settings
 from paceline.strategies.compose import load
 from paceline.verbs.planning import Answer, plan
@@ -142,7 +142,7 @@ def _run(one: Measured, job: Job, seconds: float) -> None:
             settings = Settings(run_dir=Path(run), shares=asked.shares, devices=devices_of(asked.plan, asked.cluster))
             (Path(run) / "checkpoints").mkdir()
             summary = run_local(lambda rank: train_rank(rank, short, asked.plan, settings), asked.cluster.devices,
-                                run_dir=Path(run), crew=crew(asked.plan))[0]
+                                run_dir=Path(run), fault_policy=fault_policy(asked.plan))[0]
     except PacelineError as error:
         if isinstance(error, RankFailed) and error.failure.is_stop:
             raise  # the benchmark itself was asked to stop

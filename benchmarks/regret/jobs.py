@@ -14,7 +14,7 @@ import paceline as pl
 from paceline.models.convnet import ConvNet
 from paceline.models.convolution import ConvNetSize
 from paceline.models.decoder import Decoder
-from paceline.models.sizes import DecoderSize
+from paceline.sizes import DecoderSize
 
 STEPS = 1_000_000  # a run says itself how many it takes
 

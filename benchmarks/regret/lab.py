@@ -19,7 +19,7 @@ from benchmarks.regret.__main__ import Measured, table
 from paceline.catalogue import accelerator
 from paceline.cluster import Cluster, Link, Network, Nodes, described
 from paceline.planner.estimate import estimate
-from paceline.planner.rank import Candidate, Found
+from paceline.planner.rank import Candidate, RankedPlans
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.software import Software
@@ -75,7 +75,7 @@ def _measure(count: int, mbit_s: float, *, rounds: int) -> tuple[str, list[Measu
     candidates = [Candidate(plan, estimate(profile(), plan, price, batch=count * SAMPLES, precision="bf16",
                                            software=PACED))
                   for plan in (Plan.parse(text.format(n=count)) for text in PLANS)]
-    ranked = Found(sorted(candidates, key=lambda one: one.estimate.step_s))
+    ranked = RankedPlans(sorted(candidates, key=lambda one: one.estimate.step_s))
     taken = [Measured.of(one) for one in candidates]
     with hosts(count + 1, mbit_s=mbit_s) as lab:
         for _ in range(rounds):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.contenders.wires.rounds import ELEMENTS, PATIENCE_S, PushPull, Seat, echo, main
-from paceline.strategies.server.arrive import Arrivals
-from paceline.strategies.server.run import Link, held
-from paceline.strategies.server.serve import Door, Exchange, bytes_of
+from paceline.strategies.server.arrive import WeightArrivals
+from paceline.strategies.server.run import ServerConnection, held
+from paceline.strategies.server.serve import Acceptor, ShardService, bytes_of
 from paceline.strategies.server.shards import Shard, assign, fingerprint
 from paceline.strategies.server.wire import Peer, Role, Uplink, connect, listen
 
@@ -62,13 +62,14 @@ def server(seat: Seat) -> Iterator[None]:
     def failed(error: Exception) -> None:
         raise error
 
-    exchange = Exchange(shard, num_parts=seat.clients if sums else 1, keeps_sending=False, version=0,
-                        measures=False, end=2**63, on_held=complete, on_lost=lambda peer, error: None, on_failed=failed,
-                        on_ready=ready, uplink=Uplink())
+    exchange = ShardService(shard, num_parts=seat.clients if sums else 1, keeps_sending=False, version=0,
+                            measures=False, end=2**63, on_held=complete, on_lost=lambda peer, error: None,
+                            on_failed=failed,
+                            on_ready=ready, uplink=Uplink())
     if sums:
         exchange.open(0, 1.0)
     secret = secrets.token_bytes(32)
-    door = Door(listen("127.0.0.1"), exchange.serve, secret=secret, layout=fingerprint([shard]))
+    door = Acceptor(listen("127.0.0.1"), exchange.serve, secret=secret, layout=fingerprint([shard]))
     store = seat.store()
     store.set("secret", secret.hex())
     store.set("address", json.dumps(door.address))
@@ -84,8 +85,8 @@ def client(seat: Seat, number: int, weights: Tensor) -> Iterator[PushPull]:
     connection = connect(address, Peer(Role.DATA, number, 0), secret=secret, layout=fingerprint([shard]),
                          timeout_s=PATIENCE_S)
     sums, round = seat.variant == SUM, 0
-    link = Link(connection, shard, worker=number, incarnation=0, uplink=Uplink())
-    arrivals = Arrivals(_parameters(weights), [link])
+    link = ServerConnection(connection, shard, worker=number, incarnation=0, uplink=Uplink())
+    arrivals = WeightArrivals(_parameters(weights), [link])
 
     def push_pull(gradient: Tensor) -> None:
         nonlocal round
