@@ -5,15 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_nvml import FakeCard, fake_nvml
 
+import paceline
 from paceline import accelerators
 from paceline.accelerators import unusable
 from paceline.cluster import Cluster
+from paceline.doctor_gpus import check_gpus
 from paceline.errors import ClusterError
+from paceline.planner.resolve import resolve
+from paceline.plans import Plan
+from paceline.verbs.train import _banner
+from paceline.verbs.verify import _devices_here
 
 Machine = Callable[..., None]
 
@@ -99,6 +106,43 @@ def test_intels_gpus_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda index: "Arc B580")
     found = unusable()
     assert found is not None and "Intel's GPU Arc B580" in found.reason
+
+
+@pytest.fixture
+def mac(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(version="2.13.0")
+    monkeypatch.setattr(accelerators, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(accelerators, "platform", SimpleNamespace(machine=lambda: "arm64"))
+
+
+@pytest.mark.usefixtures("mac")
+def test_apples_gpu_is_named_and_refuses_no_run():
+    assert unusable() is None
+    assert accelerators.unused() == "this Mac's GPU is not used: Paceline does not train on 'mps' devices yet"
+    assert {device.kind for device in Cluster.local(num_ranks=2).devices} == {"cpu"}
+    assert check_gpus() == ("ok", f"{accelerators.unused()}; training runs on the CPU")
+
+
+@pytest.mark.usefixtures("mac")
+@pytest.mark.parametrize("devices", [None, "cpu:0"])
+def test_a_run_says_once_that_apples_gpu_is_idle(devices: str | None, capsys: pytest.CaptureFixture[str]):
+    """Where the CPU was not named; so does verify."""
+    data = [(torch.ones(2), torch.zeros(1)) for _ in range(4)]
+    job = paceline.Job(model=lambda: torch.nn.Linear(2, 1), data=data, batch=4, steps=1,
+                       loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    asked = resolve(job, Plan(), devices=devices)
+    said = _banner(job, asked, "", Path("runs/a"), by_name=devices is not None)
+    _devices_here(devices)
+    reason, times = str(accelerators.unused()), 0 if devices else 1
+    assert said.count(f"\n{reason}; --devices cpu:0 asks for the CPU by name\n") == times
+    assert capsys.readouterr().err.count(reason) == times
+
+
+def test_other_machines_have_no_apples_gpu(monkeypatch: pytest.MonkeyPatch):
+    assert accelerators.unused() is None
+    monkeypatch.setattr(accelerators, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(accelerators, "platform", SimpleNamespace(machine=lambda: "x86_64"))
+    assert accelerators.unused() is None
 
 
 @pytest.mark.parametrize(("devices", "words"), [

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import cluster
-from paceline.accelerators import Room
+from paceline.accelerators import FreeMemory
 from paceline.cluster import (
     LOOPBACK,
     Cluster,
@@ -28,7 +28,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with four GPUs."""
     found = [Device("cuda", index, 80 * 2**30, name="H100") for index in range(4)]
     monkeypatch.setattr(cluster, "_gpus", lambda: found)
-    monkeypatch.setattr(cluster, "room", lambda index: Room(80 * 2**30))
+    monkeypatch.setattr(cluster, "room", lambda index: FreeMemory(80 * 2**30))
     monkeypatch.setattr(cluster, "cards", lambda: (None,) * 4)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline import accelerators, doctor, doctor_gpus, nvml
 from paceline.doctor_gpus import (
-    Seen,
+    SeenGpus,
     judge_driver,
     judge_gpus,
     judge_health,
@@ -26,10 +26,10 @@ from paceline.nvml import SWITCH, Card, Cards
 H100 = ("H100", 80 << 30)
 
 
-def seen(*failures: str, capability: tuple[int, int] = (9, 0), built_for: str = "13.0") -> Seen:
+def seen(*failures: str, capability: tuple[int, int] = (9, 0), built_for: str = "13.0") -> SeenGpus:
     count = len(failures)
-    return Seen(built_for, ("sm_80", "sm_90", "compute_90"), (capability,) * count, ((True,) * count,) * count,
-                failures)
+    return SeenGpus(built_for, ("sm_80", "sm_90", "compute_90"), (capability,) * count, ((True,) * count,) * count,
+                    failures)
 
 
 @pytest.mark.parametrize(("found", "status", "detail"), [
@@ -37,7 +37,7 @@ def seen(*failures: str, capability: tuple[int, int] = (9, 0), built_for: str = 
     (seen("", "CUDA error: no kernel image is available"), "bad", "cuda:1 can't compute: CUDA error: no kernel image"),
     (seen("", "", capability=(6, 1)), "bad", "cuda:0 is of compute capability 6.1, and torch has code for sm_80 sm_90"),
     (seen("", "", capability=(6, 1), built_for=""), "ok", "2 x H100")])  # ROCm's have other names
-def test_torch_must_have_code_for_a_card(found: Seen, status: str, detail: str):
+def test_torch_must_have_code_for_a_card(found: SeenGpus, status: str, detail: str):
     judged = judge_gpus([H100, H100], found)
     assert judged[0] == status and judged[1].startswith(detail)
     assert (len(judged) == 3) == (status != "ok")

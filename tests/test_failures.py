@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 import paceline
 from paceline.errors import PacelineError, UsageError
 from paceline.jobfile import JobFile
-from paceline.launch import local, watch
+from paceline.launch import local, watchdog
 from paceline.runtime.checkpoint import write
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.usefixtures("nothing_left", "quick")]
@@ -38,7 +38,7 @@ SAMPLES, BATCH = 24, 8
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter waits for what other ranks have to say."""
-    monkeypatch.setattr(watch, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.5)
     monkeypatch.setattr(local, "_GRACE_S", 1.5)
 
 
@@ -512,9 +512,10 @@ def test_a_rank_that_dies(run_dir: Path, whole_run: Path, plan: str, end: Callab
         assert_equal_models(run_dir, whole_run)
 
 
-def test_a_rank_that_hangs(run_dir: Path):
-    """The rank, its step and its line are named after the timeout."""
-    error = failing(a_job(loss=in_step(3, lambda: time.sleep(1000))), run_dir, timeout_s=3.0)
+@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2 microbatches=1", "place=auto parts=2"])
+def test_a_rank_that_hangs(run_dir: Path, plan: str):
+    """The rank, its step and its line are named after the timeout, however the others wait for it."""
+    error = failing(a_job(loss=in_step(3, lambda: time.sleep(1000))), run_dir, plan=plan, timeout_s=3.0)
     assert re.search(r"rank 1 on .* failed in step 3 \(forward\), at .*test_failures\.py:\d+:\n"
                      r"rank 1 did not reach the collective that the others wait for in 3 s; rank 0 waited", str(error))
     assert error.exit_code == 4

@@ -9,7 +9,7 @@ import pytest
 from fake_nvml import FakeCard, fake_nvml
 
 from paceline import nvml
-from paceline.nvml import Cards, Holder
+from paceline.nvml import CardProcess, Cards
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, *cards: FakeCard, **options: int) -> Cards:
@@ -26,7 +26,7 @@ def test_a_card(monkeypatch: pytest.MonkeyPatch):
     card, = found.cards
     assert (found.driver, found.cuda, card.pcie_generation, card.pcie_lanes) == ("580.95.05", (13, 0), 5, 16)
     assert (card.total_bytes, card.free_bytes, card.ecc_errors, card.is_persistent) == (80 << 30, 41 << 30, 2, True)
-    assert card.holders == (Holder(72, "other", 30 << 30), Holder(71, "python3", 8 << 30))
+    assert card.holders == (CardProcess(72, "other", 30 << 30), CardProcess(71, "python3", 8 << 30))
     assert str(card.holders[1]) == "process 71 (python3), 8.0 GiB"
     assert card.slowed_by == ("a hardware slowdown", "heat, by the driver", "heat, by the card")
 

@@ -192,8 +192,35 @@ def test_a_wrong_plan_in_a_file_says_what_is_wrong(tmp_path: Path):
 
 
 def test_resolved_modifiers_replace_the_asked_ones():
-    """`with_` changes modifiers alone, and checks them."""
+    """What was "auto" gets its number, which is checked."""
     plan = Plan.parse("data=2 accumulate=auto").with_(accumulate=4, shares=(2, 1))
     assert str(plan) == "data=2 accumulate=4 shares=2:1"
     with pytest.raises(PlanError):
         plan.with_(accumulate=0)
+
+
+@pytest.mark.parametrize(("text", "values", "expected"), [
+    ("single", {"data": 2}, "data=2"),
+    ("data=2 shard=2", {"data": 4, "zero": 1}, "data=4 shard=2 zero=1"),
+    ("data=2", {"local": 4, "outer": "diloco"}, "data=2 local=4 outer=diloco"),
+    ("server=1 workers=2", {"workers": 4, "staleness": 1}, "server=1 workers=4 staleness=1"),
+    ("pipeline=2 microbatches=4", {"schedule": "gpipe", "recompute": "full"},
+     "pipeline=2 schedule=gpipe microbatches=4 recompute=full"),
+    ("data=2 recompute=full accumulate=4", {"recompute": "none", "accumulate": 1}, "data=2"),
+])
+def test_any_key_of_a_plan_can_be_replaced(text: str, values: dict[str, Any], expected: str):
+    """Axes, synchronisation, schedule and modifiers alike; what is not named stays."""
+    assert str(Plan.parse(text).with_(**values)) == expected
+
+
+@pytest.mark.parametrize(("text", "values", "message"), [
+    ("data=2", {"acumulate": 4}, "unknown plan key 'acumulate', did you mean 'accumulate'"),
+    ("data=2", {"data": 0}, "data=0 must be a whole number of at least 1"),
+    ("data=2 local=4", {"server": 1, "workers": 2}, "local=4 and server=1 don't compose"),
+    ("data=2", {"microbatches": 4}, "microbatches=4 is about a pipeline, and the plan has none"),
+    ("shard=2 zero=1", {"shard": 1}, "zero=1 splits the shard axis, and the plan has none"),
+])
+def test_a_replaced_key_is_checked(text: str, values: dict[str, Any], message: str):
+    """A key that does not exist, or that contradicts the rest of the plan, is refused as in the text form."""
+    with pytest.raises(PlanError, match=re.escape(message)):
+        Plan.parse(text).with_(**values)

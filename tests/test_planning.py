@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.cluster import Cluster
 from paceline.errors import ClusterError, PlanError, UsageError
+from paceline.planner.rank import RankedPlans
 from paceline.plans import Plan, Servers
 
 WIDTH = 64
@@ -177,6 +178,18 @@ def test_by_cost_devices_may_be_left_out(tmp_path: Path):
     file.write_text(file.read_text() + '[[nodes]]\ndevices = ["8xA100"]\n')
     with pytest.raises(ClusterError, match="some nodes have a price_per_hour and others have none"):
         paceline.plan(_job(), str(file))
+
+
+def test_rows_are_held_against_one_choice(monkeypatch: pytest.MonkeyPatch):
+    """The chosen plan is looked for once for all of them: that takes time in proportion to the plans."""
+    answer = paceline.plan(_job(), "2xcpu", rehearse_s=0)
+    asked = []
+    chosen = RankedPlans.chosen.fget
+    assert chosen is not None
+    monkeypatch.setattr(RankedPlans, "chosen", property(lambda found: asked.append(True) or chosen(found)))
+
+    assert len(answer.to_dict()["plans"]) > 3
+    assert len(asked) == 1
 
 
 def test_another_precision_is_advised():

@@ -7,7 +7,9 @@ in a fork: ranks are forks of this process, and can't use CUDA if it has.
 from __future__ import annotations
 
 import os
+import platform
 import re
+import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -62,7 +64,7 @@ CONTEXT_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class FreeMemory:
     """What a GPU has free for a process that doesn't use it yet, and who has the rest, in words."""
 
     free_bytes: int
@@ -101,13 +103,13 @@ def driver_version() -> str | None:
     return found and found[0]
 
 
-def room(index: int) -> Room:
+def room(index: int) -> FreeMemory:
     """What a GPU has free now, by NVML; without it as CUDA says in a fork, which is asked once a process, because each
     look at a GPU there makes and ends a context."""
     card = nvml.read_memory(uuids()[index])
     if card is not None and card.total_bytes:
-        return Room(card.free_bytes, tuple(map(str, card.holders)))
-    return Room(_free_bytes()[index])
+        return FreeMemory(card.free_bytes, tuple(map(str, card.holders)))
+    return FreeMemory(_free_bytes()[index])
 
 
 def _usable() -> tuple[tuple[str, int, str], ...]:
@@ -132,6 +134,18 @@ def unusable() -> Unusable | None:
         if _has_driver(maker) and not _hidden(maker):
             return _why_not(maker)
     return _intel() if "xpu" in _torch_version() else None
+
+
+def unused() -> str | None:
+    """Why a GPU that is here, and that no run is refused for, is not used; None if there is no such GPU.
+
+    Each Mac with a processor of Apple's own has one, which torch calls "mps".
+    """
+    if sys.platform != "darwin" or platform.machine() != "arm64":
+        return None
+    apples = refusal("mps")
+    assert apples is not None
+    return f"this Mac's GPU is not used: {apples.reason}"
 
 
 def _why_not(maker: Maker) -> Unusable | None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ClusterError, nearest
-from paceline.models.sizes import Formats, Kernels
+from paceline.sizes import Formats, Kernels
 from paceline.software import Software
+
+if TYPE_CHECKING:
+    from paceline.job import Precision
 
 CATALOGUE = Path(__file__).with_name("catalogue.toml")
 
@@ -55,6 +59,14 @@ class Accelerator:
     tf32_flops_per_s: float | None = None
     fp8_flops_per_s: float | None = None
 
+    def product_flops_per_s(self, precision: Precision) -> float:
+        """Of matrix products under a job's precision, dense, as its maker states them."""
+        if precision in ("float32", "float64"):
+            return self.float32_flops_per_s / (2 if precision == "float64" else 1)
+        if precision == "tf32":
+            return self.tf32_flops_per_s or self.float32_flops_per_s
+        return (self.fp8_flops_per_s if precision == "fp8" else None) or self.bf16_flops_per_s
+
 
 def accelerator(name: str) -> Accelerator:
     """By its name or an alias, in any case.
@@ -68,6 +80,18 @@ def accelerator(name: str) -> Accelerator:
         raise ClusterError(f"unknown accelerator '{name}', {nearest(name, [a.name for a in _listed()])}",
                            hint="a TOML file describes any other: see docs/prediction.md")
     return found
+
+
+def named_by_driver(name: str) -> Accelerator | None:
+    """What a GPU is that its driver calls so; None if it is not listed.
+
+    >>> named_by_driver("NVIDIA H100 80GB HBM3").name, named_by_driver("NVIDIA H100 PCIe").name
+    ('H100', 'H100-PCIe')
+    >>> named_by_driver("NVIDIA L40S")
+    """
+    words = f" {_words(name)} "
+    return max(((len(alias), found) for alias, found in _by_words() if f" {alias} " in words),
+               key=lambda item: item[0], default=(0, None))[1]
 
 
 def link(name: str) -> LinkKind:
@@ -117,6 +141,15 @@ def _entry(table: str, what: str, name: str) -> dict[str, Any]:
 
 def _plain(name: str) -> str:
     return name.lower().replace(" ", "").replace("-", "").replace("_", "")
+
+
+def _words(name: str) -> str:
+    return " ".join(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+@cache
+def _by_words() -> tuple[tuple[str, Accelerator], ...]:
+    return tuple((_words(name), found) for found in _listed() for name in (found.name, *found.aliases))
 
 
 @cache

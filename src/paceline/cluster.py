@@ -12,14 +12,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paceline.accelerators import CONTEXT_BYTES, cards, gpus, refusal, room, unusable
-from paceline.catalogue import Accelerator, LinkKind
+from paceline.catalogue import Accelerator, LinkKind, named_by_driver
 from paceline.catalogue import accelerator as known_accelerator
 from paceline.catalogue import link as known_link
 from paceline.errors import ClusterError, nearest
 from paceline.topology import slowest
+
+if TYPE_CHECKING:
+    from paceline.job import Precision
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -78,6 +81,9 @@ class Network:
 # Two processes over loopback with gloo: 2.4-3.9 GB/s for 25 MB messages, measured on 2 cores; latency of a
 # small all-reduce is some 100 us. See docs/prediction.md.
 LOOPBACK = Link(bytes_per_s=3e9, latency_s=1e-4)
+# What a core of an ordinary CPU multiplies in float32 (90 GFLOP/s) for what it moves (8 GB/s). Measured on 2 cores with
+# AVX-512, one thread each.
+CPU_FLOPS_PER_BYTE = 90 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,8 @@ class Device:
 
     memory_bytes: What one rank may use. Of a CPU rank: by how much its resident size may grow once it has started.
     is_limit: Whether the user said so, and a rank that needs more is stopped; else it is what the device has.
-    flops_per_s: Matrix products in float32 with one rank's share of the cores, all ranks busy; None if not known.
+    flops_per_s: Matrix products in float32 with one rank's share of the cores, all ranks busy; None if not known. What
+        a described device does in other precisions is its accelerator's.
     memory_bytes_per_s: Streaming bandwidth of one rank; None if not known.
     accelerator: What it is, of a device that is described and need not be here.
     context_bytes: What a process takes of a GPU that is here before its first tensor; 0 of other devices.
@@ -110,6 +117,18 @@ class Device:
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
+
+    def flops_per_byte(self, precision: Precision) -> float:
+        """FLOPs of matrix products that the device does in the time in which it reads or writes a byte.
+
+        A CPU counts as an ordinary one unless it states both figures, for ranks on several hosts have to come to the
+        same answer; a GPU that the catalogue does not list counts as an A100.
+        """
+        if self.kind == "cpu":
+            stated = self.flops_per_s and self.memory_bytes_per_s
+            return self.flops_per_s / self.memory_bytes_per_s if stated else CPU_FLOPS_PER_BYTE  # type: ignore[operator]
+        what = self.accelerator or named_by_driver(self.name) or known_accelerator("A100")
+        return what.product_flops_per_s(precision) * what.product_reached / what.memory_bytes_per_s
 
     @property
     def taken(self) -> str:
@@ -135,7 +154,7 @@ class Nodes:
         return self.count * len(self.devices)
 
 
-class Described(Sequence[Device]):
+class DescribedDevices(Sequence[Device]):
     """The devices of described nodes in rank order, made when asked for: 100,000 take as little room as one."""
 
     def __init__(self, nodes: tuple[Nodes, ...]) -> None:
@@ -162,7 +181,7 @@ class Described(Sequence[Device]):
         return (self[i] for i in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Described) and self.nodes == other.nodes
+        return isinstance(other, DescribedDevices) and self.nodes == other.nodes
 
     def __hash__(self) -> int:
         return hash(self.nodes)
@@ -236,7 +255,7 @@ class Cluster:
     def of(cls, nodes: tuple[Nodes, ...]) -> Cluster:
         """A cluster of described nodes."""
         slowest = min((kind.network.across or kind.network.inside for kind in nodes), key=lambda link: link.bytes_per_s)
-        return cls(Described(nodes), slowest, nodes)
+        return cls(DescribedDevices(nodes), slowest, nodes)
 
     def resized(self, count: int) -> Cluster:
         """So many devices of the same kind, in nodes of the same size.
@@ -339,7 +358,7 @@ def link_of(kind: LinkKind) -> Link:
 def described(accelerator: Accelerator, *, memory_bytes: int | None = None) -> Device:
     """A device that need not be here."""
     return Device("cuda", 0, memory_bytes or accelerator.memory_bytes, name=accelerator.name,
-                  flops_per_s=accelerator.bf16_flops_per_s * accelerator.product_reached,
+                  flops_per_s=accelerator.float32_flops_per_s * accelerator.product_reached,
                   memory_bytes_per_s=accelerator.memory_bytes_per_s, accelerator=accelerator)
 
 

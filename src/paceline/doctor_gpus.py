@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline import nvml
-from paceline.accelerators import driver_version, gpus, room, unusable, uuids
+from paceline.accelerators import driver_version, gpus, room, unusable, unused, uuids
 from paceline.errors import PacelineError
 from paceline.launch.fork import in_a_fork
 from paceline.nvml import Card, Cards
@@ -38,7 +38,7 @@ _NVML_MISSING = 'pip install "paceline[gpu]" lets it say more: who holds memory,
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenGpus:
     """What torch says of the GPUs.
 
     built_for: the version of CUDA, empty in a build for ROCm. architectures: that it has code for. capabilities: of
@@ -52,17 +52,17 @@ class Seen:
     failures: tuple[str, ...]
 
 
-def look() -> Seen:
+def look() -> SeenGpus:
     """Ask torch, in a fork.
 
     Raises:
         RuntimeError: it gave no answer in time, or failed.
     """
-    seen: Seen = value_of(in_a_fork(lambda: plain(_look()), timeout_s=LOOK_TIMEOUT_S))
+    seen: SeenGpus = value_of(in_a_fork(lambda: plain(_look()), timeout_s=LOOK_TIMEOUT_S))
     return seen
 
 
-def _look() -> Seen:
+def _look() -> SeenGpus:
     import torch
 
     def failure(index: int) -> str:
@@ -73,16 +73,16 @@ def _look() -> Seen:
         return ""
 
     numbers = range(torch.cuda.device_count())
-    return Seen(torch.version.cuda or "", tuple(torch.cuda.get_arch_list()),
-                tuple(map(torch.cuda.get_device_capability, numbers)),
-                tuple(tuple(one == other or torch.cuda.can_device_access_peer(one, other) for other in numbers)
-                      for one in numbers), tuple(map(failure, numbers)))
+    return SeenGpus(torch.version.cuda or "", tuple(torch.cuda.get_arch_list()),
+                    tuple(map(torch.cuda.get_device_capability, numbers)),
+                    tuple(tuple(one == other or torch.cuda.can_device_access_peer(one, other) for other in numbers)
+                          for one in numbers), tuple(map(failure, numbers)))
 
 
 # --- Judgements -------------------------------------------------------------------------------------------------
 
 
-def judge_gpus(names: Sequence[tuple[str, int]], seen: Seen) -> Outcome:
+def judge_gpus(names: Sequence[tuple[str, int]], seen: SeenGpus) -> Outcome:
     """Whether torch has code for each GPU, and each computes."""
     shown = "; ".join(f"{f'{count} x ' if count > 1 else ''}{name}, {total / 2**30:.1f} GiB"
                       for (name, total), count in Counter(names).items())
@@ -96,7 +96,7 @@ def judge_gpus(names: Sequence[tuple[str, int]], seen: Seen) -> Outcome:
     return "ok", shown
 
 
-def _build_for(index: int, names: Sequence[tuple[str, int]], seen: Seen) -> str:
+def _build_for(index: int, names: Sequence[tuple[str, int]], seen: SeenGpus) -> str:
     major, minor = seen.capabilities[index]
     return (f"install a torch that is built for {names[index][0]} (sm_{major}{minor}): older cards need an older CUDA, "
             "newer ones a newer; pytorch.org/get-started/locally has the command")
@@ -270,7 +270,7 @@ def check_gpus() -> Outcome:
     if idle := unusable():
         return "bad", idle.reason, idle.way_out
     if not gpus():
-        return "ok", "none that Paceline can use; training runs on the CPU"
+        return "ok", f"{unused() or 'none that Paceline can use'}; training runs on the CPU"
     return judge_gpus(gpus(), look())
 
 

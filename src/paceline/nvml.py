@@ -23,7 +23,7 @@ _SLOWED = {0x8: "a hardware slowdown", 0x20: "heat, by the driver", 0x40: "heat,
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class CardProcess:
     """A process with memory on a card. num_bytes: None where NVML can't say."""
 
     pid: int
@@ -55,7 +55,7 @@ class Card:
     capability: tuple[int, int] = (0, 0)
     total_bytes: int = 0
     free_bytes: int = 0
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[CardProcess, ...] = ()
     is_cut: bool = False
     slices: tuple[Card, ...] = ()
     pcie_generation: int = 0
@@ -148,7 +148,7 @@ def _with_memory(nvml: Any, handle: Any, index: int) -> Card:
                 slices=tuple(_with_memory(nvml, part, index) for part in slices if part is not None))
 
 
-def _holders(nvml: Any, handle: Any) -> tuple[tuple[Holder, ...], int]:
+def _holders(nvml: Any, handle: Any) -> tuple[tuple[CardProcess, ...], int]:
     """Other processes that compute or draw there, the one with most first; and what this one has."""
     said, found, own_bytes = _say(nvml), {}, 0
     for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
@@ -157,8 +157,8 @@ def _holders(nvml: Any, handle: Any) -> tuple[tuple[Holder, ...], int]:
                 own_bytes = process.usedGpuMemory or 0
             else:
                 name = said(nvml.nvmlSystemGetProcessName, process.pid)
-                found[process.pid] = Holder(process.pid, Path(_text(name)).name if name else "",
-                                            process.usedGpuMemory)
+                found[process.pid] = CardProcess(process.pid, Path(_text(name)).name if name else "",
+                                                 process.usedGpuMemory)
     return tuple(sorted(found.values(), key=lambda holder: -(holder.num_bytes or 0))), own_bytes
 
 

@@ -11,11 +11,16 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.errors import PlanError, nearest
+from paceline.strategies import extensions
+from paceline.strategies.axes import BUILT_IN, Axis
+
+if TYPE_CHECKING:
+    from paceline.strategies.strategy import Strategy
 
 ZeroStage = Literal[1, 2, 3]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
@@ -39,6 +44,7 @@ class Axes:
     data: replicas whose gradients meet by all-reduce.
     shard: replicas that also share optimizer state, gradients and parameters.
     tensor: ranks that hold parts of each layer.
+    others: axes of strategies from outside with their sizes, outside all of these.
     """
 
     pipeline: int = 1
@@ -46,10 +52,20 @@ class Axes:
     data: int = 1
     shard: int = 1
     tensor: int = 1
+    others: tuple[tuple[str, int], ...] = ()
 
     def sizes(self) -> dict[str, int]:
         """Axis name to size, outermost first."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**dict(self.others), **{axis.name: getattr(self, axis.name) for axis in BUILT_IN}}
+
+    def facts(self) -> tuple[Axis, ...]:
+        """What each axis cuts, outermost first."""
+        return (*(extensions.axes()[name] for name, _ in self.others), *BUILT_IN)
+
+    def num_ranks(self, has: Callable[[Axis], bool]) -> int:
+        """The product of the axes for which something holds."""
+        sizes = self.sizes()
+        return math.prod(sizes[axis.name] for axis in self.facts() if has(axis))
 
 
 class _Replicas:
@@ -63,7 +79,15 @@ class _Replicas:
 
     def num_replicas(self, axes: Axes) -> int:
         """Ranks that see different samples."""
-        return axes.data * axes.shard
+        return axes.num_ranks(lambda axis: axis.cuts_samples)
+
+    def num_copies(self, axes: Axes) -> int:
+        """Times that the model's weights are held."""
+        return axes.num_ranks(lambda axis: axis.copies_weights)
+
+    def num_workers(self, axes: Axes) -> int:
+        """Ranks that compute gradients."""
+        return self.num_ranks(axes)
 
     @property
     def num_cpu_ranks(self) -> int:
@@ -107,6 +131,14 @@ class Servers:
 
     def num_replicas(self, axes: Axes) -> int:
         """Parts that a step's batch is cut into."""
+        return self.workers
+
+    def num_copies(self, axes: Axes) -> int:
+        """Times that the model's weights are held by those that compute with them."""
+        return self.workers
+
+    def num_workers(self, axes: Axes) -> int:
+        """Ranks that compute gradients."""
         return self.workers
 
     @property
@@ -191,9 +223,40 @@ class Plan:
         return self.sync.num_ranks(self.axes)
 
     @property
+    def uses_extensions(self) -> bool:
+        """Whether an axis of the plan is a strategy's from outside."""
+        return bool(self.axes.others)
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks that compute gradients: all but servers of their own."""
+        return self.sync.num_workers(self.axes)
+
+    @property
+    def num_copies(self) -> int:
+        """Times that the model's weights are held, whole or in parts, by ranks that compute with them."""
+        return self.sync.num_copies(self.axes)
+
+    @property
     def splits_model(self) -> bool:
         """Whether ranks hold different modules, or parts of layers."""
-        return max(self.axes.pipeline, self.axes.parts, self.axes.tensor) > 1
+        return self.axes.num_ranks(lambda axis: not axis.cuts_samples) > 1
+
+    @property
+    def model_cut(self) -> tuple[int, ...]:
+        """How the model itself is cut; plans that are alike in it have other replicas at most."""
+        sizes = self.axes.sizes()
+        return tuple(sizes[axis.name] for axis in self.axes.facts() if not axis.cuts_samples)
+
+    @property
+    def num_stage_ranks(self) -> int:
+        """Ranks that hold consecutive stages, by which micro-batches are scheduled; 1 without a pipeline."""
+        return self.axes.pipeline
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether the order of a step's micro-batches is a schedule's."""
+        return self.num_stage_ranks > 1
 
     @property
     def num_cpu_ranks(self) -> int:
@@ -229,6 +292,7 @@ class Plan:
         if self.outer_steps is not None:
             given_up.append(f"replicas take {self.outer_steps.local} steps on their own samples between outer steps"
                             + (" with Nesterov momentum" if self.outer_steps.outer == "diloco" else ""))
+        given_up += [words for strategy in self._extensions() if (words := strategy.relaxes(self))]
         if self.modifiers.compress != "none":
             what = "what workers and servers" if isinstance(self.sync, Servers) else "what replicas"
             given_up.append(f"{what} send each other is compressed to {self.modifiers.compress}")
@@ -242,7 +306,15 @@ class Plan:
         sync = self.sync if self.outer_steps is None else AllReduce()
         if isinstance(sync, Servers):
             sync = replace(sync, staleness=0, damping="none")
-        return replace(self, sync=sync, modifiers=replace(self.modifiers, compress="none"))
+        plan = replace(self, sync=sync, modifiers=replace(self.modifiers, compress="none"))
+        for strategy in self._extensions():
+            plan = strategy.exact(plan)
+        return plan
+
+    def _extensions(self) -> list[Strategy]:
+        """Strategies from outside that the plan uses."""
+        return [strategy for strategy in extensions.extensions() if strategy.is_active(self)] if (
+            self.uses_extensions) else []
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -251,7 +323,7 @@ class Plan:
         >>> str(Plan.parse("accumulate=4, shard=2 data=2"))
         'data=2 shard=2 accumulate=4'
         """
-        given: dict[str, str] = {}
+        given: dict[str, Any] = {}
         words = [word for word in re.split(r"[\s,]+", text.strip()) if word]
         if not words:
             raise PlanError("the plan is empty", hint="'single' is one device; 'data=2' is two replicas")
@@ -264,23 +336,23 @@ class Plan:
                                 hint="paceline plan FILE says which plan is the fastest; name it, such as 'data=2'")
             if key in ("single", "auto"):
                 raise PlanError(f"'{key}' takes no value, got '{word}'")
-            if key not in _KEYS:
-                raise PlanError(f"unknown plan key '{key}', {nearest(key, [*_KEYS, 'single', 'auto'])}")
+            if (spec := _key(key)) is None:
+                raise PlanError(f"unknown plan key '{key}', {nearest(key, [*_keys(), 'single', 'auto'])}")
             if not equals or not value:
-                raise PlanError(f"plan key '{key}' needs a value", hint=f"{key}={_KEYS[key].allowed}")
+                raise PlanError(f"plan key '{key}' needs a value", hint=f"{key}={spec.allowed}")
             if key in given:
                 raise PlanError(f"plan key '{key}' is given twice: {given[key]} and {value}")
-            given[key] = value
-        if "single" in words and (split := [k for k in given if k in _SPLITS and given[k] != "1"]):
+            given[key] = spec.read(key, value)
+        if "single" in words and (split := [k for k in given if _splits(k) and given[k] != 1]):
             raise PlanError(f"'single' is one device and contradicts {', '.join(f'{k}={given[k]}' for k in split)}")
-        return cls.of(**{key: _KEYS[key].read(key, value) for key, value in given.items()})
+        return cls.of(**given)
 
     @classmethod
     def of(cls, **values: Any) -> Plan:
         """A plan from its keys: `Plan.of(data=2, accumulate="auto")`."""
         for key in values:
-            if key not in _KEYS:
-                raise PlanError(f"unknown plan key '{key}', {nearest(key, _KEYS)}")
+            if _key(key) is None:
+                raise PlanError(f"unknown plan key '{key}', {nearest(key, _keys())}")
         if "zero" in values and values.get("shard", 1) == 1:
             raise PlanError(f"zero={values['zero']} splits the shard axis, and the plan has none", hint="add shard=N")
         for key in ("schedule", "microbatches", "virtual"):
@@ -293,6 +365,7 @@ class Plan:
         for key in ("outer", "fragments"):
             if key in values and "local" not in values:
                 raise PlanError(f"{key}={values[key]} is about outer steps, and the plan has none", hint="add local=H")
+        others = tuple((name, values.pop(name)) for name in [key for key in values if key not in _KEYS])
         given = [key for key in values if _KEYS[key].group == "servers"]
         if given and (missing := [key for key in ("server", "workers") if key not in values]):
             raise PlanError(f"{' '.join(f'{key}={values[key]}' for key in given)} is about servers, and the plan lacks "
@@ -308,7 +381,9 @@ class Plan:
             values.setdefault("virtual", 2)
         parts = {group: {k: v for k, v in values.items() if _KEYS[k].group == group} for group in (*_GROUPS, *_SYNCS)}
         sync = next((kind(**parts[group]) for group, kind in _SYNCS.items() if parts[group]), AllReduce())
-        return cls(sync=sync, **{group: kind(**parts[group]) for group, kind in _GROUPS.items()})
+        rest = {group: kind(**parts[group]) for group, kind in _GROUPS.items()}
+        return cls(sync=sync, **rest) if not others else cls(
+            sync=sync, **{**rest, "axes": replace(rest["axes"], others=_in_order(others))})
 
     @classmethod
     def read(cls, source: str | Path | Plan) -> Plan:
@@ -331,14 +406,16 @@ class Plan:
         home = next(group for group, kind in _SYNCS.items() if isinstance(self.sync, kind))
         groups = {home: self.sync, **{group: getattr(self, group) for group in _GROUPS}}
         values = {key: getattr(groups[k.group], key) if k.group in groups else k.default for key, k in _KEYS.items()}
-        return {key: value for key, value in values.items() if value != _KEYS[key].default}
+        return {**dict(self.axes.others),
+                **{key: value for key, value in values.items() if value != _KEYS[key].default}}
 
     def with_(self, **values: Any) -> Plan:
-        """This plan with some values of its schedule and modifiers replaced by what they were resolved to."""
-        groups = {group: {k: v for k, v in values.items() if _KEYS[k].group == group}
-                  for group in ("schedule", "modifiers")}
-        return replace(self, schedule=replace(self.schedule, **groups["schedule"]),
-                       modifiers=replace(self.modifiers, **groups["modifiers"]))
+        """This plan with the values of some of its keys replaced: `plan.with_(data=4, recompute="full")`.
+
+        Raises:
+            PlanError: as `Plan.of`, for an unknown key, a value out of range, or one that contradicts the others.
+        """
+        return Plan.of(**{**self.values(), **values})
 
     def of_forwards(self) -> Plan:
         """What is left of the plan where nothing is updated: workers of servers are replicas."""
@@ -353,7 +430,7 @@ class Plan:
     def __str__(self) -> str:
         values = self.values()
         words = [f"{key}={_text(value)}" for key, value in values.items()]
-        split = any(key in values for key in _SPLITS)
+        split = any(_splits(key) for key in values)
         return " ".join(words if split else ["single", *words])
 
 
@@ -369,7 +446,8 @@ class _Key:
 
 def _whole(key: str, text: str) -> int:
     if not re.fullmatch(r"\d+", text):
-        raise PlanError(f"{key}={text} is not a whole number", hint=f"{key}={_KEYS[key].allowed}")
+        allowed = _KEYS[key].allowed if key in _KEYS else "N"
+        raise PlanError(f"{key}={text} is not a whole number", hint=f"{key}={allowed}")
     return int(text)
 
 
@@ -424,12 +502,36 @@ _KEYS: dict[str, _Key] = {
 _LOCAL_IS_ONE_RANK = "a local step is taken by one rank, which must hold the whole model"
 
 
-# Keys that make a plan more than one device.
-_SPLITS = (*Axes().sizes(), "server", "workers")
+def _key(name: str) -> _Key | None:
+    """Strategies from outside are looked at for keys that are not built in."""
+    return _KEYS.get(name) or _keys().get(name)
+
+
+def _keys() -> dict[str, _Key]:
+    """In their canonical order.
+
+    Raises:
+        PlanError: a strategy from outside brings a key that is built in.
+    """
+    if taken := sorted(extensions.axes().keys() & _KEYS.keys()):
+        raise PlanError(f"a strategy that is installed brings the plan key '{taken[0]}', which is built in",
+                        hint="its axis needs another name; entry points of the group paceline.strategies name it")
+    return {**{name: _Key("axes", 1, "N", _whole) for name in extensions.axes()}, **_KEYS}
+
+
+def _in_order(others: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """Axes from outside in their canonical order, without those of one rank."""
+    sizes = dict(others)
+    return tuple((name, sizes[name]) for name in extensions.axes() if sizes.get(name, 1) != 1)
+
+
+def _splits(key: str) -> bool:
+    """Whether a key can make a plan more than one device."""
+    return key not in _KEYS or _KEYS[key].group == "axes" or key in ("server", "workers")
 
 
 def _known_keys() -> str:
-    return ", ".join(f"{key}={spec.allowed}" for key, spec in _KEYS.items())
+    return ", ".join(f"{key}={spec.allowed}" for key, spec in _keys().items())
 
 
 def _text(value: Any) -> str:
@@ -512,6 +614,9 @@ def _problems(plan: Plan) -> list[str]:
     elif plan.zero != 3 and plan.axes.shard == 1:
         found.append(f"zero={plan.zero} splits the shard axis, and the plan has none: add shard=N")
     found += _schedule_problems(plan) + _local_problems(plan)
+    if plan.uses_extensions and not found:
+        found += [problem for strategy in extensions.extensions() if strategy.is_active(plan)
+                  for problem in strategy.problems(plan)]
     if mods.compress not in COMPRESSIONS:
         found.append(f"compress={mods.compress}: {nearest(str(mods.compress), COMPRESSIONS)}")
     elif mods.compress != "none" and plan.axes.data == 1 and not isinstance(plan.sync, Servers):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.models.sizes import EAGER, FLOAT32, Formats, Kernels
+from paceline.sizes import EAGER, FLOAT32, Formats, Kernels
 
 if TYPE_CHECKING:
     from paceline.cluster import Network

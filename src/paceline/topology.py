@@ -14,7 +14,7 @@ _NEWEST_PCIE = 6  # in the catalogue
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class GpuLink:
     """What connects two GPUs. bytes_per_s: one direction, as much as collectives reach of it."""
 
     name: str
@@ -22,7 +22,7 @@ class Wire:
     latency_s: float
 
 
-def between(one: Card, other: Card) -> Wire | None:
+def between(one: Card, other: Card) -> GpuLink | None:
     """By NVLink where there is any, else by PCIe, as fast as the slower card's; None where NVML knows neither.
 
     A way through both processors of a host, or through its memory because cards can't read each other's, is slower than
@@ -40,7 +40,7 @@ def between(one: Card, other: Card) -> Wire | None:
     return min(ways, key=lambda way: way.bytes_per_s) if len(ways) == 2 else None
 
 
-def slowest(cards: list[Card | None]) -> Wire | None:
+def slowest(cards: list[Card | None]) -> GpuLink | None:
     """Of the wires between each two; None where one of them is not known."""
     found = [between(one, other) if one is not None and other is not None else None
              for number, one in enumerate(cards) for other in cards[:number]]
@@ -48,12 +48,12 @@ def slowest(cards: list[Card | None]) -> Wire | None:
     return min(known, key=lambda wire: wire.bytes_per_s) if known and len(known) == len(found) else None
 
 
-def _pcie(card: Card) -> Wire | None:
+def _pcie(card: Card) -> GpuLink | None:
     if not card.pcie_generation or not card.pcie_lanes:
         return None
     kind, lanes = link(f"pcie{min(card.pcie_generation, _NEWEST_PCIE)}"), card.pcie_lanes
     return _reached(f"PCIe {card.pcie_generation} x{lanes}", kind.bytes_per_s / _LANES * lanes, kind)
 
 
-def _reached(name: str, bytes_per_s: float, kind: LinkKind) -> Wire:
-    return Wire(name, bytes_per_s * kind.reached, kind.latency_s)
+def _reached(name: str, bytes_per_s: float, kind: LinkKind) -> GpuLink:
+    return GpuLink(name, bytes_per_s * kind.reached, kind.latency_s)

@@ -26,7 +26,7 @@ from paceline.launch.failure import RankFailed
 from paceline.launch.local import run_local
 from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
-from paceline.runtime.drivers import crew, train_rank
+from paceline.runtime.drivers import fault_policy, train_rank
 from paceline.runtime.loop import Settings
 
 from .plain import WHOLE, Cut, Outcome, run_plainly
@@ -166,7 +166,7 @@ class Sweep:
         started_s, failed = time.monotonic(), None
         try:
             run_local(body, Cluster.local(f"cpu:0-{num_ranks - 1}").devices, timeout_s=self.timeout_s,
-                      crew=crew(batch[0][1].plan))
+                      fault_policy=fault_policy(batch[0][1].plan))
         except RankFailed as error:
             failed = error
         reached = len(batch)

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from paceline.launch.board import PHASES, Board, Sign
+from paceline.launch.heartbeats import PHASES, Heartbeat, HeartbeatTable
 
 
 def test_a_sign_is_read_by_the_parent_after_its_rank_died():
     """What a fork wrote stays readable when it is gone, and the entries of other ranks are their own."""
-    board = Board(3)
+    board = HeartbeatTable(3)
     if (pid := os.fork()) == 0:
         board.write(1, 7, "backward")
         os.kill(os.getpid(), 9)
@@ -26,7 +26,7 @@ def test_a_sign_is_read_by_the_parent_after_its_rank_died():
 
 def test_a_sign_is_never_half_written():
     """Whoever reads while its rank writes sees an earlier sign or the next one, and no time but of one of them."""
-    board, started_s = Board(2), time.monotonic()
+    board, started_s = HeartbeatTable(2), time.monotonic()
     if (pid := os.fork()) == 0:
         while True:
             board.write(1, 7, "backward")
@@ -42,7 +42,7 @@ def test_a_sign_is_never_half_written():
 
 def test_every_phase_can_be_written():
     """Each phase comes back as it was written; an unknown one is our own mistake."""
-    board = Board(1)
+    board = HeartbeatTable(1)
     for step, phase in enumerate(PHASES):
         board.write(0, step, phase)
         assert (board.read(0).step, board.read(0).phase) == (step, phase)
@@ -52,5 +52,5 @@ def test_every_phase_can_be_written():
 
 def test_a_sign_in_words():
     """Before the first step there is no number to tell."""
-    assert str(Sign(12, "reduce", 0.0)) == "step 12 (reduce)"
-    assert str(Sign(0, "build", 0.0)) == "start (build)"
+    assert str(Heartbeat(12, "reduce", 0.0)) == "step 12 (reduce)"
+    assert str(Heartbeat(0, "build", 0.0)) == "start (build)"

@@ -11,7 +11,7 @@ import pytest
 from paceline.errors import ClusterError, PlanError, UsageError
 from paceline.launch import environment
 from paceline.launch.environment import Environment, current, interface_towards
-from paceline.launch.place import Place
+from paceline.launch.launcher import Launcher
 from paceline.planner.resolve import resolve
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu03",
@@ -149,6 +149,6 @@ def test_the_interface_towards_an_address():
 
 def test_a_launcher_starts_its_ranks_itself():
     """Restarts are its business: said before any rank is met."""
-    place = Place(Environment("torchrun", 0, 2, 0, 2, "127.0.0.1", 1), [], timeout_s=1.0)
+    place = Launcher(Environment("torchrun", 0, 2, 0, 2, "127.0.0.1", 1), [], timeout_s=1.0)
     with pytest.raises(UsageError, match=r"restarts=2: torchrun started this rank(?s:.*)--max-restarts"):
         place.run(lambda context: None, run_dir=None, restarts=2)

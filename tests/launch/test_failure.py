@@ -15,10 +15,10 @@ import torch
 
 from paceline.errors import CheckpointError, OutOfMemory, PacelineError, PeerLost, Preempted, TrainingError
 from paceline.launch import failure
-from paceline.launch.board import Sign
 from paceline.launch.failure import Failure, RankFailed, cause_of, failure_of, is_users, killed, stopped
+from paceline.launch.heartbeats import Heartbeat
 
-SIGN = Sign(4, "forward", 0.0)
+SIGN = Heartbeat(4, "forward", 0.0)
 
 
 def raised(work: Any) -> BaseException:
@@ -156,7 +156,7 @@ def test_a_rank_that_was_killed():
 
 def test_a_rank_that_we_stopped():
     """A request to stop that comes where no checkpoint can be saved is no failure of the rank."""
-    found = stopped(0, signal.SIGTERM, Sign(0, "build", 0.0))
+    found = stopped(0, signal.SIGTERM, Heartbeat(0, "build", 0.0))
     assert (found.kind, found.exit_code) == ("Preempted", Preempted.exit_code)
     assert found.describe().startswith("stopped by SIGTERM in start (build), where no checkpoint can be saved")
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from paceline.cluster import Cluster
 from paceline.errors import OutOfMemory, PeerLost, Preempted
-from paceline.launch import joined, liveness, watch
+from paceline.launch import joined, liveness, watchdog
 from paceline.launch.environment import Environment
 from paceline.launch.liveness import Hub, Spoke
 
@@ -122,7 +122,7 @@ class _Closing:
 @pytest.fixture
 def start_ranks(start_child: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """`start_ranks(n, body)` runs `body(context)` as n ranks of a Slurm step, processes that nobody looks after."""
-    for module, name in ((watch, "_ANSWER_S"), (watch, "_STORE_S"), (joined, "_HEARD_S"), (joined, "_LEAVE_S")):
+    for module, name in ((watchdog, "_ANSWER_S"), (watchdog, "_STORE_S"), (joined, "_HEARD_S"), (joined, "_LEAVE_S")):
         monkeypatch.setattr(module, name, 1.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.create_server(("127.0.0.1", 0)) as listener:

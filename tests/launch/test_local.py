@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import PacelineError, PeerLost, Preempted
-from paceline.launch import local, watch
+from paceline.launch import local, watchdog
 from paceline.launch.aside import run_beside
-from paceline.launch.crew import PEERS, Crew
 from paceline.launch.failure import RankFailed
+from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nothing_left")]
 
@@ -154,7 +154,7 @@ def test_the_rank_that_raised_is_reported(run_ranks: Callable[..., Any], tmp_pat
 def test_a_rank_that_dies(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, end: Callable[[], None],
                           words: str):
     """A rank that dies without a word is named with the step it was in, and the others end within seconds."""
-    monkeypatch.setattr(watch, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.5)
 
     def body(context: Any) -> None:
         context.step = 6
@@ -221,7 +221,7 @@ def test_a_failure_does_not_wait_for_work_beside_it(run_ranks: Callable[..., Any
 
 def test_work_beside_a_run_sees_its_signs_of_life(tmp_path: Path):
     """The board is shared, and the block does not end before the work did."""
-    board = local.Board(1)
+    board = local.HeartbeatTable(1)
     with run_beside(lambda b: (time.sleep(0.2), (tmp_path / "step").write_text(str(b.read(0).step)), None)[2], board):
         board.write(0, 3, "forward")
     assert (tmp_path / "step").read_text() == "3"
@@ -268,16 +268,16 @@ def test_a_rank_starts_again_alone(run_ranks: Callable[..., Any], number: int, m
         context.store.set("back", "1")
         return [context.num_starts, list(context.deaths)]
 
-    crew = Crew(has_group=False, expendable=frozenset({1}))
-    assert run_ranks(body, 2, restarts=1, crew=crew, timeout_s=2.0) == [[1, [0, 0]], [1, [0, 1]]]
+    fault_policy = FaultPolicy(uses_process_group=False, optional_ranks=frozenset({1}))
+    assert run_ranks(body, 2, restarts=1, fault_policy=fault_policy, timeout_s=2.0) == [[1, [0, 0]], [1, [0, 1]]]
 
 
 def test_an_error_is_not_tried_again(run_ranks: Callable[..., Any]):
     """Neither by all ranks nor by one that the others go on without."""
-    crew = Crew(has_group=False, expendable=frozenset({1}))
-    for who in (PEERS, crew):
+    fault_policy = FaultPolicy(uses_process_group=False, optional_ranks=frozenset({1}))
+    for who in (ALL_NEEDED, fault_policy):
         with pytest.raises(RankFailed, match="ValueError"):
-            run_ranks(lambda context: int("x") if context.rank == 1 else 0, 2, restarts=9, crew=who)
+            run_ranks(lambda context: int("x") if context.rank == 1 else 0, 2, restarts=9, fault_policy=who)
 
 
 def test_signals_reach_ranks_that_were_started_again(start_child: Any, run_ranks: Callable[..., Any],

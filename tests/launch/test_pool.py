@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from paceline.cluster import Cluster
 from paceline.launch.context import RankContext
-from paceline.launch.crew import PEERS
+from paceline.launch.fault_policy import ALL_NEEDED
 from paceline.launch.pool import Line, Pool
-from paceline.launch.warm import Event
+from paceline.launch.worker_pool import TaskEvent
 
 
 def body(context: RankContext, payload: dict[str, Any], line: Line) -> Any:
@@ -64,9 +64,10 @@ def make_pool(nothing_left: Path) -> Iterator[Callable[[int], Pool]]:
         pool.close()
 
 
-def until_end(pool: Pool, tasks: set[int], heard: Callable[[Event], None] = lambda event: None) -> dict[int, Event]:
+def until_end(pool: Pool, tasks: set[int], heard: Callable[[TaskEvent], None] = lambda event: None) -> dict[int,
+                                                                                                            TaskEvent]:
     """The end of each task; `heard` gets all else."""
-    ends: dict[int, Event] = {}
+    ends: dict[int, TaskEvent] = {}
     deadline_s = time.monotonic() + 60
     while tasks - ends.keys():
         assert time.monotonic() < deadline_s
@@ -78,8 +79,8 @@ def until_end(pool: Pool, tasks: set[int], heard: Callable[[Event], None] = lamb
     return ends
 
 
-def run(pool: Pool, slots: list[int], **payload: Any) -> Event:
-    number = pool.start(payload, slots, crew=PEERS)
+def run(pool: Pool, slots: list[int], **payload: Any) -> TaskEvent:
+    number = pool.start(payload, slots, fault_policy=ALL_NEEDED)
     return until_end(pool, {number})[number]
 
 
@@ -95,11 +96,12 @@ def test_processes_stay_warm_over_tasks_of_one_and_of_many_ranks(make_pool: Call
 def test_tasks_run_at_the_same_time(make_pool: Callable[[int], Pool]):
     """What one is asked and told is not another's."""
     pool = make_pool(3)
-    both = {pool.start({"does": "ask"}, [0, 2], crew=PEERS), pool.start({"does": "ask"}, [1], crew=PEERS)}
+    both = {pool.start({"does": "ask"}, [0, 2], fault_policy=ALL_NEEDED),
+            pool.start({"does": "ask"}, [1], fault_policy=ALL_NEEDED)}
     assert pool.free == []
     said: list[Any] = []
 
-    def heard(event: Event) -> None:
+    def heard(event: TaskEvent) -> None:
         if event.kind == "question":
             pool.answer(event, [event.value["name"], event.task])
         else:
@@ -137,7 +139,7 @@ def test_a_process_that_died_between_tasks_is_replaced(make_pool: Callable[[int]
 def test_a_task_that_is_stopped_ends_within_a_second(make_pool: Callable[[int], Pool], does: str, value: Any):
     """By itself if it can, else it is killed; neither is a failure."""
     pool = make_pool(2)
-    number, ready = pool.start({"does": does}, [0, 1], crew=PEERS), []
+    number, ready = pool.start({"does": does}, [0, 1], fault_policy=ALL_NEEDED), []
     while len(ready) < 2:
         ready += pool.wait(1.0)
     began_s = time.monotonic()
@@ -152,7 +154,7 @@ def test_each_task_has_its_log(make_pool: Callable[[int], Pool], tmp_path: Path)
     """What a rank prints goes there and nowhere else."""
     pool = make_pool(1)
     for word in ("one", "two"):
-        number = pool.start({"does": "print", "word": word}, [0], crew=PEERS, log_dir=tmp_path / word)
+        number = pool.start({"does": "print", "word": word}, [0], fault_policy=ALL_NEEDED, log_dir=tmp_path / word)
         until_end(pool, {number})
     assert [(tmp_path / word / "rank-0.log").read_text() for word in ("one", "two")] == ["heard one\n", "heard two\n"]
 
@@ -160,7 +162,7 @@ def test_each_task_has_its_log(make_pool: Callable[[int], Pool], tmp_path: Path)
 def test_ranks_end_with_the_pool(make_pool: Callable[[int], Pool]):
     """Also those that hang."""
     pool = make_pool(2)
-    pool.start({"does": "hang"}, [0], crew=PEERS)
+    pool.start({"does": "hang"}, [0], fault_policy=ALL_NEEDED)
     ranks = psutil.Process().children(recursive=True)
     assert len(ranks) == 3
     pool.close()

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import PeerLost
-from paceline.launch import local, watch
+from paceline.launch import local, watchdog
 from paceline.launch.failure import RankFailed
-from paceline.launch.watch import hang_failure, is_waiting
+from paceline.launch.watchdog import hang_failure, is_in_collective
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nothing_left")]
 
@@ -55,17 +55,19 @@ def test_collectives_that_do_not_match():
 
 
 def test_a_stack_inside_a_collective_waits():
-    """A frame of torch.distributed near the end of a stack is a wait; one far above it, or none, is not."""
-    def frame_in(filename: str, inner: str = "") -> Any:
-        scope: dict[str, Any] = {"sys": sys, "inner": lambda: sys._getframe()}
-        if inner:
-            exec(compile("def inner(): return sys._getframe()", inner, "exec"), scope)
-        exec(compile("def outer(): return inner()", filename, "exec"), scope)
+    """A frame of torch.distributed near the end of a stack is a wait; one that called the user's code is not."""
+    def frame_in(outer: str, inner: str) -> Any:
+        scope: dict[str, Any] = {"sys": sys}
+        exec(compile("def inner(): return sys._getframe()", inner, "exec"), scope)
+        exec(compile("def outer(): return inner()", outer, "exec"), scope)
         return scope["outer"]()
 
-    assert is_waiting(frame_in("/venv/torch/distributed/distributed_c10d.py"))
-    assert not is_waiting(frame_in("/home/me/torch_things/job.py"))
-    assert not is_waiting(None)
+    torchs, users = "/venv/torch/distributed/distributed_c10d.py", "/home/me/torch_things/job.py"
+    assert is_in_collective(frame_in(users, torchs))
+    assert is_in_collective(frame_in(torchs, torch.__file__))
+    assert not is_in_collective(frame_in(torchs, users))
+    assert not is_in_collective(frame_in(users, users))
+    assert not is_in_collective(None)
 
 
 # --- Real ranks -------------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def sleep_in_user_code() -> None:
 
 @pytest.fixture
 def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 1.0)
     monkeypatch.setattr(local, "_GRACE_S", 2.0)
 
 

@@ -13,8 +13,8 @@ from paceline.models import Decoder, DecoderSize, decoder_profile
 from paceline.models.convnet import ConvNet
 from paceline.models.convolution import ConvNetSize, convnet_profile
 from paceline.models.decoder import next_token_loss
-from paceline.models.sizes import Formats, Kernels
 from paceline.profile import Profile, profile_job
+from paceline.sizes import Formats, Kernels
 
 GPT = DecoderSize(3, 64, 4, 256, 96, sequence=128)
 LLAMA = DecoderSize(3, 64, 4, 160, 96, sequence=128, kv_heads=2, form="llama")

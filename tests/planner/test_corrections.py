@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cluster import Device
 from paceline.planner.corrections import MEASURED, Corrections, Rehearsal
-from paceline.planner.estimate import Estimate, Need
+from paceline.planner.estimate import Estimate, MemoryNeed
 from paceline.plans import Plan
 
 DEVICE = Device("cpu", 0, 1000)
@@ -17,7 +17,7 @@ DEVICE = Device("cpu", 0, 1000)
 def predicted(step_s: float = 2.0, peak_bytes: int = 100) -> Estimate:
     ledger = {"parameters": peak_bytes}
     return Estimate(step_s, peak_bytes, ledger, {"compute": step_s, "communication": 0.0},
-                    needs=(Need("each rank", DEVICE, ledger),), low_s=step_s / 2, high_s=2 * step_s)
+                    needs=(MemoryNeed("each rank", DEVICE, ledger),), low_s=step_s / 2, high_s=2 * step_s)
 
 
 def corrected(corrections: Corrections, text: str, estimate: Estimate | None = None) -> Estimate:

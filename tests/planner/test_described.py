@@ -13,12 +13,12 @@ from paceline.catalogue import accelerator, software
 from paceline.cluster import Cluster, Link, Network, Nodes, described
 from paceline.errors import PlanError
 from paceline.models import DecoderSize, decoder_profile
-from paceline.models.sizes import Formats
 from paceline.planner.estimate import Estimate, estimate
 from paceline.planner.rank import search
-from paceline.planner.space import Limits, Shape
+from paceline.planner.space import DeviceCounts, Limits
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, TensorCut, Work
+from paceline.sizes import Formats
 from paceline.software import PACELINE, Software
 
 # 1e12 FLOP/s, and everything else takes no time.
@@ -61,6 +61,21 @@ def test_replicas_hide_what_backward_hides():
     assert found.step_s == pytest.approx(0.8 + 0.2 + 8 * 1.5)
     late = guess("data=4", cluster(1, inside=1e8), 4, replace(PLAIN, overlaps=False))
     assert late.step_s == pytest.approx(2.4 + 8 * 1.5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float32"])
+def test_a_stage_is_as_fast_as_its_slowest_device(precision):
+    """Which of two devices that is depends on the job's precision."""
+    chips = {"bf16": replace(CHIP, name="slow in bf16", float32_flops_per_s=4e12),
+             "float32": replace(CHIP, name="slow in float32", bf16_flops_per_s=2e12, float32_flops_per_s=5e11)}
+    network = Network(Link(1e30, 0.0), None, 4)
+
+    def step_s(*devices):
+        mixed = Cluster.of((Nodes(1, tuple(map(described, devices)), network),))
+        return estimate(PROFILE, Plan.parse("pipeline=2 tensor=2 microbatches=2"), mixed, batch=2, precision=precision,
+                        software=PLAIN).step_s
+
+    assert step_s(*chips.values(), *chips.values()) == pytest.approx(step_s(*(chips[precision],) * 4))
 
 
 def test_replicas_across_nodes_share_its_cards():
@@ -128,14 +143,14 @@ def test_who_wins_as_links_get_slower(bytes_per_s: float, exact: set[str], relax
     def price(plan: Plan) -> Estimate:
         return estimate(LAB, plan, hosts, batch=8, precision="bf16", software=PLAIN)
 
-    found = search(price, Limits(8), Shape(8, 1))
+    found = search(price, Limits(8), DeviceCounts(8, 1))
     assert found.chosen is not None
     assert {str(found.chosen.plan), *(str(one.plan) for one in found.tied)} >= exact and str(
         found.chosen.plan) in exact
     first = next(one.plan for one in found.ranked if one.plan.relaxed is not None)
     assert first.outer_steps is not None
 
-    asked = search(price, Limits(8), Shape(8, 1), may_relax=True).chosen
+    asked = search(price, Limits(8), DeviceCounts(8, 1), may_relax=True).chosen
     assert asked is not None and str(asked.plan).startswith(relaxed)
     assert (asked.plan.relaxed is None) == (relaxed == "data=8")
 

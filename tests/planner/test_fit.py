@@ -16,7 +16,7 @@ import paceline
 from paceline.accelerators import CONTEXT_BYTES
 from paceline.cluster import Cluster, Device, Link
 from paceline.errors import PlanError
-from paceline.planner.estimate import ANY_RATES, CPU_RUNTIME_BYTES, Need, estimate, fewest_microbatches
+from paceline.planner.estimate import ANY_RATES, CPU_RUNTIME_BYTES, MemoryNeed, estimate, fewest_microbatches
 from paceline.planner.fit import check_fits, ledger, smallest_change
 from paceline.plans import Plan
 from paceline.profile import profile_job
@@ -56,7 +56,7 @@ def cluster(*memory_mib: float, kind: str = "cuda", flops_per_s: tuple[float, ..
     return Cluster(tuple(devices), Link(1e12, 0.0))
 
 
-def needs(plan: str, devices: Cluster, *, snapshot: bool = False) -> tuple[Need, ...]:
+def needs(plan: str, devices: Cluster, *, snapshot: bool = False) -> tuple[MemoryNeed, ...]:
     return estimate(PROFILE, Plan.parse(plan), devices, batch=8, rates=ANY_RATES, split=SPLIT, snapshot=snapshot).needs
 
 
@@ -83,6 +83,44 @@ def test_a_schedule_decides_how_many_activations_are_held():
         return play_together(programs, [ANY_RATES] * 4, Link(1e12, 0.0))[0].highest["activations"] - batch_bytes
 
     assert kept("gpipe") == pytest.approx(2 * kept("1f1b"), rel=0.2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_backward_keeps_the_shapes_of_its_products(schedule: str):
+    """They say that a product of few rows waits for its weights: in a backward too, and in each half of one."""
+    for rank in SPLIT.ranks(Plan.parse(f"pipeline=2 microbatches=4 schedule={schedule}"), (), microbatch_samples=2):
+        works = [segment.backward for segment in rank.profile.segments if segment.backward.flops.fixed]
+        assert len(works) == 4
+        for work in works:
+            assert sum(product.flops for product in work.products) == pytest.approx(work.flops.fixed)
+
+
+def test_stages_update_the_model_once():
+    """The operators of all ranks' updates are those of the whole one."""
+    ranks = SPLIT.ranks(Plan.parse("pipeline=4 microbatches=4"), (), microbatch_samples=2)
+    assert sum(rank.profile.update.operators for rank in ranks) == pytest.approx(PROFILE.update.operators)
+
+
+class Scale(nn.Module):
+    """Moves as many bytes as a layer, and computes next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x * self.factor)
+
+
+@pytest.mark.parametrize(("device", "layers"), [
+    (Device("cpu", 0, 2**40), 2), (Device("cuda", 0, 2**40, name="NVIDIA H100 80GB HBM3"), 4)])
+def test_a_cut_is_even_on_the_devices_at_hand(device: Device, layers: int):
+    """Four layers that compute, then six that only move bytes: a GPU computes so fast that its time goes into bytes."""
+    job = replace(JOB, model=lambda: nn.Sequential(*(Layer() for _ in range(4)), *(Scale() for _ in range(6))),
+                  data=TensorDataset(torch.zeros(8, 64, WIDTH), torch.zeros(8, 64, WIDTH)), precision="bf16")
+    [first, _] = SplitJob(job, profile_job(job)).ranks(Plan.parse("pipeline=2 microbatches=2"), (device, device),
+                                                       microbatch_samples=4)
+    assert sum(name.endswith("linear.weight") for name in (p.name for p in first.profile.parameters)) == layers
 
 
 def test_stages_wait_for_each_other():
@@ -124,15 +162,15 @@ def test_nothing_fits():
 def test_the_ledger_for_people():
     """A line a rank, in MiB, marked where it is too much."""
     device = Device("cpu", 0, 10 * MIB)
-    text = ledger([Need("stage 0", device, {"parameters": 4 * MIB, "runtime": MIB, "holes": MIB}),
-                   Need("stage 1", device, {"optimizer": 1500 * MIB})])
+    text = ledger([MemoryNeed("stage 0", device, {"parameters": 4 * MIB, "runtime": MIB, "holes": MIB}),
+                   MemoryNeed("stage 1", device, {"optimizer": 1500 * MIB})])
     assert [line.split() for line in text.splitlines()] == [
         ["MiB", "weights", "gradients", "optimizer", "activations", "communication", "other", "sum", "limit"],
         ["stage", "0", "4.0", "0.0", "0.0", "0.0", "0.0", "2.0", "6.0", "10"],
         ["stage", "1", "0.0", "0.0", "1,500.0", "0.0", "0.0", "0.0", "1,500.0", "10", "too", "little"]]
 
 
-def on_a_gpu(need_bytes: int, plan: str, **device: Any) -> tuple[Need, ...]:
+def on_a_gpu(need_bytes: int, plan: str, **device: Any) -> tuple[MemoryNeed, ...]:
     """What ranks need of GPUs that are here and have so many bytes."""
     count = Plan.parse(plan).world_size
     found = tuple(Device("cuda", k, need_bytes, context_bytes=CONTEXT_BYTES, **device) for k in range(count))

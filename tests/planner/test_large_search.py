@@ -12,8 +12,8 @@ from paceline.catalogue import software
 from paceline.cluster import Cluster
 from paceline.models import DecoderSize, decoder_profile
 from paceline.planner.estimate import Estimate, estimate, least_missing_bytes
-from paceline.planner.rank import Found, search
-from paceline.planner.space import Limits, Shape
+from paceline.planner.rank import RankedPlans, search
+from paceline.planner.space import DeviceCounts, Limits
 from paceline.plans import Plan
 
 SIZE = DecoderSize(126, 16384, 128, 53248, 128256, sequence=8192, kv_heads=8, form="llama")
@@ -33,7 +33,7 @@ def tflops(step_s: float) -> float:
     return FLOPS_PER_TOKEN * BATCH * SIZE.sequence / (step_s * NODES * 8) / 1e12
 
 
-def searched(nodes: int, limits: Limits, *, prunes: bool = True) -> Found:
+def searched(nodes: int, limits: Limits, *, prunes: bool = True) -> RankedPlans:
     cluster = Cluster.parse(f"{nodes}x8xH100")
 
     def price(plan: Plan) -> Estimate:
@@ -42,10 +42,10 @@ def searched(nodes: int, limits: Limits, *, prunes: bool = True) -> Found:
     def least(plan: Plan) -> int:
         return least_missing_bytes(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM)
 
-    return search(price, limits, Shape(8 * nodes, 8), *((least,) if prunes else ()))
+    return search(price, limits, DeviceCounts(8 * nodes, 8), *((least,) if prunes else ()))
 
 
-def check_published(found: Found) -> None:
+def check_published(found: RankedPlans) -> None:
     """The paper's axes are among those within 5 % of the best, and its utilisation is in the interval."""
     best = found.ranked[0].estimate.step_s
     near = [one for one in found.ranked if one.estimate.step_s <= 1.05 * best]

@@ -10,13 +10,13 @@ import pytest
 
 from paceline.cluster import Device
 from paceline.errors import PlanError
-from paceline.planner.estimate import Estimate, Need
+from paceline.planner.estimate import Estimate, MemoryNeed
 from paceline.planner.rank import Candidate, Change, best_of_each_kind, binding, flips, kind_of, reason, search, ties
-from paceline.planner.space import Limits, Shape
+from paceline.planner.space import DeviceCounts, Limits
 from paceline.plans import Plan
 
 DEVICE = Device("cuda", 0, 100, name="H1")
-EIGHT = Shape(8, 8)
+EIGHT = DeviceCounts(8, 8)
 
 
 def price(plan: Plan, *, message_s: float = 0.3, memory_bytes: int = 100) -> Estimate:
@@ -33,7 +33,7 @@ def price(plan: Plan, *, message_s: float = 0.3, memory_bytes: int = 100) -> Est
     kept = (80 if plan.modifiers.recompute == "none" else 20) / plan.num_microbatches
     ledger = {"parameters": round(160 / split), "activations": round(kept)}
     step_s = sum(parts.values())
-    need = Need("each rank", Device("cuda", 0, memory_bytes, name="H1"), ledger)
+    need = MemoryNeed("each rank", Device("cuda", 0, memory_bytes, name="H1"), ledger)
     return Estimate(step_s, sum(ledger.values()), ledger, parts, needs=(need,), low_s=step_s / 1.1,
                     high_s=1.1 * step_s)
 
@@ -123,7 +123,7 @@ def test_a_relaxed_plan_is_chosen_where_asked():
 
 def test_by_cost_fewer_devices_may_win():
     """Twice the devices are not twice as fast; a device that costs more is left alone."""
-    shape = Shape(8, 8, may_be_fewer=True)
+    shape = DeviceCounts(8, 8, may_be_fewer=True)
     fast = search(lambda plan: price(plan, message_s=3.0, memory_bytes=1000), Limits(64), shape).chosen
     found = search(lambda plan: price(plan, message_s=3.0, memory_bytes=1000), Limits(64), shape,
                    rent=lambda plan: 0.01 * plan.world_size)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from paceline import cluster
-from paceline.accelerators import Room
+from paceline.accelerators import FreeMemory
 from paceline.cluster import Device, names_of
 from paceline.errors import PlanError
 from paceline.job import Job
@@ -27,7 +27,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with eight GPUs."""
     found = [Device("cuda", index, 80 * 2**30, name="H100") for index in range(8)]
     monkeypatch.setattr(cluster, "_gpus", lambda: found)
-    monkeypatch.setattr(cluster, "room", lambda index: Room(80 * 2**30))
+    monkeypatch.setattr(cluster, "room", lambda index: FreeMemory(80 * 2**30))
     monkeypatch.setattr(cluster, "cards", lambda: (None,) * 8)
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.planner.space import Limits, Shape, divisors, microbatch_counts, relaxed, served, splits, variants
+from paceline.planner.space import DeviceCounts, Limits, divisors, microbatch_counts, relaxed, served, splits, variants
 from paceline.plans import Plan
 from paceline.strategies import conflicts
 
@@ -19,14 +19,14 @@ def test_divisors(count: int):
     assert divisors(count) == [d for d in range(1, count + 1) if count % d == 0]
 
 
-shapes = st.builds(lambda nodes, each: Shape(nodes * each, each), st.integers(1, 12), st.integers(1, 8))
+shapes = st.builds(lambda nodes, each: DeviceCounts(nodes * each, each), st.integers(1, 12), st.integers(1, 8))
 limits = st.builds(Limits, batch=st.integers(1, 64), layers=st.integers(0, 12), tensor=st.sampled_from([1, 2, 4, 8]),
                    parts=st.integers(1, 4))
 
 
 @settings(deadline=None)
 @given(limits, shapes)
-def test_every_plan_uses_all_devices_and_is_legal(limit: Limits, shape: Shape):
+def test_every_plan_uses_all_devices_and_is_legal(limit: Limits, shape: DeviceCounts):
     """Each way to split comes once; exact and relaxed ones are apart; servers of their own stand on no device."""
     exact, loose = [*splits(limit, shape), *served(limit, shape)], list(relaxed(limit, shape))
     assert len({str(plan) for plan in (*exact, *loose)}) == len(exact) + len(loose)
@@ -41,7 +41,7 @@ def test_every_plan_uses_all_devices_and_is_legal(limit: Limits, shape: Shape):
 def test_no_way_to_split_is_left_out():
     """Of 8 devices in one node, a model of 8 layers: every product of four axes, three stages of sharding."""
     found = {tuple(plan.axes.sizes()[axis] for axis in ("pipeline", "data", "shard", "tensor"))
-             for plan in splits(Limits(64, layers=8, tensor=8), Shape(8, 8))}
+             for plan in splits(Limits(64, layers=8, tensor=8), DeviceCounts(8, 8))}
     sides = [1, 2, 4, 8]
     assert found == {(p, d, s, t) for p in sides for d in sides for s in sides for t in sides if p * d * s * t == 8}
 

@@ -47,7 +47,7 @@ def check(job: paceline.Job, expected: ByHand, found: Any, *, atol: float = 1e-3
     ("pipeline=2", 4, None), ("tensor=2", 1, 0.1), ("place=auto parts=2", 1, None),
     pytest.param("shard=2 recompute=full", 2, 0.1, marks=pytest.mark.slow),
     pytest.param("data=2 shard=2 zero=1", 4, 0.1, marks=pytest.mark.slow),
-    pytest.param("pipeline=2 data=2 schedule=zero-bubble", 4, 0.1, marks=pytest.mark.slow)])
+    pytest.param("pipeline=2 data=2 schedule=zero-bubble microbatches=2", 4, 0.1, marks=pytest.mark.slow)])
 def test_steps_are_those_of_grad_scaler(plan: str, pieces: int, clip: float | None, tmp_path: Path) -> None:
     """The first steps overflow and are skipped: no weight, no optimizer state and no learning rate moves in them."""
     job = make_job(data=OVERFLOWS, clip=clip, optimizer=lambda named: torch.optim.SGD(named, lr=0.02, momentum=0.9))

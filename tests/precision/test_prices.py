@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.catalogue import accelerator
+from paceline.catalogue import _listed, accelerator
 from paceline.job import Precision
-from paceline.planner.described import rates_of
+from paceline.planner.analytic import rates_of
 from paceline.profile.profile import Product, ProductKind, Side
 from paceline.simulate.program import Compute
 from paceline.software import Software
@@ -33,6 +33,21 @@ def test_rates_are_those_of_the_data_sheets() -> None:
     assert seconds("tf32") == pytest.approx(2 * bf16, rel=1e-3)
     assert seconds("fp8") == pytest.approx(bf16 / 2, rel=1e-3)
     assert seconds("float32") > 10 * bf16
+
+
+def test_rates_are_dense_and_of_products_that_a_run_makes() -> None:
+    """Sheets put the rates of half empty matrices (sparsity) first, twice as high. TF32 is half as fast as bf16 from
+    Ampere and MI300 on, float8 twice as fast from Ada and Hopper on; on AMD's it is emulated."""
+    listed = {found.name: found for found in _listed()}
+    tf32 = {name: found.tf32_flops_per_s / found.bf16_flops_per_s for name, found in listed.items()
+            if found.tf32_flops_per_s is not None}
+    fp8 = {name: found.fp8_flops_per_s / found.bf16_flops_per_s for name, found in listed.items()
+           if found.fp8_flops_per_s is not None}
+
+    assert listed.keys() - tf32.keys() == {"K80", "P100", "V100", "V100-16", "T4", "MI250X", "TPUv4"}
+    assert tf32.keys() - fp8.keys() == {"A10", "A100-40", "A100-80", "RTX3090", "MI300X"} and fp8.keys() < tf32.keys()
+    assert tf32 == pytest.approx(dict.fromkeys(tf32, 0.5), rel=0.01)
+    assert fp8 == pytest.approx(dict.fromkeys(fp8, 2.0), rel=0.01)
 
 
 def test_float8_is_for_layers_that_fit() -> None:

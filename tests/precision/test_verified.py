@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from jobs import data, make_job, token_sum
+from torch import nn
+from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.runtime.scaling import LossScale
 from paceline.strategies.data.run import GradientBuckets
 
 PRECISIONS = ("fp16", *(pytest.param(precision, marks=pytest.mark.slow) for precision in ("tf32", "bf16")),
@@ -43,3 +48,57 @@ def test_skipped_steps_are_verified() -> None:
     found = paceline.verify(job, ["data=2 accumulate=2"], steps=5)
 
     assert all(certificate.passed for certificate in found), [certificate.describe() for certificate in found]
+
+
+def overflowing_whole(**changes: Any) -> paceline.Job:
+    """Gradients near 1.5: times 2**16 the sum over a batch is no float16, and that over a half of it is."""
+    draws = torch.Generator().manual_seed(5)
+    inputs, targets = (torch.rand(48, width, generator=draws) * 0.1 + 1.2 for width in (8, 3))
+    return make_job(model=lambda: nn.Linear(8, 3, bias=False), data=TensorDataset(inputs, targets),
+                    loss=lambda output, target: (output * target).sum(1).mean(), lr_schedule=None,
+                    optimizer=lambda named: torch.optim.SGD(named, lr=0.01, momentum=0.9), **changes)
+
+
+def test_a_plan_that_overflows_in_other_steps_is_held_against_a_batch_that_is_cut_alike(tmp_path: Path) -> None:
+    """The certificate says so. Each step that both take counts, and what is resumed and evaluated in float64."""
+    found = paceline.verify(overflowing_whole(), ["data=2", "data=3 accumulate=2", "single recompute=full"], steps=4,
+                            run=tmp_path)
+
+    assert all(certificate.passed for certificate in found), [certificate.describe() for certificate in found]
+    said = "step 1 overflows in float16 for the whole batch alone; so in fp16 the plan is held against one device that"
+    assert [said in (certificate.overflow or "") for certificate in found] == [True, True, False]
+    assert all(certificate.resumed_from for certificate in found)
+    assert said.split(";")[0] in (tmp_path / "certificate.txt").read_text()
+
+
+def test_pieces_that_overflow_in_other_steps_are_no_yardstick(tmp_path: Path) -> None:
+    """An update moves a weight by 0.014 or more: one that is missing is beyond what a plan may be off by."""
+    paceline.verify(overflowing_whole(), ["data=2"], steps=4, resume="no", run=tmp_path)
+    yardstick = json.loads((tmp_path / "certificate.json").read_text())["yardstick"]
+
+    assert yardstick["fp16"]["weight"]["tolerance"] < 0.01
+
+
+@pytest.mark.parametrize("first_update", [0, 1])
+def test_a_gradient_of_a_wrong_scale_is_found_where_other_steps_overflow(monkeypatch: pytest.MonkeyPatch,
+                                                                         first_update: int) -> None:
+    """In fp16 alone, there is no scale in float64; from the update on that has the mistake first."""
+    unscale = LossScale.unscale
+
+    def wrong(scale: LossScale, gradients: Any, device: torch.device) -> torch.Tensor:
+        overflow = unscale(scale, gradients, device)
+        if scale.grown_steps >= first_update:
+            torch._foreach_mul_(list(gradients), 1.1)
+        return overflow
+
+    monkeypatch.setattr(LossScale, "unscale", wrong)
+    for planted in paceline.verify(overflowing_whole(), ["data=2", "single recompute=full"], steps=4, resume="no"):
+        assert planted.verdict == "failed", planted.describe()
+        assert [verdict.passed for verdict in planted.verdicts] == [False, True]
+
+
+@pytest.mark.checked_runs
+def test_a_run_whose_first_step_overflows_for_the_whole_batch_alone_passes_its_check(tmp_path: Path) -> None:
+    paceline.train(overflowing_whole(), "data=2", run=tmp_path / "run")
+
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["check"]["verdict"] == "passed"

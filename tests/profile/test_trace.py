@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import IterableDataset, TensorDataset
 
 from paceline.errors import JobError
@@ -41,6 +42,35 @@ def test_flops_and_parameters_are_those_of_the_layers():
     assert [p.name for p in profile.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert profile.units == ("0", "2")
     assert profile.parameter_bytes == FLOAT * (2 * weights + 5 * WIDTH)
+
+
+def test_a_float64_job_is_profiled_on_fake_tensors():
+    """Its weights take twice as many bytes; one that two layers share is counted once."""
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        model[2].weight = model[0].weight
+        return model
+
+    narrow, wide = (profile_job(make_job(tied, precision=precision)) for precision in ("float32", "float64"))
+
+    assert wide.notes == () and wide.exact
+    assert wide.parameter_bytes == 2 * narrow.parameter_bytes == 2 * FLOAT * (WIDTH * WIDTH + 2 * WIDTH)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cell(x[:, None])[0][:, 0]
+
+
+def test_recurrent_layers_of_a_float64_job_are_profiled_on_fake_tensors():
+    """Their parameters are listed a second time."""
+    profile = profile_job(make_job(Recurrent, precision="float64"))
+
+    assert profile.notes == () and profile.exact
 
 
 def test_kept_activations_are_what_backward_needs():
@@ -80,6 +110,56 @@ def test_the_update_counted_is_not_the_first():
     profile = profile_job(make_job(two_layers, optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9)))
 
     assert profile.update.moved_bytes.fixed == 8 * profile.parameter_bytes
+
+
+class Adapted(nn.Module):
+    """A frozen layer and what is trained beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, rank, bias=False), nn.Linear(rank, WIDTH, bias=False)
+
+    def forward(self, x):
+        seen.append(isinstance(x, FakeTensor))
+        return self.base(x) + self.up(self.down(x))
+
+
+seen: list[bool] = []
+
+
+def test_adapters_on_a_base_that_is_there():
+    """It is not run for real and stays as it is; its weights have no gradient, no state and no product for them."""
+    bases = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    kept = [base.weight.clone() for base in bases]
+    profile = profile_job(make_job(lambda: nn.Sequential(*map(Adapted, bases))))
+
+    assert profile.exact and all(seen)
+    assert all(torch.equal(base.weight, weight) for base, weight in zip(bases, kept, strict=True))
+    frozen = [p for p in profile.parameters if ".base." in p.name]
+    assert len(frozen) == 6 and not any(p.trainable or p.gradient_bytes or p.state_bytes for p in frozen)
+    adapter, layer = 2 * WIDTH * 4, 2 * WIDTH * WIDTH
+    assert [s.backward.flops.per_sample for s in profile.segments if s.unit] == [
+        3 * adapter, 4 * adapter + layer, 4 * adapter + layer]  # nothing goes back to the first layer's input
+
+
+def test_the_update_is_run_once():
+    """It is the same for any number of samples, and under autocast: a profile in another precision takes it over."""
+    built = []
+
+    def optimizer(named):
+        built.append(True)
+        return torch.optim.AdamW(named)
+
+    job = make_job(two_layers, optimizer=optimizer)
+    profile = profile_job(job)
+    assert len(built) == 1
+    other = profile_job(replace(job, precision="bf16"), like=profile)
+    assert len(built) == 1
+
+    alone = profile_job(replace(job, precision="bf16"))
+    assert (other.update, other.update_peak_bytes, other.parameters, other.segments) == (
+        alone.update, alone.update_peak_bytes, alone.parameters, alone.segments)
 
 
 def test_attention_on_the_cpu_is_counted():

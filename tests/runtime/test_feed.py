@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from paceline.errors import JobError, TrainingError
-from paceline.launch.board import Sign
 from paceline.launch.failure import failure_of
+from paceline.launch.heartbeats import Heartbeat
 from paceline.runtime.feed import (
+    DataShard,
     MicroBatch,
-    Part,
     describe,
     evaluation_feed,
     fetch,
@@ -61,7 +61,7 @@ def feed(data: Any, *, batch: int = 5, shares: tuple[int, ...] = (1,), rank: int
          loader_workers: int = 0) -> list[Any]:
     order = None if is_stream(data) else Order(len(data), batch, 0, drop_last)
     return list(training_feed(data, order=order, batch=batch, seed=0, drop_last=drop_last, steps=steps, epochs=epochs,
-                              part=Part(shares, rank, num_microbatches), loader_workers=loader_workers))
+                              part=DataShard(shares, rank, num_microbatches), loader_workers=loader_workers))
 
 
 def samples_of(batches: list[MicroBatch]) -> list[list[float]]:
@@ -262,7 +262,7 @@ def test_an_item_that_raises_is_named(loader_workers: int, run_ranks: Any):
     def body(context: Any) -> list[str]:
         with pytest.raises(TrainingError) as found:
             feed(Broken(tensors()), loader_workers=loader_workers, batch=SAMPLES, steps=range(1))
-        failure = failure_of(found.value, rank=0, sign=Sign(1, "input", 0.0))
+        failure = failure_of(found.value, rank=0, sign=Heartbeat(1, "input", 0.0))
         return [failure.message, failure.where, failure.trace]
 
     [[message, where, trace]] = run_ranks(body, 1)
@@ -325,7 +325,8 @@ def test_a_stream_looks_the_same_on_any_rank():
     alone = [samples_of(batches) for _, batches in feed(Numbers(12), epochs=1, steps=range(9))]
     parts = []
     for rank in range(2):
-        order = training_feed(Numbers(12), order=None, batch=5, seed=0, drop_last=False, part=Part((1, 1), rank, 1),
+        order = training_feed(Numbers(12), order=None, batch=5, seed=0, drop_last=False,
+                              part=DataShard((1, 1), rank, 1),
                               steps=range(9), epochs=1, loader_workers=0)
         found = []
         for _, batches in order:
@@ -374,7 +375,7 @@ def test_a_wrong_sample_of_a_stream_is_named_by_its_place():
 @pytest.mark.parametrize(("batch", "num_microbatches"), [(5, 1), (22, 2), (3, 1)])
 def test_evaluation_counts_every_sample_once(data: Any, count: int, batch: int, num_microbatches: int):
     """Over one to four ranks each sample counts once and all ranks have equally many micro-batches."""
-    ranks = [list(evaluation_feed(data, batch=batch, part=Part((1,) * count, rank, num_microbatches), seed=0))
+    ranks = [list(evaluation_feed(data, batch=batch, part=DataShard((1,) * count, rank, num_microbatches), seed=0))
              for rank in range(count)]
     counted = [target for found in ranks for cut in found for target in cut.target[: cut.samples].tolist()]
     assert sorted(counted) == list(range(SAMPLES))
@@ -385,12 +386,12 @@ def test_evaluation_counts_every_sample_once(data: Any, count: int, batch: int, 
 def test_fewer_samples_than_ranks_to_evaluate():
     """One sample on four ranks counts once."""
     data = TensorDataset(torch.zeros(1, 2), torch.zeros(1))
-    ranks = [list(evaluation_feed(data, batch=8, part=Part((1,) * 4, rank, 1), seed=0)) for rank in range(4)]
+    ranks = [list(evaluation_feed(data, batch=8, part=DataShard((1,) * 4, rank, 1), seed=0)) for rank in range(4)]
     assert [[cut.samples for cut in found] for found in ranks] == [[1], [0], [0], [0]]
 
 
 def test_evaluation_is_the_same_every_time():
     """Random draws of the data set are the same in every evaluation, on any number of ranks."""
-    alone = samples_of(list(evaluation_feed(Augmented(), batch=8, part=Part((1,), 0, 1), seed=0)))
-    ranks = [list(evaluation_feed(Augmented(), batch=8, part=Part((1, 1), rank, 1), seed=0)) for rank in range(2)]
+    alone = samples_of(list(evaluation_feed(Augmented(), batch=8, part=DataShard((1,), 0, 1), seed=0)))
+    ranks = [list(evaluation_feed(Augmented(), batch=8, part=DataShard((1, 1), rank, 1), seed=0)) for rank in range(2)]
     assert sorted(alone) == sorted(row for found in ranks for row in samples_of(found))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.runtime.feed import Part
+from paceline.runtime.feed import DataShard
 from paceline.runtime.order import Order, Permutation, Window, split
 
 SEEDS = st.integers(0, 2**63 - 1)
@@ -73,7 +73,7 @@ def test_every_index_once_an_epoch(order: Order, shares: list[int], num_microbat
         window = order.window(step)
         assert window.epoch == epoch
         for rank in range(len(shares)):
-            for cut in Part(shares, rank, num_microbatches).cuts(window.count):
+            for cut in DataShard(shares, rank, num_microbatches).cuts(window.count):
                 used += order.indices(epoch, [window.start + offset for offset in cut])
     left_out = order.num_samples % order.batch if order.drop_last else 0
     assert len(used) == len(set(used)) == order.num_samples - left_out
@@ -84,7 +84,7 @@ def test_every_index_once_an_epoch(order: Order, shares: list[int], num_microbat
 def test_the_cuts_of_a_window_are_in_its_order(order: Order, shares: list[int], num_microbatches: int):
     """Rank after rank and micro-batch after micro-batch, a window is read as one device reads it."""
     count = order.window(0).count
-    cuts = [cut for rank in range(len(shares)) for cut in Part(shares, rank, num_microbatches).cuts(count)]
+    cuts = [cut for rank in range(len(shares)) for cut in DataShard(shares, rank, num_microbatches).cuts(count)]
     assert [offset for cut in cuts for offset in cut] == list(range(count))
     assert len(cuts) == len(shares) * num_microbatches
 

@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.runtime.trace import Recorder, Span, chrome_trace, idle_fraction, picture
+from paceline.runtime.trace import TraceRecorder, TraceSpan, chrome_trace, idle_fraction, picture
 
-SPANS = [Span(0, "forward", "0", 10.0, 11.0), Span(1, "forward", "0", 11.0, 12.0), Span(1, "backward", "0", 12.0, 14.0)]
+SPANS = [TraceSpan(0, "forward", "0", 10.0, 11.0), TraceSpan(1, "forward", "0", 11.0, 12.0),
+         TraceSpan(1, "backward", "0", 12.0, 14.0)]
 
 
 def test_idle_is_what_nobody_noted():
@@ -44,7 +45,7 @@ def test_the_picture_has_a_row_a_rank():
 
 def test_only_the_steps_asked_for_are_noted():
     """A phase ends where the next begins."""
-    recorder = Recorder(0, range(1, 2))
+    recorder = TraceRecorder(0, range(1, 2))
     for step in range(3):
         recorder.begin(step)
         for phase in ("input", "forward", "reduce", "optimizer", "end"):

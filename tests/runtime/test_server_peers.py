@@ -20,14 +20,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.launch.board import Board
 from paceline.launch.context import RankContext
+from paceline.launch.heartbeats import HeartbeatTable
 from paceline.plans import Plan
 from paceline.runtime.loop import Settings
 from paceline.runtime.servers.coordinator import Coordinator
 from paceline.runtime.servers.messages import checked
-from paceline.runtime.servers.roles import Meeting
-from paceline.runtime.servers.shelf import build
+from paceline.runtime.servers.roles import Rendezvous
+from paceline.runtime.servers.server_state import build
 from paceline.runtime.servers.worker import Worker
 from paceline.strategies.server.serve import bytes_of
 from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, connect
@@ -103,10 +103,10 @@ class Run:
         self.plan, self.job, store = Plan.parse(plan), _job(), dist.HashStore()
         world = self.plan.world_size
         self.shares = (1,) * self.plan.sync.num_replicas(self.plan.axes)
-        self.contexts = [RankContext(rank, world, world, torch.device("cpu"), store, Board(1), 0, "try",
+        self.contexts = [RankContext(rank, world, world, torch.device("cpu"), store, HeartbeatTable(1), 0, "try",
                                      secret=SECRET, timeout_s=timeout_s, deaths=(0,) * world, restarts=3)
                          for rank in range(world)]
-        self.meeting = Meeting(self.contexts[0], "servers/1")
+        self.meeting = Rendezvous(self.contexts[0], "servers/1")
         model, shards = build(self.job, self.plan)
         self.coordinator = Coordinator(
             self.contexts[0], self.job, self.plan, Settings(None, self.shares), number=0, model=model, shards=shards,
@@ -134,7 +134,7 @@ class Run:
     def work(self, number: int) -> None:
         """A worker that behaves begins, on a thread."""
         worker = Worker(self.contexts[number + 1], self.job, self.plan, Settings(None, self.shares), number=number,
-                        meeting=Meeting(self.contexts[number + 1], "servers/1"), uplink=Uplink())
+                        meeting=Rendezvous(self.contexts[number + 1], "servers/1"), uplink=Uplink())
         threading.Thread(target=worker.run, daemon=True).start()
 
     def end(self) -> Any:

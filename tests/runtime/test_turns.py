@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from paceline.plans import Plan, Servers
 from paceline.runtime.order import Order, split
-from paceline.runtime.servers.turns import Turns
+from paceline.runtime.servers.turns import UpdateOrder
 
 
-def _turns(num_samples: int, batch: int, workers: int, staleness: str, drop_last: bool = False) -> Turns:
+def _turns(num_samples: int, batch: int, workers: int, staleness: str, drop_last: bool = False) -> UpdateOrder:
     sync = Plan.parse(f"server=1 workers={workers} staleness={staleness}").sync
     assert isinstance(sync, Servers)
-    return Turns(Order(num_samples, batch, 0, drop_last), sync)
+    return UpdateOrder(Order(num_samples, batch, 0, drop_last), sync)
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5), st.booleans(), st.sampled_from(["1", "inf"]))

@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.models.decoder import Decoder
-from paceline.models.sizes import DecoderSize
 from paceline.profile.trace import cast_parameters, cast_parameters_of_rank, profile_job
 from paceline.runtime import stepper
+from paceline.sizes import DecoderSize
 
 SIZE = DecoderSize(layers=2, hidden=32, heads=2, ffn=64, vocab=50, sequence=12)
 

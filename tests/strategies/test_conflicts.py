@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import PlanError
 from paceline.plans import Plan
-from paceline.strategies.conflicts import CONFLICTS, check
+from paceline.strategies.conflicts import check, stated
 
 
 @pytest.mark.parametrize(("text", "why", "instead"), [
@@ -33,16 +33,18 @@ def test_every_conflict_is_met_by_a_plan():
     plans = [Plan.parse(text) for text in ("pipeline=2 shard=2 schedule=zero-bubble",
                                            "pipeline=2 schedule=zero-bubble recompute=full", "data=2 shard=2 local=4",
                                            "data=2 local=4 compress=topk", "data=2 tensor=2 compress=powersgd",
-                                           "server=1 workers=2 compress=topk", "single recompute=selective",
+                                           "server=1 workers=2 compress=topk",
+                                           "single compile=blocks recompute=selective",
                                            "tensor=2 compile=blocks", "pipeline=2 schedule=zero-bubble compile=blocks",
                                            "server=1 workers=2 staleness=1 deterministic=yes",
                                            "data=2 shares=speed deterministic=yes")]
-    assert all(any(conflict.is_met(plan) for plan in plans) for conflict in CONFLICTS)
+    assert all(any(conflict.is_met(plan) for plan in plans) for conflict in stated())
 
 
 @pytest.mark.parametrize("text", ["pipeline=2 data=2 schedule=zero-bubble", "pipeline=2 shard=2 schedule=interleaved",
                                   "data=2 tensor=2", "shard=2 tensor=2", "pipeline=2 data=2 tensor=2",
-                                  "place=auto parts=2 data=2", "pipeline=2 recompute=full"])
+                                  "place=auto parts=2 data=2", "pipeline=2 recompute=full",
+                                  "single recompute=selective"])
 def test_what_composes_is_not_refused(text: str):
     """tests/verify shows that these equal one device."""
     check(Plan.parse(text))

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.planner.program import HOLES_ADDED, ROOMS, moments, step_program
+from paceline.planner.program import HOLES_ADDED, moments, step_program
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
+from paceline.strategies.registry import BUILT_IN
 
 UNIT, ROOT = 100, 40
 
@@ -265,27 +266,19 @@ def test_hybrid_reduces_local_shards_over_the_replicas():
     assert {c[2] for c in found if c[0] != "all_reduce"} == {2}
 
 
-def test_rooms_stand_in_the_running_sides_order():
-    """The cost side and the running side enter the same rooms in the same order; tensor and server run elsewhere."""
-    from paceline.strategies import compose
-
-    names = [name for room in ROOMS if (name := room.enter.__module__.split(".")[-2]) not in ("tensor", "server")]
-
-    assert names == [room.__name__.split(".")[-2] for room in compose.ROOMS]
-
-
 def test_rooms_hook_into_moments_that_exist():
     """A misspelt moment would never come."""
-    from paceline.strategies.costs import Held, Step
+    from paceline.strategies.costs import Footprint, Step
 
-    held = Held(*({p.name: p.num_bytes for p in PROFILE.parameters} for _ in range(3)))
+    held = Footprint(*({p.name: p.num_bytes for p in PROFILE.parameters} for _ in range(3)))
     plans = [Plan.parse(text) for text in ("data=2 shard=2 recompute=full compile=blocks", "data=2 local=4", "tensor=2",
                                            "server=1 workers=2")]
 
-    for room in ROOMS:
-        plan = next(plan for plan in plans if room.is_active(plan))
-        step = Step(PROFILE, plan, "cpu", (1.0,), held)
-        assert set(room.enter(step)) <= {name for name, _ in moments(step)}
+    for strategy in BUILT_IN:
+        if strategy.cost is not None:
+            plan = next(plan for plan in plans if strategy.is_active(plan))
+            step = Step(PROFILE, plan, "cpu", (1.0,), held)
+            assert set(strategy.cost.enter(step)) <= {name for name, _ in moments(step)}
 
 
 def test_gradients_that_are_added_leave_holes_in_a_heap_that_is_kept():

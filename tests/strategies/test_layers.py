@@ -14,7 +14,7 @@ import paceline
 from paceline.cluster import Cluster
 from paceline.models import Decoder, DecoderSize, decoder_profile
 from paceline.planner.estimate import Estimate, estimate
-from paceline.planner.pieces import Pieces
+from paceline.planner.pieces import LazyPieces
 from paceline.plans import Plan
 from paceline.profile import profile_job
 from paceline.profile.profile import Profile
@@ -32,7 +32,7 @@ def _job(model: Any = lambda: Decoder(SIZE), **changes: Any) -> paceline.Job:
 @pytest.fixture(scope="module")
 def layers() -> Profile:
     job = _job()
-    return Pieces(job, profile_job(job)).layers()
+    return LazyPieces(job, profile_job(job)).layers()
 
 
 def test_blocks_that_are_alike_are_one_segment(layers: Profile):
@@ -80,7 +80,7 @@ def test_layers_that_differ_are_dealt_by_their_work():
     """The first, which is half of the work, is a stage of its own; what is frozen is held and has no gradient."""
     x = torch.zeros(64, 512)
     job = _job(Tapered, data=TensorDataset(x, x[:, 0].long()), loss=F.cross_entropy)
-    profile = Pieces(job, profile_job(job)).layers()
+    profile = LazyPieces(job, profile_job(job)).layers()
     assert profile.parameter_bytes == 4 * sum(p.numel() for p in Tapered().parameters())
 
     found = estimate(profile, Plan.parse("pipeline=2 data=2 microbatches=4"), Cluster.parse("4xA100"), batch=64)

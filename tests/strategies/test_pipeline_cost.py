@@ -10,14 +10,14 @@ import pytest
 from paceline.cluster import Cluster, Network
 from paceline.errors import PlanError
 from paceline.models import DecoderSize, decoder_profile
-from paceline.models.sizes import Formats, Kernels
-from paceline.planner.described import play_described, rates_of
+from paceline.planner.analytic import play_described, rates_of
 from paceline.planner.program import stage_program
 from paceline.plans import Plan
 from paceline.simulate.play import play_together
+from paceline.sizes import Formats, Kernels
 from paceline.software import Software
 from paceline.strategies.pipeline.cost import deal, ranks
-from paceline.strategies.pipeline.timing import Taken, _course, _played, rank_ends, shortened
+from paceline.strategies.pipeline.timing import ActionSeconds, _course, _played, rank_ends, shortened
 
 SOFTWARE = Software(kernels=Kernels(), formats=Formats(2, 2, 2, 12, 2, 2), slowdown=0.0, operator_s=0.0)
 SIZE = DecoderSize(12, 256, 4, 1024, 1000, sequence=128)
@@ -51,7 +51,7 @@ def test_counted_rounds_are_played_rounds(name, virtual, num_ranks):
         for kind in kinds:
             own_s = 1 + draw.random() / 5 if virtual == 1 else 1.3 if stage == last else 1.1 if stage == 0 else 1.0
             for which in ("first", "middle", "last"):
-                taken[stage, kind, which] = Taken(own_s, 0.05, waits=stage % 2 == 0)
+                taken[stage, kind, which] = ActionSeconds(own_s, 0.05, waits=stage % 2 == 0)
     count = 9 * num_ranks + (num_ranks // 2 if virtual == 1 else 0)
     assert shortened(num_ranks, count) < count
     counted = rank_ends(name, taken, num_ranks=num_ranks, num_microbatches=count, virtual=virtual)
@@ -75,7 +75,7 @@ def test_blocks_are_what_playing_every_event_gives(text):
     rates = rates_of(device.accelerator, SOFTWARE)
     step_s, played = play_described(PROFILE, plan, cluster, batch=4 * plan.num_microbatches, precision="bf16",
                                     software=SOFTWARE)
-    costs = ranks(PROFILE, plan, SOFTWARE, samples=4.0)
+    costs = ranks(PROFILE, plan, SOFTWARE, samples=4.0, flops_per_byte=200.0)
     programs = [stage_program(cost, plan, "cuda", snapshot=False, software=SOFTWARE) for cost in costs]
     exact = play_together(programs, [rates] * len(costs), network, precision="bf16",
                           apart=plan.world_size // plan.axes.pipeline)
@@ -89,15 +89,22 @@ def test_stages_hold_the_model_once():
     """All parameters of all ranks are the model's, with a second table where the head is tied to it."""
     for tied, more in ((False, 0), (True, SIZE.vocab * SIZE.hidden)):
         profile = decoder_profile(replace(SIZE, tied=tied), SOFTWARE.formats)
-        costs = ranks(profile, Plan.parse("pipeline=4 microbatches=4"), SOFTWARE, samples=1.0)
+        costs = ranks(profile, Plan.parse("pipeline=4 microbatches=4"), SOFTWARE, samples=1.0, flops_per_byte=200.0)
 
         assert sum(cost.profile.parameter_bytes for cost in costs) == profile.parameter_bytes + 2 * more
         assert [bool(cost.tied_bytes) for cost in costs] == [tied, False, False, tied]
 
 
+def test_stages_update_the_model_once():
+    """The operators of all ranks' updates are those of the whole one, as they are for captured models."""
+    costs = ranks(PROFILE, Plan.parse("pipeline=4 microbatches=4"), SOFTWARE, samples=1.0, flops_per_byte=200.0)
+
+    assert sum(cost.profile.update.operators for cost in costs) == pytest.approx(PROFILE.update.operators)
+
+
 def test_ranks_that_are_alike_share_a_profile():
     """Of 12 stages three kinds are left."""
-    costs = ranks(PROFILE, Plan.parse("pipeline=12 microbatches=12"), SOFTWARE, samples=1.0)
+    costs = ranks(PROFILE, Plan.parse("pipeline=12 microbatches=12"), SOFTWARE, samples=1.0, flops_per_byte=200.0)
 
     assert len({id(cost.profile) for cost in costs}) == 3
 

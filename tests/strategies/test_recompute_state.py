@@ -6,16 +6,19 @@ import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from stateful_jobs import Attributes, Codebook, MomentumTarget, assert_alike, stateful_job
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import paceline
 from paceline.capture.forward_state import ForwardState
-from paceline.capture.written import Seen
+from paceline.capture.written import SeenValue, address
 from paceline.launch.failure import RankFailed
 
 pytestmark = pytest.mark.timeout(120)
@@ -111,12 +114,30 @@ def test_a_forward_sees_its_own_state_again():
 def test_looking_at_a_tensor_takes_no_memory():
     """Until the first write the value is kept where it is; afterwards it is what it was."""
     tensor = torch.ones(5)
-    seen = Seen(tensor)
+    seen = SeenValue(tensor)
     assert not seen.is_written()
     tensor.data.add_(1)
     assert seen.is_changed()
     assert seen.value.tolist() == [1.0] * 5
-    assert not Seen(torch.frombuffer(bytearray(16), dtype=torch.float32)).is_changed()
+    assert not SeenValue(torch.frombuffer(bytearray(16), dtype=torch.float32)).is_changed()
+
+
+def test_of_a_distributed_tensor_its_part_is_looked_at(run_ranks: Callable[..., list[Any]]):
+    """Without a copy of it and without a collective: the ranks look one after the other."""
+    def body(context: Any) -> list[bool]:
+        p = nn.Parameter(distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)]))
+        if context.rank:
+            return []
+        seen = SeenValue(p)
+        assert not seen.is_written() and address(seen.value.to_local()) == address(p.to_local())
+        with torch.no_grad():
+            p.to_local().mul_(2)
+        assert seen.is_changed() and not seen.is_same()
+        return [seen.value.placements == p.placements, seen.value.to_local().eq(1).all().item(),
+                p.to_local().eq(2).all().item()]
+
+    assert run_ranks(body, 2, timeout_s=20) == [[True, True, True], []]
+
 
 
 class Ticks:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import TrainingError
 from paceline.strategies.data import reduce
-from paceline.strategies.data.arrivals import Arrivals
+from paceline.strategies.data.arrivals import GradientArrivals
 from paceline.strategies.data.run import GradientBuckets
 
 pytestmark = pytest.mark.timeout(120)
@@ -87,8 +87,8 @@ def test_stages_that_share_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_alike(stateful_job(tied, steps=4), plan, tmp_path)
 
 
-def arrivals(left: set[Any]) -> Arrivals:
-    return Arrivals(lambda parameter: "layer.weight", lambda parameter: parameter in left)
+def arrivals(left: set[Any]) -> GradientArrivals:
+    return GradientArrivals(lambda parameter: "layer.weight", lambda parameter: parameter in left)
 
 
 def test_a_parameter_is_learned_to_come_again():

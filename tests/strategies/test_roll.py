@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import TrainingError
-from paceline.strategies.shard import roll
-from paceline.strategies.shard.roll import ALIKE, Roll
+from paceline.strategies.shard import order_check
+from paceline.strategies.shard.order_check import ALIKE, OrderCheck
 
 UNITS = ["a", "b", "c"]
 RunRanks = Callable[..., list[Any]]
 
 
-class Alone(Roll):
+class Alone(OrderCheck):
     """Of one rank; notes what it would have asked the others."""
 
     def __init__(self, *, expects: bool = True) -> None:
@@ -29,7 +29,7 @@ class Alone(Roll):
         self.asked.append((unit, may_be_alone))
 
 
-def forward(called: Roll, units: Sequence[int]) -> None:
+def forward(called: OrderCheck, units: Sequence[int]) -> None:
     for unit in units:
         called.call(unit)
     called.end()
@@ -51,7 +51,7 @@ def test_ranks_that_do_not_expect_ask_each_time():
 
 @pytest.mark.parametrize("expects", [True, False])
 def test_ways_without_number_are_not_kept(monkeypatch: pytest.MonkeyPatch, expects: bool):
-    monkeypatch.setattr(roll, "MOST_PLACES", 7)
+    monkeypatch.setattr(order_check, "MOST_PLACES", 7)
     found = Alone(expects=expects)
     for number in range(200):
         forward(found, [number >> bit & 1 for bit in range(8)])
@@ -82,8 +82,8 @@ def test_a_rank_that_asks_is_never_alone_among_ranks_that_go_alike(forwards: lis
 
 
 def _run(context: Any, ways: list[list[int]]) -> str:
-    roll.PATIENCE_S = 2.0
-    found = Roll(UNITS, dist.new_group([0, 1], backend="gloo"), [0, 1], expects=True)
+    order_check.PATIENCE_S = 2.0
+    found = OrderCheck(UNITS, dist.new_group([0, 1], backend="gloo"), [0, 1], expects=True)
     for _ in range(ALIKE + 1):
         forward(found, [0, 1])
     try:

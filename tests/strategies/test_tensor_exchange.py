@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.exchange import Exchanges, Placement, Sum
+from paceline.strategies.tensor.program import ProgramRecorder
 
 PLACEMENTS: tuple[Placement, ...] = (None, Cut(0), Cut(1), Cut(2), Cut(1, 2), Sum(), Sum(mean=True))
 
@@ -72,3 +73,47 @@ def test_a_whole_value_that_parts_use_has_the_sum_of_their_gradients(run_ranks: 
         return [first, other.grad.tolist(), cut.grad.tolist()]  # type: ignore[union-attr]
 
     assert run_ranks(body, 2) == [[[3.0, 3.0]] * 3] * 2
+
+
+def test_only_what_nothing_else_reads_is_summed_in_place(run_ranks: Callable[..., Any]) -> None:
+    """A product that is read after it was summed stays as it is, and so does a gradient that is another one's, too."""
+    def body(context: Any) -> list[Any]:
+        mesh = Mesh({"pipeline": 1, "data": 1, "shard": 1, "tensor": 2}, context.rank)
+        mesh.connect()
+        aten, recorder = torch.ops.aten, ProgramRecorder(Exchanges(mesh.devices("cpu")["tensor"]))
+        like, factor = torch.ones(1), 1 + context.rank
+        x = recorder.input(recorder.empty((2, 3), like), None, trained=True)
+        weight = recorder.input(recorder.empty((3, 3), like), Cut(0), trained=True)
+        whole = recorder.input(recorder.empty((2, 3), like), None, trained=True)
+        share = recorder.input(recorder.empty((2, 3), like), Sum(), trained=True)
+        product = recorder.run(aten.linear.default, x, weight, placement=Sum())
+        total = recorder.moved(product, None)
+        doubled = recorder.run(aten.mul.Tensor, product, 2.0, placement=Sum())
+        tripled = recorder.run(aten.mul.Tensor, share, 3.0, placement=Sum())
+        both = recorder.run(aten.add.Tensor, whole, tripled, placement=Sum())
+        run = recorder.program([total, *(recorder.moved(value, None) for value in (doubled, both))])
+        values = torch.ones(2, 3), torch.eye(3) * factor, torch.ones(2, 3), torch.ones(2, 3)
+        given = [value.requires_grad_() for value in values]
+        outputs = run(*given)
+        torch.autograd.backward(outputs, [torch.ones(2, 3)] * 3)
+        gradients = [given[at].grad for at in (0, 2, 3)]
+        return [tensor.unique().tolist() for tensor in (*outputs, *gradients)]  # type: ignore[union-attr]
+
+    # Ranks multiply by 1 and 2, so that x is multiplied by 3; each adds the whole to three times its share of 1.
+    # Gradients of x are 3 and 6, by the product and its double; that of the whole is 1 from each rank.
+    assert run_ranks(body, 2) == [[[3.0], [6.0], [8.0], [9.0], [2.0], [3.0]]] * 2
+
+
+def test_a_sum_that_does_not_lie_in_one_piece(run_ranks: Callable[..., Any]) -> None:
+    """It is not made where it is, as ranks send what lies in one piece."""
+    def body(context: Any) -> list[list[float]]:
+        mesh = Mesh({"pipeline": 1, "data": 1, "shard": 1, "tensor": 2}, context.rank)
+        mesh.connect()
+        exchanges = Exchanges(mesh.devices("cpu")["tensor"])
+        given = torch.ones(2, 2, requires_grad=True)
+        turned = (given * (1 + context.rank)).t()
+        total = exchanges.sum_in_place(turned)
+        total.sum().backward()
+        return [total.unique().tolist(), turned.unique().tolist(), given.grad.unique().tolist()]  # type: ignore
+
+    assert run_ranks(body, 2) == [[[3.0], [1.0], [1.0]], [[3.0], [2.0], [2.0]]]

@@ -14,8 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
+from paceline.profile import profile_job
 from paceline.runtime.feed import example_batch
 from paceline.strategies.data.run import local
+from paceline.strategies.stages.price import SplitJob
 from paceline.strategies.tensor import run as tensor_run
 from paceline.strategies.tensor.cut import Cut, cut_of_placement
 from paceline.strategies.tensor.draws import apart
@@ -239,33 +241,68 @@ def test_values_of_few_bytes_are_not_cut_along_the_sequence(run_ranks: Callable[
     assert found[0] == expected
 
 
-class _Exchanges(TorchDispatchMode):
-    """Counts this thread's collectives."""
+class _Counted(TorchDispatchMode):
+    """Counts this thread's collectives and copies."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.exchanges = self.copies = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.namespace == "c10d"
+        self.exchanges += func.namespace == "c10d"
+        self.copies += func is torch.ops.aten.clone.default
         return func(*args, **(kwargs or {}))
 
 
 def test_a_block_exchanges_four_times(run_ranks: Callable[..., Any]) -> None:
-    """Two sums after rows in forward, two before columns in backward, as in Megatron-LM, where no sequence is cut."""
+    """Two sums after rows in forward, two before columns in backward, as in Megatron-LM, where no sequence is cut. They
+    take the memory of the products that they sum."""
     def body(context: Any, blocks: int) -> list[int]:
         job = job_of(lambda: Stack(*(Fused(width=24) for _ in range(blocks)), width=24))
         stepper, batch = laid_out(job, "tensor=2", context), example_batch(job.data, 4)
         stepper.layout.forward(batch)  # records
-        with _Exchanges() as forward:
+        with _Counted() as forward:
             output = stepper.layout.forward(batch)
-        with torch.autograd.set_multithreading_enabled(False), _Exchanges() as backward:
+        with torch.autograd.set_multithreading_enabled(False), _Counted() as backward:
             output.square().mean().backward()
-        return [forward.count, backward.count]
+        return [forward.exchanges, backward.exchanges, forward.copies + backward.copies]
 
     one, two = (run_ranks(lambda context, blocks=blocks: body(context, blocks), 2)[0] for blocks in (1, 2))
 
-    assert [after - before for before, after in zip(one, two, strict=True)] == [2, 2]
+    assert [after - before for before, after in zip(one, two, strict=True)] == [2, 2, 0]
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("sequence_bytes", [0, 2**30])
+@pytest.mark.parametrize("model", [
+    lambda: Stack(Fused(width=24), Fused(width=24), width=24), lambda: Stack(Flat(), width=24),
+    lambda: Stack(StackedExperts(width=24), width=24)])
+def test_a_price_counts_what_ranks_run_and_send(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+                                                model: Any, sequence_bytes: int) -> None:
+    """The same weights are split, the same messages are sent, and products are those of one rank's parts."""
+    monkeypatch.setattr(tensor_run, "SEQUENCE_BYTES", sequence_bytes)
+    job = job_of(model)
+
+    def body(context: Any) -> Any:
+        stepper, batch = laid_out(job, "tensor=2", context), example_batch(job.data, 4)
+        stepper.layout.forward(batch)  # records
+        with _Counted() as forward:
+            output = stepper.layout.forward(batch)
+        with torch.autograd.set_multithreading_enabled(False), _Counted() as backward:
+            output.square().mean().backward()
+        held = sum(local(p).numel() * 4 for p in stepper.held.values())
+        return [forward.exchanges, backward.exchanges, held]
+
+    profile = profile_job(job)
+    split = SplitJob(job, profile)
+    [rank] = split.ranks(paceline.Plan.parse("tensor=2"), (), microbatch_samples=4)
+    sent = [segment.tensor.counted for segment in rank.profile.segments if segment.tensor is not None]
+    assert run_ranks(body, 2)[0] == [sum(len(ahead) for ahead, _ in sent), sum(len(back) for _, back in sent),
+                                     rank.profile.parameter_bytes]
+
+    whole = sum(sum(p.flops for p in segment.forward.products) for segment in split.priced(4)[1].values())
+    own = sum(sum(p.flops for p in segment.forward.products) for segment in rank.profile.segments)
+    assert own < 0.6 * whole
 
 
 def test_flat_tokens_get_their_sequence_back(run_ranks: Callable[..., Any], small_sequences: None) -> None:
@@ -324,3 +361,14 @@ def test_transformers_plans_are_read() -> None:
     assert found["model.layers.0.mlp.down_proj.weight"] == "rows"
     assert "model.norm.weight" not in found
     assert published(nn.Linear(2, 2)) == {}
+
+
+@pytest.mark.parametrize(("plan", "ranks", "groups"), [("tensor=2", 2, 1), ("data=2 tensor=2", 4, 3)])
+def test_a_split_model_adds_no_process_groups(plan: str, ranks: int, groups: int,
+                                              run_ranks: Callable[..., Any]) -> None:
+    """There are that of all ranks and those of axes that are not all of them: a group has threads and connections."""
+    def body(context: Any) -> int:
+        laid_out(job_of(lambda: Stack(Fused())), plan, context)
+        return len(torch.distributed.distributed_c10d._world.pg_map)
+
+    assert run_ranks(body, ranks) == [groups] * ranks

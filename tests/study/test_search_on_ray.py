@@ -102,9 +102,9 @@ def test_requests_that_the_nodes_can_not_serve(cluster: Any, file: str, tmp_path
 def test_a_run_folder_that_nodes_do_not_see_is_refused(cluster: Any, file: str, tmp_path: Path,
                                                        monkeypatch: pytest.MonkeyPatch):
     """With the node, and what all of them must see."""
-    from paceline.study import site
+    from paceline.study import target
 
-    monkeypatch.setattr(site, "marked", lambda run_dir: "of another folder")
+    monkeypatch.setattr(target, "marked", lambda run_dir: "of another folder")
     with pytest.raises(PacelineError, match=r"(?s)the run folder .* is not there.*a filesystem that all nodes see"):
         pl.search(file, 2, settings=WORKS, ray=cluster.address, run=tmp_path / "run")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import LOOPBACK, Cluster, Device, Link
-from paceline.launch.board import Sign
 from paceline.launch.failure import RankFailed, failure_of
-from paceline.planner.question import _with_links
+from paceline.launch.heartbeats import Heartbeat
+from paceline.planner.problem import _with_links
 from paceline.profile import cache
 from paceline.simulate.collectives import collective_s
 from paceline.simulate.program import Collective
@@ -118,7 +118,7 @@ def test_gpus_that_can_not_be_measured_count_as_the_driver_says(
     measured: list[int], wired: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def fail(cluster: Cluster, num_ranks: int) -> Link:
-        raise RankFailed(failure_of(RuntimeError("NCCL error"), rank=1, sign=Sign(0, "start", 0.0)))
+        raise RankFailed(failure_of(RuntimeError("NCCL error"), rank=1, sign=Heartbeat(0, "start", 0.0)))
 
     monkeypatch.setattr(links, "measure_link", fail)
     found = with_links(gpus(0, 1))

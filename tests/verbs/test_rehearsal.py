@@ -13,26 +13,26 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.cluster import Cluster, Device
 from paceline.errors import PacelineError
-from paceline.launch.board import Sign
 from paceline.launch.failure import RankFailed, stopped
+from paceline.launch.heartbeats import Heartbeat
 from paceline.planner.corrections import Rehearsal
-from paceline.planner.estimate import Estimate, Need
-from paceline.planner.rank import Candidate, Found
+from paceline.planner.estimate import Estimate, MemoryNeed
+from paceline.planner.rank import Candidate, RankedPlans
 from paceline.plans import Plan
 from paceline.verbs.rehearsal import rehearse, rehearse_best
 
 DEVICE = Device("cpu", 0, 1000)
 
 
-def found(**predicted_s: float) -> Found:
+def found(**predicted_s: float) -> RankedPlans:
     """Plans by their text, with `_` for `=`."""
     def one(text: str, step_s: float) -> Candidate:
         ledger = {"parameters": 100}
         return Candidate(Plan.parse(text.replace("__", " ").replace("_", "=")), Estimate(
-            step_s, 100, ledger, {"compute": step_s}, needs=(Need("each rank", DEVICE, ledger),),
+            step_s, 100, ledger, {"compute": step_s}, needs=(MemoryNeed("each rank", DEVICE, ledger),),
             low_s=step_s / 5, high_s=5 * step_s))
 
-    return Found([one(text, step_s) for text, step_s in sorted(predicted_s.items(), key=lambda item: item[1])])
+    return RankedPlans([one(text, step_s) for text, step_s in sorted(predicted_s.items(), key=lambda item: item[1])])
 
 
 class Machine:
@@ -109,19 +109,21 @@ def test_a_plan_that_fails_is_refused_with_its_reason():
 
 def test_a_request_to_stop_is_not_a_plan_that_failed():
     def run(plan: Plan, expected_s: float) -> Rehearsal:
-        raise RankFailed(stopped(0, signal.SIGTERM, Sign(1, "forward", 0.0)))
+        raise RankFailed(stopped(0, signal.SIGTERM, Heartbeat(1, "forward", 0.0)))
 
     with pytest.raises(RankFailed, match="SIGTERM"):
         rehearse_best(found(data_2=1.0, single=2.0), run, budget_s=60)
 
 
-def test_ranks_take_a_few_steps(capfd: pytest.CaptureFixture[str]):
-    """A plan is run as train runs it: a step takes time, a rank needs memory, and nobody hears of it."""
+@pytest.mark.parametrize("plan", ["data=2", "tensor=2"])
+def test_ranks_take_a_few_steps(capfd: pytest.CaptureFixture[str], plan: str):
+    """A plan is run as train runs it: a step takes time, a rank needs memory, and nobody hears of it, nor of what its
+    layers are split into."""
     x = torch.randn(64, 16)
     job = paceline.Job(model=lambda: nn.Linear(16, 4), data=TensorDataset(x, x.argmax(1) % 4), loss=F.cross_entropy,
                        optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=8, steps=1000,
                        validation=TensorDataset(x, x.argmax(1) % 4))
-    tried = rehearse(job, Cluster.local("cpu:0-1"), Plan.parse("data=2"), 0.05)
+    tried = rehearse(job, Cluster.local("cpu:0-1"), Plan.parse(plan), 0.05)
 
     assert tried.step_s > 0 and tried.peak_memory_bytes > 0
     assert capfd.readouterr() == ("", "")

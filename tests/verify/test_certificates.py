@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import Preempted, UsageError
-from paceline.runtime.feed import Part
+from paceline.runtime.feed import DataShard
 from paceline.strategies.data.run import GradientBuckets
-from paceline.strategies.meeting import EveryStep
+from paceline.strategies.step_sync import SyncEveryStep
 from paceline.verbs.verify import _plans_that_fit
 
 SAMPLES, BATCH = 25, 10  # the third step of an epoch has 5 samples: uneven over 2, 3 and 4 replicas
@@ -139,19 +139,19 @@ def skipped_reduction(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_samples(patch: pytest.MonkeyPatch) -> None:
-    cuts = Part.cuts
-    patch.setattr(Part, "cuts", lambda self, count: cuts(replace(self, index=0), count))
+    cuts = DataShard.cuts
+    patch.setattr(DataShard, "cuts", lambda self, count: cuts(replace(self, index=0), count))
 
 
 def local_normalisation(patch: pytest.MonkeyPatch) -> None:
-    agree = EveryStep.agree
+    summed = SyncEveryStep.all_reduce_figures
 
-    def alone(self: EveryStep, figures: torch.Tensor) -> torch.Tensor:
-        found = agree(self, figures)
+    def alone(self: SyncEveryStep, figures: torch.Tensor) -> torch.Tensor:
+        found = summed(self, figures)
         found[1] /= self.world_size
         return found
 
-    patch.setattr(EveryStep, "agree", alone)
+    patch.setattr(SyncEveryStep, "all_reduce_figures", alone)
 
 
 @pytest.mark.parametrize(("plant", "loss", "named"), [

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.capture.written import Seen
+from paceline.capture.written import SeenValue
 
 OF_TORCH = frozenset(nn.Module().__dict__)
 _MT19937_WORDS = 625  # a table of 624 and the place in it
@@ -29,7 +29,7 @@ _COPIED = (torch.Tensor, *_CONTAINERS, torch.Generator, random.Random, np.random
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MappingSnapshot:
     """What lies in one mapping of a module at one moment: its attributes, buffers or parameters.
 
     names: of what belongs to the state; None if all of it does.
@@ -42,7 +42,7 @@ class Part:
     copies: dict[str, Any]
 
     @classmethod
-    def of(cls, mapping: MutableMapping[str, Any], names: tuple[str, ...] | None = None) -> Part:
+    def of(cls, mapping: MutableMapping[str, Any], names: tuple[str, ...] | None = None) -> MappingSnapshot:
         values = _content(mapping, names)
         return cls(mapping, names, values, {key: _copied(value) for key, value in values.items()
                                             if _can_be_written(value) and key not in OF_TORCH})
@@ -97,22 +97,22 @@ class ForwardState:
         self.mappings += [one._buffers for one in inside if one._buffers]
         self.parameters = [(one._parameters, names) for one in inside if (names := tuple(
             name for name, parameter in one._parameters.items() if parameter is not None and edited(parameter)))]
-        self.known: dict[int, Part] = {}
+        self.known: dict[int, MappingSnapshot] = {}
 
-    def now(self, *, buffers: tuple[str, ...] = ()) -> Moment:
+    def now(self, *, buffers: tuple[str, ...] = ()) -> ForwardSnapshot:
         """The state at this moment. buffers: names of those that the forward takes from elsewhere."""
         parts = [self._part(mapping) for mapping in self.mappings]
         if buffers:
             assert self.buffers is not None
-            parts.append(Part.of(self.buffers, buffers))
+            parts.append(MappingSnapshot.of(self.buffers, buffers))
         # Parameters are written to in every update, and would be copied then if they were still looked at.
-        parts += [Part.of(mapping, names) for mapping, names in self.parameters]
-        return Moment(parts, Streams.now())
+        parts += [MappingSnapshot.of(mapping, names) for mapping, names in self.parameters]
+        return ForwardSnapshot(parts, Streams.now())
 
-    def _part(self, mapping: MutableMapping[str, Any]) -> Part:
+    def _part(self, mapping: MutableMapping[str, Any]) -> MappingSnapshot:
         known = self.known.get(id(mapping))
         if known is None or not known.is_current():
-            known = self.known[id(mapping)] = Part.of(mapping)
+            known = self.known[id(mapping)] = MappingSnapshot.of(mapping)
         return known
 
 
@@ -151,10 +151,10 @@ def _place() -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True)
-class Moment:
+class ForwardSnapshot:
     """A forward's state at one moment, and that of the random streams."""
 
-    parts: list[Part]
+    parts: list[MappingSnapshot]
     streams: Streams
 
     def again(self) -> AbstractContextManager[None]:
@@ -165,7 +165,7 @@ class Moment:
 class _Again(AbstractContextManager[None]):
     """Can be entered several times, one after the other."""
 
-    def __init__(self, moment: Moment) -> None:
+    def __init__(self, moment: ForwardSnapshot) -> None:
         self.moment = moment
 
     def __enter__(self) -> None:
@@ -192,7 +192,7 @@ def _can_be_written(value: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return Seen(value)
+        return SeenValue(value)
     if isinstance(value, torch.Generator):
         return value.clone_state()
     if isinstance(value, list) and value and all(isinstance(item, nn.Parameter) for item in value):
@@ -204,14 +204,14 @@ def _copied(value: Any) -> Any:
 
 def _may_be_written(copied: Any, original: Any) -> bool:
     """Whether the original of what `_copied` gave may have another value; a container that was empty may have items."""
-    if isinstance(copied, Seen):
+    if isinstance(copied, SeenValue):
         return copied.is_written()
     return not isinstance(copied, _CONTAINERS) or bool(copied) or bool(original)
 
 
 def _refreshed(value: Any, fresh: dict[int, torch.Tensor]) -> Any:
     """What `_copied` gave, as values that may be written to."""
-    if isinstance(value, Seen):
+    if isinstance(value, SeenValue):
         if not value.is_written():
             return value.tensor
         return fresh.setdefault(id(value.tensor), _twin(value))
@@ -222,8 +222,8 @@ def _refreshed(value: Any, fresh: dict[int, torch.Tensor]) -> Any:
     return _copied(value)
 
 
-def _twin(seen: Seen) -> torch.Tensor:
-    tensor, original = Seen(seen.value).value, seen.tensor
+def _twin(seen: SeenValue) -> torch.Tensor:
+    tensor, original = SeenValue(seen.value).value, seen.tensor
     if isinstance(original, nn.Parameter):
         return nn.Parameter(tensor, requires_grad=original.requires_grad)
     return tensor.requires_grad_(original.requires_grad)

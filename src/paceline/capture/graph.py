@@ -128,7 +128,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
+def without_cache(model: nn.Module) -> Iterator[None]:
     """A model of Transformers returns what speeds up generating text, unless its configuration says otherwise; no loss
     is computed from that, and it is nothing that can be passed on."""
     config: Any = getattr(model, "config", None)
@@ -164,7 +164,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
                     if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
     bindings, before = Bindings(model), draws_state()
     try:
-        with (_quiet(), _without_cache(model), generators_kept(model), functions_kept(),
+        with (_quiet(), without_cache(model), generators_kept(model), functions_kept(),
               (opaque or OpaqueModules()).standing_in(model, samples) as calls):
             exported = torch.export.export(model, args, kwargs, strict=False)
             if draws_state() != before:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -58,7 +58,7 @@ class Call(Protocol):
 
 
 @dataclass(frozen=True)
-class Shape:
+class GrowingShape:
     """An output's shape as it grows with the samples of a batch: by so much a sample along each dim."""
 
     fixed: tuple[int, ...]
@@ -69,7 +69,7 @@ class Shape:
         return tuple(a + b * samples for a, b in zip(self.fixed, self.per_sample, strict=True))
 
     @classmethod
-    def through(cls, two: torch.Tensor, three: torch.Tensor) -> Shape:
+    def through(cls, two: torch.Tensor, three: torch.Tensor) -> GrowingShape:
         """From the outputs for two and for three samples."""
         each = tuple(b - a for a, b in zip(two.shape, three.shape, strict=True))
         return cls(tuple(a - 2 * b for a, b in zip(two.shape, each, strict=True)), each, two.dtype)
@@ -80,7 +80,7 @@ class Outputs:
     """What a call returns: its structure, the shapes of the tensors in it, and what else is in it, by position."""
 
     spec: pytree.TreeSpec
-    shapes: tuple[Shape, ...]
+    shapes: tuple[GrowingShape, ...]
     constants: Mapping[int, Any] = field(default_factory=dict)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -171,13 +171,14 @@ def _gradient(context: Any, *gradients: torch.Tensor) -> Any:
 _opaque.register_autograd(_gradient)
 
 
-def _record(call: Call, inputs: Sequence[torch.Tensor], outputs: Outputs) -> Any:
+def record(call: Call, inputs: Sequence[torch.Tensor], outputs: Outputs) -> Any:
     """Put a call into the graph that is being recorded; gives its stand-ins.
 
     Gradients are enabled or not as around the capture: export moves what is done otherwise into a graph of its own.
     """
     _CALLS.append(call)
-    with torch.set_grad_enabled(_CALLS.has_gradients):
+    is_as_around = torch.is_grad_enabled() == _CALLS.has_gradients  # export takes long for each change
+    with nullcontext() if is_as_around else torch.set_grad_enabled(_CALLS.has_gradients):
         made = _opaque(list(inputs), len(_CALLS) - 1)
     return outputs.filled(made)
 
@@ -258,7 +259,7 @@ class OpaqueModules:
                 path, module, spec, constants, returned, samples, torch.is_grad_enabled(),
                 tuple(prefix + name for name, _ in module.named_parameters(remove_duplicate=False)),
                 tuple(prefix + name for name, _ in module.named_buffers(remove_duplicate=False)))
-            return _record(call, inputs, returned)
+            return record(call, inputs, returned)
 
         return forward
 
@@ -268,7 +269,7 @@ def _outputs(path: str, two: Any, three: Any) -> Outputs:
     others, other_constants, _ = _taken_apart(three)
     if not is_same(list(constants.values()), list(other_constants.values())):
         raise CannotRecord(f"'{path}' returns something that is neither a tensor nor the same for every batch")
-    return Outputs(spec, tuple(map(Shape.through, tensors, others)), constants)
+    return Outputs(spec, tuple(map(GrowingShape.through, tensors, others)), constants)
 
 
 @contextmanager
@@ -330,9 +331,9 @@ def _record_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         raise CannotRecord(f"{function.__name__} changes its input in place")
     if not made:
         return returned
-    shapes = tuple(Shape(tuple(map(int, tensor.shape)), (0,) * tensor.ndim, tensor.dtype) for tensor in made)
+    shapes = tuple(GrowingShape(tuple(map(int, tensor.shape)), (0,) * tensor.ndim, tensor.dtype) for tensor in made)
     outputs = Outputs(returned_spec, shapes, others)
-    return _record(FunctionCall(function, spec, constants, outputs, torch.is_grad_enabled()), inputs, outputs)
+    return record(FunctionCall(function, spec, constants, outputs, torch.is_grad_enabled()), inputs, outputs)
 
 
 def modules_in(traceback: TracebackType | None, model: nn.Module) -> list[str]:

@@ -11,15 +11,13 @@ from torch.utils import _pytree as pytree
 from paceline.capture.graph import Piece, Value
 from paceline.launch.fork import cuda_left_alone
 
-# What a core does in a second; only the ratio matters for a cut. Measured on 2 cores (AVX-512), one thread each.
-FLOPS_PER_S = 90e9
-BYTES_PER_S = 8e9
 INSIDE_OF_OPAQUE = 4  # bytes kept inside a module that can't be looked into, for each byte of its results; a guess
 
 
-def forward_s(piece: Piece) -> float:
-    """Seconds of a piece's forward on one core of an ordinary CPU, from the shapes of its nodes."""
-    return sum(_flops(node) / FLOPS_PER_S + _moved_bytes(node) / BYTES_PER_S for node in piece.nodes)
+def forward_flops(piece: Piece, *, flops_per_byte: float) -> float:
+    """Of a piece's forward, from the shapes of its nodes. A byte that is moved counts as what a device computes in the
+    same time; see `Device.flops_per_byte`."""
+    return sum(_flops(node) + flops_per_byte * _moved_bytes(node) for node in piece.nodes)
 
 
 def kept_bytes(piece: Piece, values: Mapping[str, Value], parameters: Mapping[str, nn.Parameter],

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.capture.written import Seen, address
+from paceline.capture.written import SeenValue, address
 
 # Calls of operators that write to a tensor, such as `q.lerp_(p, 0.1)`, and `q.data`. Initial values are no edits.
 _WRITES = re.compile(r"(?<!init)\.(?!requires_grad_|register_)[a-z]\w*[a-z0-9]_\(|\.data\b|no_grad|\.detach\(")
@@ -140,7 +140,7 @@ def written_by(forward: Callable[[], Any], model: nn.Module,
     """
     named = dict(model.named_parameters())
     before = {name: (p._version, address(p)) for name, p in named.items()}
-    seen = {name: Seen(p) for name, p in named.items() if not is_elsewhere(p)}
+    seen = {name: SeenValue(p) for name, p in named.items() if not is_elsewhere(p)}
     forward()
     return frozenset(name for name, p in named.items()
                      if (before[name][0] != p._version or seen[name].is_changed() if name in seen
@@ -158,7 +158,7 @@ def followers(names: Iterable[str], model: nn.Module, blocks: Mapping[str, nn.Mo
     in_block = {path: [name for name in names if name.startswith(f"{path}.")] for path in blocks}
     # What begins as a copy of what it follows would not change: it begins elsewhere here.
     values = {name: named[name].detach() + 1 for group in in_block.values() for name in group}
-    starts: dict[str, list[Seen]] = {}
+    starts: dict[str, list[SeenValue]] = {}
     inside: set[str] = set()
 
     @torch.no_grad()
@@ -167,7 +167,7 @@ def followers(names: Iterable[str], model: nn.Module, blocks: Mapping[str, nn.Mo
             named[name].copy_(value)
 
     def begin(path: str) -> None:
-        starts[path] = [Seen(named[name]) for name in in_block[path]]
+        starts[path] = [SeenValue(named[name]) for name in in_block[path]]
 
     def end(path: str) -> None:
         inside.update(name for name, seen in zip(in_block[path], starts.pop(path), strict=True) if seen.is_changed())

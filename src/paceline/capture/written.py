@@ -2,18 +2,18 @@
 
 torch keeps two tensors on one memory until one of them is written to (copy on write). So a look at a tensor costs a
 microsecond and no memory, and a write is seen however it was made: version counters don't count what goes through
-`tensor.data`.
+`tensor.data`. Of a distributed tensor (DTensor) this rank's part is looked at, so that nothing here is a collective.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
 
 
-class Seen:
+class SeenValue:
     """The value of a tensor when it was looked at.
 
     tensor: as it was given; a write to it leaves `value` as it was.
@@ -23,11 +23,13 @@ class Seen:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        part = _part(tensor).detach()
         try:
-            self.value: torch.Tensor = torch._lazy_clone(tensor.detach())
-            self._shares_memory = True
+            value, self._shares_memory = torch._lazy_clone(part), True
         except (RuntimeError, NotImplementedError, AttributeError):  # memory that torch did not allocate itself
-            self.value, self._shares_memory = tensor.detach().clone(), False
+            value, self._shares_memory = part.clone(), False
+        spec, kind = getattr(tensor, "_spec", None), cast("Any", type(tensor))
+        self.value: torch.Tensor = value if spec is None else kind(value, spec, requires_grad=False)
 
     def is_written(self) -> bool:
         """Whether the tensor may have been written to since; where that can't be told, whether its value is another.
@@ -35,7 +37,7 @@ class Seen:
         A few operators are taken for writers without being any, such as an LSTM on a CPU.
         """
         if self._shares_memory:
-            return bool(address(self.tensor) != address(self.value))
+            return bool(address(_part(self.tensor)) != address(_part(self.value)))
         return not self.is_same()
 
     def is_changed(self) -> bool:
@@ -44,7 +46,7 @@ class Seen:
 
     def is_same(self) -> bool:
         """Whether shape, dtype and every bit of the tensor's value are as they were; NaN equals NaN."""
-        now, then = self.tensor.detach(), self.value
+        now, then = _part(self.tensor).detach(), _part(self.value)
         if now.shape != then.shape or now.dtype != then.dtype:
             return False
         return bool(torch.equal(now, then) or ((now == then) | ((now != now) & (then != then))).all())
@@ -61,6 +63,12 @@ def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
 def lazy_copies(value: Any) -> Any:
     """The same containers with copies of their tensors; see `lazy_copy`. A model may write to what it is given."""
     return pytree.tree_map_only(torch.Tensor, lazy_copy, value)
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a distributed tensor this rank's part, without a copy; any other tensor itself."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 address = torch._C._data_address  # type: ignore[attr-defined]  # `data_ptr` would count as writing

@@ -15,8 +15,8 @@ import psutil
 import torch
 
 from paceline.launch import signals
-from paceline.launch.board import Board
 from paceline.launch.fork import die_with, end_openmp_threads, refuse_used_cuda
+from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.process import set_up_heap, use_threads
 
 _BESIDE_NICE = 10  # a tenth of a rank's share: at 19 a second of work lasted for 17 steps of the byte GPT
@@ -53,7 +53,7 @@ def aside(work: Callable[[], None]) -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def run_beside(work: Callable[[Board], None] | None, board: Board) -> Iterator[None]:
+def run_beside(work: Callable[[HeartbeatTable], None] | None, board: HeartbeatTable) -> Iterator[None]:
     """Run `work(board)` in a fork of low priority while the block runs; it looks for `board.over`, and is given time to
     end then, but after an error.
 

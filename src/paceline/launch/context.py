@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-    from paceline.launch.board import Board, Sign
+    from paceline.launch.heartbeats import Heartbeat, HeartbeatTable
 
 
 @dataclass
@@ -40,7 +40,7 @@ class RankContext:
     local_world_size: int
     device: torch.device
     store: Store | None
-    board: Board
+    board: HeartbeatTable
     slot: int
     attempt: str
     step: int = 0
@@ -59,7 +59,7 @@ class RankContext:
         self.board.write(self.slot, self.step, phase)
 
     @property
-    def sign(self) -> Sign:
+    def sign(self) -> Heartbeat:
         return self.board.read(self.slot)
 
     @contextmanager

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.errors import OutOfMemory, PacelineError, PeerLost, Preempted
-from paceline.launch.board import Sign
+from paceline.launch.heartbeats import Heartbeat
 
 # What torch's communication says, in a RuntimeError, on a rank whose peer went away.
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
@@ -70,14 +70,14 @@ class Failure:
         """The message a user reads: where, what, what next."""
         if self.is_stop:
             return self.message
-        place = f"rank {self.rank} on {self.host} failed in {Sign(self.step, self.phase, 0.0)}"
+        place = f"rank {self.rank} on {self.host} failed in {Heartbeat(self.step, self.phase, 0.0)}"
         shown = f"{place}, at {self.where}:\n{self.message}" if self.where else f"{place}:\n{self.message}"
         if self.trace:
             shown = f"{self.trace}\n{shown}"
         return f"{shown}\n\nfull log: {log}" if log else shown
 
 
-def failure_of(error: BaseException, *, rank: int, sign: Sign) -> Failure:
+def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
     """The report of an exception. Paceline's own errors need no traceback: their message says it all."""
     text = f"{type(error).__name__}: {error}"
     lowered = text.lower()
@@ -135,7 +135,7 @@ class RankFailed(PacelineError):
         self.exit_code = failure.exit_code
 
 
-def killed(rank: int, exit_code: int | None, sign: Sign) -> Failure:
+def killed(rank: int, exit_code: int | None, sign: Heartbeat) -> Failure:
     """The report of a rank that ended without one: a signal, or an exit nobody expected."""
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
@@ -149,7 +149,7 @@ def killed(rank: int, exit_code: int | None, sign: Sign) -> Failure:
                    phase=sign.phase, where="", trace="", time_s=time.time())
 
 
-def stopped(rank: int, number: int, sign: Sign) -> Failure:
+def stopped(rank: int, number: int, sign: Heartbeat) -> Failure:
     """The report of a rank that our own signal ended where it could not stop by itself."""
     how = (f"stopped by {signal.Signals(number).name} in {sign}, where no checkpoint can be saved\n\n"
            "hint: --resume goes on from the last checkpoint, if there is one")

@@ -16,13 +16,13 @@ from typing import Any
 
 from paceline.cluster import Device
 from paceline.errors import ClusterError, PacelineError, PeerLost
-from paceline.launch.board import Board
-from paceline.launch.crew import PEERS, Crew
 from paceline.launch.environment import Environment, address_towards, interface_towards
 from paceline.launch.failure import Failure, RankFailed
+from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
+from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.liveness import Hub, Liveness, Spoke
 from paceline.launch.process import Body, run_rank
-from paceline.launch.watch import within
+from paceline.launch.watchdog import within
 
 _HEARD_S = 5.0  # how long a rank that fell with others looks for the cause in the store
 _LEAVE_S = 2.0  # rank 0 keeps the store, and leaves after the others have read there why
@@ -122,7 +122,7 @@ def _wait(store: Any, environment: Environment, key: str, *, timeout_s: float) -
 
 
 def run_joined(body: Body, environment: Environment, device: Device, *, store: Any, attempt: str,
-               run_dir: Path | None, timeout_s: float, crew: Crew = PEERS) -> Any:
+               run_dir: Path | None, timeout_s: float, fault_policy: FaultPolicy = ALL_NEEDED) -> Any:
     """Run `body(context)` as this rank and return its result.
 
     The ranks' secret is PACELINE_SECRET where it is set, else one that rank 0 leaves in the launcher's store: then
@@ -149,12 +149,13 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
     secret = os.environ.get("PACELINE_SECRET") or agree(store, environment, f"secret/{attempt}",
                                                         lambda: secrets.token_hex(32), timeout_s=timeout_s)
     # Servers and their workers, who form no group, hear of each other's death by themselves, and may go on.
-    need_each_other = crew.has_group and environment.world_size > 1
+    need_each_other = fault_policy.uses_process_group and environment.world_size > 1
     liveness = _join_liveness(store, environment, attempt, secret.encode(), timeout_s) if need_each_other else None
     result, failure, log = run_rank(
         body, rank=environment.rank, world_size=environment.world_size,
-        local_world_size=environment.local_world_size, device=device, make_store=lambda: store, board=Board(1), slot=0,
-        attempt=attempt, run_dir=run_dir, timeout_s=timeout_s, report=report_end, crew=crew,
+        local_world_size=environment.local_world_size, device=device, make_store=lambda: store,
+        board=HeartbeatTable(1), slot=0,
+        attempt=attempt, run_dir=run_dir, timeout_s=timeout_s, report=report_end, fault_policy=fault_policy,
         secret=secret.encode(), host=address_towards(environment.master_address) or "127.0.0.1",
         lost=liveness.lost if liveness else None)
     if failure is not None:

@@ -21,10 +21,10 @@ from typing import Any
 from paceline.cluster import Device
 from paceline.errors import PeerLost
 from paceline.launch import signals
-from paceline.launch.board import Board
-from paceline.launch.crew import PEERS, Crew
 from paceline.launch.failure import Failure, RankFailed, cause_of, killed, stopped
+from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.fork import die_with, end_openmp_threads, refuse_used_cuda
+from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.process import Body, run_rank
 
 _GRACE_S = 5.0  # after a first failure, for the other ranks to report and leave
@@ -52,12 +52,12 @@ class _Launch:
 
     body: Body
     devices: Sequence[Device]
-    board: Board
+    board: HeartbeatTable
     name: str
-    meetings: Path
+    rendezvous: Path
     run_dir: Path | None
     timeout_s: float
-    crew: Crew
+    fault_policy: FaultPolicy
     secret: bytes
     restarts: int
     deaths: list[int]
@@ -70,11 +70,12 @@ class _Launch:
     @property
     def store(self) -> Path:
         """Where the ranks of this start find each other: not what those before them have left."""
-        return self.meetings / f"store-{self.num_starts}"
+        return self.rendezvous / f"store-{self.num_starts}"
 
 
 def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = None, timeout_s: float = 300.0,
-              idle: Callable[[Board], None] | None = None, crew: Crew = PEERS, restarts: int = 0) -> list[Any]:
+              idle: Callable[[HeartbeatTable], None] | None = None, fault_policy: FaultPolicy = ALL_NEEDED,
+              restarts: int = 0) -> list[Any]:
     """Run `body(context)` as one rank a device and return the results in rank order.
 
     Results travel as JSON. The ranks are forks, so the body may be any closure; nothing is pickled. Ctrl-C and
@@ -84,7 +85,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         run_dir: Where each rank's log goes; without it only rank 0 is heard.
         timeout_s: How long a rank may give no sign of life while others wait.
         idle: Called in another fork, at a low priority, after the ranks have started.
-        crew: Which ranks the others go on without; the result of one that was killed is None.
+        fault_policy: Which ranks the others go on without; the result of one that was killed is None.
         restarts: How often ranks that died or hang are started again: such a one alone, or else all of them, with
             `context.num_starts` above 1. A rank that raised an error is not: it would again.
 
@@ -97,9 +98,10 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
     refuse_used_cuda()
     end_openmp_threads()
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="paceline-") as meetings, _forwarded_signals(ranks) as interrupted:
-        launch = _Launch(body, devices, Board(len(devices)), uuid.uuid4().hex[:12], Path(meetings), run_dir, timeout_s,
-                         crew, secrets.token_bytes(32), restarts, [0] * len(devices))
+    with tempfile.TemporaryDirectory(prefix="paceline-") as rendezvous, _forwarded_signals(ranks) as interrupted:
+        launch = _Launch(body, devices, HeartbeatTable(len(devices)), uuid.uuid4().hex[:12], Path(rendezvous), run_dir,
+                         timeout_s,
+                         fault_policy, secrets.token_bytes(32), restarts, [0] * len(devices))
         try:
             with signals.held():
                 _start_all(launch, ranks)
@@ -127,7 +129,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
 
 def _cause(launch: _Launch, ranks: Sequence[_Rank]) -> Failure | None:
     """What ended the run before its time."""
-    failures = [rank.failure for rank in ranks if rank.failure and not _is_outlived(rank.failure, launch.crew)]
+    failures = [rank.failure for rank in ranks if rank.failure and not _is_outlived(rank.failure, launch.fault_policy)]
     return cause_of(failures) if failures else None
 
 
@@ -154,9 +156,9 @@ def _forking(launch: _Launch, ranks: Sequence[_Rank], interrupted: Sequence[int]
                 rank.process.terminate()
 
 
-def _is_outlived(failure: Failure, crew: Crew) -> bool:
+def _is_outlived(failure: Failure, fault_policy: FaultPolicy) -> bool:
     """Whether a rank is merely gone, and the others go on without it. An error is an error on any rank."""
-    return failure.rank in crew.expendable and failure.kind == PeerLost.__name__
+    return failure.rank in fault_policy.optional_ranks and failure.kind == PeerLost.__name__
 
 
 def _start_all(launch: _Launch, ranks: list[_Rank]) -> None:
@@ -192,7 +194,8 @@ def _child(launch: _Launch, rank: int, send: Connection, parent_pid: int) -> Non
         launch.body, rank=rank, world_size=world_size, local_world_size=world_size, device=launch.devices[rank],
         make_store=(lambda: dist.FileStore(str(launch.store), world_size)) if world_size > 1 else None,
         board=launch.board, slot=rank, attempt=launch.attempt, run_dir=launch.run_dir, timeout_s=launch.timeout_s,
-        report=lambda failure: report("failure", [failure.to_json(), ""]), crew=launch.crew, secret=launch.secret,
+        report=lambda failure: report("failure", [failure.to_json(), ""]), fault_policy=launch.fault_policy,
+        secret=launch.secret,
         num_starts=launch.num_starts, deaths=tuple(launch.deaths), restarts=launch.restarts)
     if failure is not None:
         report("failure", [failure.to_json(), str(log or "")])
@@ -218,7 +221,7 @@ def _forwarded_signals(ranks: list[_Rank]) -> Iterator[list[int]]:
 def _collect(launch: _Launch, ranks: list[_Rank], interrupted: list[int]) -> None:
     """Hear every rank out, and start again those that the others go on without.
 
-    After a first failure, or when only expendable ranks are left, the others get a few seconds; none if all are
+    After a first failure, or when only optional ranks are left, the others get a few seconds; none if all are
     started again and who died is known.
     """
     deadline: float | None = None
@@ -230,7 +233,8 @@ def _collect(launch: _Launch, ranks: list[_Rank], interrupted: list[int]) -> Non
         cause = _cause(launch, ranks)
         if cause is not None and not cause.heard and _may_restart(launch, cause, interrupted):
             return
-        is_over = all(rank.finished for number, rank in enumerate(ranks) if number not in launch.crew.expendable)
+        is_over = all(rank.finished for number,
+                      rank in enumerate(ranks) if number not in launch.fault_policy.optional_ranks)
         if deadline is None and (is_over or cause is not None):
             deadline = time.monotonic() + _GRACE_S
         if deadline is not None and time.monotonic() > deadline:
@@ -240,8 +244,8 @@ def _collect(launch: _Launch, ranks: list[_Rank], interrupted: list[int]) -> Non
 
 
 def _restart_lost(launch: _Launch, ranks: list[_Rank], interrupted: list[int]) -> None:
-    """Start expendable ranks again that died, or that say nothing and so are of no use to anybody."""
-    for number in sorted(launch.crew.expendable):
+    """Start optional ranks again that died, or that say nothing and so are of no use to anybody."""
+    for number in sorted(launch.fault_policy.optional_ranks):
         rank, silent_s = ranks[number], time.monotonic() - launch.board.read(number).time_s
         if not rank.finished and silent_s > launch.timeout_s + _SPEAK_S and launch.restarts and not interrupted:
             rank.process.kill()
@@ -255,7 +259,7 @@ def _restart_lost(launch: _Launch, ranks: list[_Rank], interrupted: list[int]) -
                 ranks[number] = _start(launch, number)
 
 
-def _hear(number: int, rank: _Rank, board: Board, interrupted: list[int]) -> None:
+def _hear(number: int, rank: _Rank, board: HeartbeatTable, interrupted: list[int]) -> None:
     alive = rank.process.is_alive()  # asked before the pipe is read, so that nothing said last is lost
     while rank.pipe.poll():
         try:

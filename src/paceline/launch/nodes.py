@@ -1,7 +1,7 @@
 """Warm ranks of several nodes as one pool: each node has a `Pool`, and says and hears lines of JSON.
 
 `NodesPool` is the end where tasks are started, `serve` the other end, in a node. What carries the lines between them is
-a `Wire`.
+a `NodeTransport`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError, PeerLost
-from paceline.launch.crew import Crew
 from paceline.launch.failure import Failure
+from paceline.launch.fault_policy import FaultPolicy
 from paceline.launch.pool import Pool
-from paceline.launch.warm import STOP_S, Event
+from paceline.launch.worker_pool import STOP_S, TaskEvent
 
 _LONG_S = 60.0
 
 
-class Wire(Protocol):
+class NodeTransport(Protocol):
     """Carries lines of JSON to nodes and from them, in order. Nodes are numbered from 0."""
 
     @property
@@ -64,7 +64,7 @@ class NodesPool:
         NodeRefused: a node said why it can't, or did not answer in time; or all are lost. One that is lost is left out.
     """
 
-    def __init__(self, wire: Wire, greetings: Sequence[Any], *, timeout_s: float) -> None:
+    def __init__(self, wire: NodeTransport, greetings: Sequence[Any], *, timeout_s: float) -> None:
         self._wire, self._numbers = wire, itertools.count()
         self._tasks: dict[int, _Task] = {}
         for node, greeting in enumerate(greetings):
@@ -115,16 +115,17 @@ class NodesPool:
         return ", ".join(f"{self._wire.names[node]} ({' '.join(self.names[slot] for slot in slots)})"
                          for node, slots in self._slots.items())
 
-    def start(self, payload: Any, slots: Sequence[int], *, crew: Crew, log_dir: Path | None = None) -> int:
+    def start(self, payload: Any, slots: Sequence[int], *, fault_policy: FaultPolicy,
+              log_dir: Path | None = None) -> int:
         node, own = next((node, own) for node, own in self._slots.items() if slots[0] in own)
         assert set(slots) <= set(own) and set(slots) <= set(self.free)
         number = next(self._numbers)
         self._tasks[number] = _Task(node, tuple(slots))
         self._tell(number, "start", payload=payload, slots=[own.index(slot) for slot in slots],
-                   has_group=crew.has_group, log_dir=str(log_dir) if log_dir else None)
+                   uses_process_group=fault_policy.uses_process_group, log_dir=str(log_dir) if log_dir else None)
         return number
 
-    def answer(self, event: Event, value: Any) -> None:
+    def answer(self, event: TaskEvent, value: Any) -> None:
         self._tell(event.task, "answer", rank=event.rank, value=value)
 
     def stop(self, number: int, *, patience_s: float = STOP_S) -> None:
@@ -135,7 +136,7 @@ class NodesPool:
         if task is not None:
             self._wire.tell(task.node, json.dumps({"do": what, "task": number, **words}))
 
-    def wait(self, timeout_s: float) -> list[Event]:
+    def wait(self, timeout_s: float) -> list[TaskEvent]:
         """What happened, at once if something has, else within the timeout.
 
         Raises:
@@ -146,15 +147,15 @@ class NodesPool:
         return [event for node, line in self._wire.hear(timeout_s)
                 for event in (self._lose(node) if line is None else self._hear(json.loads(line)))]
 
-    def _hear(self, said: dict[str, Any]) -> list[Event]:
+    def _hear(self, said: dict[str, Any]) -> list[TaskEvent]:
         if said["task"] not in self._tasks:
             return []
         if said["kind"] == "end":
             del self._tasks[said["task"]]
         failure = Failure.from_json(said["failure"]) if said["failure"] is not None else None
-        return [Event(said["task"], said["kind"], said["rank"], said["value"], failure)]
+        return [TaskEvent(said["task"], said["kind"], said["rank"], said["value"], failure)]
 
-    def _lose(self, node: int) -> list[Event]:
+    def _lose(self, node: int) -> list[TaskEvent]:
         print(f"node {self._wire.names[node]} is lost; its trials start again on those that are left", file=sys.stderr,
               flush=True)
         self._wire.drop(node)
@@ -162,7 +163,7 @@ class NodesPool:
         gone = [number for number, task in self._tasks.items() if task.node == node]
         for number in gone:
             del self._tasks[number]
-        return [Event(number, "lost", 0) for number in gone]
+        return [TaskEvent(number, "lost", 0) for number in gone]
 
 
 class Lines:
@@ -202,10 +203,11 @@ def _do(pool: Pool, asked: dict[str, Any], numbers: dict[int, int]) -> None:
     number = asked["task"]
     if asked["do"] == "start":
         log_dir = Path(asked["log_dir"]) if asked["log_dir"] is not None else None
-        numbers[number] = pool.start(asked["payload"], asked["slots"], crew=Crew(has_group=asked["has_group"]),
+        numbers[number] = pool.start(asked["payload"], asked["slots"],
+                                     fault_policy=FaultPolicy(uses_process_group=asked["uses_process_group"]),
                                      log_dir=log_dir)
     elif number in numbers and asked["do"] == "answer":
-        pool.answer(Event(numbers[number], "question", asked["rank"]), asked["value"])
+        pool.answer(TaskEvent(numbers[number], "question", asked["rank"]), asked["value"])
     elif number in numbers:
         pool.stop(numbers[number], patience_s=asked["patience_s"])
 

@@ -127,7 +127,7 @@ class Outpost:
         return line.decode()
 
 
-class RayWire:
+class RayTransport:
     """A `Wire` to a program on each of some nodes.
 
     Args:

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.cluster import Device
-from paceline.launch.board import Board
 from paceline.launch.context import RankContext
-from paceline.launch.crew import Crew
 from paceline.launch.failure import Failure, cause_of, killed
+from paceline.launch.fault_policy import FaultPolicy
 from paceline.launch.fork import refuse_used_cuda
-from paceline.launch.nursery import Member, Nursery
-from paceline.launch.warm import STOP_S, Event, Kind
+from paceline.launch.fork_server import ForkedProcess, ForkServer
+from paceline.launch.heartbeats import HeartbeatTable
+from paceline.launch.worker_pool import STOP_S, Kind, TaskEvent
 
 if TYPE_CHECKING:
     import torch
@@ -97,12 +97,12 @@ class Pool:
     def __init__(self, body: TaskBody, devices: Sequence[Device], *, timeout_s: float = 300.0) -> None:
         refuse_used_cuda()
         self.devices, self._body, self._timeout_s = tuple(devices), body, timeout_s
-        self._board = Board(len(devices))
+        self._board = HeartbeatTable(len(devices))
         self._meetings = tempfile.TemporaryDirectory(prefix="paceline-")
         self._numbers = itertools.count()
         self._tasks: dict[int, _Task] = {}
-        self._nursery = Nursery(self._be_rank)
-        self._members: list[Member | None] = [self._nursery.fork(slot) for slot in range(len(devices))]
+        self._nursery = ForkServer(self._be_rank)
+        self._members: list[ForkedProcess | None] = [self._nursery.fork(slot) for slot in range(len(devices))]
 
     def __enter__(self) -> Pool:
         return self
@@ -137,13 +137,14 @@ class Pool:
         taken = {slot for task in self._tasks.values() for slot in task.slots}
         return [slot for slot in range(len(self.devices)) if slot not in taken]
 
-    def start(self, payload: Any, slots: Sequence[int], *, crew: Crew, log_dir: Path | None = None) -> int:
+    def start(self, payload: Any, slots: Sequence[int], *, fault_policy: FaultPolicy,
+              log_dir: Path | None = None) -> int:
         """Start a task with a rank on each of these free slots. Returns its number, which its events bear."""
         assert set(slots) <= set(self.free)
         task = _Task(next(self._numbers), tuple(slots), log_dir)
         common = {"task": task.number, "world_size": len(slots), "payload": payload, "attempt": uuid.uuid4().hex[:12],
                   "secret": secrets.token_hex(32), "log_dir": str(log_dir) if log_dir else None,
-                  "has_group": crew.has_group}
+                  "uses_process_group": fault_policy.uses_process_group}
         self._tasks[task.number] = task
         for rank, slot in enumerate(slots):
             self._board.write(slot, 0, "start")
@@ -152,7 +153,7 @@ class Pool:
                 member.connection.send_bytes(json.dumps({**common, "rank": rank}).encode())
         return task.number
 
-    def _fresh(self, slot: int) -> Member:
+    def _fresh(self, slot: int) -> ForkedProcess:
         """A slot's process, another if it has ended; an idle one says nothing, so there is only its end to read."""
         member = self._members[slot]
         if member is not None and member.connection.poll():
@@ -160,7 +161,7 @@ class Pool:
         self._members[slot] = member = self._members[slot] or self._nursery.fork(slot)
         return member
 
-    def answer(self, event: Event, value: Any) -> None:
+    def answer(self, event: TaskEvent, value: Any) -> None:
         """Answer a question, if its task has not ended since."""
         task = self._tasks.get(event.task)
         member = self._members[task.slots[event.rank]] if task is not None else None
@@ -180,7 +181,7 @@ class Pool:
                 if member is not None:
                     os.kill(member.pid, _STOP_SIGNAL)
 
-    def wait(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[Event]:
+    def wait(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[TaskEvent]:
         """What happened, at once if something has, else within the timeout.
 
         also: descriptors; nothing happened, at once, when one of them can be read.
@@ -193,12 +194,12 @@ class Pool:
                   for event in self._hear(*places[connection], connection)]
         return events + self._ended()
 
-    def _member(self, slot: int) -> Member:
+    def _member(self, slot: int) -> ForkedProcess:
         member = self._members[slot]
         assert member is not None  # a slot with a task has one
         return member
 
-    def _hear(self, task: _Task, rank: int, connection: Connection) -> list[Event]:
+    def _hear(self, task: _Task, rank: int, connection: Connection) -> list[TaskEvent]:
         try:
             said = json.loads(connection.recv_bytes())
         except (EOFError, OSError):
@@ -212,9 +213,9 @@ class Pool:
             else:
                 task.results[rank] = said["value"]
             return []
-        return [Event(task.number, said["kind"], rank, said["value"])]
+        return [TaskEvent(task.number, said["kind"], rank, said["value"])]
 
-    def _ended(self) -> list[Event]:
+    def _ended(self) -> list[TaskEvent]:
         """Tasks that are over, their slots freed. A rank that failed leaves a fresh process to the next task."""
         events = []
         for task in list(self._tasks.values()):
@@ -232,14 +233,14 @@ class Pool:
                 events.append(self._end(task))
         return events
 
-    def _end(self, task: _Task) -> Event:
+    def _end(self, task: _Task) -> TaskEvent:
         del self._tasks[task.number]
         if task.failures:
             for slot in task.slots:
                 self._replace(slot)
         self._store(task.number).unlink(missing_ok=True)
         cause = cause_of(list(task.failures.values())) if task.failures else None
-        return Event(task.number, "end", 0, task.results.get(0), cause)
+        return TaskEvent(task.number, "end", 0, task.results.get(0), cause)
 
     def _replace(self, slot: int) -> None:
         """End a slot's process; the next task there starts another."""
@@ -289,7 +290,8 @@ class Pool:
         make_store = (lambda: dist.FileStore(str(self._store(told["task"])), world_size)) if world_size > 1 else None
         found = run_body(lambda context: self._body(context, told["payload"], line), context,
                          device=self.devices[slot], make_store=make_store, terminal=output, log=log,
-                         report=lambda failure: line.end(None, failure), crew=Crew(has_group=told["has_group"]))
+                         report=lambda failure: line.end(None, failure),
+                         fault_policy=FaultPolicy(uses_process_group=told["uses_process_group"]))
         sys.stdout.flush()
         sys.stderr.flush()
         return found

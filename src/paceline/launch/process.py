@@ -16,20 +16,21 @@ import torch
 import torch.distributed as dist
 
 from paceline.cluster import Device, usable_cores
-from paceline.launch.board import Board
 from paceline.launch.context import RankContext
-from paceline.launch.crew import Crew
 from paceline.launch.failure import Failure
+from paceline.launch.fault_policy import FaultPolicy
+from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.limit import held_to
 from paceline.launch.logs import open_log, set_up_logging
-from paceline.launch.watch import Watch, peer_loss
+from paceline.launch.watchdog import Watchdog, peer_loss
 
 Body = Callable[[RankContext], Any]
 
 
 def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, device: Device,
-             make_store: Callable[[], dist.Store] | None, board: Board, slot: int, attempt: str,
-             run_dir: Path | None, timeout_s: float, report: Callable[[Failure], None], crew: Crew, secret: bytes,
+             make_store: Callable[[], dist.Store] | None, board: HeartbeatTable, slot: int, attempt: str,
+             run_dir: Path | None, timeout_s: float, report: Callable[[Failure], None], fault_policy: FaultPolicy,
+             secret: bytes,
              host: str = "127.0.0.1", num_starts: int = 1, deaths: tuple[int, ...] = (),
              restarts: int = 0, lost: list[int] | None = None) -> tuple[Any, Failure | None, Path | None]:
     """Run `body` as one rank of a run. `report` takes a failure that ends the process before this returns.
@@ -45,7 +46,7 @@ def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, d
                           host=host, timeout_s=timeout_s, num_starts=num_starts,
                           deaths=deaths or (0,) * world_size, restarts=restarts, lost=[] if lost is None else lost)
     result, failure = run_body(body, context, device=device, make_store=make_store, terminal=terminal, log=log,
-                               report=report, crew=crew)
+                               report=report, fault_policy=fault_policy)
     sys.stdout.flush()
     sys.stderr.flush()
     sys.stdout = sys.stderr = terminal
@@ -63,7 +64,7 @@ def set_up_device(device: Device, local_world_size: int) -> torch.device:
 
 def run_body(body: Body, context: RankContext, *, device: Device, make_store: Callable[[], dist.Store] | None,
              terminal: TextIO, log: Path | None, report: Callable[[Failure], None],
-             crew: Crew) -> tuple[Any, Failure | None]:
+             fault_policy: FaultPolicy) -> tuple[Any, Failure | None]:
     """Run `body` among its peers, watched, held to the device's memory, in a process that is set up.
 
     Returns:
@@ -73,8 +74,8 @@ def run_body(body: Body, context: RankContext, *, device: Device, make_store: Ca
         if make_store is not None:
             context.store = make_store()
         set_up_logging(terminal, rank=context.rank, store=context.store)
-        with (Watch(context, timeout_s=context.timeout_s, report=report),
-              _process_group(context, device, crew), held_to(device)):
+        with (Watchdog(context, timeout_s=context.timeout_s, report=report),
+              _process_group(context, device, fault_policy), held_to(device)):
             return body(context), None
     except BaseException as error:
         failure = peer_loss(context, error)
@@ -83,8 +84,8 @@ def run_body(body: Body, context: RankContext, *, device: Device, make_store: Ca
 
 
 @contextlib.contextmanager
-def _process_group(context: RankContext, device: Device, crew: Crew) -> Any:
-    if context.store is None or not crew.has_group:
+def _process_group(context: RankContext, device: Device, fault_policy: FaultPolicy) -> Any:
+    if context.store is None or not fault_policy.uses_process_group:
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if device.kind == "cuda" else "gloo"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.models.sizes import EAGER, FLOAT32, DecoderSize, Formats, Kernels
 from paceline.models.transformer import decoder_profile
+from paceline.sizes import EAGER, FLOAT32, DecoderSize, Formats, Kernels
 
 if TYPE_CHECKING:
     from paceline.models.decoder import Decoder

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from paceline.models.convolution import Conv, ConvNetSize, blocks
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Convolutions, each with a batch norm, beside a way past them."""
 
     def __init__(self, convs: tuple[Conv, ...], past: Conv | None) -> None:
@@ -44,7 +44,7 @@ class ConvNet(nn.Module):
         super().__init__()
         stem, *rest = blocks(size)
         self.stem = _conv(stem.convs[0])
-        self.blocks = nn.ModuleList(Block(block.convs, block.past) for block in rest)
+        self.blocks = nn.ModuleList(ResidualBlock(block.convs, block.past) for block in rest)
         self.head = nn.Linear(rest[-1].convs[-1].outputs, size.classes)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from paceline.models.sizes import FLOAT32, Formats
 from paceline.profile.profile import Affine, Parameter, Product, Profile, Segment, Work
+from paceline.sizes import FLOAT32, Formats
 
 TARGET_BYTES = 8
 

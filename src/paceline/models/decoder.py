@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.sizes import DecoderSize
+from paceline.sizes import DecoderSize
 
 ROTARY_BASE = 10_000.0
 
@@ -57,7 +57,7 @@ class SwigluMlp(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     def __init__(self, size: DecoderSize) -> None:
         super().__init__()
         norm = nn.LayerNorm if size.form == "gpt" else nn.RMSNorm
@@ -84,7 +84,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(size.vocab, size.hidden)
         self.places = nn.Embedding(size.sequence, size.hidden) if size.form == "gpt" else None
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(DecoderBlock(size) for _ in range(size.layers))
         self.norm = (nn.LayerNorm if size.form == "gpt" else nn.RMSNorm)(size.hidden)
         self.head = nn.Linear(size.hidden, size.vocab, bias=False)
         if size.tied:

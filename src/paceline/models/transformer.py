@@ -6,8 +6,8 @@ Widths count values of a token: `hidden` h, keys and values kv, the inner width 
 
 from __future__ import annotations
 
-from paceline.models.sizes import EAGER, FLOAT32, DecoderSize, Formats, Kernels
 from paceline.profile.profile import Affine, Core, Parameter, Product, Profile, Segment, TensorCut, Work
+from paceline.sizes import EAGER, FLOAT32, DecoderSize, Formats, Kernels
 
 TOKEN_BYTES = 8  # a token's number
 STATISTIC_BYTES = 4  # norms and attention keep statistics in float32

@@ -12,9 +12,11 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from paceline.planner.estimate import Estimate, Need
+from paceline.planner.estimate import Estimate, MemoryNeed
 from paceline.planner.rank import kind_of
-from paceline.plans import Plan, Servers
+from paceline.planner.space import uncompiled_variant
+from paceline.plans import Plan
+from paceline.strategies.registry import active
 
 # Half the width of an 80 % interval around a step's time, as a natural logarithm: of a plan that was rehearsed, of
 # one whose kind was, and of others. Fitted on `benchmarks.regret`; see docs/prediction.md.
@@ -26,12 +28,17 @@ MEASURED = "unaccounted"  # of a ledger: what was measured above everything that
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A few steps of a plan on the devices: the mean step, the fullest rank's peak, and seconds that all of it took
-    beside as many such steps: ranks that start, and code that is compiled."""
+    """A few steps of a plan on the devices: the mean step, the fullest rank's peak, and seconds that it took
+    once, as for compiling; of ranks without a process group with what they take to start.
+
+    gain_s: by which a step of compiled code is shorter than one of the blocks' own, of steps in turns; None where code
+        is not compiled.
+    """
 
     step_s: float
     peak_memory_bytes: int
     start_s: float = 0.0
+    gain_s: float | None = None
 
 
 class Corrections:
@@ -64,20 +71,24 @@ class Corrections:
         """The estimate with what is known of plans like it, and how sure that is."""
         spread = SPREAD["itself" if plan in self else "kind" if self.knows_kind_of(plan) else "nothing"]
         off = _Off.of(predicted, self._found[plan]) if plan in self else self._of_the_nearest(plan)
-        step_s = self._found[plan].step_s if plan in self else predicted.step_s * off.factor
+        step_s = self._step_s(plan) if plan in self else predicted.step_s * off.factor
         return replace(
             predicted, step_s=step_s, low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread),
             peak_memory_bytes=predicted.peak_memory_bytes + off.num_bytes, ledger=_with(predicted.ledger, off),
             breakdown=self._breakdown(predicted, step_s), is_measured=plan in self,
             start_s=self._start_s(plan, predicted),
-            needs=tuple(Need(need.name, need.device, _with(need.ledger, off)) for need in predicted.needs))
+            needs=tuple(MemoryNeed(need.name, need.device, _with(need.ledger, off)) for need in predicted.needs))
+
+    def _step_s(self, plan: Plan) -> float:
+        """Two runs of one plan differ by more than compiled code may gain: where both plans were rehearsed, the gain
+        that was found in turns counts."""
+        found = self._found[plan]
+        plain = self._found.get(uncompiled_variant(plan))
+        return found.step_s if found.gain_s is None or plain is None else plain.step_s - found.gain_s
 
     def _start_s(self, plan: Plan, predicted: Estimate) -> float:
-        """What a rehearsal took once, beyond what each takes for its ranks to start; the fastest start is nothing else.
-        The rehearsal left compiled code in torch's cache, so that a run starts sooner than this."""
-        if plan not in self or not predicted.start_s:
-            return predicted.start_s
-        return max(0.0, self._found[plan].start_s - min(found.start_s for found in self._found.values()))
+        """A rehearsal leaves compiled code in torch's cache, so that a run starts sooner than it did."""
+        return self._found[plan].start_s if plan in self and predicted.start_s else predicted.start_s
 
     def _of_the_nearest(self, plan: Plan) -> _Off:
         """What the plans that are most like this one are off by; their memory only if they are of its kind."""
@@ -130,10 +141,8 @@ def _between(known: Mapping[Plan, _Off], plan: Plan) -> _Off:
 def _likenesses(plan: Plan) -> tuple[tuple[object, ...], ...]:
     """What a plan shares with others, from plans that run the same code to all plans."""
     kind, ranks = kind_of(plan), plan.world_size
-    servers = (plan.sync.server, plan.sync.colocate) if isinstance(plan.sync, Servers) else ()
-    code = (plan.modifiers.recompute, plan.modifiers.compile, plan.schedule.schedule == "zero-bubble", plan.zero,
-            servers)
-    return (kind, ranks, *code), (kind, ranks), (kind,), ()
+    code = tuple((strategy.name, strategy.code(plan)) for strategy in active(plan))
+    return (kind, ranks, code), (kind, ranks), (kind,), ()
 
 
 def _with(ledger: Mapping[str, int], off: _Off) -> dict[str, int]:

@@ -10,17 +10,17 @@ from typing import Protocol
 from paceline.cluster import Cluster, Device, Network, usable_cores
 from paceline.errors import PacelineError, PlanError
 from paceline.job import Precision
-from paceline.planner.described import least_bytes, play_described
+from paceline.planner.analytic import least_bytes, play_described
 from paceline.planner.program import HOLES_ADDED, stage_program, start_s, step_program
-from paceline.plans import Plan, Servers
+from paceline.plans import Plan
 from paceline.profile.device import DeviceRates, measure_device
 from paceline.profile.profile import Profile
 from paceline.runtime.order import split
 from paceline.simulate.play import Timeline, play, play_together
 from paceline.software import PACELINE, Software
 from paceline.strategies.costs import CPU_RUNTIME_BYTES, beside_tensors
-from paceline.strategies.mesh import weakest
-from paceline.strategies.server.cost import server_ledger
+from paceline.strategies.mesh import Mesh, weakest
+from paceline.strategies.registry import active
 from paceline.strategies.stages.cost import RankCost
 
 # Holes in the C library's heap, as a part of the most bytes of activations, which come and go in many sizes.
@@ -57,7 +57,7 @@ class Estimate:
     ledger: Mapping[str, int]
     breakdown: Mapping[str, float]
     notes: tuple[str, ...] = ()
-    needs: tuple[Need, ...] = ()
+    needs: tuple[MemoryNeed, ...] = ()
     low_s: float = math.nan
     high_s: float = math.nan
     is_measured: bool = False
@@ -70,7 +70,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """What a rank needs at its peak, by what it is for, and the device that has to hold it."""
 
     name: str
@@ -86,12 +86,12 @@ class Need:
         return self.total_bytes - self.device.memory_bytes
 
 
-def _need(name: str, device: Device, plan: Plan, timeline: Timeline) -> Need:
+def _need(name: str, device: Device, plan: Plan, timeline: Timeline) -> MemoryNeed:
     """What a rank needs of a device that is here: its tensors, and on a GPU what comes beside them."""
-    return Need(name, device, {**timeline.ledger, **beside_tensors(plan, device, timeline.peak_memory_bytes)})
+    return MemoryNeed(name, device, {**timeline.ledger, **beside_tensors(plan, device, timeline.peak_memory_bytes)})
 
 
-class Split(Protocol):
+class SplitPrices(Protocol):
     """A job's model in pieces; see `strategies.stages.price`."""
 
     def ranks(self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int) -> Sequence[RankCost]: ...
@@ -102,7 +102,7 @@ class NotPriced(PacelineError):
 
 
 def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision = "float32",
-             rates: DeviceRates | None = None, split: Split | None = None, snapshot: bool = True,
+             rates: DeviceRates | None = None, split: SplitPrices | None = None, snapshot: bool = True,
              software: Software = PACELINE) -> Estimate:
     """Play the plan's step on the cluster.
 
@@ -130,9 +130,8 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     fullest = max(played.values(), key=lambda timeline: timeline.peak_memory_bytes)
     needs = tuple(_need(f"{rank.samples} samples" if len(played) > 1 else "each rank", rank.device, plan, timeline)
                   for rank, timeline in played.items())
-    if isinstance(plan.sync, Servers) and plan.sync.colocate == "no":
-        device = devices_of(plan, cluster)[0]
-        needs = (*needs, Need("each server", device, {**server_ledger(profile, plan), "runtime": CPU_RUNTIME_BYTES}))
+    needs += tuple(MemoryNeed(name, devices_of(plan, cluster)[0], dict(ledger)) for strategy in active(plan)
+                   for name, ledger in strategy.ranks_apart(profile, plan).items())
     return _sure(Estimate(slowest.step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes,
                           needs, start_s=start_s(profile, plan)), RATES_SPREAD)
 
@@ -144,7 +143,7 @@ def _estimate_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch
     step_s, played = play_described(profile, plan, cluster, batch=batch, precision=precision, software=software)
     slowest = max(played, key=lambda one: one.timeline.step_s).timeline
     fullest = max(played, key=lambda one: one.timeline.peak_memory_bytes).timeline
-    needs = tuple(Need(one.name, one.device, {**one.timeline.ledger, **_beside(
+    needs = tuple(MemoryNeed(one.name, one.device, {**one.timeline.ledger, **_beside(
         one.timeline.peak_memory_bytes, software)}) for one in played)
     return _sure(Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes, needs),
                  software.spread)
@@ -175,7 +174,7 @@ def least_missing_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch
 
 
 def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
-                    rates: DeviceRates | None, split: Split | None, snapshot: bool) -> Estimate:
+                    rates: DeviceRates | None, split: SplitPrices | None, snapshot: bool) -> Estimate:
     """Play one replica's ranks together; replicas are alike."""
     if split is None:
         raise PlanError(f"plan '{plan}' splits the model, and what its pieces cost is not known")
@@ -195,15 +194,12 @@ def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: in
               for timeline, device in zip(played, places, strict=True)]
     slowest = max(played, key=lambda timeline: timeline.step_s)
     fullest = max(played, key=lambda timeline: timeline.peak_memory_bytes)
-    axis = "part" if plan.axes.parts > 1 else "stage"
-    needs = tuple(_need(f"{axis} {place}" if len(played) > 1 else "each rank", device, plan, timeline)
+    word = Mesh.of(plan, 0).stage_word
+    needs = tuple(_need(f"{word} {place}" if len(played) > 1 else "each rank", device, plan, timeline)
                   for place, (device, timeline) in enumerate(zip(places, played, strict=True)))
-    notes = profile.notes
-    if plan.axes.tensor > 1:
-        notes += ("tensor=N: every matrix that can be is taken to be split, and no activation",)
     step_s = max(slowest.step_s, _work_s(played, plan, places))
-    return _sure(Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, notes, needs,
-                          start_s=max(start_s(rank.profile, plan) for rank in ranks)), RATES_SPREAD)
+    return _sure(Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes,
+                          needs, start_s=max(start_s(rank.profile, plan) for rank in ranks)), RATES_SPREAD)
 
 
 def _work_s(played: Sequence[Timeline], plan: Plan, places: Sequence[Device]) -> float:

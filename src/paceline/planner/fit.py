@@ -9,7 +9,7 @@ from paceline.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job import Job
 from paceline.planner.corrections import MEASURED
-from paceline.planner.estimate import ANY_RATES, Estimate, Need, Split, estimate
+from paceline.planner.estimate import ANY_RATES, Estimate, MemoryNeed, SplitPrices, estimate
 from paceline.plans import Plan
 from paceline.profile.profile import Profile
 
@@ -22,7 +22,7 @@ _COLUMNS = {"weights": ("parameters",), "gradients": ("gradients",), "optimizer"
             "other": ("runtime", "holes", "checkpoint", MEASURED), SET_ASIDE: ("context", "NCCL", "reserve")}
 
 
-def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: Split | None, *,
+def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,
                snapshot: bool) -> None:
     """Refuse a plan that needs more than its devices have, before anything starts.
 
@@ -42,7 +42,7 @@ def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: 
                     else "devices with more memory, or a smaller model: none of the plans that were tried fits")
 
 
-def smallest_change(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: Split | None, *,
+def smallest_change(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,
                     snapshot: bool) -> str:
     """For a plan that ran out of memory: its ledger, and the first change, from small to large, that needs so much less
     that it fits for all that is known."""
@@ -58,8 +58,8 @@ def smallest_change(job: Job, plan: Plan, cluster: Cluster, profile: Profile, sp
     return "\n".join([*lines, "no change of plan needs so much less: take a smaller batch or model, or more devices"])
 
 
-def _from_small_to_large(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: Split | None, *,
-                         snapshot: bool) -> Iterator[tuple[Plan, Sequence[Need]]]:
+def _from_small_to_large(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,
+                         snapshot: bool) -> Iterator[tuple[Plan, Sequence[MemoryNeed]]]:
     """Plans that may need less: smaller micro-batches, recomputation, then other ways to split over as many ranks."""
     ranks, samples = plan.world_size, -(-job.batch // plan.replicas)
     counts = [count for count in (2, 4, 8, 16, 32, 64, samples) if plan.num_microbatches < count <= samples]
@@ -91,7 +91,7 @@ def _as_many(cluster: Cluster, plan: Plan) -> Cluster:
     return replace(cluster, devices=tuple(replace(least, index=index) for index in range(plan.world_size)))
 
 
-def set_aside(need: Need) -> str:
+def set_aside(need: MemoryNeed) -> str:
     """What a GPU gives away beside a rank's tensors, and for what; empty where it is nothing."""
     for_what = {"context": "for the driver's context", "NCCL": "for NCCL's buffers",
                 "reserve": "for what torch's allocator rounds up"}
@@ -99,12 +99,12 @@ def set_aside(need: Need) -> str:
     return f"MiB set aside on a GPU: {', '.join(parts)}" if parts else ""
 
 
-def taken(needs: Iterable[Need]) -> list[str]:
+def taken(needs: Iterable[MemoryNeed]) -> list[str]:
     """Which devices have less than all of their memory, and who has the rest."""
     return list(dict.fromkeys(need.device.taken for need in needs if need.device.taken))
 
 
-def ledger(needs: Sequence[Need]) -> str:
+def ledger(needs: Sequence[MemoryNeed]) -> str:
     """What each kind of rank holds at its peak, in MiB, a line each."""
     columns = {name: keys for name, keys in _COLUMNS.items()
                if name != SET_ASIDE or any(key in need.ledger for need in needs for key in keys)}
@@ -118,8 +118,8 @@ def ledger(needs: Sequence[Need]) -> str:
                      for row in rows)
 
 
-def _plans_that_fit(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: Split | None, *,
-                    snapshot: bool) -> Iterator[tuple[Plan, Need]]:
+def _plans_that_fit(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,
+                    snapshot: bool) -> Iterator[tuple[Plan, MemoryNeed]]:
     """Of every kind the plan with the fewest ranks that fits, and what its fullest rank needs."""
     least = min(cluster.devices, key=lambda device: device.memory_bytes)
     most = MOST_CPU_RANKS if least.kind == "cpu" else max(plan.world_size, len(Cluster.local().devices))
@@ -139,7 +139,7 @@ def _plans_that_fit(job: Job, plan: Plan, cluster: Cluster, profile: Profile, sp
                 break
 
 
-def _estimate(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: Split | None, *,
+def _estimate(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,
               snapshot: bool) -> Estimate:
     return estimate(profile, plan, cluster, batch=job.batch, precision=job.precision, rates=ANY_RATES, split=split,
                     snapshot=snapshot)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from paceline.strategies.stages.price import SplitJob
 
 
-class Pieces:
+class LazyPieces:
     """See `planner.estimate.Split`. A capture takes seconds, and many plans need none."""
 
     def __init__(self, job: Job, profile: Profile) -> None:
         self.job, self.profile = job, profile
-        self._found: SplitJob | None = None
+        self._found: dict[bool, SplitJob] = {}
         self._problem = ""
         self._layers: Profile | None = None
 
@@ -33,7 +33,7 @@ class Pieces:
         """
         from paceline.strategies.stages.layers import layered
 
-        found = self._captured()
+        found = self._captured(each=False)
         if found is None:
             raise PlanError(f"the model can't be cut: {self._problem}")
         if self._layers is None:
@@ -64,9 +64,10 @@ class Pieces:
             raise PlanError(f"the model can't be cut for micro-batches of {microbatch_samples} samples: "
                             f"{why}") from error
 
-    def count(self) -> int:
-        """How many there are; 0 if the model can't be cut."""
-        found = self._captured()
+    def count(self, *, each: bool = True) -> int:
+        """How many there are; 0 if the model can't be cut. each: whether each block is captured, though it is like
+        another one."""
+        found = self._captured(each=each)
         return 0 if found is None else len(found.example.pieces)
 
     @property
@@ -74,12 +75,12 @@ class Pieces:
         """Why the model can't be cut; empty if it can, or nobody has asked."""
         return self._problem
 
-    def _captured(self) -> SplitJob | None:
+    def _captured(self, *, each: bool = True) -> SplitJob | None:
         from paceline.strategies.stages.price import SplitJob
 
-        if self._found is None and not self._problem:
+        if each not in self._found and not self._problem:
             try:
-                self._found = SplitJob(self.job, self.profile)
+                self._found[each] = SplitJob(self.job, self.profile, each=each)
             except Exception as error:  # a model may do anything when it is captured
                 self._problem = str(error).partition("\n")[0] or type(error).__name__
-        return self._found
+        return self._found.get(each)

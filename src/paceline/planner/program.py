@@ -11,44 +11,41 @@ from paceline.plans import Plan
 from paceline.profile.profile import Profile
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Program, Repeat, free
 from paceline.software import PACELINE, Software
-from paceline.strategies.compile.cost import ROOM as COMPILE
 from paceline.strategies.costs import (
-    Held,
+    Footprint,
     Hook,
+    HookPoint,
     Hooks,
-    Moment,
     MomentName,
-    Room,
     Step,
+    at_once,
     backward_moments,
     compute,
     forward_moments,
 )
-from paceline.strategies.data.cost import ROOM as DATA
-from paceline.strategies.local.cost import ROOM as LOCAL
-from paceline.strategies.recompute.cost import ROOM as RECOMPUTE
-from paceline.strategies.server.cost import ROOM as SERVER
-from paceline.strategies.shard.cost import ROOM as SHARD
+from paceline.strategies.registry import active
 from paceline.strategies.stages.cost import RankCost, course
-from paceline.strategies.tensor.cost import ROOM as TENSOR
 
 # Python around a micro-batch that no operator accounts for: hooks, seeds, the loss's bookkeeping. Measured on a
 # model of one small layer, one core; see docs/prediction.md.
 MICROBATCH_S = 0.6e-3
-# Innermost first, as on the running side (`strategies/compose.py`).
-ROOMS: tuple[Room, ...] = (COMPILE, RECOMPUTE, TENSOR, SHARD, DATA, LOCAL, SERVER)
 # Holes that a gradient leaves in a heap that is kept, when it was added to another and is given back: smaller things
 # are put into its place. Measured with glibc 2.36; see docs/prediction.md. They have a name of their own, as ranks with
 # a limit keep no heap.
 HOLES_ADDED = "holes of gradients"
 CPU_HOLES_ADDED = 0.1
 ADDED = 3  # bytes moved a byte of gradient that is added to another: both are read, one is written
-Item = Event | tuple[MomentName, Moment]
+Item = Event | tuple[MomentName, HookPoint]
 
 
 def start_s(profile: Profile, plan: Plan) -> float:
     """Seconds that a run under the plan takes once, and other plans don't."""
-    return sum(room.start_s(profile, plan) for room in ROOMS if room.is_active(plan))
+    return sum(strategy.cost.start_s(profile, plan) for strategy in active(plan) if strategy.cost)
+
+
+def starts_late(plan: Plan) -> bool:
+    """Whether a run under the plan takes seconds once that other plans don't."""
+    return any(strategy.cost and strategy.cost.start_s is not at_once for strategy in active(plan))
 
 
 def step_program(profile: Profile, plan: Plan, device_kind: DeviceKind, microbatch_samples: Sequence[float], *,
@@ -70,7 +67,7 @@ def stage_program(rank: RankCost, plan: Plan, device_kind: DeviceKind, *, snapsh
 
 
 @dataclass(frozen=True, slots=True)
-class Filling:
+class LoweredStep:
     """What happens at the moments of a step.
 
     hooks: of each moment, in their order.
@@ -103,25 +100,25 @@ class Filling:
             found.append(Repeat(tuple(body), self.step.segment(moment).repeat - 2))
         return tuple(found)
 
-    def at(self, name: MomentName, moment: Moment) -> list[Event]:
+    def at(self, name: MomentName, moment: HookPoint) -> list[Event]:
         return [event for hook in self.hooks.get(name, ()) for event in hook(moment)]
 
 
 def fill(profile: Profile, plan: Plan, device_kind: DeviceKind, microbatch_samples: Sequence[float], *,
-         snapshot: bool, software: Software = PACELINE) -> Filling:
+         snapshot: bool, software: Software = PACELINE) -> LoweredStep:
     """The rooms that a plan enters, with what one rank holds and computes in them."""
-    rooms = [room for room in ROOMS if room.is_active(plan)]
+    rooms = [strategy.cost for strategy in active(plan) if strategy.cost]
     for room in rooms:
         profile = room.narrow(profile, plan, software)
-    held = Held({p.name: p.num_bytes for p in profile.parameters},
-                {p.name: p.gradient_bytes for p in profile.parameters},
-                {p.name: p.state_bytes for p in profile.parameters})
+    held = Footprint({p.name: p.num_bytes for p in profile.parameters},
+                     {p.name: p.gradient_bytes for p in profile.parameters},
+                     {p.name: p.state_bytes for p in profile.parameters})
     for room in rooms:
         held = room.hold(held, plan, profile)
     step = Step(profile, plan, device_kind, tuple(microbatch_samples), held, software)
-    entered = (_one_device(step), *(room.enter(step) for room in rooms))
-    return Filling(step, {name: _in_order(name, entered) for name in get_args(MomentName)
-                          if snapshot or name != "save"})
+    entered = (_OneDevice(step).hooks(), *(room.enter(step) for room in rooms))
+    return LoweredStep(step, {name: _in_order(name, entered) for name in get_args(MomentName)
+                              if snapshot or name != "save"})
 
 
 def _in_order(name: MomentName, entered: Sequence[Hooks]) -> tuple[Hook, ...]:
@@ -130,88 +127,90 @@ def _in_order(name: MomentName, entered: Sequence[Hooks]) -> tuple[Hook, ...]:
     return tuple(reversed(found) if name.startswith("before_") else found)
 
 
-def moments(step: Step) -> Iterator[tuple[MomentName, Moment]]:
+def moments(step: Step) -> Iterator[tuple[MomentName, HookPoint]]:
     """The moments of a step in their order."""
     segments = range(len(step.profile.segments))
-    yield "start", Moment()
+    yield "start", HookPoint()
     for microbatch in range(len(step.microbatch_samples)):
-        yield "begin", Moment(microbatch)
+        yield "begin", HookPoint(microbatch)
         for segment in segments:
             yield from forward_moments(microbatch, segment, step.profile.segments[segment].repeat)
-        yield "turn", Moment(microbatch)
+        yield "turn", HookPoint(microbatch)
         for segment in reversed(segments):
             yield from backward_moments(microbatch, segment, step.profile.segments[segment].repeat)
-        yield "done", Moment(microbatch)
-    yield "finish", Moment()
-    yield "meet", Moment()
-    yield "update", Moment()
-    yield "save", Moment()
+        yield "done", HookPoint(microbatch)
+    yield "finish", HookPoint()
+    yield "meet", HookPoint()
+    yield "update", HookPoint()
+    yield "save", HookPoint()
 
 
-def _one_device(step: Step) -> Hooks:
+class _OneDevice:
     """The work that every plan has in common, with what this rank holds."""
-    profile, held = step.profile, step.held
-    gradient_bytes = {p.name: p.gradient_bytes for p in profile.parameters}
-    held_bytes = step.total(held.parameters) + step.total(held.state)
 
-    def start(at: Moment) -> Iterable[Event]:
-        yield Allocate("parameters", step.total(held.parameters) + profile.buffer_bytes)
-        yield Allocate("optimizer", step.total(held.state))
-        yield Allocate("gradients", step.total(held.gradients) if held.gradients_kept else 0)
+    def __init__(self, step: Step) -> None:
+        self.step, self.profile, self.held = step, step.profile, step.held
+        self.gradient_bytes = {p.name: p.gradient_bytes for p in step.profile.parameters}
 
-    def begin(at: Moment) -> Iterable[Event]:
-        yield Allocate("activations", profile.batch_bytes.at(step.samples(at)))
-        yield Compute(fixed_s=MICROBATCH_S if step.device_kind == "cpu" else step.software.microbatch_s)
+    def hooks(self) -> Hooks:
+        return {"start": self.start, "begin": self.begin, "forward": self.forward, "backward": self.backward,
+                "done": self.done, "meet": self.meet, "update": self.update, "save": self.save}
 
-    def forward(at: Moment) -> Iterable[Event]:
-        segment, samples = step.segment(at), step.samples(at)
+    def start(self, at: HookPoint) -> Iterable[Event]:
+        yield Allocate("parameters", self.step.total(self.held.parameters) + self.profile.buffer_bytes)
+        yield Allocate("optimizer", self.step.total(self.held.state))
+        yield Allocate("gradients", self.step.total(self.held.gradients) if self.held.gradients_kept else 0)
+
+    def begin(self, at: HookPoint) -> Iterable[Event]:
+        yield Allocate("activations", self.profile.batch_bytes.at(self.step.samples(at)))
+        yield Compute(fixed_s=MICROBATCH_S if self.step.device_kind == "cpu" else self.step.software.microbatch_s)
+
+    def forward(self, at: HookPoint) -> Iterable[Event]:
+        segment, samples = self.step.segment(at), self.step.samples(at)
         peak = segment.forward_peak_bytes.at(samples)
         yield Allocate("activations", peak)
         yield compute(segment.forward, samples)
         yield free("activations", peak)
         yield Allocate("activations", segment.kept_bytes.at(samples))
 
-    def backward(at: Moment) -> Iterable[Event]:
-        segment, samples = step.segment(at), step.samples(at)
-        made = [gradient_bytes[name] for name in segment.gradients]
+    def backward(self, at: HookPoint) -> Iterable[Event]:
+        segment, samples = self.step.segment(at), self.step.samples(at)
+        made = [self.gradient_bytes[name] for name in segment.gradients]
         # The first micro-batch's gradients stay, a later one's are added to them one at a time; so are all
         # where their memory is kept.
-        stay = at.microbatch == 0 and not held.gradients_kept
+        stay = at.microbatch == 0 and not self.held.gradients_kept
         passing = 0 if stay else max(made, default=0)
         yield Allocate("gradients", sum(made) if stay else passing)
         peak = segment.backward_peak_bytes.at(samples)
         yield Allocate("activations", peak)
         yield compute(segment.backward, samples)
-        if not stay and step.device_kind == "cpu":  # on accelerators the products add to it themselves
+        if not stay and self.step.device_kind == "cpu":  # on accelerators the products add to it themselves
             yield Compute(moved_bytes=ADDED * sum(made), operators=len(made))
             yield Allocate(HOLES_ADDED, CPU_HOLES_ADDED * passing)
         yield free("activations", peak + segment.kept_bytes.at(samples))
         yield free("gradients", passing)
 
-    def done(at: Moment) -> Iterable[Event]:
-        yield free("activations", profile.batch_bytes.at(step.samples(at)))
+    def done(self, at: HookPoint) -> Iterable[Event]:
+        yield free("activations", self.profile.batch_bytes.at(self.step.samples(at)))
 
-    def meet(at: Moment) -> Iterable[Event]:
+    def meet(self, at: HookPoint) -> Iterable[Event]:
         """One small all-reduce of the loss, its count, and which parameters were used, in float64, where ranks meet in
-        every step."""
-        if step.plan.world_size > 1 and step.plan.outer_steps is None:
-            figures = 3 + sum(p.trainable for p in profile.parameters)
-            yield Collective("all_reduce", 8 * figures, step.plan.world_size, name="meet", stream=COMPUTE)
+        every self.step."""
+        if self.step.plan.world_size > 1 and self.step.plan.outer_steps is None:
+            figures = 3 + sum(p.trainable for p in self.profile.parameters)
+            yield Collective("all_reduce", 8 * figures, self.step.plan.world_size, name="meet", stream=COMPUTE)
 
-    def update(at: Moment) -> Iterable[Event]:
-        whole = step.total(gradient_bytes)
-        part = step.total(held.gradients) / whole if whole else 0.0
-        passes = step.software.update_passes
-        yield Allocate("optimizer", profile.update_peak_bytes * part)
-        work = compute(profile.update, samples=0, part="optimizer")
+    def update(self, at: HookPoint) -> Iterable[Event]:
+        whole = self.step.total(self.gradient_bytes)
+        part = self.step.total(self.held.gradients) / whole if whole else 0.0
+        passes = self.step.software.update_passes
+        yield Allocate("optimizer", self.profile.update_peak_bytes * part)
+        work = compute(self.profile.update, samples=0, part="optimizer")
         yield Compute(moved_bytes=work.moved_bytes * part * passes, function_bytes=work.function_bytes * part,
-                      operators=work.operators, fixed_s=step.software.step_s, part="optimizer")
-        yield free("optimizer", profile.update_peak_bytes * part)
+                      operators=work.operators, fixed_s=self.step.software.step_s, part="optimizer")
+        yield free("optimizer", self.profile.update_peak_bytes * part)
 
-    def save(at: Moment) -> Iterable[Event]:
+    def save(self, at: HookPoint) -> Iterable[Event]:
         """A checkpoint is written in the background from a copy in the host's memory."""
-        if step.device_kind == "cpu":
-            yield Allocate("checkpoint", held_bytes)
-
-    return {"start": start, "begin": begin, "forward": forward, "backward": backward, "done": done, "meet": meet,
-            "update": update, "save": save}
+        if self.step.device_kind == "cpu":
+            yield Allocate("checkpoint", self.step.total(self.held.parameters) + self.step.total(self.held.state))

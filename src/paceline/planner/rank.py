@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from paceline.errors import PlanError
 from paceline.planner.estimate import Estimate, NotPriced
 from paceline.planner.space import (
+    DeviceCounts,
     Limits,
-    Shape,
     compiled_variant,
     microbatch_counts,
     relaxed,
@@ -17,7 +17,8 @@ from paceline.planner.space import (
     splits,
     variants,
 )
-from paceline.plans import Local, Plan, Servers
+from paceline.plans import Plan
+from paceline.strategies.registry import active
 
 TIE = 0.02  # plans whose steps differ by less, as a part, tie: two measurements of one plan do
 MOST_REFINED = 12
@@ -56,7 +57,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Found:
+class RankedPlans:
     """What a search came to.
 
     ranked: plans that fit, the fastest first; exact and relaxed ones. too_large: the nearest ones that don't.
@@ -104,8 +105,8 @@ def _time_is_money(plan: Plan) -> float:
     return 1.0
 
 
-def search(price: Price, limits: Limits, shape: Shape, least: Least = _nothing_is_sure, *,
-           rent: Rent = _time_is_money, may_relax: bool = False, most_refined: int = MOST_REFINED) -> Found:
+def search(price: Price, limits: Limits, shape: DeviceCounts, least: Least = _nothing_is_sure, *,
+           rent: Rent = _time_is_money, may_relax: bool = False, most_refined: int = MOST_REFINED) -> RankedPlans:
     """Price what may be the fastest of every way to split, then every schedule of the best ones.
 
     A way to split is first taken with the least recomputation and the fewest micro-batches that fit. More of either
@@ -114,12 +115,12 @@ def search(price: Price, limits: Limits, shape: Shape, least: Least = _nothing_i
     least: A plan that is over by more than another of its kind is not priced.
     most_refined: Cuts of the model whose schedules and micro-batches are all tried.
     """
-    found = Found(may_relax=may_relax)
+    found = RankedPlans(may_relax=may_relax)
     asked = _Asked(price, found, least, rent)
     first = _first(asked, (*splits(limits, shape), *served(limits, shape), *relaxed(limits, shape)), limits)
-    cuts: dict[tuple[int, int], Plan] = {}  # the best way for each cut of the model; replicas only share its state
+    cuts: dict[tuple[int, ...], Plan] = {}  # the best way for each cut of the model; replicas only share its state
     for one in first:
-        cuts.setdefault((one.plan.axes.pipeline, one.plan.axes.tensor), one.plan)
+        cuts.setdefault(one.plan.model_cut, one.plan)
     for plan in list(cuts.values())[:most_refined]:
         _refine(asked, plan, limits)
     _compile(asked, limits)
@@ -141,7 +142,7 @@ def _cost(candidate: Candidate) -> tuple[float, str]:
 class _Asked:
     """Prices that are known. too_large: of each kind the plan that is over by the least."""
 
-    def __init__(self, price: Price, found: Found, least: Least, rent: Rent) -> None:
+    def __init__(self, price: Price, found: RankedPlans, least: Least, rent: Rent) -> None:
         self.price, self.found, self.least, self.rent = price, found, least, rent
         self.fitting: dict[Plan, Candidate] = {}
         self.too_large: dict[str, Candidate] = {}
@@ -174,8 +175,8 @@ class _Asked:
 def _least_that_fits(asked: _Asked, plan: Plan, limits: Limits) -> Candidate | None:
     """The least recomputation, then the fewest micro-batches; of a pipeline four to a rank where there are as many."""
     counts = microbatch_counts(plan, limits)
-    if plan.axes.pipeline > 1:
-        counts = [count for count in counts if count >= min(counts[-1], 4 * plan.axes.pipeline)]
+    if plan.has_schedule:
+        counts = [count for count in counts if count >= min(counts[-1], 4 * plan.num_stage_ranks)]
     for recompute in limits.recomputes:
         for count in counts:
             if (one := asked(plan.with_(recompute=recompute).with_microbatches(count))) is not None:
@@ -188,11 +189,11 @@ def _refine(asked: _Asked, plan: Plan, limits: Limits) -> None:
     for recompute in limits.recomputes:
         for count in microbatch_counts(plan, limits):
             other = plan.with_(recompute=recompute).with_microbatches(count)
-            if asked(other) is None and recompute == limits.recomputes[-1] and plan.axes.pipeline == 1:
+            if asked(other) is None and recompute == limits.recomputes[-1] and not plan.has_schedule:
                 continue
             for variant in variants(other, limits):
                 asked(variant)
-            if plan.axes.pipeline == 1 and other in asked.fitting:
+            if not plan.has_schedule and other in asked.fitting:
                 break  # more of them take longer
 
 
@@ -218,12 +219,7 @@ def kind_of(plan: Plan) -> str:
     ('pipeline data', 'data compress=int8')
     """
     words = [axis for axis, size in plan.axes.sizes().items() if size > 1]
-    if isinstance(plan.sync, Servers):
-        words.append("servers" + ("" if plan.sync.staleness == 0 else f" staleness={plan.sync.staleness}"))
-    if isinstance(plan.sync, Local):
-        words.append(f"local={plan.sync.local}")
-    if plan.modifiers.compress != "none":
-        words.append(f"compress={plan.modifiers.compress}")
+    words += [family for strategy in active(plan) if (family := strategy.family(plan))]
     return " ".join(words) or "single"
 
 
@@ -300,7 +296,7 @@ class Change:
     price: Price
 
 
-def flips(found: Found, changes: Sequence[Change], limits: Limits, shape: Shape, *,
+def flips(found: RankedPlans, changes: Sequence[Change], limits: Limits, shape: DeviceCounts, *,
           rent: Rent = _time_is_money) -> list[tuple[str, Candidate]]:
     """Changes of hardware under which another kind of exact plan is faster by more than a tie, and its best plan.
 
@@ -312,7 +308,7 @@ def flips(found: Found, changes: Sequence[Change], limits: Limits, shape: Shape,
     known = [one.plan for one in best_of_each_kind(found.ranked) if one.plan.relaxed is None]
     flipped: list[tuple[str, Candidate]] = []
     for change in changes:
-        asked = _Asked(change.price, Found(), _nothing_is_sure, rent)
+        asked = _Asked(change.price, RankedPlans(), _nothing_is_sure, rent)
         again = _first(asked, (*splits(limits, shape), *served(limits, shape)), limits)
         best = min([*again, *(one for one in map(asked, known) if one is not None)], key=_cost, default=None)
         own = asked(chosen.plan)

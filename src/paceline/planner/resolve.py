@@ -68,8 +68,8 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
         accumulate = apart_from_cuda(lambda: fewest_microbatches(
             profile_job(job, device=cluster.first_here), asked, cluster, batch=job.batch, precision=job.precision))
         given = given.with_(accumulate=accumulate)
-    if given.axes.pipeline > 1 and given.schedule.microbatches == "auto":
-        given = given.with_(microbatches=2 * given.axes.pipeline)  # idle a third of the time at most under 1F1B
+    if given.has_schedule and given.schedule.microbatches == "auto":
+        given = given.with_(microbatches=2 * given.num_stage_ranks)  # idle a third of the time at most under 1F1B
     return Resolved(given, cluster, shares if isinstance(shares, tuple) else (1,) * given.replicas)
 
 

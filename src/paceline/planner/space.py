@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.errors import PlanError
-from paceline.plans import SCHEDULES, Axes, Plan, RecomputeName
+from paceline.plans import Axes, Plan, RecomputeName
 from paceline.strategies import conflicts
+from paceline.strategies.registry import active, strategies
 
-LOCAL_STEPS = (10, 100)
-STALENESS = (1, 4, "inf")
-MOST_VIRTUAL = 4  # stages a rank
 MOST_PARTS = 8
 
 
@@ -34,7 +32,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DeviceCounts:
     """Devices of a cluster: how many, how many are in a node, and whether a plan may leave some of them out."""
 
     num_devices: int
@@ -47,7 +45,7 @@ class Shape:
         return divisors(self.num_devices) if self.may_be_fewer else [self.num_devices]
 
 
-def splits(limits: Limits, shape: Shape) -> Iterator[Plan]:
+def splits(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
     """Exact plans by all-reduce and sharding, one a way to split; nothing else is decided.
 
     The tensor axis stays in a node: its exchanges are waited for.
@@ -70,30 +68,18 @@ def _splits(limits: Limits, count: int, per_node: int) -> Iterator[Plan]:
         yield _plan(place="auto", parts=count)
 
 
-def served(limits: Limits, shape: Shape) -> Iterator[Plan]:
-    """Exact plans with servers on all devices: one on its own, one beside a worker, or one in each."""
-    workers = shape.num_devices
-    if not 1 < workers <= limits.batch:
-        return
-    yield _plan(server=workers, workers=workers, colocate="yes")
-    yield _plan(server=1, workers=workers, colocate="yes")
-    if workers > 2:
-        yield _plan(server=1, workers=workers - 1)
+def served(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
+    """Other exact plans on all devices, as each strategy has them."""
+    if 1 < shape.num_devices <= limits.batch:
+        for strategy in strategies():
+            yield from strategy.plans(limits, shape)
 
 
-def relaxed(limits: Limits, shape: Shape) -> Iterator[Plan]:
+def relaxed(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
     """Plans that give something up against one device, from the least to the most of each kind."""
-    count = shape.num_devices
-    if not 1 < count <= limits.batch:
-        return
-    for compress in ("bf16", "int8", "topk", "powersgd"):
-        yield _plan(data=count, compress=compress)
-    yield _plan(server=count, workers=count, colocate="yes", compress="bf16")
-    for staleness in STALENESS:
-        yield _plan(server=count, workers=count, colocate="yes", staleness=staleness)
-    for local in LOCAL_STEPS:
-        yield _plan(data=count, local=local, outer="diloco")
-        yield _plan(data=count, local=local, outer="diloco", compress="int8")
+    if 1 < shape.num_devices <= limits.batch:
+        for strategy in strategies():
+            yield from strategy.relaxed_plans(limits, shape)
 
 
 def microbatch_counts(plan: Plan, limits: Limits) -> list[int]:
@@ -102,7 +88,7 @@ def microbatch_counts(plan: Plan, limits: Limits) -> list[int]:
     A pipeline has one for each rank at least, where there are as many samples.
     """
     samples = -(-limits.batch // plan.replicas)
-    least = min(plan.axes.pipeline, samples)
+    least = min(plan.num_stage_ranks, samples)
     counts = [least]
     while counts[-1] < samples:
         counts.append(min(samples, 2 * counts[-1]))
@@ -110,33 +96,30 @@ def microbatch_counts(plan: Plan, limits: Limits) -> list[int]:
 
 
 def variants(plan: Plan, limits: Limits) -> Iterator[Plan]:
-    """A plan with its other schedules, for what is split alike."""
-    if plan.axes.pipeline == 1:
-        return
-    for name in SCHEDULES:
-        chunks = range(2, MOST_VIRTUAL + 1) if name == "interleaved" else (1,)
-        for virtual in chunks:
-            if plan.axes.pipeline * virtual > max(limits.layers, plan.axes.pipeline):
-                continue
-            if name == "interleaved" and plan.num_microbatches % plan.axes.pipeline:
-                continue
-            try:
-                other = plan.with_(schedule=name, virtual=virtual)
-                conflicts.check(other)
-            except PlanError:
-                continue
-            if other != plan:
+    """A plan in its other forms, such as schedules, for what is split alike."""
+    for strategy in active(plan):
+        for other in strategy.variants(plan, limits):
+            if other != plan and _composes(other):
                 yield other
 
 
 def compiled_variant(plan: Plan) -> Plan | None:
     """The plan with compiled blocks; None if that doesn't compose."""
     compiled = plan.with_(compile="blocks")
+    return compiled if _composes(compiled) else None
+
+
+def _composes(plan: Plan) -> bool:
     try:
-        conflicts.check(compiled)
+        conflicts.check(plan)
     except PlanError:
-        return None
-    return compiled
+        return False
+    return True
+
+
+def uncompiled_variant(plan: Plan) -> Plan:
+    """The plan that runs the blocks' own code."""
+    return plan.with_(compile="none")
 
 
 def divisors(count: int) -> list[int]:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 __all__ = ["Profile", "profile_job"]
 
 
-def profile_job(job: Job, *, samples: int = 2, device: str = "cpu") -> Profile:
+def profile_job(job: Job, *, samples: int = 2, device: str = "cpu", like: Profile | None = None) -> Profile:
     """See `paceline.profile.trace.profile_job`; torch is loaded only here."""
     from paceline.profile import trace
 
-    return trace.profile_job(job, samples=samples, device=device)
+    return trace.profile_job(job, samples=samples, device=device, like=like)

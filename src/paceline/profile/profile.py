@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -19,6 +20,14 @@ class Affine:
 
     def at(self, samples: float) -> float:
         return self.fixed + self.per_sample * samples
+
+    def times(self, factor: float) -> Affine:
+        """As much of it.
+
+        >>> Affine(4.0, 2.0).times(0.5)
+        Affine(fixed=2.0, per_sample=1.0)
+        """
+        return Affine(self.fixed * factor, self.per_sample * factor)
 
     @classmethod
     def through(cls, first: tuple[float, float], second: tuple[float, float]) -> Affine:
@@ -96,6 +105,24 @@ def growing(first: Sequence[Product], second: Sequence[Product], *, samples: tup
 
 
 @dataclass(frozen=True, slots=True)
+class Fused:
+    """What a compiler that fuses operators makes of some work; see `profile/fusion.py`.
+
+    spared_bytes: of those that are moved, what is neither read nor written any more.
+    spared_operators: that are not launched any more.
+    kernels: that are left of the operators, beside products.
+    """
+
+    spared_bytes: Affine = Affine()
+    spared_operators: float = 0.0
+    kernels: float = 0.0
+
+    def times(self, factor: float) -> Fused:
+        """As much of it."""
+        return Fused(self.spared_bytes.times(factor), self.spared_operators * factor, self.kernels * factor)
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What a device does in one direction of a segment, or in the update.
 
@@ -105,6 +132,7 @@ class Work:
         which compute more than they wait.
     operators: launched, however many samples there are; views are not counted.
     products: what `flops` consists of, where shapes are known.
+    fused: what is different where operators are fused.
     """
 
     flops: Affine = Affine()
@@ -112,6 +140,15 @@ class Work:
     function_bytes: Affine = Affine()
     operators: float = 0.0
     products: tuple[Product, ...] = ()
+    fused: Fused = Fused()
+
+    def times(self, factor: float) -> Work:
+        """So much of the same work: products keep their shapes, and there are more or fewer of them."""
+        if factor == 1:
+            return self
+        return Work(self.flops.times(factor), self.moved_bytes.times(factor), self.function_bytes.times(factor),
+                    self.operators * factor, tuple(replace(p, count=p.count * factor) for p in self.products),
+                    self.fused.times(factor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +185,14 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """A message of the ranks of a tensor axis. num_bytes: of the whole tensor that all of them have a part of."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class TensorCut:
     """What ranks of a tensor axis divide of a segment, and what they exchange. Bytes are of one rank without them.
 
@@ -157,6 +202,7 @@ class TensorCut:
     kept_bytes: of activations kept of such tensors.
     exchanged_bytes: of the tensor that ranks sum.
     forward_exchanges, backward_exchanges: how often.
+    counted: of a segment that is one rank's part already, what it exchanges in forward and in backward.
     """
 
     forward_bytes: Affine = Affine()
@@ -165,6 +211,7 @@ class TensorCut:
     exchanged_bytes: Affine = Affine()
     forward_exchanges: int = 0
     backward_exchanges: int = 0
+    counted: tuple[tuple[Exchange, ...], tuple[Exchange, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,3 +315,36 @@ class Profile:
     @property
     def backward_flops_per_sample(self) -> float:
         return sum(s.backward.flops.per_sample * s.repeat for s in self.segments)
+
+
+def folded(profile: Profile) -> Profile:
+    """The same cost with segments of units that are alike and follow each other as one that repeats."""
+    known = {p.name: p for p in profile.parameters}
+    often: Counter[str] = Counter(s.unit for s in profile.segments)
+    borrowed = {name for s in profile.segments for name in s.borrows}
+    segments: list[Segment] = []
+    counts: dict[str, int] = {}
+    for segment in profile.segments:
+        own = profile.owned_by(segment.unit)
+        alone = (bool(segment.unit) and often[segment.unit] == 1 and not borrowed.intersection(p.name for p in own)
+                 and {known[name].unit for name in segment.gradients} <= {segment.unit})
+        last = segments[-1] if segments else Segment()
+        if alone and last.unit in counts and _shape(profile, last) == _shape(profile, segment):
+            segments[-1] = replace(last, repeat=last.repeat + 1)
+            counts[last.unit] += 1
+            counts[segment.unit] = 0
+            continue
+        segments.append(segment)
+        if alone:
+            counts[segment.unit] = 1
+    parameters = tuple(replace(p, count=p.count * counts.get(p.unit, 1)) for p in profile.parameters
+                       if counts.get(p.unit, 1))
+    return replace(profile, parameters=parameters, segments=tuple(segments))
+
+
+def _shape(profile: Profile, segment: Segment) -> tuple[object, ...]:
+    """What segments that are alike have in common: all but the names."""
+    own = profile.owned_by(segment.unit)
+    return (replace(segment, unit="", gradients=(), repeat=1),
+            [name.removeprefix(f"{segment.unit}.") for name in segment.gradients],
+            [replace(p, name=p.name.removeprefix(f"{segment.unit}."), unit="", count=1) for p in own])

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from paceline.profile.fusion import Fusion, SparedByFusion
 from paceline.profile.products import products_of
 from paceline.profile.profile import Product
 
@@ -22,7 +23,7 @@ Direction = Literal["forward", "backward", "update"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StepPosition:
     """Where in a step something happens: the number of the segment, and which way."""
 
     segment: int
@@ -31,12 +32,13 @@ class Place:
 
 @dataclass(slots=True)
 class Tallied:
-    """Work counted so far."""
+    """Work counted so far. What fusing operators spares of it is known in the end."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     function_bytes: float = 0.0
     operators: int = 0
+    spared: SparedByFusion = field(default_factory=SparedByFusion)
     products: list[Product] = field(default_factory=list)
 
 
@@ -50,7 +52,7 @@ class Levels:
 
 
 @dataclass
-class Recorder(TorchDispatchMode):
+class WorkRecorder(TorchDispatchMode):
     """Counts what runs inside `with recorder:`, on fake or on real tensors alike.
 
     Tensors that exist before (parameters, buffers, the batch) are not counted when they are given to `ignore`.
@@ -58,8 +60,8 @@ class Recorder(TorchDispatchMode):
     long, is the strategies' business.
     """
 
-    place: Place = Place(0, "forward")
-    work: dict[Place, Tallied] = field(default_factory=lambda: defaultdict(Tallied))
+    place: StepPosition = StepPosition(0, "forward")
+    work: dict[StepPosition, Tallied] = field(default_factory=lambda: defaultdict(Tallied))
     outputs: dict[int, int] = field(default_factory=dict)
     gradients: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
 
@@ -68,14 +70,22 @@ class Recorder(TorchDispatchMode):
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._known: set[int] = set()
         self._gradient_serials: set[int] = set()
-        self._log: list[tuple[Place, int, int]] = []  # place, serial of the storage, bytes (negative when it goes)
+        # place, serial of the storage, bytes (negative when it goes)
+        self._log: list[tuple[StepPosition, int, int]] = []
         self._serial = 0
+        self._fusion = Fusion()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        spared = self._fusion.spared()
+        for place, tallied in self.work.items():
+            tallied.spared = spared[place]
 
     def ignore(self, tensors: Iterable[Any]) -> None:
         """Leave out the memory of tensors that outlive the pass."""
         self._known.update(t.untyped_storage()._cdata for t in tensors if _has_storage(t))
 
-    def move_to(self, place: Place) -> None:
+    def move_to(self, place: StepPosition) -> None:
         self.place = place
         self._log.append((place, -1, 0))  # a place where no memory comes or goes has levels too
 
@@ -86,9 +96,9 @@ class Recorder(TorchDispatchMode):
             serial, _ = self._alive.get(gradient.untyped_storage()._cdata, (-1, None))
             self._gradient_serials.add(serial)
 
-    def levels(self) -> dict[Place, Levels]:
+    def levels(self) -> dict[StepPosition, Levels]:
         """Levels of every place that was entered, counted from an empty device."""
-        found: dict[Place, Levels] = {}
+        found: dict[StepPosition, Levels] = {}
         level = 0
         for place, serial, num_bytes in self._log:
             before = found.get(place, Levels(level, level, level))
@@ -105,24 +115,31 @@ class Recorder(TorchDispatchMode):
         outputs = [t for t in tree_leaves(result) if _has_storage(t)]
         fresh = [t for t in outputs if self._track(t)]
         if fresh or func._schema.is_mutable:
-            self._count(func, args, kwargs, result, outputs)
+            self.count(func, args, kwargs, result, outputs)
         return result
 
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: Sequence[torch.Tensor]) -> None:
+    def count(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: Sequence[torch.Tensor]) -> None:
         tallied = self.work[self.place]
         tallied.operators += 1
         formula = _FORMULAS.get(func._overloadpacket)
+        inputs = [t for t in tree_leaves((args, kwargs)) if _has_storage(t)]
+        self._fusion.add(self.place, self._named(inputs), self._named(outputs), is_product=formula is not None)
         if formula is not None:
             tallied.flops += formula(*args, **kwargs, out_val=result)
             tallied.products += products_of(func._overloadpacket, args, kwargs, result)
             return
-        inputs = [t for t in tree_leaves((args, kwargs)) if _has_storage(t)]
         num_bytes = sum(_num_bytes(t) for t in (*inputs, *outputs))
         name = func._schema.name.removeprefix("aten::")
         if name.rstrip("_") in _PLAIN:
             tallied.moved_bytes += num_bytes
         else:
             tallied.function_bytes += num_bytes * _SLOWER.get(name, 1)
+
+    def _named(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+        """Each tensor's storage, by a number that no other storage gets, and its bytes."""
+        keys = [t.untyped_storage()._cdata for t in tensors]
+        return [(self._alive[key][0] if key in self._alive else ~key, _num_bytes(t))
+                for key, t in zip(keys, tensors, strict=True)]
 
     def _track(self, tensor: torch.Tensor) -> bool:
         """Follow the tensor's storage until it is freed; False if it was known."""
@@ -142,7 +159,7 @@ class Recorder(TorchDispatchMode):
         return True
 
 
-def follow(recorder: Recorder, pieces: dict[str, nn.Module], model: nn.Module) -> list[str]:
+def follow(recorder: WorkRecorder, pieces: dict[str, nn.Module], model: nn.Module) -> list[str]:
     """Tell the recorder which piece runs, forward and backward, and when gradients are made.
 
     Backward only ever moves towards the first segment: a hook that fires late (a skip connection's) is not
@@ -157,7 +174,7 @@ def follow(recorder: Recorder, pieces: dict[str, nn.Module], model: nn.Module) -
         def hook(_: Any) -> None:
             at = recorder.place
             if at.direction == "forward" or segment < at.segment:
-                recorder.move_to(Place(segment, "backward"))
+                recorder.move_to(StepPosition(segment, "backward"))
         return hook
 
     def enter(name: str) -> Callable[..., None]:
@@ -167,7 +184,7 @@ def follow(recorder: Recorder, pieces: dict[str, nn.Module], model: nn.Module) -
                 if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                     tensor.register_hook(back_to(before))
             segments.append(name)
-            recorder.move_to(Place(len(segments) - 1, "forward"))
+            recorder.move_to(StepPosition(len(segments) - 1, "forward"))
         return hook
 
     def leave(_: nn.Module, args: Any, output: Any) -> None:
@@ -178,7 +195,7 @@ def follow(recorder: Recorder, pieces: dict[str, nn.Module], model: nn.Module) -
             if tensor.requires_grad:
                 tensor.register_hook(back_to(segment))
         segments.append("")
-        recorder.move_to(Place(len(segments) - 1, "forward"))
+        recorder.move_to(StepPosition(len(segments) - 1, "forward"))
 
     for name, piece in pieces.items():
         piece.register_forward_pre_hook(enter(name), with_kwargs=True)

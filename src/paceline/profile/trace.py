@@ -6,9 +6,9 @@ import copy
 import gc
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -18,12 +18,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
 from paceline.capture.casts import cast_alone
+from paceline.capture.graph import without_cache
 from paceline.capture.probe import sparsely_trained
 from paceline.errors import JobError, PacelineError
 from paceline.job import AUTOCAST, Job
 from paceline.launch.fork import cuda_left_alone, in_a_fork
-from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work, growing
-from paceline.profile.recorder import Levels, Place, Recorder, Tallied, follow
+from paceline.profile.attention import SparedBySelective, SparedScores
+from paceline.profile.blocks import CalledAgain, Repeats
+from paceline.profile.fakes import AssumedValues, convertible
+from paceline.profile.profile import Affine, Core, Fused, Parameter, Profile, Segment, Work, growing
+from paceline.profile.recorder import Levels, StepPosition, Tallied, WorkRecorder, follow
 from paceline.strategies.units import find_units
 from paceline.values import plain, value_of
 
@@ -33,17 +37,23 @@ ASSUMED_STATE_FACTOR = 2
 # A network without convolutions or weight sharing: one multiplication and one addition a parameter and sample,
 # twice that in backward.
 ASSUMED_FLOPS_PER_PARAMETER = 2
+MOST_REAL_BYTES = 256 * 2**20  # of a run on tensors that have memory
+ASSUMED_NOTE = ("its course depends on values, which were made up: numbers are 1, conditions are false, and masks "
+                "choose everything")
 TRIAL_TIMEOUT_S = 60.0  # of a fork that runs the model on fake tensors
 
 
-def profile_job(job: Job, *, samples: int = 2, device: str = "cpu") -> Profile:
+def profile_job(job: Job, *, samples: int = 2, device: str = "cpu", like: Profile | None = None) -> Profile:
     """What one forward, backward and update of a job costs, as figures that grow with the samples.
 
     Runs the job's model, loss and optimizer on fake tensors, which cost no memory, with `samples` samples and
     with a whole batch, and takes the line between the two. A model that fake tensors can't run (its course
-    depends on values, it has kernels of its own) is run for real on `device`, with `samples` and twice as many; one
-    that fails there too is priced by its parameters alone. `Profile.notes` says so. For a GPU all of it happens in a
+    depends on values, it has kernels of its own) is run for real on `device`, with `samples` and twice as many, if that
+    takes at most MOST_REAL_BYTES. A larger one is run on fake tensors with values that are made up, and one that fails
+    there too is priced by its parameters alone. `Profile.notes` says so. For a GPU all of it happens in a
     fork of this process, unless it uses GPUs already.
+
+    like: Of the same job in another precision of the same weights; its update is this one's, and is not run again.
 
     Reads the first `samples` items of the data. Leaves the random generators of Python, NumPy and torch as they
     were, and no hooks.
@@ -53,12 +63,12 @@ def profile_job(job: Job, *, samples: int = 2, device: str = "cpu") -> Profile:
         Exception: whatever the model's own constructor raises; a RuntimeError in its place where a fork ran it.
     """
     if device == "cpu" or torch.cuda.is_initialized():
-        return _profile(job, samples, torch.device(device))
-    found: Profile = value_of(in_a_fork(lambda: plain(_profile(job, samples, torch.device(device)))))
+        return _profile(job, samples, torch.device(device), like)
+    found: Profile = value_of(in_a_fork(lambda: plain(_profile(job, samples, torch.device(device), like))))
     return found
 
 
-def _profile(job: Job, samples: int, device: torch.device) -> Profile:
+def _profile(job: Job, samples: int, device: torch.device, like: Profile | None) -> Profile:
     notes: list[str] = []
     with kept_generators(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real run will show them
@@ -66,14 +76,43 @@ def _profile(job: Job, samples: int, device: torch.device) -> Profile:
             items = first_items(job.data, samples)
         except Exception as error:
             return _from_parameters(job, [f"the data gave no samples ({_named(error)})"])
-        if found := _tried("on fake tensors", lambda: _fit(_fake_runs(job, items), (), cast_parameters(job)), notes):
+        if found := _tried("on fake tensors", lambda: _profile_of_fakes(job, items, like=like), notes):
             return found
     with kept_generators(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        assumed = _tried("with assumed values", lambda: _profile_of_fakes(job, items, assumes=True, like=like), [])
+        needed = _bytes_for_real(job, assumed, 2 * samples)
         how = "for real" if device.type == "cpu" else f"for real on {device}"
-        if found := _tried(how, lambda: _fit(_real_runs(job, items, device), tuple(notes)), notes):
+        if needed > MOST_REAL_BYTES:
+            notes.append(f"is not run {how}, which takes {needed:,} bytes or more and may take {MOST_REAL_BYTES:,}")
+        elif found := _tried(how, lambda: _fit(_real_runs(job, items, device, updates=like is None), tuple(notes),
+                                               like=like), notes):
             return found
+        if assumed is not None:
+            return replace(assumed, notes=(*notes, *assumed.notes))
         return _from_parameters(job, notes)
+
+
+def _bytes_for_real(job: Job, assumed: Profile | None, samples: int) -> float:
+    """The least that a real run takes: parameters and their gradients, and activations where they are known."""
+    if assumed is not None:
+        kept = sum(s.kept_bytes.at(samples) for s in assumed.segments)
+        return kept + assumed.parameter_bytes + sum(p.gradient_bytes + p.state_bytes for p in assumed.parameters)
+    model = _without_memory(job)
+    return sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters())
+
+
+def _without_memory(job: Job) -> nn.Module:
+    """The model on fake tensors; for real if its constructor can't be run on those."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), convertible():
+            return build(job)
+    except JobError:
+        raise
+    except Exception:
+        return build(job)
 
 
 def _tried(how: str, profile: Callable[[], Profile], notes: list[str]) -> Profile | None:
@@ -91,7 +130,8 @@ def _tried(how: str, profile: Callable[[], Profile], notes: list[str]) -> Profil
 class _Run:
     """One traced step.
 
-    pieces: of each segment. state_bytes: None if the optimizer could not be run.
+    pieces: of each segment. repeats: blocks that were not run, as others are like them. state_bytes: None if the
+    optimizer could not be run, or was not. spared: by recompute=selective.
     """
 
     samples: int
@@ -99,59 +139,75 @@ class _Run:
     model: nn.Module
     units: tuple[str, ...]
     pieces: list[str]
-    recorder: Recorder
+    recorder: WorkRecorder
+    repeats: Repeats
     state_bytes: dict[str, int] | None
+    spared: dict[StepPosition, SparedScores]
 
 
-def _fake_runs(job: Job, items: list[Any]) -> tuple[_Run, _Run]:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+def _profile_of_fakes(job: Job, items: list[Any], *, assumes: bool = False, like: Profile | None = None) -> Profile:
+    """One block of each kind is run, unless the model runs a block more than once. assumes: see `_fake_runs`. like: see
+    `profile_job`."""
+    notes, updates = (ASSUMED_NOTE,) if assumes else (), like is None
+    try:
+        return _fit(_fake_runs(job, items, each=False, assumes=assumes, updates=updates), notes,
+                    cast_parameters(job, each=False), like)
+    except CalledAgain:
+        return _fit(_fake_runs(job, items, assumes=assumes, updates=updates), notes, cast_parameters(job), like)
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        model = build(job)
-        if not all(isinstance(p, FakeTensor) for p in model.parameters()):
-            raise TypeError("model returned a module that existed before")
+
+def _fake_runs(job: Job, items: list[Any], *, updates: bool = True, each: bool = True,
+               assumes: bool = False) -> tuple[_Run, _Run]:
+    """updates: whether the first run has an update. each: whether each block is run, though it is like another one.
+    assumes: whether values that the model asks for are made up."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, convertible(), (
+            AssumedValues() if assumes else nullcontext()):
+        model = _build_fake(job)
         batch = tree_map(lambda t: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t, default_collate(items))
-        first = _trace(job, model, batch, samples=len(items), factor=1)
-        model = build(job)
+        first = _trace(job, model, batch, samples=len(items), factor=1, each=each, updates=updates)
+        model = _build_fake(job)
         factor = max(2, -(-job.batch // len(items)))
-        return first, _trace(job, model, batch, samples=len(items) * factor, factor=factor)
+        return first, _trace(job, model, batch, samples=len(items) * factor, factor=factor, each=each)
 
 
-def _real_runs(job: Job, items: list[Any], device: torch.device) -> tuple[_Run, _Run]:
+def _real_runs(job: Job, items: list[Any], device: torch.device, *, updates: bool) -> tuple[_Run, _Run]:
     batch = default_collate(items)
     model = build(job)  # stays as it is: the job may hand out one module again and again
     first, second = (_trace(job, copy.deepcopy(model).to(device), batch, samples=len(items) * factor, factor=factor,
-                            device=device)
+                            updates=updates and factor == 1, device=device)
                      for factor in (1, 2))
     return first, second
 
 
-def cast_parameters(job: Job, device: torch.device = _CPU) -> frozenset[str]:
+def cast_parameters(job: Job, device: torch.device = _CPU, *, each: bool = True) -> frozenset[str]:
     """Names of the parameters that autocast casts before anything computes with them, from runs on fake tensors of the
-    device: `shard=N` gathers them cast. None where fake tensors can't run the model.
+    device: `shard=N` gathers them cast. None where fake tensors can't run the model. each: see `_fake_runs`.
 
     None of fp8 either: torchao's layers take float32 weights to float8.
     """
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     if job.precision not in AUTOCAST or job.precision == "fp8":
         return frozenset()
     try:
-        with kept_generators(device), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with (kept_generators(device), warnings.catch_warnings(), convertible(),
+              FakeTensorMode(allow_non_fake_inputs=True) as mode):
             warnings.simplefilter("ignore")  # the real run will show them
-            model = build(job)
-            if not all(isinstance(p, FakeTensor) for p in model.parameters()):  # one that existed before
-                return frozenset()
+            model = _build_fake(job)
             inputs, target = (
                 tree_map(lambda t: mode.from_tensor(t).to(device) if isinstance(t, torch.Tensor) else t, part)
                 for part in default_collate(first_items(job.data, 2)))
-            _move(model, device)
+            _replace(model, lambda tensor: tensor.to(device))
+            repeats = Repeats({} if each else find_units(model), lambda: 0)
 
             def loss() -> Any:
-                with autocast(job, device.type):
+                with repeats.standing_in(), without_cache(model), autocast(job, device.type):
                     return job.loss(_call(model, inputs), target)
 
-            return cast_alone(model, loss, getattr(torch, AUTOCAST[job.precision]))
+            found = cast_alone(model, loss, getattr(torch, AUTOCAST[job.precision]))
+            return frozenset(name for name, _ in model.named_parameters() if repeats.traced(name) in found)
     except Exception:
         return frozenset()
 
@@ -182,71 +238,121 @@ def cast_parameters_of_rank(job: Job, device: torch.device) -> frozenset[str]:
     return names & cast_parameters(job, device) if names and device.type != "cpu" else names
 
 
-def _move(model: nn.Module, device: torch.device) -> None:
-    """A model of fake tensors to a device; `Module.to` can't swap those."""
-    moved: dict[int, Any] = {}
+def _replace(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Parameters and buffers of fake tensors by others; `Module.to` can't swap those. What is shared stays shared."""
+    done: dict[int, Any] = {}
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is None or tensor.device == device:
-                    continue
-                if id(tensor) not in moved:
-                    copied = tensor.detach().to(device)
-                    moved[id(tensor)] = tensor, (nn.Parameter(copied, tensor.requires_grad)
-                                                 if isinstance(tensor, nn.Parameter) else copied)
-                held[name] = moved[id(tensor)][1]
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None:
+                continue
+            if id(tensor) not in done:
+                changed = change(tensor.detach())
+                done[id(tensor)] = tensor, (nn.Parameter(changed, tensor.requires_grad)
+                                            if isinstance(tensor, nn.Parameter) else changed)
+            setattr(module, name, done[id(tensor)][1])  # recurrent layers list their parameters a second time
 
 
 def build(job: Job) -> nn.Module:
+    """The job's model, in float64 if the job is; under a mode of fake tensors one of these."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
     model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"model returned {type(model).__name__} and not a torch.nn.Module")
-    return model.to(torch.float64) if job.precision == "float64" else model
+    if job.precision != "float64":
+        return model
+    if not any(isinstance(p, FakeTensor) for p in model.parameters()):
+        return model.to(torch.float64)
+    _replace(model, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    return model
 
 
-def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, factor: int,
-           device: torch.device = _CPU) -> _Run:
-    """One step of the model with `factor` copies of the batch."""
+def _build_fake(job: Job) -> nn.Module:
+    """The model without memory, in a fake mode. A module that existed before, such as a pretrained base of adapters,
+    stays as it is: a copy of it takes its place."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    model = build(job)
+    held = [*model.parameters(), *model.buffers()]
+    if all(isinstance(tensor, FakeTensor) for tensor in held):
+        return model
+    stand_ins: dict[int, Any] = {id(tensor): tensor for tensor in held}
+    for tensor in held:  # not clones: torch 2.13 crashes some time after real tensors were copied in a fake mode
+        if not isinstance(tensor, FakeTensor):
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            stand_ins[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(
+                tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, stand_ins)
+
+
+def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, factor: int, updates: bool = False,
+           device: torch.device = _CPU, each: bool = True) -> _Run:
+    """One step of the model with `factor` copies of the batch. updates: whether the update, too, which is the same for
+    any number of samples. each: see `_fake_runs`."""
     def taken(value: Any) -> Any:
         made = as_the_job_takes(value, job, samples, factor)
         return made.to(device) if isinstance(made, torch.Tensor) and device.type != "cpu" else made
 
     inputs, target = (tree_map(taken, part) for part in batch)
     units = find_units(model)
-    recorder = Recorder()
+    recorder = WorkRecorder()
+    model.train()
+    repeats = Repeats({} if each else units, lambda: recorder.place.segment)
     pieces = follow(recorder, {**units, **_outer_pieces(model, units)}, model)
     recorder.ignore([*model.parameters(), *model.buffers(), *tree_leaves((inputs, target))])
-    model.train()
-    with recorder:
-        with autocast(job, device.type):
+    spared = SparedBySelective(lambda: recorder.place)
+    with recorder, repeats.standing_in():
+        with without_cache(model), autocast(job, device.type), spared:
             loss = job.loss(_call(model, inputs), target)
         loss = loss[0] if isinstance(loss, tuple | list) else loss
-        recorder.move_to(Place(len(pieces) - 1, "backward"))
+        recorder.move_to(StepPosition(len(pieces) - 1, "backward"))
         loss.backward()
-        state_bytes = _trace_update(job, model, recorder)
+        state_bytes = _trace_update(job, model, recorder, repeats) if updates else None
     batch_bytes = sum(t.numel() * t.element_size() for t in tree_leaves((inputs, target))
                       if isinstance(t, torch.Tensor))
-    return _Run(samples, batch_bytes, model, tuple(units), pieces, recorder, state_bytes)
+    return _Run(samples, batch_bytes, model, tuple(units), pieces, recorder, repeats, state_bytes, spared.found)
 
 
-def _trace_update(job: Job, model: nn.Module, recorder: Recorder) -> dict[str, int] | None:
-    """Clip and step. The first step makes the optimizer's state, the second one is counted.
+def _trace_update(job: Job, model: nn.Module, recorder: WorkRecorder, repeats: Repeats) -> dict[str, int] | None:
+    """Clip and step. The first step makes the optimizer's state, the second one is counted: of the blocks that were
+    run, and then once more with one more block of each kind, each in a place of its own.
 
     Returns:
         Bytes of state by parameter name; None if the optimizer can't be run.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    recorder.move_to(Place(-1, "update"))
+    recorder.move_to(StepPosition(-1, "update"))  # the first, which is not counted
     try:
         optimizer = job.optimizer(named)
-        optimizer.step()
-        recorder.move_to(Place(0, "update"))
-        if job.clip is not None:
-            torch.nn.utils.clip_grad_norm_([p for _, p in named], job.clip)
-        optimizer.step()
+        with _gradients_of_more(named, repeats, [units[0] for units in repeats.kinds.values()]):
+            optimizer.step()
+        for number, more in enumerate([[], *([units[0]] for units in repeats.kinds.values())]):
+            with _gradients_of_more(named, repeats, more):
+                recorder.move_to(StepPosition(number, "update"))
+                if job.clip is not None:
+                    torch.nn.utils.clip_grad_norm_([p for _, p in named], job.clip)
+                optimizer.step()
+                recorder.move_to(StepPosition(-1, "update"))
     except Exception:
         return None
-    return {name: _state_bytes(optimizer, p) for name, p in named}
+    of = dict(named)
+    return {name: _state_bytes(optimizer, of[repeats.traced(name)]) for name, _ in named}
+
+
+@contextmanager
+def _gradients_of_more(named: Sequence[tuple[str, nn.Parameter]], repeats: Repeats,
+                       units: Sequence[str]) -> Iterator[None]:
+    """Give parameters of units that were not run gradients where those that stand for them have some."""
+    of = dict(named)
+    given = [p for name, p in named if name.startswith(tuple(f"{unit}." for unit in units))
+             and of[repeats.traced(name)].grad is not None]
+    for p in given:
+        p.grad = torch.empty_like(p)
+    try:
+        yield
+    finally:
+        for p in given:
+            p.grad = None
 
 
 def state_factor(job: Job, model: nn.Module) -> float:
@@ -294,23 +400,40 @@ def _outer_pieces(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str,
     return found
 
 
-def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] = frozenset()) -> Profile:
-    """The line through two runs, figure by figure. cast: see `cast_parameters`."""
+def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] = frozenset(),
+         like: Profile | None = None) -> Profile:
+    """The line through two runs, figure by figure; the update is the first one's, or that of a profile that is `like`
+    this one. cast: see `cast_parameters`."""
     first, second = runs
-    if first.pieces != second.pieces:
+    if first.pieces != second.pieces or first.repeats.of != second.repeats.of:
         raise ValueError("the model takes another course for another number of samples")
     sides = [_Side(run) for run in runs]
 
     def line(figure: Callable[[_Side], float]) -> Affine:
         return Affine.through((first.samples, figure(sides[0])), (second.samples, figure(sides[1])))
 
-    def work(place: Place) -> Work:
+    def work(place: StepPosition) -> Work:
         return Work(line(lambda s: s.work(place).flops), line(lambda s: s.work(place).moved_bytes),
                     line(lambda s: s.work(place).function_bytes), sides[0].work(place).operators,
-                    growing(*(s.work(place).products for s in sides), samples=(first.samples, second.samples)))
+                    growing(*(s.work(place).products for s in sides), samples=(first.samples, second.samples)),
+                    Fused(line(lambda s: s.work(place).spared.num_bytes), sides[0].work(place).spared.operators,
+                          sides[0].work(place).spared.kernels))
+
+    def core(place: StepPosition) -> Core | None:
+        if any(place not in run.spared for run in runs):
+            return None
+        again = [run.spared[place].work for run in runs]
+
+        def of(figure: Callable[[Tallied], float]) -> Affine:
+            return Affine.through(*((run.samples, figure(work)) for run, work in zip(runs, again, strict=True)))
+
+        return Core(Work(of(lambda w: w.flops), of(lambda w: w.moved_bytes), of(lambda w: w.function_bytes),
+                         again[0].operators), Affine.through(*((run.samples, run.spared[place].num_bytes)
+                                                               for run in runs)))
 
     def segment(number: int) -> Segment:
-        ahead, back = Place(number, "forward"), Place(number, "backward")
+        traced = first.repeats.of.get(number, number)
+        ahead, back = StepPosition(traced, "forward"), StepPosition(traced, "backward")
         return Segment(
             unit=first.pieces[number] if first.pieces[number] in first.units else "",
             forward=work(ahead), backward=work(back),
@@ -318,22 +441,50 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
             output_bytes=line(lambda s: s.run.recorder.outputs.get(number, 0)),
             forward_peak_bytes=line(lambda s: s.levels(ahead).peak - s.levels(ahead).start),
             backward_peak_bytes=line(lambda s: max(0, s.levels(back).peak - s.levels(ahead).end)),
-            gradients=tuple(first.recorder.gradients[number]),
+            gradients=_gradients(first, number), core=core(ahead),
         )
 
-    if first.state_bytes is None:
+    state_bytes = first.state_bytes if like is None else {p.name: p.state_bytes for p in like.parameters}
+    if state_bytes is None:
         notes += (f"the optimizer could not be run on fake tensors: {ASSUMED_STATE_FACTOR} bytes of state a byte",)
-    update = Place(0, "update")
-    held = sides[0].levels(update)
     segments = tuple(segment(number) for number in range(len(first.pieces)))
     return Profile(
-        parameters=_parameters(first.model, first.units, first.state_bytes, cast),
+        parameters=_parameters(first.model, first.units, state_bytes, cast),
         segments=tuple(s for s in segments if s != Segment()),
         buffer_bytes=_buffer_bytes(first.model),
         batch_bytes=line(lambda s: s.run.batch_bytes),
-        update=work(update), update_peak_bytes=held.peak - held.start,
+        update=_update(sides[0]) if like is None else like.update,
+        update_peak_bytes=(round(_of_all_blocks(sides[0], _Side.update_peak_bytes)) if like is None
+                           else like.update_peak_bytes),
         notes=notes,
     )
+
+
+def _gradients(run: _Run, number: int) -> tuple[str, ...]:
+    """Names of parameters whose gradients a segment completes; of a block that was not run as of the one that was."""
+    own = run.recorder.gradients[number]
+    traced = run.repeats.of.get(number, number)
+    if traced == number:
+        return tuple(own)
+    unit, other = run.pieces[number], run.pieces[traced]
+    return (*own, *(f"{unit}{name.removeprefix(other)}" for name in run.recorder.gradients[traced]
+                    if name.startswith(f"{other}.")))
+
+
+def _update(side: _Side) -> Work:
+    """Of all parameters."""
+    def whole(figure: Callable[[Tallied], float]) -> float:
+        return _of_all_blocks(side, lambda s, place: figure(s.work(place)))
+
+    return Work(Affine(whole(lambda w: w.flops)), Affine(whole(lambda w: w.moved_bytes)),
+                Affine(whole(lambda w: w.function_bytes)), whole(lambda w: w.operators))
+
+
+def _of_all_blocks(side: _Side, figure: Callable[[_Side, StepPosition], float]) -> float:
+    """A figure of the update, from what one more block of each kind adds to it."""
+    base = figure(side, StepPosition(0, "update"))
+    return base + sum(len(units) * (figure(side, StepPosition(number, "update")) - base)
+                      for number, units in enumerate(side.run.repeats.kinds.values(), 1))
 
 
 class _Side:
@@ -342,11 +493,15 @@ class _Side:
     def __init__(self, run: _Run) -> None:
         self.run, self._levels = run, run.recorder.levels()
 
-    def work(self, place: Place) -> Tallied:
+    def work(self, place: StepPosition) -> Tallied:
         return self.run.recorder.work.get(place, Tallied())
 
-    def levels(self, place: Place) -> Levels:
+    def levels(self, place: StepPosition) -> Levels:
         return self._levels.get(place, Levels(0, 0, 0))
+
+    def update_peak_bytes(self, place: StepPosition) -> int:
+        found = self.levels(place)
+        return found.peak - found.start
 
 
 def first_items(data: Any, count: int) -> list[Any]:
@@ -408,7 +563,7 @@ def _named(error: Exception) -> str:
 
 def _from_parameters(job: Job, notes: list[str]) -> Profile:
     """A rough profile of a model that can be built but not be run."""
-    model = build(job)
+    model = _without_memory(job)
     units = find_units(model)
     parameters = _parameters(model, tuple(units), None)
     segments = []

@@ -130,7 +130,8 @@ def _verdicts(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for number in range(max(len(words), len(figures))):
             left = f"{mark if number == 0 else '':<8}{words[number] if number < len(words) else '':<{_PLAN}}"
             yield f"{left}  {figures[number] if number < len(figures) else ''}".rstrip()
-        for remark in filter(None, (plan["refused"], plan["reason"], _power(plan), _resumed(plan))):
+        for remark in filter(None, (plan["refused"], plan["reason"], plan.get("overflow"), _power(plan),
+                                    _resumed(plan))):
             for line in remark.splitlines():
                 yield from textwrap.wrap(line, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
 

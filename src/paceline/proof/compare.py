@@ -18,7 +18,7 @@ from paceline.proof.plain import distance, is_weight, rates_of, sample_marks
 from paceline.proof.reference import KINDS
 from paceline.runtime import state
 from paceline.runtime.checkpoint.dtypes import from_stored
-from paceline.runtime.checkpoint.pieces import Piece, pieces_of
+from paceline.runtime.checkpoint.pieces import TensorPiece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.feed import MicroBatch
 from paceline.strategies.layout import Extent, Whole
@@ -27,7 +27,7 @@ _STORED = {"parameters": "weight", "buffers": "buffer", "optimizer": "state"}  #
 SAME_RATE = 1e-9  # relative; a schedule is a formula, computed by the same code on every rank
 
 
-class Recorder:
+class DifferenceRecorder:
     """An observer on one rank: how far what it holds, whole tensors or shards, is from one device's.
 
     folder: of the reference. random: switched-off random layers; tells which streams they would have drawn from.
@@ -50,7 +50,7 @@ class Recorder:
         self.evaluated: dict[str, float] = {}
         self.distances: dict[str, list[dict[str, float]]] = {kind: [] for kind in ("initial", *KINDS, "stored")}
 
-    def initial(self, stepper: state.Holder) -> None:
+    def initial(self, stepper: state.StateOwner) -> None:
         """The weights before a forward may have changed them."""
         self.digests = {name: [_digest(piece.tensor) for piece in pieces_of(name, p, stepper.layout.extents.get(name))]
                         for name, p in stepper.held.items()}
@@ -60,7 +60,7 @@ class Recorder:
         if self.random is not None:
             self.random.forget()
 
-    def gradients(self, step: int, stepper: state.Holder) -> None:
+    def gradients(self, step: int, stepper: state.StateOwner) -> None:
         if step == self.first_step:
             self.ready()
             self.replica, self.held = stepper.replica, list(stepper.held)
@@ -75,7 +75,7 @@ class Recorder:
                                          for name, p in stepper.parameters.items() if p.grad is not None},
                       stepper.layout.extents)
 
-    def weights(self, step: int, stepper: state.Holder, loss: float) -> None:
+    def weights(self, step: int, stepper: state.StateOwner, loss: float) -> None:
         self.losses.append(loss)
         weights = {name: p for name, p in getattr(stepper, "held", stepper.parameters).items() if is_weight(p)}
         self._compare("weight", step, weights, stepper.layout.extents)
@@ -110,7 +110,7 @@ class Recorder:
                           for name in known - tensors.keys() if name in self.held}
         self.distances[kind].append(distances)
 
-    def _compare_initial(self, stepper: state.Holder) -> None:
+    def _compare_initial(self, stepper: state.StateOwner) -> None:
         """Weights that were equal to the last bit are; of others it is known how far they are apart now."""
         with safe_open(self.folder / "initial-0.safetensors", framework="pt") as reference:
             known = set(reference.keys())
@@ -122,7 +122,7 @@ class Recorder:
         self.distances["initial"][-1] = {
             name: found.get(name, 0.0) if name in differing else 0.0 for name in stepper.held}
 
-    def _compare_stored(self, step: int, pieces: Iterator[Piece]) -> None:
+    def _compare_stored(self, step: int, pieces: Iterator[TensorPiece]) -> None:
         """What this rank would write into a checkpoint."""
         distances: dict[str, float] = {}
         elements: dict[str, int] = {}
@@ -146,7 +146,7 @@ class Recorder:
                 **self.distances}
 
 
-def _region(file: Any, piece: Piece) -> torch.Tensor:
+def _region(file: Any, piece: TensorPiece) -> torch.Tensor:
     """The reference's elements of a piece."""
     name = piece.name if piece.name in file.keys() else piece.name.partition("/")[2]  # noqa: SIM118  # no mapping
     found: torch.Tensor = (file.get_slice(name)[piece.region.slices((0,) * piece.tensor.ndim)] if piece.tensor.ndim
@@ -258,7 +258,7 @@ def judge(reference: dict[str, Any], ranks: list[dict[str, Any]], *, precision: 
 
     Args:
         reference: what `write_reference` gave.
-        ranks: `Recorder.to_dict()` of every rank, in order.
+        ranks: `DifferenceRecorder.to_dict()` of every rank, in order.
         forwards: Of the whole model on a rank in a step, where it computes some of them again: what it draws may be
             no more than one device draws in so many. None where nothing is computed again.
     """

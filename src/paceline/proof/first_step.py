@@ -31,6 +31,7 @@ from paceline.proof.reference import (
     limits_of,
     save_kind,
     spreads_of,
+    state_sizes,
     widen,
     with_limits,
     write_cut,
@@ -73,9 +74,10 @@ class FirstStep:
             "losses": [loss], "rates": [self.record.rates], "marks": marks,
             "draws": [len(random.drawn)], "most_repeats": random.most_repeats(),
             "seeds_itself": bool(random.seeds - {key_to_seed(job.seed, "step", 0, 0, 0)}),
+            "skipped": [run.is_skipped], "overflow": None,
             "evaluation": {}, "evaluation_limit": {}, "coupling": None, "loss_keeps_state": keeps_state,
             "left_on": sorted(random.left),
-            "state_sizes": [{name: tensor.numel() for name, tensor in self.record.state.items()}]}
+            "state_sizes": [state_sizes(self.record)]}
 
     def narrow(self) -> dict[str, Any]:
         """A reference like that of `write_reference`, with limits that need no second forward."""

@@ -84,11 +84,11 @@ def _compared(job: Job, asked: Resolved, document: Path, tensors: Path, has_ende
     from paceline.planner.estimate import devices_of
     from paceline.proof.compare import judge
     from paceline.proof.ranks import recomputed_forwards
-    from paceline.runtime.drivers import crew
+    from paceline.runtime.drivers import fault_policy
 
     body = _watched(job, asked, document, tensors, has_ended, devices_of(asked.plan, asked.cluster))
     try:
-        ranks = run_local(body, asked.cluster.devices, timeout_s=timeout_s, crew=crew(asked.plan))
+        ranks = run_local(body, asked.cluster.devices, timeout_s=timeout_s, fault_policy=fault_policy(asked.plan))
     except RankFailed as error:  # a server may miss a worker that has found no reference
         if error.failure.is_stop or "error" not in (reference := _told(document, over=has_ended())):
             raise
@@ -145,7 +145,7 @@ def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended
     """What each rank does: the first step, beside one device, with a recorder that waits for what that comes to."""
     def body(context: Any) -> dict[str, Any]:
         from paceline.capture.randomness import WithoutRandomness
-        from paceline.proof.compare import Recorder
+        from paceline.proof.compare import DifferenceRecorder
         from paceline.proof.ranks import in_precision
         from paceline.runtime.drivers import train_rank
         from paceline.runtime.loop import Settings
@@ -161,7 +161,7 @@ def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended
                 raise _NoReferenceError
 
         with WithoutRandomness() as random:
-            recorder = Recorder(tensors, random, ready=wait)
+            recorder = DifferenceRecorder(tensors, random, ready=wait)
             with suppress(_NoReferenceError):
                 train_rank(context, in_precision(job, job.precision, random), asked.plan,
                            Settings(None, asked.shares, observer=recorder, devices=devices))
@@ -183,7 +183,7 @@ def _write_references(job: Job, asked: Resolved, folder: Path) -> None:
     from paceline.proof.first_step import FirstStep
     from paceline.proof.ranks import in_precision
 
-    models = 1 + asked.plan.replicas // asked.plan.axes.shard  # that are in memory at once: each replica has its own
+    models = 1 + asked.plan.num_copies  # that are in memory at once: each replica has its own
     most_bytes = psutil.virtual_memory().available // models
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))  # a model that is too large is an error here
     random = WithoutRandomness()

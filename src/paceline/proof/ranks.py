@@ -49,6 +49,12 @@ def devices_of(devices: Sequence[str] | None, count: int) -> str:
     return f"cpu:0-{count - 1}" if devices is None else ",".join(devices[:count])
 
 
+def num_devices(plan: Plan, devices: Sequence[str] | None) -> int:
+    """How many of the given devices a plan takes: beside GPUs servers compute on the CPU."""
+    has_gpus = devices is not None and not devices[0].startswith("cpu")
+    return plan.world_size - (plan.num_cpu_ranks if has_gpus else 0)
+
+
 def _alone(work: Callable[[Any], dict[str, Any]], devices: Sequence[str] | None, *, timeout_s: float) -> dict[str, Any]:
     """What `work(context)` returns in a process of its own whose plain loop computes on the first of the devices, so
     that this one stays free to fork.
@@ -113,7 +119,7 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float,
                 "is_random": random.is_needed}
 
     def work(context: Any) -> dict[str, Any]:
-        Stepper(job, Plan(), Mesh(Plan().axes.sizes(), 0), context.device)  # refuses in words what can't be trained
+        Stepper(job, Plan(), Mesh.of(Plan(), 0), context.device)  # refuses in words what can't be trained
         with float32_products(job, context):
             figures, note = {job.precision: run(job.precision)}, None
         if job.precision != "float64":
@@ -173,7 +179,7 @@ def cut_reference(proof: Proof, *, shares: Sequence[int], microbatches: int) -> 
 
 def recomputed_forwards(plan: Plan) -> int | None:
     """Forwards of the whole model on a rank in a step, if the plan computes some again; None if not, or not known."""
-    return plan.num_microbatches if plan.modifiers.recompute != "none" and not plan.splits_model else None
+    return plan.num_microbatches if plan.modifiers.recompute == "full" and not plan.splits_model else None
 
 
 def cut_folder(folder: Path, shares: Sequence[int], microbatches: int) -> Path:
@@ -193,7 +199,7 @@ def watched(proof: Proof, asked: Resolved, folders: Mapping[Precision, Path], *,
     Raises:
         RankFailed: a rank failed.
     """
-    from paceline.runtime.drivers import crew
+    from paceline.runtime.drivers import fault_policy
 
     run_dir = proof.folder / RUNS / str(number)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -216,21 +222,21 @@ def watched(proof: Proof, asked: Resolved, folders: Mapping[Precision, Path], *,
             found["file"] = _file_difference(proof, run_dir, folders[proof.finest])
         return found
 
-    return run_local(body, asked.cluster.devices, timeout_s=proof.timeout_s, crew=crew(asked.plan))
+    return run_local(body, asked.cluster.devices, timeout_s=proof.timeout_s, fault_policy=fault_policy(asked.plan))
 
 
 def _watch(context: Any, proof: Proof, asked: Resolved, folder: Path, precision: Precision, run_dir: Path | None, *,
            resume: bool = False) -> dict[str, Any]:
     """The job in one precision. With a run folder it also evaluates, and saves on its way or goes on from there."""
     from paceline.capture.randomness import WithoutRandomness
-    from paceline.proof.compare import Recorder
+    from paceline.proof.compare import DifferenceRecorder
     from paceline.proof.reference import evaluation_data
     from paceline.runtime.drivers import train_rank
     from paceline.runtime.loop import Settings
 
     random = WithoutRandomness()
     with random if proof.figures[precision]["is_random"] else nullcontext():
-        recorder = Recorder(folder, random, first_step=proof.saved_step if resume else 0)
+        recorder = DifferenceRecorder(folder, random, first_step=proof.saved_step if resume else 0)
         job = in_precision(proof.job, precision, random)
         evaluates = run_dir is not None and not resume and proof.figures[precision]["not_evaluated"] is None
         data = evaluation_data(job) if evaluates else None

@@ -80,8 +80,8 @@ def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandom
     Returns:
         draws: of each step: how often random layers draw. most_repeats: how often a forward draws the same number, at
         most. seeds_itself: whether the job gives the random generator seeds of its own while it takes a step.
-        losses, rates, marks, state_sizes: of each step: the loss, the learning rates, a mark for each sample, the
-        elements of the optimizer's tensors by name.
+        losses, rates, marks, state_sizes, skipped: of each step: the loss, the learning rates, a mark for each sample,
+        the elements of the optimizer's tensors by name, whether loss scaling skipped it.
         loss_limit: what losses may differ by. gradient_limit, weight_limit, buffer_limit: of each step, what any
         element of a tensor may differ by, by name. state_limit: the same of the optimizer's state, after each step.
         evaluation, evaluation_limit: figures by name after the last step, and what they may differ by.
@@ -91,7 +91,7 @@ def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandom
         power: which planted errors the limits would have caught. epsilon: of the coarsest numbers computed with.
     """
     folder.mkdir(exist_ok=True)
-    reference: dict[str, Any] = {"losses": [], "rates": [], "marks": [], "state_sizes": [], "draws": [],
+    reference: dict[str, Any] = {"losses": [], "rates": [], "marks": [], "state_sizes": [], "draws": [], "skipped": [],
                                  "most_repeats": 0, "seeds_itself": False}
     with random:
         epsilon = coarsest(job)
@@ -136,7 +136,8 @@ def _write_plain(job: Job, folder: Path, reference: dict[str, Any], steps: int, 
         reference["seeds_itself"] |= bool(random.seeds - {key_to_seed(job.seed, "step", step, 0, 0)})
         reference["losses"].append(record.loss)
         reference["rates"].append(record.rates)
-        reference["state_sizes"].append({name: tensor.numel() for name, tensor in record.state.items()})
+        reference["skipped"].append(run.is_skipped)
+        reference["state_sizes"].append(state_sizes(record))
         for kind in ALL_KINDS:
             save_kind(folder, kind, step, record.tensors(kind))
         floors.append(floors_of(record, epsilon, largest_loss=max(map(abs, reference["losses"]))))
@@ -195,6 +196,8 @@ def _vary(run: PlainRun, folder: Path, losses: list[float], figures: Named, eval
     """Widen the spreads by what one more run gives."""
     for step, batch in enumerate(whole_batches(run.job, len(losses))):
         record = run.step(batch)
+        if run.variation in REORDERED and bool(record.gradients) != bool(load_kind(folder, "gradient", step)):
+            return  # loss scaling skips other steps of smaller pieces, and that is no rounding
         widen(spreads[step]["loss"], {"": abs(record.loss - losses[step])})
         for kind in ALL_KINDS:
             theirs = record.tensors(kind)
@@ -258,31 +261,51 @@ def write_cut(job: Job, folder: Path, whole: Mapping[str, Any], *, beside: Path,
 
     Args:
         beside: The folder of `whole`.
-        variations: How far rounding moves the figures is measured by these where samples are coupled: a BatchNorm
-            amplifies it the more the fewer samples it sees.
+        variations: How far rounding moves the figures is measured by these where samples are coupled (a BatchNorm
+            amplifies it the more the fewer samples it sees), and where other steps are skipped than in `whole`.
 
     Returns:
         A reference like `whole`, but without an evaluation (a loss that couples samples depends on how ranks cut them
-        there, too), and in `coupling` what is further from `whole` than rounding allows, in words; None if nothing is.
+        there, too). `coupling` says what is further from `whole` than rounding allows, in words; None if nothing is.
+        `overflow` says in which step gradients overflow for whole batches alone, or for those that are cut alone, so
+        that loss scaling skips other steps; None if it skips the same ones.
     """
     run, losses, floors, coupling = PlainRun(job, shares=shares, microbatches=microbatches), [], list[Kinds](), None
+    overflow, rates, skipped, sizes = None, [], [], []
     folder.mkdir(exist_ok=True)
     save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
     for step, batch in enumerate(whole_batches(job, len(whole["losses"]))):
         record = run.step(batch)
         losses.append(record.loss)
+        rates.append(record.rates)
+        skipped.append(run.is_skipped)
+        sizes.append(state_sizes(record))
         for kind in ALL_KINDS:
             save_kind(folder, kind, step, record.tensors(kind))
         floors.append({**floors_of(record, whole["epsilon"], largest_loss=max(map(abs, losses))), "evaluation": {}})
-        if coupling is None:
+        overflow = overflow or _overflow(step, skipped[-1], whole["skipped"][step])
+        if coupling is None and overflow is None:  # after a step that one of them skips nothing is alike
             coupling = _coupled(beside, step, record, whole)
-    found = {**whole, "losses": losses, "evaluation": {}, "coupling": coupling}
-    if coupling is None:
+    found = {**whole, "losses": losses, "rates": rates, "skipped": skipped, "state_sizes": sizes, "evaluation": {},
+             "coupling": coupling, "overflow": overflow}
+    if coupling is None and overflow is None:
         return found
     spreads = spreads_of(job, folder, losses, floors, {}, None, variations, whole["epsilon"], shares=shares,
                          microbatches=microbatches)
     limits = [_wider(limit, whole, step) for step, limit in enumerate(limits_of(floors, spreads))]
     return {**with_limits(found, limits), **({"power": _power(job, beside, limits)} if "power" in whole else {})}
+
+
+def state_sizes(record: StepRecord) -> dict[str, int]:
+    """The elements of the optimizer's tensors after a step, by name."""
+    return {name: tensor.numel() for name, tensor in record.state.items()}
+
+
+def _overflow(step: int, cut: bool, whole: bool) -> str | None:
+    """In words, that a step is skipped by one device that cuts its batches, or by one that doesn't, alone."""
+    if cut == whole:
+        return None
+    return f"step {step + 1} overflows in float16 for {'a batch that is cut so' if cut else 'the whole batch'} alone"
 
 
 def _wider(limit: Kinds, whole: Mapping[str, Any], step: int) -> Kinds:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.capture.attributes import is_plain, is_same, plain_attributes
-from paceline.capture.forward_state import OF_TORCH, Part
-from paceline.capture.written import Seen
+from paceline.capture.forward_state import OF_TORCH, MappingSnapshot
+from paceline.capture.written import SeenValue
 from paceline.launch.logs import logger
 
 # Of a tensor that a forward puts into a new attribute. It may be state, or an activation that is kept to be looked at.
@@ -45,9 +45,10 @@ class ChangingBuffers:
 
     def look(self) -> None:
         """What is there now is what nothing has changed yet."""
-        self._modules = [(f"{path}." if path else "", module, Part.of(vars(module)), Part.of(module._buffers))
+        self._modules = [(f"{path}." if path else "", module, MappingSnapshot.of(vars(module)),
+                          MappingSnapshot.of(module._buffers))
                          for path, module in self._model.named_modules()]
-        self._frozen = {name: Seen(p) for name, p in self._model.named_parameters()
+        self._frozen = {name: SeenValue(p) for name, p in self._model.named_parameters()
                         if self._with_frozen and not p.requires_grad}
 
     def news(self) -> list[str]:
@@ -147,16 +148,16 @@ def _is_number(value: Any) -> bool:
 _ATTRIBUTE = "="  # before a name, as no module or buffer is called
 
 
-def _is_written(tensor: torch.Tensor, seen: Seen | None) -> bool:
+def _is_written(tensor: torch.Tensor, seen: SeenValue | None) -> bool:
     return seen is None or tensor is not seen.tensor or seen.is_written()
 
 
-def _has_changed(key: str, value: Any, before: Part) -> bool:
+def _has_changed(key: str, value: Any, before: MappingSnapshot) -> bool:
     """Whether an attribute holds another value, and one that may be state."""
     seen = before.copies.get(key)
     if isinstance(value, torch.Tensor):  # with a graph it is no state, but an auxiliary loss, say
         return not value.requires_grad and _is_written(value, seen) and (
-            isinstance(seen, Seen) or value.numel() <= _MOST_ELEMENTS)
+            isinstance(seen, SeenValue) or value.numel() <= _MOST_ELEMENTS)
     return key not in before.values or not is_same(value, before.then(key))
 
 
@@ -201,7 +202,8 @@ def _meet(floats: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], weight:
           group: dist.ProcessGroup) -> None:
     """All together: a model has many small ones, and each collective waits for all ranks.
 
-    What all ranks hold alike stays as it is, to the bit: a mean would round a counter to something below it.
+    What all ranks hold alike stays as it is, to the bit: a mean would round a counter to something below it. Whether
+    anything differs is asked on CPUs alone; elsewhere an all-reduce takes less than the host's wait for the device.
     """
     if not floats and not whole:
         return
@@ -212,7 +214,7 @@ def _meet(floats: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], weight:
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
     numbers, most, least = ends.split([len(numbers), len(bits), len(bits)])
     differs = most != ~least
-    if bool(differs.any()):
+    if device.type != "cpu" or bool(differs.any()):
         shares = values * weight if weight else torch.zeros_like(values)  # an infinity has no share of 0
         dist.all_reduce(shares, group=group)
         values = torch.where(differs, shares, values)

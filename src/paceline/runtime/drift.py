@@ -34,12 +34,12 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 def replicated(stepper: Stepper) -> dict[str, torch.Tensor]:
     """What replicas should hold alike: the run's weights, and all buffers."""
     buffers = {name: buffer for name, buffer in stepper.model.named_buffers() if name not in stepper.buffers.unlike}
-    return {**stepper.meetings.shared(stepper.held), **buffers}
+    return {**stepper.step_sync.global_weights(stepper.held), **buffers}
 
 
 def check_replicas(tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int, edited: Collection[str] = (),
                    outside: Collection[str] = ()) -> None:
-    """Compare every tensor over the data axis. Collective along it.
+    """Compare every tensor along each axis of copies. Collective along them.
 
     Args:
         edited: Names of parameters that forwards were seen to change.
@@ -49,9 +49,14 @@ def check_replicas(tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int
         DriftError: on every rank of the group, naming the first tensor, the ranks that are in the minority, and what
             was seen to change it.
     """
-    if mesh.sizes.get("data", 1) == 1:
-        return
-    group, ranks = mesh.group("data"), mesh.ranks_along("data")
+    for axis in mesh.copy_axes:
+        if mesh.sizes[axis] > 1:
+            _check_along(axis, tensors, mesh=mesh, step=step, edited=edited, outside=outside)
+
+
+def _check_along(axis: str, tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int, edited: Collection[str],
+                 outside: Collection[str]) -> None:
+    group, ranks = mesh.group(axis), mesh.ranks_along(axis)
     device = next(iter(tensors.values())).device
     own = torch.stack([uploaded(fingerprint(tensor), device) for tensor in tensors.values()])
     least, most = own.clone(), own.clone()

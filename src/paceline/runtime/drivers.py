@@ -1,27 +1,29 @@
-"""Who runs a plan on a rank: one line for every way in which updates meet."""
+"""Who runs a plan on a rank: the usual loop, or what a strategy of the plan has in its place."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from paceline.job import Job
 from paceline.launch.context import RankContext
-from paceline.launch.crew import PEERS, Crew
-from paceline.plans import AllReduce, Local, Plan, Servers
+from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
+from paceline.plans import Plan
 from paceline.runtime.determinism import repeatable
 from paceline.runtime.loop import Settings
-from paceline.runtime.servers.roles import crew as server_crew
+from paceline.strategies.registry import active
 
 _LOOP = "paceline.runtime.loop"
-_TRAINERS = {AllReduce: _LOOP, Local: _LOOP, Servers: "paceline.runtime.servers.train"}
-_CREWS: dict[type, Callable[[Plan], Crew]] = {Servers: server_crew}
 
 
-def crew(plan: Plan) -> Crew:
+def fault_policy(plan: Plan) -> FaultPolicy:
     """What the ranks of a plan are to each other."""
-    return _CREWS[type(plan.sync)](plan) if type(plan.sync) in _CREWS else PEERS
+    for strategy in active(plan):
+        if strategy.fault_policy:
+            module, _, name = strategy.fault_policy.partition(":")
+            own: FaultPolicy = getattr(importlib.import_module(module), name)(plan)
+            return own
+    return ALL_NEEDED
 
 
 def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -> Any:
@@ -32,6 +34,7 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     """
     from paceline.runtime.products import float32_products
 
-    train = importlib.import_module(_TRAINERS[type(plan.sync)]).train_rank
+    trainer = next((strategy.trainer for strategy in active(plan) if strategy.trainer), _LOOP)
+    train = importlib.import_module(trainer).train_rank
     with repeatable(plan), float32_products(job, context):
         return train(context, job, plan, settings)

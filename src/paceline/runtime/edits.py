@@ -12,7 +12,7 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 
-from paceline.capture.written import Seen, address
+from paceline.capture.written import SeenValue, address
 from paceline.errors import PlanRefused, TrainingError
 from paceline.runtime.buffers import union_of_names
 from paceline.strategies.data.run import local
@@ -34,7 +34,7 @@ class Edits:
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         # Of a split parameter this rank's part: comparing distributed tensors would be a collective.
         self._parameters = {name: local(p.detach()) if hasattr(p, "to_local") else p for name, p in parameters.items()}
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, SeenValue] = {}
         self._versions: list[tuple[int, int]] = []
         self._changed: list[str] = []
         self._is_first = True
@@ -49,7 +49,7 @@ class Edits:
     def begin(self) -> None:
         """The forwards of a step come next."""
         looked_at = self._parameters if self._is_first else self.names
-        self._seen = {name: Seen(self._parameters[name]) for name in looked_at if name in self._parameters}
+        self._seen = {name: SeenValue(self._parameters[name]) for name in looked_at if name in self._parameters}
         self._versions = self._versions_now()
         if self._updated:
             versions = zip(self._parameters, self._updated, self._versions, strict=True)

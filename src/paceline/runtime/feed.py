@@ -68,7 +68,7 @@ def map_tensors(function: Any, value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DataShard:
     """Which part of every window this rank takes: replica `index` of `len(shares)`, in `num_microbatches` cuts."""
 
     shares: Sequence[int]
@@ -82,7 +82,7 @@ class Part:
                 for cut in split(len(own), [1] * self.num_microbatches)]
 
 
-def training_feed(data: Any, *, order: Order | None, batch: int, seed: int, drop_last: bool, part: Part,
+def training_feed(data: Any, *, order: Order | None, batch: int, seed: int, drop_last: bool, part: DataShard,
                   steps: range, epochs: int | None, loader_workers: int) -> Iterator[tuple[Window, list[MicroBatch]]]:
     """The windows of these optimizer steps with this rank's micro-batches, on the CPU.
 
@@ -99,7 +99,7 @@ def training_feed(data: Any, *, order: Order | None, batch: int, seed: int, drop
     return _indexed_feed(data, order=order, part=part, steps=steps, loader_workers=loader_workers)
 
 
-def _indexed_feed(data: Any, *, order: Order, part: Part, steps: Sequence[int],
+def _indexed_feed(data: Any, *, order: Order, part: DataShard, steps: Sequence[int],
                   loader_workers: int) -> Iterator[tuple[Window, list[MicroBatch]]]:
     cuts = _Cuts(data, order, part, steps)
     made: Iterator[MicroBatch] = (cuts[index] for index in range(len(cuts)))
@@ -112,7 +112,7 @@ def _indexed_feed(data: Any, *, order: Order, part: Part, steps: Sequence[int],
 class _Cuts(torch.utils.data.Dataset[MicroBatch]):
     """This rank's micro-batches of these steps as the items of a data set, so that loader workers make whole ones."""
 
-    def __init__(self, data: Any, order: Order, part: Part, steps: Sequence[int]) -> None:
+    def __init__(self, data: Any, order: Order, part: DataShard, steps: Sequence[int]) -> None:
         self.data, self.order, self.part, self.steps = data, order, part, steps
 
     def __len__(self) -> int:
@@ -151,7 +151,7 @@ def _raised(loaded: MicroBatch | PacelineError) -> MicroBatch:
     return loaded
 
 
-def _stream_feed(windows: Iterator[tuple[Window, list[Any]]], *, part: Part,
+def _stream_feed(windows: Iterator[tuple[Window, list[Any]]], *, part: DataShard,
                  steps: range) -> Iterator[tuple[Window, list[MicroBatch]]]:
     position = 0
     for step in steps:
@@ -191,7 +191,7 @@ def _stream_windows(data: Any, *, batch: int, seed: int, drop_last: bool,
                            hint="an iterable data set must give at least one batch each time it is iterated")
 
 
-def evaluation_feed(data: Any, *, batch: int, part: Part, seed: int) -> Iterator[MicroBatch]:
+def evaluation_feed(data: Any, *, batch: int, part: DataShard, seed: int) -> Iterator[MicroBatch]:
     """Every sample of the data exactly once over all ranks, in order; each rank gets equally many micro-batches."""
     if is_stream(data):
         seed_streams(seed, "evaluation", 0)
@@ -209,7 +209,7 @@ def evaluation_feed(data: Any, *, batch: int, part: Part, seed: int) -> Iterator
             yield MicroBatch(*pair, samples=len(cut))
 
 
-def evaluated_part(data: Any, *, batch: int, part: Part) -> float:
+def evaluated_part(data: Any, *, batch: int, part: DataShard) -> float:
     """A replica's fraction of the samples in `evaluation_feed`; by its share where a stream doesn't tell how many."""
     if is_stream(data):
         return part.shares[part.index] / sum(part.shares)

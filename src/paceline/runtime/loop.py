@@ -26,7 +26,7 @@ from paceline.runtime import drift, state, trace
 from paceline.runtime.checkpoint.write import Writer, write_json
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import evaluate
-from paceline.runtime.feed import MicroBatch, Part, evaluated_part, is_stream, training_feed
+from paceline.runtime.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
 from paceline.runtime.folder import SPLIT
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
@@ -43,16 +43,16 @@ REMEMBERED_STEPS = 1000  # whose times are kept
 class Observer(Protocol):
     """Sees what a rank computes. Called on every rank at the same points, so it may enter collectives."""
 
-    def initial(self, stepper: state.Holder) -> None:
+    def initial(self, stepper: state.StateOwner) -> None:
         """The launch's first forward is next; ranks of servers and their workers don't tell of it."""
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         """The micro-batches this rank is about to use, on the CPU."""
 
-    def gradients(self, step: int, stepper: state.Holder) -> None:
+    def gradients(self, step: int, stepper: state.StateOwner) -> None:
         """Gradients are complete and not yet clipped."""
 
-    def weights(self, step: int, stepper: state.Holder, loss: float) -> None:
+    def weights(self, step: int, stepper: state.StateOwner, loss: float) -> None:
         """The update is done."""
 
 
@@ -82,9 +82,9 @@ class Settings:
     on_evaluation: Callable[[int, Mapping[str, float]], None] | None = None
 
 
-def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> Part:
+def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> DataShard:
     """This rank's part of every window."""
-    return Part(shares, mesh.replica, plan.num_microbatches)
+    return DataShard(shares, mesh.replica, plan.num_microbatches)
 
 
 @dataclass
@@ -179,7 +179,7 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
         _restore(run)
         if settings.trace_steps:  # the first step is not like the others: models are captured in it
             stepper = run.stepper
-            stepper.trace = trace.Recorder(context.rank, range(run.step + 1, run.step + 1 + settings.trace_steps))
+            stepper.trace = trace.TraceRecorder(context.rank, range(run.step + 1, run.step + 1 + settings.trace_steps))
         with context.stoppable():
             if _steps(run):
                 _stop(run)  # a request may reach this rank later than the others that told it
@@ -191,7 +191,7 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
 def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _Run:
     context.beat("build")
     memory = PeakMemory(context.device)
-    mesh = Mesh(plan.axes.sizes(), context.rank)
+    mesh = Mesh.of(plan, context.rank)
     mesh.connect()
     refuse_single_samples(job, plan, settings.shares, context.device)
     stepper = Stepper(job, plan, mesh, context.device, devices=settings.devices)
@@ -353,7 +353,7 @@ def _do_what_is_due(run: _Run) -> None:
 
 def _compare(run: _Run) -> None:
     stepper = run.stepper
-    stepper.meetings.quiet()
+    stepper.step_sync.drain()
     drift.check_replicas(drift.replicated(stepper), mesh=run.mesh, step=run.step, edited=stepper.edits.names,
                          outside=stepper.edits.outside)
 
@@ -369,7 +369,7 @@ def _save(run: _Run, *, last: bool = False) -> None:
     if run.writer is None:
         return
     run.context.beat("save")
-    run.stepper.meetings.quiet()
+    run.stepper.step_sync.drain()
     run.saved_step = run.step
     document = state.document(run.stepper, step=run.step, samples=run.samples)
     blocked_s = run.writer.save(run.step, state.pieces(run.stepper), document, snapshot=not last,
@@ -395,9 +395,9 @@ def _evaluate(run: _Run) -> None:
     stepper, part = run.stepper, part_of(run.plan, run.mesh, run.settings.shares)
     if run.writer is not None:
         run.writer.before_update()  # replicas may have shared weights put in place of their own
-    stepper.meetings.quiet()
+    stepper.step_sync.drain()
     own_part = evaluated_part(run.job.validation, batch=run.job.batch, part=part)
-    with stepper.meetings.shared_in_place(), stepper.evaluating(own_part, step=run.step):
+    with stepper.step_sync.global_weights_in_place(), stepper.evaluating(own_part, step=run.step):
         figures = evaluate(stepper.model, stepper.layout, run.job, run.job.validation, mesh=run.mesh,
                            device=run.context.device, part=part, beat=run.context.beat)
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}

@@ -10,19 +10,19 @@ from torch import nn
 from paceline.errors import PlanRefused
 from paceline.job import Job
 from paceline.plans import Plan
-from paceline.runtime.feed import Part, example_batch, is_stream
+from paceline.runtime.feed import DataShard, example_batch, is_stream
 from paceline.runtime.order import Order
 from paceline.runtime.stepper import autocast, build_in_files, build_model
 from paceline.runtime.streams import kept_streams
 from paceline.strategies.compose import holds_parts
 
 
-def smallest_cut(order: Order, steps: int, part: Part) -> tuple[int, int]:
+def smallest_cut(order: Order, steps: int, part: DataShard) -> tuple[int, int]:
     """The fewest samples of any rank's micro-batch in so many steps, and of any window. A rank that gets none runs
     the window's first sample."""
     windows = [order.window(step).count for step in {0, min(steps, order.steps_per_epoch) - 1}]
     cuts = [len(cut) for count in windows for replica in range(len(part.shares))
-            for cut in Part(part.shares, replica, part.num_microbatches).cuts(count)]
+            for cut in DataShard(part.shares, replica, part.num_microbatches).cuts(count)]
     return max(1, min(cuts)), min(windows)
 
 
@@ -34,7 +34,7 @@ def refuse_single_samples(job: Job, plan: Plan, shares: tuple[int, ...], device:
     """
     if is_stream(job.data) or job.total_steps is None:
         return
-    part = Part(shares, 0, plan.num_microbatches)
+    part = DataShard(shares, 0, plan.num_microbatches)
     order = Order(len(job.data), job.batch, job.seed, job.drop_last)
     fewest, window = smallest_cut(order, job.total_steps, part)
     if fewest > 1 or window == 1:  # one device gets a window of one sample, too

@@ -17,7 +17,7 @@ from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
 from paceline.runtime.attributes import ChangingAttributes, restore_attributes
-from paceline.runtime.checkpoint.pieces import Piece, pieces_of
+from paceline.runtime.checkpoint.pieces import TensorPiece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
 from paceline.runtime.checkpoint.values import from_text_tensor, pack, text_tensor, unpack
 from paceline.runtime.checkpoint.write import write_model
@@ -28,10 +28,11 @@ from paceline.runtime.optimizers.parts import groups_of
 from paceline.runtime.scaling import LossScale
 from paceline.strategies.compose import Synchroniser
 from paceline.strategies.data.run import local
-from paceline.strategies.kept import Kept
 from paceline.strategies.layout import Extent, Ownership
-from paceline.strategies.meeting import Meetings
 from paceline.strategies.mesh import Mesh, axes_cut
+from paceline.strategies.state_tensors import StateTensor
+from paceline.strategies.step_sync import StepSync
+from paceline.waiting import waiting
 
 if TYPE_CHECKING:
     from paceline.runtime.stepper import Stepper
@@ -42,10 +43,9 @@ if TYPE_CHECKING:
 # where each has one of its own; those of the others are replicas/REPLICA/optimizer/NAME/KEY).
 
 _VALUES = ".values"  # key of the text that holds what is no tensor of a parameter's optimizer state
-_EVERYWHERE, _IN_A_REPLICA = ("data", "shard", "tensor"), ("shard", "tensor")
 
 
-class Holder(Protocol):
+class StateOwner(Protocol):
     """What holds a run's state on one rank: a `Stepper`, or a server.
 
     model: with every parameter's shape, though what is trained may be held elsewhere.
@@ -79,11 +79,11 @@ class Holder(Protocol):
     @property
     def scaling(self) -> LossScale | None: ...
     @property
-    def meetings(self) -> Meetings: ...
+    def step_sync(self) -> StepSync: ...
     @property
     def synchronisers(self) -> Sequence[Synchroniser]: ...
 
-    def kept(self) -> Iterable[Kept]:
+    def kept(self) -> Iterable[StateTensor]:
         """State of the plan's rooms."""
 
 
@@ -92,54 +92,54 @@ def is_for_updates(stepper: Stepper, name: str) -> bool:
     return name.startswith("optimizer/") or (name.startswith("parameters/") and not stepper.forwards_may_write)
 
 
-def pieces(stepper: Holder) -> Iterator[Piece]:
+def pieces(stepper: StateOwner) -> Iterator[TensorPiece]:
     """What this rank writes of what it owns: its part of a tensor, if it is the first of those that hold that part."""
     for name, tensor, alike, extent in _tensors(stepper):
         cut_along = axes_cut(tensor)
-        if not any(stepper.mesh.coordinates[axis] for axis in alike if axis not in cut_along):
+        if stepper.mesh.is_first(axis for axis in alike if axis not in cut_along):
             yield from pieces_of(name, tensor.detach(), extent)
     for kept in stepper.kept():
         cut_along = axes_cut(stepper.held[kept.like]) if kept.like else ()
-        alike = _IN_A_REPLICA if kept.replica else _EVERYWHERE
-        if any(stepper.mesh.coordinates[axis] for axis in alike if axis not in cut_along):
+        alike = stepper.mesh.part_axes if kept.replica else stepper.mesh.alike_axes
+        if not stepper.mesh.is_first(axis for axis in alike if axis not in cut_along):
             continue
         if not kept.like:
             yield from pieces_of(kept.name, kept.tensor)
         elif kept.like in stepper.layout.owned:
             for piece in pieces_of(kept.like, stepper.held[kept.like].detach()):
-                yield Piece(kept.name, piece.shape, piece.offsets, kept.tensor)
+                yield TensorPiece(kept.name, piece.shape, piece.offsets, kept.tensor)
 
 
-def _tensors(stepper: Holder) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...], Extent | None]]:
+def _tensors(stepper: StateOwner) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...], Extent | None]]:
     """Names, tensors, along which axes ranks hold them alike, and where they lie if they are a part."""
-    owned, extents = stepper.layout.owned, stepper.layout.extents
-    shared = stepper.meetings.shared(stepper.held)
-    yield from ((f"parameters/{name}", parameter, _EVERYWHERE, extents.get(name)) for name, parameter in shared.items()
+    mesh, owned, extents = stepper.mesh, stepper.layout.owned, stepper.layout.extents
+    everywhere = mesh.alike_axes
+    shared = stepper.step_sync.global_weights(stepper.held)
+    yield from ((f"parameters/{name}", parameter, everywhere, extents.get(name)) for name, parameter in shared.items()
                 if name in owned)
-    yield from ((f"buffers/{name}", buffer, _EVERYWHERE, None)
+    yield from ((f"buffers/{name}", buffer, everywhere, None)
                 for name, buffer in persistent_buffers(stepper.model).items()
                 if name in stepper.layout.owned_buffers)
-    own_steps = stepper.meetings.has_own_steps
-    prefix = _own_prefix(stepper.mesh.coordinates["data"]) if own_steps else ""
+    own_steps = stepper.step_sync.has_own_steps
+    prefix = _own_prefix(mesh.copy) if own_steps else ""
     for name, parameter in stepper.optimizer_state.held().items():
         is_alone = name in stepper.optimizer_state.alone
         if name not in owned and not is_alone:
             continue
-        alike: tuple[str, ...] = _IN_A_REPLICA if own_steps else _EVERYWHERE
+        alike = mesh.part_axes if own_steps else everywhere
         if is_alone or (axes_cut(stepper.parameters[name]) and not axes_cut(parameter)):
-            alike = () if own_steps else ("data",)  # one rank of several updates it whole
+            alike = () if own_steps else mesh.copy_axes  # one rank of several updates it whole
         for key, value in _stored_state(stepper.optimizer_state, name).items():
             # Laid out like its parameter if it has its shape, else whole.
             yield (f"{prefix}optimizer/{name}/{key}", value, alike,
                    extents.get(name) if value.shape == parameter.shape else None)
-    at = stepper.mesh.coordinates
-    if stepper.attributes is not None and not any(at[axis] for axis in _EVERYWHERE):
+    if stepper.attributes is not None and mesh.is_first(everywhere):
         persistent = persistent_buffers(stepper.model)
-        stored = stepper.attributes.stored(at[stepper.mesh.stage_axis], {
+        stored = stepper.attributes.stored(mesh.coordinates[mesh.stage_axis], {
             name: buffer for name, buffer in stepper.model.named_buffers()
             if name in stepper.layout.owned_buffers and name not in persistent})
         yield from ((name, tensor, (), None) for name, tensor in stored.items())
-    if not any(at.values()):
+    if mesh.is_first(mesh.sizes):
         tensors: dict[str, torch.Tensor] = {}
         _packed_attributes(stepper.optimizer_state, tensors)
         yield from ((name, tensor, (), None) for name, tensor in tensors.items())
@@ -194,7 +194,7 @@ def export(model: torch.nn.Module, run_dir: Path, *, step: int) -> None:
                 lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape))
 
 
-def document(stepper: Holder, *, step: int, samples: int) -> dict[str, Any]:
+def document(stepper: StateOwner, *, step: int, samples: int) -> dict[str, Any]:
     """What is not a tensor: the cursor, the optimizer's groups, the schedule.
 
     Raises:
@@ -212,7 +212,7 @@ def document(stepper: Holder, *, step: int, samples: int) -> dict[str, Any]:
         "seed": stepper.job.seed,
         "batch": stepper.job.batch,
         "num_samples": stepper.job.num_samples,
-        "replicas": stepper.mesh.sizes["data"] if stepper.meetings.has_own_steps else 1,
+        "replicas": stepper.mesh.num_copies if stepper.step_sync.has_own_steps else 1,
         "optimizer": {"kind": type(stepper.optimizer).__name__, "groups": groups,
                       "wrapped": {path: [_options(group) for group in wrapped]
                                   for path, wrapped in state.wrapped_groups().items()},
@@ -222,7 +222,7 @@ def document(stepper: Holder, *, step: int, samples: int) -> dict[str, Any]:
     }
 
 
-def refuse_unsaveable(stepper: Holder) -> None:
+def refuse_unsaveable(stepper: StateOwner) -> None:
     """Refuse a run whose state could not be saved, before it begins.
 
     Raises:
@@ -280,7 +280,7 @@ def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None
     return None
 
 
-def mismatch(stepper: Holder, checkpoint: Checkpoint) -> str | None:
+def mismatch(stepper: StateOwner, checkpoint: Checkpoint) -> str | None:
     """Why a run can't go on from a checkpoint; None if it can."""
     other = model_mismatch(stepper.model, checkpoint)
     if other:
@@ -306,7 +306,8 @@ def choose_checkpoint(context: RankContext, run_dir: Path,
             context.store.set("checkpoint", found.path.name if found else "")
         return found
     assert context.store is not None
-    name = context.store.get("checkpoint").decode()
+    with waiting:
+        name = context.store.get("checkpoint").decode()
     return open_checkpoint(run_dir / "checkpoints" / name, checksums=False) if name else None
 
 
@@ -322,9 +323,9 @@ def load_weights(model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter],
 
 
 class _Saved:
-    """The tensors of a checkpoint that rooms of a plan have kept; see `strategies/kept.py`."""
+    """The tensors of a checkpoint that rooms of a plan have kept; see `strategies/state_tensors.py`."""
 
-    def __init__(self, stepper: Holder, checkpoint: Checkpoint) -> None:
+    def __init__(self, stepper: StateOwner, checkpoint: Checkpoint) -> None:
         self.stepper, self.checkpoint = stepper, checkpoint
 
     def __contains__(self, name: object) -> bool:
@@ -343,7 +344,7 @@ class _Saved:
         return torch.zeros(local(held).shape)
 
 
-def restore(stepper: Holder, checkpoint: Checkpoint) -> list[str]:
+def restore(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
     """Put weights, optimizer and schedule where they were, under this run's layout.
 
     Returns:
@@ -361,7 +362,7 @@ def restore(stepper: Holder, checkpoint: Checkpoint) -> list[str]:
     return _restore_rooms(stepper, _Saved(stepper, checkpoint))
 
 
-def _restore_optimizer(stepper: Holder, checkpoint: Checkpoint) -> None:
+def _restore_optimizer(stepper: StateOwner, checkpoint: Checkpoint) -> None:
     """In place: a schedule, and an optimizer that wraps others, may refer to what is there."""
     saved, state = checkpoint.document["optimizer"], stepper.optimizer_state
     if stepper.groups != [group["parameters"] for group in saved["groups"]]:
@@ -446,13 +447,13 @@ def _restore_state(reader: _Reader, state: OptimizerState, name: str, values: di
             holder[inner] = value
 
 
-def _optimizer_tensors(stepper: Holder, checkpoint: Checkpoint) -> dict[str, list[str]]:
+def _optimizer_tensors(stepper: StateOwner, checkpoint: Checkpoint) -> dict[str, list[str]]:
     """For each tensor of the optimizer's state those of the checkpoint that it is read from: this replica's own, or
     those of all replicas where others went on."""
     replicas = checkpoint.document.get("replicas", 1)
-    own = stepper.meetings.has_own_steps and replicas == stepper.mesh.sizes["data"]
+    own = stepper.step_sync.has_own_steps and replicas == stepper.mesh.num_copies
     found: dict[str, list[str]] = {}
-    for replica in (stepper.mesh.coordinates["data"],) if own else range(replicas):
+    for replica in (stepper.mesh.copy,) if own else range(replicas):
         prefix = f"{_own_prefix(replica)}optimizer/"
         for name in checkpoint.tensors:
             if name.startswith(prefix):
@@ -465,10 +466,10 @@ def _mean(values: list[torch.Tensor]) -> torch.Tensor:
     return sum(values[1:], values[0]) / len(values) if values[0].is_floating_point() else values[0]
 
 
-def _restore_rooms(stepper: Holder, saved: _Saved) -> list[str]:
-    replicas, own = saved.checkpoint.document.get("replicas", 1), stepper.meetings.has_own_steps
+def _restore_rooms(stepper: StateOwner, saved: _Saved) -> list[str]:
+    replicas, own = saved.checkpoint.document.get("replicas", 1), stepper.step_sync.has_own_steps
     said = []
-    if replicas > 1 and not (own and replicas == stepper.mesh.sizes["data"]):
+    if replicas > 1 and not (own and replicas == stepper.mesh.num_copies):
         said.append(f"the optimizer states of {replicas} replicas are averaged")
     if "outer/order" in saved and not own:
         said.append("the outer steps' momentum is dropped")

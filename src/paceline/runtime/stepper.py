@@ -34,19 +34,19 @@ from paceline.cluster import Device
 from paceline.errors import JobError, PlanRefused, TrainingError
 from paceline.job import AUTOCAST, Job
 from paceline.launch.logs import logger
-from paceline.plans import Plan, Servers
+from paceline.plans import Plan
 from paceline.profile.trace import cast_parameters_of_rank, state_factor
 from paceline.runtime.attributes import ChangingAttributes
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.edits import Edits
-from paceline.runtime.feed import MicroBatch, Part, evaluation_feed, example_batch
+from paceline.runtime.feed import DataShard, MicroBatch, evaluation_feed, example_batch
 from paceline.runtime.loss import Tally, read_tally, with_gradient
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure
 from paceline.runtime.optimizers.closure import Closure, step_gathered
 from paceline.runtime.order import Window
 from paceline.runtime.scaling import LossScale
 from paceline.runtime.streams import kept_streams, seed_model, seed_streams
-from paceline.runtime.trace import Recorder
+from paceline.runtime.trace import TraceRecorder
 from paceline.runtime.upload import uploaded
 from paceline.strategies.compose import (
     Synchroniser,
@@ -55,20 +55,22 @@ from paceline.strategies.compose import (
     holds_parts,
     lay_out,
     may_be_elsewhere,
-    meetings,
+    no_edits,
+    observed_of,
     prepare,
     refuse_unseen_state,
     runs_again,
+    step_sync_of,
 )
 from paceline.strategies.data.run import local
 from paceline.strategies.data.sparse import with_dense_gradient
-from paceline.strategies.kept import Kept
 from paceline.strategies.layout import Layout
-from paceline.strategies.meeting import STEP_FIGURES, Met
 from paceline.strategies.mesh import Mesh, axes_cut
 from paceline.strategies.shard.cost import gathers_cast
 from paceline.strategies.shard.run import is_about_shards, is_sharded, writes_to_shards
 from paceline.strategies.spill import CannotSpill, Spill
+from paceline.strategies.state_tensors import StateTensor
+from paceline.strategies.step_sync import STEP_FIGURES, SyncedFigures
 from paceline.strategies.units import find_units
 
 _CHANGED = STEP_FIGURES + 2  # where a step's figures say whether forwards changed state that is not met yet
@@ -158,13 +160,13 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     spill, model = build()
     observed, is_used = NOTHING, False
     if runs_again(plan) and is_comparable(model):
-        _refuse_unseen_state(job, model, spill, device)
+        _refuse_unseen_state(job, plan, model, spill, device)
         is_used = True
     elif runs_again(plan) and has_own_code(model) and mesh.rank == 0:
         logger.warning("the model has more than %d MiB of parameters and was not tried for state that none of its "
                        "attributes shows (a count in a closure, say); recompute=full would change such a state twice "
                        "a step", MAX_BYTES // 1024**2)
-    if plan.axes.shard > 1 or isinstance(plan.sync, Servers):
+    if observed_of(plan):
         here = torch.device("cpu") if may_be_elsewhere(plan, model) else device
         observed, is_run = observe(job, plan, model, spill, here)
         is_used |= is_run
@@ -183,7 +185,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
                      microbatch_samples=-(-job.batch // (plan.replicas * plan.num_microbatches)),
                      functions={"the loss": job.loss,
                                 **{f"metric '{name}'": metric for name, metric in job.metrics.items()}},
-                     state_factor=lambda: state_factor(job, model),
+                     state_factor=lambda: state_factor(job, model), precision=job.precision,
                      evaluated=partial(_evaluation_batch, job, plan, mesh, device) if job.validation is not None
                      else None)
     with running():
@@ -199,13 +201,14 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
 
 def _evaluation_batch(job: Job, plan: Plan, mesh: Mesh, device: torch.device) -> MicroBatch:
     """The first micro-batch of an evaluation on this rank, where replicas have equal shares."""
-    part = Part((1,) * plan.replicas, mesh.replica, plan.num_microbatches)
+    part = DataShard((1,) * plan.replicas, mesh.replica, plan.num_microbatches)
     with kept_streams():
         batch = next(evaluation_feed(job.validation, batch=job.batch, part=part, seed=job.seed))
     return batch.to(device, torch.float64 if job.precision == "float64" else None)
 
 
-def _refuse_unseen_state(job: Job, model: torch.nn.Module, spill: Spill | None, device: torch.device) -> None:
+def _refuse_unseen_state(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
+                         device: torch.device) -> None:
     """
     Raises:
         PlanRefused: running a part of the model a second time would change a state that the model doesn't show.
@@ -216,7 +219,7 @@ def _refuse_unseen_state(job: Job, model: torch.nn.Module, spill: Spill | None, 
     with suppress(Exception), autocast(job, here):  # what fails here fails in the first step, too
         path = module_with_unseen_state(model.train(), *batch.arguments(), running=running)
     if path is not None:
-        refuse_unseen_state(model, path)
+        refuse_unseen_state(model, plan, path)
 
 
 def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
@@ -228,7 +231,7 @@ def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
         PlanRefused: parameters lie on servers, which would not learn of what a worker writes to them.
     """
     edited, chooses = limited_by_norm(model), frozenset[str]()
-    compares = plan.axes.shard > 1 and not plan.splits_model and may_choose(model, find_units(model))
+    compares = "choices" in observed_of(plan) and may_choose(model, find_units(model))
     is_run = compares or may_write(model)
     if is_run:
         dtype = torch.float64 if job.precision == "float64" else None
@@ -242,9 +245,8 @@ def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
                                     (partial(batches[0].call, model), partial(batches[1].call, model)))
             if compares:
                 chooses = choosing(model, find_units(model), [partial(batch.call, model) for batch in batches])
-    if edited and isinstance(plan.sync, Servers):
-        raise PlanRefused(f"a forward changes the parameter '{min(edited)}' in place, and servers, which keep the "
-                          "parameters, would not learn of it",
+    if edited and (why := no_edits(plan)):
+        raise PlanRefused(f"a forward changes the parameter '{min(edited)}' in place, and {why}",
                           hint="use a data=N plan if all replicas change it alike, or one that doesn't cut the batch: "
                                "single or tensor=N")
     return Observed(edited, chooses), is_run
@@ -313,7 +315,7 @@ class _Window:
         self.tallies: list[Tally] = []
         self.set_aside: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         own_samples = sum(batch.samples for batch in batches)
-        self.samples = max(own_samples, 1) if stepper.meetings.has_own_steps else window.count
+        self.samples = max(own_samples, 1) if stepper.step_sync.has_own_steps else window.count
         scaling = stepper.scaling
         self.scale = 1.0 if scaling is None else scaling.scale
         self.sum_scale = 1.0 if scaling is None else self.scale / scaling.expected_count(window.count)
@@ -399,11 +401,11 @@ class Stepper:
                  devices: Sequence[Device] = ()) -> None:
         self.job, self.mesh, self.device = job, mesh, device
         self.replica = mesh.replica
-        self.all_go_back = plan.axes.shard > 1 or plan.splits_model  # ranks meet in backward
+        self.all_go_back = mesh.holds_parts  # ranks meet in backward
         prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
         self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
         self.attributes, self.forwards_may_write = prepared.attributes, prepared.forwards_may_write
-        self.meetings = meetings(self.synchronisers, mesh)
+        self.step_sync = step_sync_of(self.synchronisers, mesh)
         self.model.train()
         if job.precision == "fp8" and mesh.rank == 0 and (left := left_in_bf16(self.model)):
             logger.info("linear layers that stay in bf16: %s",
@@ -423,11 +425,11 @@ class Stepper:
             raise JobError(f"{type(self.optimizer).__name__} evaluates the loss itself, and a step of loss scaling has "
                            "one evaluation", hint='precision="bf16" or "float32", or an optimizer without a closure')
         self.schedule = build_schedule(job, self.optimizer)
-        self.buffers = ChangingBuffers(self.model, with_frozen=self.meetings.has_own_steps)
+        self.buffers = ChangingBuffers(self.model, with_frozen=self.step_sync.has_own_steps)
         self.edits = Edits({name: p for name, p in self.held.items() if not is_sharded(p)})
         self.has_begun = False
         self.saw_unused = False
-        self.trace: Recorder | None = None
+        self.trace: TraceRecorder | None = None
 
     def step(self, window: Window, batches: list[MicroBatch], *, step: int, stop: Callable[[], bool] = lambda: False,
              beat: Callable[[str], None] = lambda phase: None, ahead: Callable[[], None] = lambda: None,
@@ -459,10 +461,10 @@ class Stepper:
             self.edits.updated()
         if self.schedule is not None and not evaluation.is_skipped:
             self.schedule.step()
-        met = self.meetings.close(step + 1, evaluation.figures, evaluation.known, beat)
+        met = self.step_sync.end_step(step + 1, evaluation.figures, evaluation.known, beat)
         if met is None:
             return StepResult((), 0, norm, is_settled=False)
-        own_part = met.weight if self.meetings.has_own_steps else own_part
+        own_part = met.weight if self.step_sync.has_own_steps else own_part
         return replace(self._learn(met, own_part=own_part, norm=norm, step=step), is_skipped=evaluation.is_skipped)
 
     def _evaluate(self, window: Window, batches: list[MicroBatch], *, step: int, stop: Callable[[], bool],
@@ -473,13 +475,13 @@ class Stepper:
 
         is_first: of the step; of others a loss that is not finite is the optimizer's affair.
         """
-        part = self.mesh.rank // self.mesh.sizes["tensor"]  # ranks that compute one layer together draw alike
+        part = self.mesh.loss_number
         self._look()
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
         overflow = None if self.scaling is None else self.scaling.unscale(
             [local(p.grad) for p in self.parameters.values() if p.grad is not None], self.device)
         squares = self._squared_norm()
-        figures = self.meetings.agree(self._figures(tallies, used, stop(), overflow))
+        figures = self.step_sync.all_reduce_figures(self._figures(tallies, used, stop(), overflow))
         together = torch.cat([figures, squares.reshape(1)])
         ahead()
         # The one time in an evaluation that the host waits for the device.
@@ -487,12 +489,12 @@ class Stepper:
         loss, count, _, summed, _, edited, unknown, overflowed, *users = known
         is_skipped = self.scaling is not None and (bool(overflowed) or not math.isfinite(loss))
         if is_first:  # whether anything counts is known of all replicas together
-            check_loss(0.0 if is_skipped else loss, max(count, 1.0) if self.meetings.has_own_steps else count, tallies,
+            check_loss(0.0 if is_skipped else loss, max(count, 1.0) if self.step_sync.has_own_steps else count, tallies,
                        step)
         self._drop_unused(users)
         if not count:
             self._let_go_of_gradients()  # a replica without samples of its own takes no step
-        if is_first and not step and not self.meetings.has_own_steps:
+        if is_first and not step and not self.step_sync.has_own_steps:
             self._refuse_unused(users)  # before the first update
         mean = (1.0 if self.scaling is None else self.scaling.expected_count(window.count)) / count if summed and (
             count) else float(count != 0)
@@ -518,7 +520,7 @@ class Stepper:
         Args:
             own_part: This replica's, of the samples that the model is evaluated on.
         """
-        meets = len(self.mesh.replicas) > 1 and not self.meetings.has_own_steps
+        meets = len(self.mesh.replicas) > 1 and not self.step_sync.has_own_steps
         if meets:
             self._look()
         yield
@@ -538,10 +540,10 @@ class Stepper:
 
         Collective where ranks have not met after the last step.
         """
-        met = self.meetings.settle(step)
+        met = self.step_sync.finalize(step)
         return None if met is None else self._learn(met, own_part=met.weight, norm=None, step=step - 1)
 
-    def _learn(self, met: Met, *, own_part: float, norm: float | None, step: int) -> StepResult:
+    def _learn(self, met: SyncedFigures, *, own_part: float, norm: float | None, step: int) -> StepResult:
         """What follows from a meeting. own_part: this replica's, of the samples that it was about."""
         stops, _, changed, _, _, _, *users = met.flags
         first = step + 2 - len(met.figures)
@@ -549,7 +551,7 @@ class Stepper:
             if not count:
                 raise TrainingError(f"the loss counts nothing in step {first + number}: its count is {count:g}",
                                     hint="every target of the window is ignored; a larger batch makes this unlikely")
-        if first == 1 and self.meetings.has_own_steps:
+        if first == 1 and self.step_sync.has_own_steps:
             self._refuse_unused(users)
         if len(self.mesh.replicas) > 1:
             self.buffers.meet(own_part, self.mesh.group("replicas"), news=bool(changed))
@@ -588,8 +590,8 @@ class Stepper:
 
         overflow: on the device; see `LossScale.unscale`.
         """
-        if self.mesh.coordinates["tensor"]:
-            tallies = []  # the first of those that compute a loss together tells it
+        if not self.mesh.is_first_of_same_loss:
+            tallies = []
         on_device = [tally.count for tally in tallies
                      if isinstance(tally.count, torch.Tensor) and tally.count.device.type != "cpu"]
         count = sum(float(tally.count) for tally in tallies
@@ -609,7 +611,7 @@ class Stepper:
     @property
     def _merges_edits(self) -> bool:
         """Whether replicas hold the same parameters after every step."""
-        return len(self.mesh.replicas) > 1 and not self.meetings.has_own_steps
+        return len(self.mesh.replicas) > 1 and not self.step_sync.has_own_steps
 
     def _look(self) -> None:
         """Forwards come next: see what they start from."""
@@ -667,7 +669,7 @@ class Stepper:
                 cut.setdefault(axes_cut(p), []).append(
                     torch.view_as_real(gradient) if gradient.is_complex() else gradient)
         # Ranks that hold parts of the model have other parameters, but cut them along the same axes.
-        for axes in ((), ("shard",), ("tensor",), ("shard", "tensor")):
+        for axes in self.mesh.cut_by:
             gradients = cut.get(axes, [])
             own = (torch.nn.utils.get_total_norm(gradients).to(squares).square() if gradients
                    else torch.zeros_like(squares))
@@ -772,9 +774,9 @@ class Stepper:
     @property
     def sent_bytes(self) -> float:
         """What this rank has sent to other replicas so far: gradients or weights, and what they agree on."""
-        return self.meetings.met_bytes + sum(synchroniser.sent_bytes for synchroniser in self.synchronisers)
+        return self.step_sync.met_bytes + sum(synchroniser.sent_bytes for synchroniser in self.synchronisers)
 
-    def kept(self) -> Iterator[Kept]:
+    def kept(self) -> Iterator[StateTensor]:
         """State of the plan's rooms."""
         for synchroniser in self.synchronisers:
             yield from synchroniser.kept()

@@ -18,7 +18,7 @@ _WIDTH, _ROW, _LEFT = 1000, 26, 70  # pixels
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     """Something that a rank did. start_s, end_s: seconds since the epoch, by the host's clock."""
 
     rank: int
@@ -28,12 +28,12 @@ class Span:
     end_s: float
 
 
-class Recorder:
+class TraceRecorder:
     """Notes what one rank does in some steps. What is not noted is idle: waiting for other ranks."""
 
     def __init__(self, rank: int, steps: range) -> None:
         self.rank, self.steps, self.step = rank, steps, -1
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
         self._offset_s = time.time() - time.perf_counter()
         self._phase: tuple[str, float] | None = None
 
@@ -51,7 +51,7 @@ class Recorder:
     def add(self, what: str, label: str, start_s: float, end_s: float) -> None:
         """Times are of `time.perf_counter`."""
         if self.step in self.steps:
-            self.spans.append(Span(self.rank, what, label, start_s + self._offset_s, end_s + self._offset_s))
+            self.spans.append(TraceSpan(self.rank, what, label, start_s + self._offset_s, end_s + self._offset_s))
 
     def write(self, folder: Path) -> None:
         (folder / f"trace-rank-{self.rank}.json").write_text(json.dumps([asdict(span) for span in self.spans]))
@@ -60,14 +60,14 @@ class Recorder:
 def bring_together(folder: Path, run_dir: Path, world_size: int) -> None:
     """Make the trace and the picture of what all ranks wrote into `folder`."""
     paths = [folder / f"trace-rank-{rank}.json" for rank in range(world_size)]
-    spans = [Span(**item) for path in paths for item in json.loads(path.read_text())]
+    spans = [TraceSpan(**item) for path in paths for item in json.loads(path.read_text())]
     (run_dir / TRACE).write_text(json.dumps(chrome_trace(spans)))
     (run_dir / PICTURE).write_text(picture(spans, world_size=world_size))
     for path in paths:
         path.unlink()
 
 
-def chrome_trace(spans: Sequence[Span]) -> dict[str, object]:
+def chrome_trace(spans: Sequence[TraceSpan]) -> dict[str, object]:
     """The Trace Event Format, complete events in microseconds: Perfetto and chrome://tracing open it."""
     names = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
              for rank in sorted({span.rank for span in spans})]
@@ -78,7 +78,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, object]:
         "displayTimeUnit": "ms"}
 
 
-def idle_fraction(spans: Sequence[Span], *, world_size: int) -> float:
+def idle_fraction(spans: Sequence[TraceSpan], *, world_size: int) -> float:
     """Of all ranks' time, from the first span to the last, in which nothing was noted."""
     if not spans:
         return 0.0
@@ -86,7 +86,7 @@ def idle_fraction(spans: Sequence[Span], *, world_size: int) -> float:
     return 1.0 - sum(span.end_s - span.start_s for span in spans) / (total_s * world_size)
 
 
-def picture(spans: Sequence[Span], *, world_size: int) -> str:
+def picture(spans: Sequence[TraceSpan], *, world_size: int) -> str:
     """An SVG: one row a rank, a box for each thing it did, idle time left white."""
     first_s = min((span.start_s for span in spans), default=0.0)
     total_s = max((span.end_s for span in spans), default=1.0) - first_s

@@ -119,7 +119,7 @@ class Player:
         self.clock: dict[str, float] = {COMPUTE: 0.0, NETWORK: 0.0, SENDING: 0.0, HOST: 0.0}  # when each is free
         self.ended: dict[str, float] = {}
         self.busy: dict[str, float] = {"compute": 0.0, "optimizer": 0.0}
-        self.memory = Memory()
+        self.memory = MemoryLedger()
         self._slowdown = rates.slowdown
 
     def play(self, event: Event) -> None:
@@ -197,7 +197,7 @@ _PLAYED: dict[type, Callable[[Player, Any], None]] = {
     Allocate: lambda player, event: player.memory.change(event)}
 
 
-class Memory:
+class MemoryLedger:
     """A running ledger, and what it was at its highest."""
 
     def __init__(self) -> None:

@@ -24,12 +24,13 @@ last; a moment says which it belongs to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline.cluster import Device, DeviceKind
-from paceline.plans import Plan, Servers
+from paceline.plans import Plan
 from paceline.profile.profile import Product, Profile, Segment, Work
 from paceline.simulate.program import Compute, Event, Part
 from paceline.software import PACELINE, Software
@@ -74,16 +75,17 @@ def room_for_tensors(plan: Plan, device: Device) -> float:
 def _nccl_connections(plan: Plan) -> int:
     """On which a rank receives: two in every group that sums or gathers, for a ring and a tree, and one from each
     neighbour of a pipeline or of placed parts. Servers and their workers talk over sockets."""
-    if isinstance(plan.sync, Servers) or plan.world_size == 1:
-        return 0
     sizes = plan.axes.sizes()
-    in_a_chain = max(sizes.pop("pipeline", 1), sizes.pop("parts", 1))
-    groups = {axis for axis, size in sizes.items() if 1 < size < plan.world_size} | {"all"}
+    if math.prod(sizes.values()) == 1:
+        return 0
+    in_a_chain = plan.axes.num_ranks(lambda axis: axis.cuts_modules)
+    groups = {axis.name for axis in plan.axes.facts()
+              if not axis.cuts_modules and 1 < sizes[axis.name] < plan.world_size} | {"all"}
     return 2 * len(groups) + min(2, in_a_chain - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class HookPoint:
     """Which micro-batch and which segment (a number in the profile) a moment belongs to; 0 where there is none.
 
     is_first, is_last: of the segment's repetitions, in the order of the forward pass.
@@ -96,7 +98,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Footprint:
     """Bytes that a rank holds of each parameter between its uses, by name.
 
     gradients_by_unit: whether a gradient is ready only when its whole unit's backward is done.
@@ -122,10 +124,10 @@ class Step:
     plan: Plan
     device_kind: DeviceKind
     microbatch_samples: tuple[float, ...]
-    held: Held
+    held: Footprint
     software: Software = PACELINE
 
-    def is_last(self, at: Moment) -> bool:
+    def is_last(self, at: HookPoint) -> bool:
         """Whether this is the window's last micro-batch."""
         return at.microbatch == len(self.microbatch_samples) - 1
 
@@ -133,26 +135,26 @@ class Step:
         """Of all parameters, with all there are of each."""
         return sum(bytes_by_name[p.name] * p.count for p in self.profile.parameters)
 
-    def segment(self, at: Moment) -> Segment:
+    def segment(self, at: HookPoint) -> Segment:
         return self.profile.segments[at.segment]
 
-    def samples(self, at: Moment) -> float:
+    def samples(self, at: HookPoint) -> float:
         return self.microbatch_samples[at.microbatch]
 
 
-def forward_moments(microbatch: int, segment: int, repeat: int) -> Iterator[tuple[MomentName, Moment]]:
+def forward_moments(microbatch: int, segment: int, repeat: int) -> Iterator[tuple[MomentName, HookPoint]]:
     """Of a segment and those like it: the first, one for all between, the last."""
     for is_first, is_last in _ENDS[min(repeat, 3)]:
-        at = Moment(microbatch, segment, is_first, is_last)
+        at = HookPoint(microbatch, segment, is_first, is_last)
         yield "before_forward", at
         yield "forward", at
         yield "after_forward", at
 
 
-def backward_moments(microbatch: int, segment: int, repeat: int) -> Iterator[tuple[MomentName, Moment]]:
+def backward_moments(microbatch: int, segment: int, repeat: int) -> Iterator[tuple[MomentName, HookPoint]]:
     """The same, the last one first."""
     for is_first, is_last in reversed(_ENDS[min(repeat, 3)]):
-        at = Moment(microbatch, segment, is_first, is_last)
+        at = HookPoint(microbatch, segment, is_first, is_last)
         yield "before_backward", at
         yield "backward", at
         yield "after_backward", at
@@ -183,11 +185,11 @@ def _of_samples(products: tuple[Product, ...], samples: float) -> tuple[Product,
     return found[1]
 
 
-Hook = Callable[[Moment], Iterable[Event]]
+Hook = Callable[[HookPoint], Iterable[Event]]
 Hooks = Mapping[MomentName, Hook]
 
 
-def unchanged(held: Held, plan: Plan, profile: Profile) -> Held:
+def unchanged(held: Footprint, plan: Plan, profile: Profile) -> Footprint:
     """A room that leaves to each rank what it held."""
     return held
 
@@ -203,18 +205,16 @@ def at_once(profile: Profile, plan: Plan) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class CostModel:
     """The cost side of a strategy.
 
-    is_active: whether a plan enters the room.
     enter: the room's events by moment.
     hold: what a rank holds of what it held without the room.
     narrow: what a rank computes of what it computed without the room; done before anything is held or played.
     start_s: seconds that a run takes once, before or in its first steps, for the room.
     """
 
-    is_active: Callable[[Plan], bool]
     enter: Callable[[Step], Hooks]
-    hold: Callable[[Held, Plan, Profile], Held] = unchanged
+    hold: Callable[[Footprint, Plan, Profile], Footprint] = unchanged
     narrow: Callable[[Profile, Plan, Software], Profile] = whole
     start_s: Callable[[Profile, Plan], float] = at_once

@@ -32,7 +32,7 @@ class Batch(Protocol):
         """On the device."""
 
 
-class Work(Protocol):
+class MicrobatchWork(Protocol):
     """What belongs to a micro-batch besides the model."""
 
     def before_forward(self, microbatch: int, stage: int) -> None:
@@ -103,7 +103,7 @@ class Layout(Ownership, Protocol):
     def let_go(self) -> None:
         """Take the memory of parameters that `module` doesn't hold, once the rooms have changed it."""
 
-    def run(self, batches: Sequence[Batch], work: Work) -> None:
+    def run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
         """Forward and backward of every micro-batch of a step."""
 
     def forward(self, batch: Batch) -> Any:
@@ -151,7 +151,7 @@ class Whole:
         """Parameters that the plan's rooms left whole; asked when no other one is gathered."""
         return [p for p in self.module.parameters() if not hasattr(p, "device_mesh")]
 
-    def run(self, batches: Sequence[Batch], work: Work) -> None:
+    def run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
         never_cut = self.never_cut
         for number, batch in enumerate(batches):
             if batch.samples:
@@ -162,7 +162,7 @@ class Whole:
             else:
                 work.before_backward(number)
 
-    def _run(self, number: int, batch: Batch, work: Work) -> None:
+    def _run(self, number: int, batch: Batch, work: MicrobatchWork) -> None:
         work.before_forward(number, 0)
         began_s = time.perf_counter()
         with self.context():

@@ -1,13 +1,17 @@
-"""Which ranks meet along which axis of a plan."""
+"""Which ranks meet along which axis of a plan, and what they are to each other by what the axes cut."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
+from paceline.strategies.axes import BUILT_IN, Axis
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,25 +24,37 @@ if TYPE_CHECKING:
 class Mesh:
     """This rank's place among the ranks: axes with their sizes, outermost first, neighbours in the last one.
 
+    axes: what each axis cuts; those that are not in `sizes` have one rank.
+
     >>> Mesh({"data": 2, "shard": 2}, rank=3).coordinates
     {'data': 1, 'shard': 1}
     """
 
     sizes: dict[str, int]
     rank: int
+    axes: tuple[Axis, ...] = BUILT_IN
     _groups: dict[str, ProcessGroup] = field(default_factory=dict, compare=False)
     _devices: dict[str, DeviceMesh] = field(default_factory=dict, compare=False)
 
-    @property
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> Mesh:
+        """A rank's place in a plan."""
+        return cls(plan.axes.sizes(), rank, plan.axes.facts())
+
+    def at(self, rank: int) -> Mesh:
+        """Another rank's place; without groups."""
+        return Mesh(self.sizes, rank, self.axes)
+
+    @cached_property
     def world_size(self) -> int:
         return math.prod(self.sizes.values())
 
-    @property
+    @cached_property
     def coordinates(self) -> dict[str, int]:
-        found, rest = {}, self.rank
+        places, rest = {}, self.rank
         for axis, size in reversed(self.sizes.items()):
-            rest, found[axis] = divmod(rest, size)
-        return {axis: found[axis] for axis in self.sizes}
+            rest, places[axis] = divmod(rest, size)
+        return {axis: places[axis] for axis in self.sizes}
 
     def ranks_along(self, axis: str) -> list[int]:
         """Ranks that differ from this one in this axis only, in order."""
@@ -48,26 +64,83 @@ class Mesh:
 
     def rows(self, axis: str) -> list[list[int]]:
         """All ranks, in rows along an axis."""
-        found = [Mesh(self.sizes, first).ranks_along(axis) for first in range(self.world_size)]
-        return [row for first, row in enumerate(found) if row[0] == first]
+        rows = [self.at(first).ranks_along(axis) for first in range(self.world_size)]
+        return [row for first, row in enumerate(rows) if row[0] == first]
 
-    @property
+    @cached_property
     def stage_axis(self) -> str:
-        """The axis along which ranks hold different modules."""
-        return "parts" if self.sizes.get("parts", 1) > 1 else "pipeline"
+        """The axis along which ranks hold different modules; the first of those that could, if none is cut."""
+        cutting = self._names(lambda axis: axis.cuts_modules)
+        return next((axis for axis in cutting if self.sizes[axis] > 1), cutting[0])
 
-    @property
+    @cached_property
+    def stage_word(self) -> str:
+        """What messages call one place along the axis of stages."""
+        return next(axis.place for axis in self.axes if axis.name == self.stage_axis)
+
+    @cached_property
+    def part_axes(self) -> tuple[str, ...]:
+        """Axes along which ranks hold parts of tensors, outermost first."""
+        return self._names(lambda axis: axis.cuts_weights)
+
+    @cached_property
+    def cut_by(self) -> list[tuple[str, ...]]:
+        """The axes that may cut one tensor together: none, each of them, two of them, and so on. In one order."""
+        axes = self.part_axes
+        return [cutting for count in range(len(axes) + 1) for cutting in combinations(axes, count)]
+
+    @cached_property
+    def copy_axes(self) -> tuple[str, ...]:
+        """Axes along which each rank holds all that the others hold."""
+        return self._names(lambda axis: axis.copies_weights)
+
+    @cached_property
+    def alike_axes(self) -> tuple[str, ...]:
+        """Axes along which ranks hold a tensor alike that no axis cuts: all but those that cut modules."""
+        return self._names(lambda axis: not axis.cuts_modules)
+
+    @cached_property
+    def holds_parts(self) -> bool:
+        """Whether ranks hold parts of tensors, or different modules."""
+        return any(self.sizes[axis] > 1 for axis in self.sizes if axis not in self.copy_axes)
+
+    @cached_property
     def replicas(self) -> list[int]:
-        """Ranks that hold the same part of the model and see other samples: a block along data and shard."""
-        apart = self.sizes.get("tensor", 1)
-        first = self.rank - self.replica * apart
-        return list(range(first, first + self.sizes.get("data", 1) * self.sizes.get("shard", 1) * apart, apart))
+        """Ranks that hold the same part of the model and see other samples, in the order of their replicas."""
+        seeing = self._names(lambda axis: axis.cuts_samples)
+        ranks = [self.rank - sum(self.coordinates[axis] * self._stride(axis) for axis in seeing)]
+        for axis in seeing:
+            ranks = [rank + place * self._stride(axis) for rank in ranks for place in range(self.sizes[axis])]
+        return ranks
 
-    @property
+    @cached_property
     def replica(self) -> int:
-        """Which replica this rank belongs to: replicas are numbered along data, then shard."""
-        at = self.coordinates
-        return at.get("data", 0) * self.sizes.get("shard", 1) + at.get("shard", 0)
+        """Which replica this rank belongs to: replicas are numbered along the axes that cut samples."""
+        return self._number(self._names(lambda axis: axis.cuts_samples))
+
+    @cached_property
+    def copy(self) -> int:
+        """Which copy of the model's weights this rank holds all or a part of."""
+        return self._number(self.copy_axes)
+
+    @cached_property
+    def num_copies(self) -> int:
+        return math.prod(self.sizes[axis] for axis in self.copy_axes)
+
+    @cached_property
+    def loss_number(self) -> int:
+        """This rank's number among those that compute different losses: ranks with the same samples and modules share
+        one, and draw the same random numbers."""
+        return self._number(self._names(lambda axis: not axis.computes_same_loss))
+
+    @cached_property
+    def is_first_of_same_loss(self) -> bool:
+        """Whether this rank speaks for all that come to the same output."""
+        return self.is_first(self._names(lambda axis: axis.computes_same_loss))
+
+    def is_first(self, axes: Iterable[str]) -> bool:
+        """Whether this rank is the first along all of these axes."""
+        return not any(self.coordinates[axis] for axis in axes)
 
     def group(self, axis: str) -> ProcessGroup:
         """The process group along an axis, or of all "replicas". `connect` must have been called."""
@@ -87,27 +160,43 @@ class Mesh:
                         self._groups[axis] = group
 
         size = len(self.replicas)
-        along = next((name for name in ("data", "shard") if self.sizes.get(name, 1) == size > 1), None)
+        seeing = self._names(lambda axis: axis.cuts_samples)
+        along = next((name for name in seeing if self.sizes[name] == size > 1), None)
         if along:
             self._groups["replicas"] = self._groups[along]
         elif size == self.world_size > 1:
             self._groups["replicas"] = dist.group.WORLD  # type: ignore[assignment]
         elif size > 1:
-            everyone = [Mesh(self.sizes, rank).replicas for rank in range(self.world_size)]
+            everyone = [self.at(rank).replicas for rank in range(self.world_size)]
             for ranks in (row for rank, row in enumerate(everyone) if row[0] == rank):
                 group = dist.new_group(ranks)
                 if self.rank in ranks:
                     self._groups["replicas"] = group
 
     def devices(self, kind: str) -> DeviceMesh:
-        """torch's own mesh of all ranks, with the axes as its dims. Collective when it is first asked for."""
+        """torch's own mesh of all ranks, with the axes above 1 as its dims, and the groups that `connect` has made:
+        others would have threads and connections of their own."""
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
         if kind not in self._devices:
-            ranks = torch.arange(self.world_size).view(*self.sizes.values())
-            self._devices[kind] = DeviceMesh(kind, ranks, mesh_dim_names=tuple(self.sizes))
+            sizes = {axis: size for axis, size in self.sizes.items() if size > 1}
+            self._devices[kind] = DeviceMesh.from_group(
+                [self.group(axis) for axis in sizes], kind, torch.arange(self.world_size).view(*sizes.values()),
+                mesh_dim_names=tuple(sizes))
         return self._devices[kind]
+
+    def _names(self, has: Callable[[Axis], bool]) -> tuple[str, ...]:
+        """Of the axes for which something holds, outermost first."""
+        facts = {axis.name: axis for axis in self.axes}
+        return tuple(name for name in self.sizes if has(facts[name]))
+
+    def _number(self, axes: Iterable[str]) -> int:
+        """This rank's place along several axes together, the first of them outermost."""
+        number = 0
+        for axis in axes:
+            number = number * self.sizes[axis] + self.coordinates[axis]
+        return number
 
     def _stride(self, axis: str) -> int:
         after = list(self.sizes)[list(self.sizes).index(axis) + 1:]
@@ -116,15 +205,15 @@ class Mesh:
 
 def weakest(plan: Plan, devices: Sequence[Device]) -> list[Device | None]:
     """For each place along the axis of stages the device with the least memory: replicas are cut alike."""
-    sizes = plan.axes.sizes()
-    axis = Mesh(sizes, 0).stage_axis
-    found: list[Device | None] = [None] * sizes[axis]
+    mesh = Mesh.of(plan, 0)
+    axis = mesh.stage_axis
+    weakest_at: list[Device | None] = [None] * mesh.sizes[axis]
     for rank, device in enumerate(devices):
-        at = Mesh(sizes, rank).coordinates[axis]
-        known = found[at]
+        place = mesh.at(rank).coordinates[axis]
+        known = weakest_at[place]
         if known is None or device.memory_bytes < known.memory_bytes:
-            found[at] = device
-    return found
+            weakest_at[place] = device
+    return weakest_at
 
 
 def axes_cut(tensor: Any) -> tuple[str, ...]:

@@ -22,10 +22,10 @@ from paceline.choices import pick
 from paceline.errors import JobError, PacelineError, PlanError
 from paceline.jobfile import JobFile
 from paceline.launch.failure import user_frames
-from paceline.launch.warm import Event, WarmRanks, largest, node_of, room
+from paceline.launch.worker_pool import TaskEvent, WorkerPool, largest, node_of, room
 from paceline.plans import Plan
 from paceline.runtime import folder
-from paceline.runtime.drivers import crew
+from paceline.runtime.drivers import fault_policy
 from paceline.study.objectives import PREDICTED, Limit, Objective, final_figures
 from paceline.study.space import Numbers, Options, Space
 from paceline.study.storage import Heartbeats
@@ -68,7 +68,7 @@ class Running:
     total_steps: int | None = None
     figures: dict[str, float] = field(default_factory=dict)
     is_pruned: bool = False
-    curious: list[Event] = field(default_factory=list)
+    curious: list[TaskEvent] = field(default_factory=list)
     keeps: bool | None = None
 
     @property
@@ -107,7 +107,7 @@ class Controller:
         heed: Called after each change, with the trials that run; returns whether to stop.
     """
 
-    def __init__(self, study: optuna.Study, pool: WarmRanks, request: Request, run_dir: Path, *, owner: str,
+    def __init__(self, study: optuna.Study, pool: WorkerPool, request: Request, run_dir: Path, *, owner: str,
                  is_shared: bool, heed: Callable[[Controller], bool]) -> None:
         self.study, self.pool, self.request, self.run_dir = study, pool, request, run_dir
         self.owner, self.is_shared, self.heed = owner, is_shared, heed
@@ -243,8 +243,8 @@ class Controller:
         payload = {"do": "price" if prices else "train", "params": running.params, "plan": running.plan,
                    "devices": names, "memory": self.request.memory, "figures": self._figures,
                    "run_dir": str(trial_dir)}
-        group = crew(Plan.read(running.plan)) if running.plan is not None and not prices else crew(Plan())
-        number = self.pool.start(payload, running.slots, crew=group, log_dir=trial_dir / "logs")
+        plan = Plan.read(running.plan) if running.plan is not None and not prices else Plan()
+        number = self.pool.start(payload, running.slots, fault_policy=fault_policy(plan), log_dir=trial_dir / "logs")
         self.running[number] = running
         return True
 
@@ -261,7 +261,7 @@ class Controller:
 
     # --- Hearing ------------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: TaskEvent) -> None:
         running = self.running[event.task]
         if event.kind == "question" and "keep" in event.value:
             self._answer_keep(running, event)
@@ -296,7 +296,7 @@ class Controller:
         except (ValueError, JobError) as error:
             return {"error": f"choice '{name}' can't have the options {options}: {error}"}
 
-    def _answer_keep(self, running: Running, event: Event) -> None:
+    def _answer_keep(self, running: Running, event: TaskEvent) -> None:
         """Tell all ranks, once rank 0 has reported its last, whether to save: no trial so far is better in all."""
         running.curious.append(event)
         if running.keeps is None and event.rank == 0:
@@ -322,7 +322,7 @@ class Controller:
                 running.is_pruned = True
                 self.pool.stop(task)
 
-    def _end(self, running: Running, event: Event) -> None:
+    def _end(self, running: Running, event: TaskEvent) -> None:
         if event.failure is not None:
             where = f"{event.failure.where}: " if event.failure.where else ""
             self._fail(running, f"{where}{event.failure.message}", event.failure.kind)

@@ -22,7 +22,7 @@ _NOT_THE_JOBS = ("runtime", "holes")
 
 
 @dataclass(frozen=True)
-class Slice:
+class TrialDevices:
     """The devices of a trial by name, and the limit of each CPU rank."""
 
     devices: Sequence[str]
@@ -42,7 +42,7 @@ class TrialBody:
         self.function = function
 
     def __call__(self, context: RankContext, payload: Mapping[str, Any], line: Line) -> Any:
-        params, where = payload["params"], Slice(payload["devices"], payload["memory"])
+        params, where = payload["params"], TrialDevices(payload["devices"], payload["memory"])
         with choosing(asking(line, {name: value for name, value in params.items() if "." in name})):
             job = self.function.job({name: value for name, value in params.items() if "." not in name})
             if payload["do"] == "price":
@@ -69,7 +69,8 @@ def asking(line: Line, known: Mapping[str, Any]) -> Chooser:
     return choose
 
 
-def train(context: RankContext, job: Job, payload: Mapping[str, Any], where: Slice, line: Line) -> dict[str, Any]:
+def train(context: RankContext, job: Job, payload: Mapping[str, Any], where: TrialDevices, line: Line) -> dict[str,
+                                                                                                               Any]:
     """Train on this rank as `paceline train` would. Returns the summary, or {"stopped": True}."""
     from paceline.planner.estimate import devices_of
     from paceline.runtime.drivers import train_rank
@@ -91,7 +92,7 @@ def train(context: RankContext, job: Job, payload: Mapping[str, Any], where: Sli
         return {"stopped": True}
 
 
-def test(context: RankContext, job: Job, plan: str, where: Slice, run_dir: Path) -> dict[str, float]:
+def test(context: RankContext, job: Job, plan: str, where: TrialDevices, run_dir: Path) -> dict[str, float]:
     """The loss and metrics of a trained trial on the test data, under a plan of forwards. Collective."""
     from paceline.runtime.evaluate import evaluate
     from paceline.verbs.inference import load_trained
@@ -102,7 +103,7 @@ def test(context: RankContext, job: Job, plan: str, where: Slice, run_dir: Path)
                     device=context.device, beat=context.beat)
 
 
-def price(job: Job, plan: str | None, where: Slice, figures: Sequence[str]) -> dict[str, Any]:
+def price(job: Job, plan: str | None, where: TrialDevices, figures: Sequence[str]) -> dict[str, Any]:
     """Predicted figures of a job, and the plan that they are of.
 
     plan: None for the planner's choice, on as few of the devices as it needs.
@@ -130,25 +131,25 @@ def num_parameters(model: Callable[[], Any]) -> int:
         return sum(parameter.numel() for parameter in model().parameters())
 
 
-def _priced(job: Job, plan: str, where: Slice) -> tuple[Plan, Any]:
+def _priced(job: Job, plan: str, where: TrialDevices) -> tuple[Plan, Any]:
     from paceline.planner.estimate import estimate
-    from paceline.planner.pieces import Pieces
+    from paceline.planner.pieces import LazyPieces
     from paceline.profile import profile_job
 
     asked = where.resolve(job, plan)
     profile = profile_job(job, device=asked.cluster.first_here)
-    split = Pieces(job, profile) if asked.plan.splits_model else None
+    split = LazyPieces(job, profile) if asked.plan.splits_model else None
     return asked.plan, estimate(profile, asked.plan, asked.cluster, batch=job.batch, precision=job.precision,
                                 split=split, snapshot=False)
 
 
-def _chosen(job: Job, where: Slice) -> tuple[Plan, Any]:
+def _chosen(job: Job, where: TrialDevices) -> tuple[Plan, Any]:
     """The planner's fastest plan on the fewest devices that hold the job: trials side by side need no links. Nothing is
     rehearsed, for other trials run."""
-    from paceline.planner.question import Question
+    from paceline.planner.problem import PlanningProblem
 
     first = where.devices[0]
-    question = Question.of(job, device=first if first.startswith("cuda") else "cpu")
+    question = PlanningProblem.of(job, device=first if first.startswith("cuda") else "cpu")
     for count in range(1, len(where.devices) + 1):
         cluster = Cluster.local(names_of(where.devices[:count]), memory=where.memory)
         found = question.search(cluster).chosen

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.job import Job
-from paceline.launch.crew import PEERS
 from paceline.launch.failure import RankFailed
-from paceline.launch.warm import WarmRanks, room
+from paceline.launch.fault_policy import ALL_NEEDED
+from paceline.launch.worker_pool import WorkerPool, room
 from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.study.trials import OWNER, RECORD, TEST, best_trial, counted
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optuna.study import Study
 
 
-def read_test_data(study: Study, pool: WarmRanks, job: Job, *, memory: str | None) -> None:
+def read_test_data(study: Study, pool: WorkerPool, job: Job, *, memory: str | None) -> None:
     """Read the test data once, for the winner, with the weights that its trial has left.
 
     Raises:
@@ -40,7 +40,7 @@ def read_test_data(study: Study, pool: WarmRanks, job: Job, *, memory: str | Non
     payload = {"do": "test", "params": record["params"], "plan": str(plan), "memory": memory,
                "devices": [pool.names[slot] for slot in slots],
                "run_dir": str(trial_dir)}
-    pool.start(payload, slots, crew=PEERS, log_dir=trial_dir / "logs")
+    pool.start(payload, slots, fault_policy=ALL_NEEDED, log_dir=trial_dir / "logs")
     while not (ended := [event for event in pool.wait(60.0) if event.kind == "end"]):
         pass
     if ended[0].failure is not None:

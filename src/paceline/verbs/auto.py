@@ -12,7 +12,7 @@ from paceline.job import Job
 from paceline.launch.environment import Environment
 from paceline.launch.fork import in_a_fork
 from paceline.planner.estimate import Estimate
-from paceline.planner.question import Question
+from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank import Candidate, reason
 from paceline.planner.resolve import default_plan
 from paceline.plans import Plan
@@ -77,13 +77,13 @@ def _named(chosen: Chosen) -> tuple[str, str]:
 
 def _choose(job: Job, where: Cluster, *, may_be_fewer: bool) -> Chosen:
     try:
-        question = Question.of(job, device=where.first_here)
+        question = PlanningProblem.of(job, device=where.first_here)
     except Exception as error:  # the model may do anything when it is profiled
         return Chosen(default_plan(job, len(where.devices)), f"it can't be priced: {error}".partition("\n")[0])
     return _found(replace(question, may_be_fewer=may_be_fewer), where)
 
 
-def _found(question: Question, where: Cluster) -> Chosen:
+def _found(question: PlanningProblem, where: Cluster) -> Chosen:
     """First by prediction alone, among plans that leave the model whole; then, where the run is long enough, by trying
     the best of all."""
     found = replace(question, may_split=False).search(where)

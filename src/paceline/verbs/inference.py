@@ -12,7 +12,7 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.job import Job
 from paceline.jobfile import JobFile
 from paceline.launch.environment import current
-from paceline.launch.place import Place
+from paceline.launch.launcher import Launcher
 from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
 from paceline.runtime import folder
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.launch.context import RankContext
     from paceline.runtime.checkpoint.read import Checkpoint
-    from paceline.runtime.feed import Part
+    from paceline.runtime.feed import DataShard
     from paceline.strategies.layout import Layout
     from paceline.strategies.mesh import Mesh
 
@@ -34,7 +34,7 @@ class Trained:
     model: torch.nn.Module
     layout: Layout
     mesh: Mesh
-    part: Part
+    part: DataShard
     checkpoint: Checkpoint
 
 
@@ -74,6 +74,8 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
             output: str | Path | None = None, timeout_s: float = 300.0) -> dict[str, Any]:
     """The model's outputs for the inputs in a file, in their order.
 
+    Numbers with a fraction, of inputs and outputs, are float64 in a float64 job and float32 in any other.
+
     Args:
         input: `.npy` or `.csv` with one sample a row; `.npz` or `.safetensors` with one tensor an argument: names
             become keyword arguments, or positional ones if they are 0, 1, ...
@@ -87,7 +89,7 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
         UsageError: an input that can't be read.
     """
     job, asked, place = _open(Path(run), plan, devices=devices, timeout_s=timeout_s)
-    data = _Inputs(read_tensors(Path(input)))
+    data = _Inputs(read_tensors(Path(input), float64=job.precision == "float64"))
     if len(data) == 0:
         raise UsageError(f"{input} holds no samples")
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=run) as made:
@@ -119,12 +121,12 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
 
 
 def _open(run_dir: Path, plan: str | Plan | None, *, devices: str | None,
-          timeout_s: float) -> tuple[Job, Resolved, Place]:
+          timeout_s: float) -> tuple[Job, Resolved, Launcher]:
     source = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
     given = Plan.read(plan) if plan is not None else Plan.read(folder.read_document(run_dir, folder.PLAN)["plan"])
     job, environment = source.load(), current()
     asked = resolve(job, given.of_forwards().with_microbatches(1), devices=devices, environment=environment)
-    return job, asked, Place(environment, asked.cluster.devices, timeout_s=timeout_s)
+    return job, asked, Launcher(environment, asked.cluster.devices, timeout_s=timeout_s)
 
 
 def load_trained(context: RankContext, job: Job, asked: Resolved, run_dir: Path) -> Trained:
@@ -134,7 +136,7 @@ def load_trained(context: RankContext, job: Job, asked: Resolved, run_dir: Path)
     from paceline.runtime.stepper import prepare_job
     from paceline.strategies.mesh import Mesh
 
-    mesh = Mesh(asked.plan.axes.sizes(), context.rank)
+    mesh = Mesh.of(asked.plan, context.rank)
     mesh.connect()
     prepared = prepare_job(job, plan=asked.plan, mesh=mesh, device=context.device)
     model, layout = prepared.model, prepared.layout
@@ -164,8 +166,10 @@ class _Inputs:
         return (tuple(row[str(i)] for i in range(len(row))) if all(name.isdigit() for name in row) else row), 0
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of an input file by name; a single unnamed one is called "input". Floats come as float32.
+def read_tensors(path: Path, *, float64: bool) -> dict[str, torch.Tensor]:
+    """The tensors of an input file by name; a single unnamed one is called "input".
+
+    float64: what floats come as; else as float32. Integers stay what they are.
 
     Raises:
         UsageError: the file is missing, of an unknown kind, or damaged.
@@ -189,7 +193,8 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             found = {name: torch.from_numpy(array) for name, array in named.items()}
     except Exception as error:  # each reader has its own kinds of error
         raise UsageError(f"can't read {path}: {error}") from error
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
+    dtype = torch.float64 if float64 else torch.float32
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
 
 def _named(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
@@ -202,7 +207,7 @@ def _named(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
     return {key: tensor for index, item in items for key, tensor in _named(item, f"{name}.{index}").items()}
 
 
-def _gather(scratch: Path, run_dir: Path, output: Path | None, part: Part) -> tuple[dict[str, list[int]], Path]:
+def _gather(scratch: Path, run_dir: Path, output: Path | None, part: DataShard) -> tuple[dict[str, list[int]], Path]:
     """Put the ranks' outputs together in the order of the inputs."""
     import numpy as np
     import torch

@@ -15,9 +15,9 @@ from paceline.jobfile import JobFile
 from paceline.launch.fork import in_a_fork
 from paceline.planner.estimate import Estimate, NotPriced
 from paceline.planner.fit import set_aside, taken
-from paceline.planner.outlook import Outlook, outlook
-from paceline.planner.question import Question
-from paceline.planner.rank import Candidate, Found, reason
+from paceline.planner.goodput import Goodput, outlook
+from paceline.planner.problem import PlanningProblem
+from paceline.planner.rank import Candidate, RankedPlans, reason
 from paceline.plans import Plan
 from paceline.simulate.failures import CHECKPOINT_BYTES_PER_S
 from paceline.values import plain, value_of
@@ -56,12 +56,12 @@ class Answer:
 
     cluster: str
     batch: int
-    found: Found
+    found: RankedPlans
     flips: tuple[tuple[str, Candidate], ...]
     notes: tuple[str, ...]
     is_priced: bool = False
     advice: Advice | None = None
-    outlook: Outlook | None = None
+    outlook: Goodput | None = None
 
     @property
     def chosen(self) -> Plan | None:
@@ -81,16 +81,16 @@ class Answer:
                 "refused": dict(self.found.refused),
                 "precision": self.advice.to_dict() if self.advice is not None else None,
                 "failures": self.outlook.to_dict() if self.outlook is not None else None,
-                "plans": [self._row(one) for one in (*self.found.ranked, *self.found.too_large)]}
+                "plans": [self._row(one, chosen or one) for one in (*self.found.ranked, *self.found.too_large)]}
 
-    def _row(self, one: Candidate) -> dict[str, Any]:
-        found, chosen = one.estimate, self.found.chosen
+    def _row(self, one: Candidate, chosen: Candidate) -> dict[str, Any]:
+        found = one.estimate
         cost = {"cost_per_million_samples": self.million_samples_cost(one)} if self.is_priced else {}
         return {"plan": str(one.plan), "fits": found.fits, "step_s": found.step_s, "step_s_low": found.low_s,
                 "step_s_high": found.high_s, "samples_per_s": self.batch / found.step_s, **cost,
                 "measured": found.is_measured, "memory_bytes": found.peak_memory_bytes,
                 "missing_bytes": max(0, one.missing_bytes), "breakdown": dict(found.breakdown),
-                "relaxed": one.plan.relaxed is not None, "reason": reason(one, chosen or one)}
+                "relaxed": one.plan.relaxed is not None, "reason": reason(one, chosen)}
 
     def describe(self) -> str:
         """For people: at most 100 columns."""
@@ -137,7 +137,7 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
 def _answer(loaded: Job, where: Cluster, named: str, *, relaxed: bool, price_per_hour: float | None,
             mtbf_hours: float | None, checkpoint_bytes_per_s: float, rehearse_s: float) -> Answer:
     """Plans are tried where ranks can be forked, which is on machines without GPUs: who prices plans uses CUDA."""
-    question = Question.of(loaded, price_per_hour, device=where.first_here)
+    question = PlanningProblem.of(loaded, price_per_hour, device=where.first_here)
     found = question.search(where, may_relax=relaxed)
     if not found.ranked and not found.too_large:
         why = "; ".join(f"{kind}: {text}" for kind, text in found.refused.items())
@@ -167,7 +167,7 @@ def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> li
     return [*found, aside] if aside else found
 
 
-def nothing_fits(found: Found, cluster: str) -> PlanError:
+def nothing_fits(found: RankedPlans, cluster: str) -> PlanError:
     """Why no plan was chosen: the gap in bytes, and the nearest plans."""
     nearest = sorted(found.too_large, key=lambda one: one.missing_bytes)[:NEAREST]
     return PlanError(f"nothing fits on {cluster}: '{nearest[0].plan}' is nearest and is "
@@ -176,14 +176,15 @@ def nothing_fits(found: Found, cluster: str) -> PlanError:
                                      *taken(need for one in nearest for need in one.estimate.needs)]))
 
 
-def _advice(question: Question, chosen: Candidate | None, cluster: Cluster) -> Advice | None:
-    """Of the chosen plan; the job is traced again, for its tensors have other sizes. What was found to be slower than
-    predicted is taken to be as much slower in the other precision."""
+def _advice(question: PlanningProblem, chosen: Candidate | None, cluster: Cluster) -> Advice | None:
+    """Of the chosen plan; forward and backward are traced again, for their tensors have other sizes. What was found to
+    be slower than predicted is taken to be as much slower in the other precision."""
     precision = OTHER_PRECISION.get(question.job.precision)
     if chosen is None or precision is None:
         return None
     try:
-        asked = Question.of(replace(question.job, precision=precision), device=cluster.first_here)
+        asked = PlanningProblem.of(replace(question.job, precision=precision), device=cluster.first_here,
+                                   like=question.profile)
         other = asked.price(chosen.plan, cluster)
         off = chosen.estimate.step_s / question.price(chosen.plan, cluster).step_s
     except (PlanError, NotPriced) as error:

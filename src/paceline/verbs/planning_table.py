@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.planner.rank import Candidate, Found, best_of_each_kind, reason
+from paceline.planner.rank import Candidate, RankedPlans, best_of_each_kind, reason
 from paceline.verbs.planning import Advice, Answer
 
 SHOWN = 16  # plans of the table
@@ -41,7 +41,7 @@ def lines(answer: Answer) -> Iterator[str]:
         yield from _wrapped(f"rough: {note}")
 
 
-def _shown(found: Found) -> list[Candidate]:
+def _shown(found: RankedPlans) -> list[Candidate]:
     """The best of each kind, then the fastest of all, in order."""
     kept = [*best_of_each_kind(found.ranked), *found.too_large]
     more = [one for one in found.ranked if one not in kept]

@@ -22,8 +22,8 @@ from paceline.values import plain, value_of
 from paceline.verbs.links import with_links
 
 if TYPE_CHECKING:
-    from paceline.launch.board import Board
-    from paceline.planner.estimate import Estimate, Split
+    from paceline.launch.heartbeats import HeartbeatTable
+    from paceline.planner.estimate import Estimate, SplitPrices
     from paceline.profile import Profile
     from paceline.verbs.auto import Chosen
 
@@ -44,7 +44,7 @@ class Priced:
     asked: Resolved
     snapshot: bool
     profile: Profile | None = None
-    split: Split | None = None
+    split: SplitPrices | None = None
     estimate: Estimate | None = None
     problem: str = ""
 
@@ -80,14 +80,14 @@ def _checked(priced: Priced) -> Priced:
         PlanError: see `price`.
     """
     from paceline.planner.fit import check_fits
-    from paceline.planner.pieces import Pieces
+    from paceline.planner.pieces import LazyPieces
 
     job, asked = priced.job, priced.asked
     priced = _profiled(priced)
     if priced.profile is None:
         return priced
     try:
-        check_fits(job, asked.plan, asked.cluster, priced.profile, priced.split or Pieces(job, priced.profile),
+        check_fits(job, asked.plan, asked.cluster, priced.profile, priced.split or LazyPieces(job, priced.profile),
                    snapshot=priced.snapshot)
     except PlanError:
         raise
@@ -115,7 +115,7 @@ def _profiled(priced: Priced) -> Priced:
     return replace(priced, profile=profile, split=split)
 
 
-def predict_once_started(board: Board, priced: Priced, run_dir: Path) -> None:
+def predict_once_started(board: HeartbeatTable, priced: Priced, run_dir: Path) -> None:
     """Predict beside the ranks, when the first has taken a step and start-up is over: it takes a device's rates."""
     while priced.estimate is None and board.read(0).step < 2:
         if board.over:
@@ -217,13 +217,13 @@ def what_would_fit(priced: Priced) -> str:
 
 def _what_would_fit(priced: Priced) -> str:
     from paceline.planner.fit import smallest_change
-    from paceline.planner.pieces import Pieces
+    from paceline.planner.pieces import LazyPieces
 
     priced = _profiled(priced)
     if priced.profile is None:
         return f"no ledger: {priced.problem}"
     try:
         return smallest_change(priced.job, priced.asked.plan, priced.asked.cluster, priced.profile,
-                               priced.split or Pieces(priced.job, priced.profile), snapshot=priced.snapshot)
+                               priced.split or LazyPieces(priced.job, priced.profile), snapshot=priced.snapshot)
     except Exception as error:  # as above
         return f"no ledger: {error}"

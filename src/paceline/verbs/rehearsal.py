@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.cluster import Cluster
@@ -16,20 +17,24 @@ from paceline.errors import PacelineError
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.failure import RankFailed
+from paceline.launch.logs import Tee
 from paceline.planner.corrections import Corrections, Rehearsal
-from paceline.planner.rank import Candidate, Found
+from paceline.planner.rank import Candidate, RankedPlans
 from paceline.plans import Plan
+from paceline.verbs.turns import AlternatingSteps
 
 FEWEST_STEPS, MOST_STEPS = 12, 300
 TURN_S = 1.0  # of steps in one rehearsal, as far as the prediction is right
+# The same of a plan that starts late, whose steps are taken with and without what makes it late, in turns.
+FEWEST_IN_TURNS, IN_TURNS_S = 30, 10.0
 # What a CPU rank of a run holds beyond one of a rehearsal: figures and a last checkpoint are written. Measured on two
 # small models: 1 MiB under replicas, 4 where a tensor axis is put together.
 RUN_FOLDER_BYTES = 2 * 2**20
 TIMEOUT_S = 300.0  # without a sign of life, as while a block is compiled
 
 
-def rehearse_best(found: Found, run: Callable[[Plan, float], Rehearsal], *, budget_s: float,
-                  worth: float = math.inf) -> Found:
+def rehearse_best(found: RankedPlans, run: Callable[[Plan, float], Rehearsal], *, budget_s: float,
+                  worth: float = math.inf) -> RankedPlans:
     """Rehearse the plan that looks best, correct all others by it, and again, until the best one was itself rehearsed;
     then one plan of each other kind, those first that look fast; then those of a kind that have many more or fewer
     micro-batches.
@@ -67,7 +72,7 @@ def _rehearsed(one: Candidate, run: Callable[[Plan, float], Rehearsal]) -> Rehea
     return min(first, again, key=lambda each: each.step_s)
 
 
-def _next(found: Found, corrections: Corrections, worth: float) -> Candidate | None:
+def _next(found: RankedPlans, corrections: Corrections, worth: float) -> Candidate | None:
     """The fastest exact plan, until it was rehearsed; then the fastest of each other kind, exact ones first; then those
     far from any that was. A plan that starts late, as its code is compiled, is tried for itself alone."""
     exact = [one for one in found.ranked if one.plan.relaxed is None]
@@ -80,7 +85,7 @@ def _next(found: Found, corrections: Corrections, worth: float) -> Candidate | N
                 next((one for one in worthy if corrections.is_far(one.plan)), None))
 
 
-def _corrected(found: Found, predicted: dict[Plan, Candidate], corrections: Corrections) -> Found:
+def _corrected(found: RankedPlans, predicted: dict[Plan, Candidate], corrections: Corrections) -> RankedPlans:
     everything = [replace(one, estimate=corrections.apply(plan, one.estimate)) for plan, one in predicted.items()]
     ranked = sorted((one for one in everything if one.estimate.fits), key=lambda one: (one.step_cost, str(one.plan)))
     return replace(found, ranked=ranked, too_large=[one for one in everything if not one.estimate.fits])
@@ -89,6 +94,9 @@ def _corrected(found: Found, predicted: dict[Plan, Candidate], corrections: Corr
 def rehearse(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Rehearsal:
     """A few steps of a plan on the cluster's first devices, as `train` would take them; nothing is written.
 
+    A plan that starts late takes every other step without what makes it late: what that brings is less than what two
+    runs differ by.
+
     expected_s: of a step; says how many are taken.
 
     Raises:
@@ -96,37 +104,52 @@ def rehearse(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Rehea
     """
     from paceline.launch.local import run_local
     from paceline.planner.estimate import devices_of, split_shares
-    from paceline.runtime.drivers import crew, train_rank
+    from paceline.planner.program import starts_late
+    from paceline.runtime.drivers import fault_policy, train_rank
     from paceline.runtime.loop import Settings
     from paceline.strategies.compose import load
 
     began_s = time.monotonic()
     load(plan)
-    steps = min(MOST_STEPS, max(FEWEST_STEPS, round(TURN_S / expected_s)))
+    is_late = starts_late(plan) and fault_policy(plan).uses_process_group
+    fewest, turn_s = (FEWEST_IN_TURNS, IN_TURNS_S) if is_late else (FEWEST_STEPS, TURN_S)
+    steps = min(MOST_STEPS, max(fewest, round(turn_s / expected_s)))
     short = replace(job, steps=steps, epochs=None, validation=None, metrics={})
     used = replace(cluster, devices=cluster.devices[:plan.world_size])
     settings = Settings(run_dir=None, shares=split_shares(plan, used), devices=devices_of(plan, used))
 
     def body(context: RankContext) -> Any:
+        turns = AlternatingSteps() if is_late else None
         with _silence():
-            return train_rank(context, short, plan, settings)
+            found = train_rank(context, short, plan, replace(settings, observer=turns))
+        brought = turns and turns.brought()
+        return {**found, "brought": brought and asdict(brought)}
 
-    found = run_local(body, used.devices, timeout_s=TIMEOUT_S, crew=crew(plan))[0]
+    found = run_local(body, used.devices, timeout_s=TIMEOUT_S, fault_policy=fault_policy(plan))[0]
     beyond = RUN_FOLDER_BYTES if used.devices[0].kind == "cpu" else 0
-    start_s = time.monotonic() - began_s - steps * found["later_step_s"]
-    return Rehearsal(found["later_step_s"], found["peak_memory_bytes"] + beyond, max(0.0, start_s))
+    step_s, peak_bytes, brought = found["later_step_s"], found["peak_memory_bytes"] + beyond, found.get("brought")
+    if brought:
+        return Rehearsal(step_s - brought["gain_s"] / 2, peak_bytes, **brought)  # it is the gain of every other step
+    return Rehearsal(step_s, peak_bytes, max(0.0, time.monotonic() - began_s - steps * step_s))
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing that this process says is heard, by whatever way it says it."""
+    """Nothing that this process says is heard, by whatever way it says it: rank 0's own stream has the terminal under
+    another number."""
     kept = {number: os.dup(number) for number in (1, 2)}
+    own_stream = sys.stderr if isinstance(sys.stderr, Tee) else None
+    terminal = own_stream.terminal if own_stream is not None else None
     with open(os.devnull, "w") as nowhere:
         for number in kept:
             os.dup2(nowhere.fileno(), number)
+    if own_stream is not None:
+        own_stream.terminal = io.StringIO()
     try:
         yield
     finally:
+        if own_stream is not None:
+            own_stream.terminal = terminal
         sys.stdout.flush()
         sys.stderr.flush()
         for number, own in kept.items():

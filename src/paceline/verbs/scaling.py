@@ -14,7 +14,7 @@ from paceline.errors import ClusterError, MissingPackage, PacelineError, UsageEr
 from paceline.job import Job
 from paceline.jobfile import JobFile
 from paceline.launch.fork import apart_from_cuda
-from paceline.planner.question import Question
+from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank import Candidate, amount
 from paceline.values import plain, value_of
 
@@ -124,7 +124,7 @@ def scale(job: Job | JobFile, cluster: Cluster | str, counts: str = "1..1024", *
     loaded = job.load() if isinstance(job, JobFile) else job
 
     def points() -> tuple[Point, ...]:
-        question = Question.of(loaded, device=where.first_here)
+        question = PlanningProblem.of(loaded, device=where.first_here)
         return tuple(_point(question, where, count, relaxed=relaxed) for count in numbers)
 
     return Scaling(cluster if isinstance(cluster, str) else "the cluster", loaded.batch,
@@ -160,7 +160,7 @@ def check_plot(path: str | Path) -> None:
         raise MissingPackage("drawing", "matplotlib", install="'paceline[plot]'")
 
 
-def _point(question: Question, cluster: Cluster, count: int, *, relaxed: bool) -> Point:
+def _point(question: PlanningProblem, cluster: Cluster, count: int, *, relaxed: bool) -> Point:
     try:
         found = question.search(cluster.resized(count), may_relax=relaxed, most_refined=REFINED)
     except ClusterError as error:

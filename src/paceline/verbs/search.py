@@ -17,7 +17,7 @@ from paceline.job import Job
 from paceline.jobfile import JobFile, JobFunction
 from paceline.launch import signals
 from paceline.launch.failure import user_frames
-from paceline.launch.warm import WarmRanks
+from paceline.launch.worker_pool import WorkerPool
 from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.study import report
@@ -25,9 +25,9 @@ from paceline.study.begin import open_study, probe
 from paceline.study.controller import AUTO, AllFailed, Controller, PlanOf, Request, common_cause
 from paceline.study.objectives import Limit, parse_objectives
 from paceline.study.samplers import make_pruner, make_sampler
-from paceline.study.site import Site, here, on_ray
 from paceline.study.space import read
 from paceline.study.storage import JOURNAL, opened
+from paceline.study.target import ExecutionTarget, here, on_ray
 from paceline.study.trials import RECORD, best_trial, counted, state_of
 from paceline.study.winner import read_test_data
 from paceline.verbs.outcome import Outcome
@@ -122,7 +122,7 @@ def _function(job: JobFile | str | Callable[..., Job]) -> tuple[JobFile | None, 
     return None, JobFunction(job, Path(inspect.getsourcefile(job) or "job"))
 
 
-def _plan_of(plan: str | Plan | Callable[[Mapping[str, Any]], str] | None, site: Site) -> PlanOf:
+def _plan_of(plan: str | Plan | Callable[[Mapping[str, Any]], str] | None, site: ExecutionTarget) -> PlanOf:
     if callable(plan):
         return plan
     if plan == AUTO:
@@ -163,7 +163,8 @@ def _check_free(run_dir: Path, *, resume: bool) -> None:
 # --- Running ------------------------------------------------------------------------------------------------------
 
 
-def _run(study: Any, pool: WarmRanks, request: Request, run_dir: Path, example: Job, *, is_shared: bool) -> StudyResult:
+def _run(study: Any, pool: WorkerPool, request: Request, run_dir: Path, example: Job, *,
+         is_shared: bool) -> StudyResult:
     from paceline.study.display import StudyDisplay
 
     objectives = request.objectives

@@ -14,7 +14,7 @@ from paceline.job import Job
 from paceline.jobfile import JobFile
 from paceline.launch.environment import current
 from paceline.launch.failure import RankFailed
-from paceline.launch.place import Place
+from paceline.launch.launcher import Launcher
 from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
 from paceline.runtime import folder
@@ -63,7 +63,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         RankFailed: a rank failed; its report names rank, step and line.
     """
     from paceline.planner.estimate import devices_of
-    from paceline.runtime.drivers import crew, train_rank
+    from paceline.runtime.drivers import fault_policy, train_rank
     from paceline.runtime.loop import Settings
     from paceline.strategies.compose import load
 
@@ -82,7 +82,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
     asked = resolve(loaded, chosen.plan, devices=devices, procs=procs, memory=memory, environment=environment)
     load(asked.plan)
     priced = price(loaded, asked, chosen, snapshot=save_every is not None)
-    place = Place(environment, asked.cluster.devices, timeout_s=timeout_s)
+    place = Launcher(environment, asked.cluster.devices, timeout_s=timeout_s)
     with ExitStack() as held:
         stem = Path(source.path).stem if source else "job"
 
@@ -95,7 +95,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
 
         run_dir = Path(place.agree("run folder", claim))
         if place.is_first:
-            print(_banner(loaded, asked, chosen.why, run_dir), file=sys.stderr, flush=True)
+            print(_banner(loaded, asked, chosen.why, run_dir, by_name=devices is not None), file=sys.stderr, flush=True)
         checked = _checked(loaded, source, asked, place) if check else None
         settings = Settings(run_dir=run_dir, shares=asked.shares, save_every=save_every, resume=resume,
                             loader_workers=loader_workers, trace_steps=trace,
@@ -106,7 +106,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
 
         try:
             figures = place.run(body, run_dir=run_dir, idle=lambda board: predict_once_started(board, priced, run_dir),
-                                crew=crew(asked.plan), restarts=restarts)
+                                fault_policy=fault_policy(asked.plan), restarts=restarts)
         except RankFailed as failed:
             if failed.exit_code == OutOfMemory.exit_code and place.is_first:
                 print(what_would_fit(priced), file=sys.stderr, flush=True)
@@ -117,7 +117,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         return Summary(figures, run_dir)
 
 
-def _checked(job: Job, source: JobFile | None, asked: Resolved, place: Place) -> FirstUpdate | None:
+def _checked(job: Job, source: JobFile | None, asked: Resolved, place: Launcher) -> FirstUpdate | None:
     """What the check before the run found; says so where the run is not what one device computes, or may not be.
 
     Inside a launcher rank 0 checks for all.
@@ -163,8 +163,11 @@ def _plan_of(run: str | Path | None, *, procs: int | None) -> Plan | None:
     return found if found is not None and procs in (None, found.world_size) else None
 
 
-def _banner(job: Job, asked: Resolved, why: str, run_dir: Path) -> str:
-    """What is about to run, with every derived number."""
+def _banner(job: Job, asked: Resolved, why: str, run_dir: Path, *, by_name: bool) -> str:
+    """What is about to run, with every derived number.
+
+    by_name: whether the devices were named.
+    """
     from paceline.runtime.order import split
 
     plan, microbatches = asked.plan, asked.plan.num_microbatches
@@ -177,7 +180,7 @@ def _banner(job: Job, asked: Resolved, why: str, run_dir: Path) -> str:
     return (f"plan {plan} on {asked.devices}{why and f', chosen: {why}'}\n"
             f"global batch {job.batch} = {plan.replicas} x {shown} samples in {microbatches} micro-batch"
             f"{'es' if microbatches != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
-            f"{_idle(plan)}{_sharing(asked)}run folder {run_dir}")
+            f"{_told(plan)}{_sharing(asked)}{'' if by_name else _unused(asked)}run folder {run_dir}")
 
 
 def _sharing(asked: Resolved) -> str:
@@ -188,19 +191,16 @@ def _sharing(asked: Resolved) -> str:
             "computes; its speed says nothing\n")
 
 
-def _idle(plan: Plan) -> str:
-    """A line about the time that a pipeline's schedule leaves its ranks idle; nothing for other plans."""
-    from paceline.strategies.pipeline.schedule import bubble, schedule
+def _unused(asked: Resolved) -> str:
+    """A line about a GPU that is here and idle; nothing where there is none."""
+    from paceline.accelerators import unused
 
-    ranks, name, virtual = plan.axes.pipeline, plan.schedule.schedule, plan.schedule.virtual
-    if ranks == 1:
-        return ""
+    reason = unused()
+    return f"{reason}; --devices {asked.devices} asks for the CPU by name\n" if reason else ""
 
-    def idle(microbatches: int) -> float:
-        orders = schedule(name, num_ranks=ranks, num_microbatches=microbatches, virtual=virtual)
-        return bubble(orders, num_stages=ranks * virtual)
 
-    line = f"equal stages would be idle {idle(plan.num_microbatches):.0%} of the time under schedule={name}"
-    if plan.num_microbatches < 2 * ranks:
-        line += f", and {idle(2 * ranks):.0%} with microbatches={2 * ranks}"
-    return f"{line}\n"
+def _told(plan: Plan) -> str:
+    """What the strategies of a plan say of it, a line each."""
+    from paceline.strategies.registry import active
+
+    return "".join(f"{line}\n" for strategy in active(plan) for line in strategy.lines(plan))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -38,6 +38,8 @@ class Certificate:
 
     problem: what keeps the plan from being judged or the job from being exact under any plan; None if nothing.
     coupling: why the plan computes something else than one device although it equals one that cuts the batch alike.
+    overflow: where loss scaling skips other steps than it does of whole batches, so that the plan is held against one
+        device that cuts each batch alike; None where it skips the same ones.
     weakness: why the comparison would not have noticed an error; None if it would.
     note: what the verdict does not cover; None if nothing.
     refused: why the plan is none for this model; it neither passes nor fails.
@@ -51,6 +53,7 @@ class Certificate:
     note: str | None = None
     refused: str | None = None
     coupling: str | None = None
+    overflow: str | None = None
     weakness: str | None = None
     resumed_from: str | None = None
     power: dict[str, Any] | None = field(default=None)
@@ -85,7 +88,7 @@ class Certificate:
         empty = {"max_loss_diff": None, "max_param_diff": None, "worst_param": None, "steps": 0, "tolerance": None}
         main = {key: shown[0][key] for key in empty} if shown else empty
         return {"plan": self.plan, "passed": self.passed, "verdict": self.verdict, **main, "reason": self.reason,
-                "note": self.note, "refused": self.refused, "asked_for": self.asked_for,
+                "overflow": self.overflow, "note": self.note, "refused": self.refused, "asked_for": self.asked_for,
                 "resumed_from": self.resumed_from, "power": self.power, "precisions": shown}
 
     @property
@@ -103,7 +106,7 @@ class Certificate:
         figures = "; ".join(f"{v.precision}: loss {v.max_loss_diff:.1e}, weights {v.max_param_diff:.1e}"
                             for v in self.verdicts)
         lines = [f"{certificate.MARKS[self.verdict]:<7} {self.plan:<36} {figures}".rstrip()]
-        for remark in (self.reason, self.note):
+        for remark in (self.reason, self.overflow, self.note):
             lines += [f"        {line}".rstrip() for line in (remark or "").splitlines()]
         return "\n".join(lines)
 
@@ -166,13 +169,13 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
 def _remember(source: JobFile, job: Job, found: Sequence[Certificate], devices: Sequence[str] | None) -> None:
     """Runs under plans that were proved, on devices of the same kind, need no check of their first update."""
     from paceline.planner.resolve import resolve
-    from paceline.proof.ranks import devices_of
+    from paceline.proof.ranks import devices_of, num_devices
     from paceline.verbs import checks
 
     for each in found:
         if each.verdict in ("passed", "coupled"):
             plan = Plan.parse(each.plan)
-            asked = resolve(job, plan, devices=devices_of(devices, plan.world_size))
+            asked = resolve(job, plan, devices=devices_of(devices, num_devices(plan, devices)))
             checks.remember(source, asked, verdict=each.verdict, reason=each.coupling or "")
 
 
@@ -199,7 +202,7 @@ def _shortened(job: Job, steps: int) -> Job:
 
 def _devices_here(devices: str | None) -> tuple[str, ...] | None:
     """The devices by name, each of which is here; None if none are named. Says where GPUs are left out of a proof."""
-    from paceline.accelerators import gpus
+    from paceline.accelerators import gpus, unused
     from paceline.cluster import Cluster
 
     if devices is not None:
@@ -207,17 +210,23 @@ def _devices_here(devices: str | None) -> tuple[str, ...] | None:
     if here := len(gpus()):
         print(f"one device and all ranks are on the CPU; --devices cuda:0{f'-{here - 1}' * (here > 1)} proves plans on "
               "GPUs", file=sys.stderr, flush=True)
+    elif reason := unused():
+        print(reason, file=sys.stderr, flush=True)
     return None
 
 
 def _plans_that_fit(job: Job, devices: Sequence[str] | None) -> list[Plan]:
+    from paceline.proof.ranks import num_devices
+
     most = min(job.batch, job.num_samples or job.batch)
     return [plan for plan in map(Plan.parse, EXACT_PLANS)
-            if plan.replicas <= most and (devices is None or plan.world_size <= len(devices))]
+            if plan.replicas <= most and (devices is None or num_devices(plan, devices) <= len(devices))]
 
 
 def _check_ranks(plans: Sequence[Plan], devices: Sequence[str] | None) -> None:
-    if devices is not None and (large := [plan for plan in plans if plan.world_size > len(devices)]):
+    from paceline.proof.ranks import num_devices
+
+    if devices is not None and (large := [plan for plan in plans if num_devices(plan, devices) > len(devices)]):
         needs = "; ".join(f"plan '{plan}' has {plan.world_size} ranks" for plan in large)
         raise PlanError(f"{needs}, and --devices names {len(devices)} device{'s' * (len(devices) > 1)}: "
                         f"{', '.join(devices)}",
@@ -272,12 +281,12 @@ def _certify(proof: Proof, plan: Plan, reference: dict[str, Any], *, number: int
     from paceline.launch.failure import RankFailed
     from paceline.planner.resolve import resolve
     from paceline.proof.problems import Problem
-    from paceline.proof.ranks import devices_of
+    from paceline.proof.ranks import devices_of, num_devices
 
     if plan.relaxed is not None:
         return Certificate(str(plan), (), f"not compared: the plan is relaxed ({plan.relaxed}) and can't equal one "
                                           f"device; '{plan.exact}' can")
-    asked = resolve(proof.job, plan, devices=devices_of(proof.devices, plan.world_size))
+    asked = resolve(proof.job, plan, devices=devices_of(proof.devices, num_devices(plan, proof.devices)))
     problem = Problem.from_dict(reference["problem"]) if reference["problem"] is not None else None
     trial = _Trial(proof, asked, number, checkpoint, reference["note"])
     try:
@@ -307,7 +316,8 @@ class _Trial:
         return self.asked.plan.replicas > 1 or self.asked.plan.num_microbatches != 1
 
     def certificate(self, problem: Any) -> Certificate:
-        """Held against one device; where the job couples samples and the plan cuts, against one that cuts alike."""
+        """Held against one device; where the plan cuts and the job couples samples, or smaller pieces overflow in other
+        steps, against one that cuts alike."""
         whole = {precision: self.proof.folder / precision for precision in self.proof.figures}
         if not (self.cuts and problem is not None):
             found = self._judged(self.proof.figures, whole, resumes=True)
@@ -322,18 +332,29 @@ class _Trial:
                 raise
             return self._judged(self.proof.figures, whole, resumes=True)
         coupled = next((f["coupling"] for f in reversed(figures.values()) if f["coupling"]), None)
-        if coupled is None and problem is None:
+        if coupled is not None:
+            found = replace(self._judged(figures, folders, resumes=False), coupling=_coupling(problem, coupled))
+        elif problem is not None or any(each["overflow"] for each in figures.values()):
+            found = self._uncoupled({precision: (each, folders[precision]) if each["overflow"] else
+                                     (self.proof.figures[precision], whole[precision])
+                                     for precision, each in figures.items()}, problem)
+        return replace(found, overflow=_overflow(figures))
+
+    def _uncoupled(self, against: dict[Precision, tuple[dict[str, Any], Path]], problem: Any) -> Certificate:
+        """Where no training step shows that cutting a batch matters, but for what overflows.
+
+        against: the figures of one device, and their folder.
+        """
+        figures = {precision: each for precision, (each, _) in against.items()}
+        folders = {precision: folder for precision, (_, folder) in against.items()}
+        found = self._judged(figures, folders, resumes=True)
+        if found.passed or problem is None:
             return found
-        if coupled is None:
-            found = self._judged(self.proof.figures, whole, resumes=True)
-            if found.passed:
-                return found
-            trained = self._judged({precision: {**each, "evaluation": {}} for precision, each
-                                    in self.proof.figures.items()}, whole, resumes=False)
-            if trained.passed:  # what a forward changes of the model first shows after the last step
-                return replace(trained, coupling=_coupling(problem, "evaluation after the last step"))
-            return replace(found, problem=f"{problem}\n{found.reason}")
-        return replace(self._judged(figures, folders, resumes=False), coupling=_coupling(problem, coupled))
+        trained = self._judged({precision: {**each, "evaluation": {}} for precision, each in figures.items()}, folders,
+                               resumes=False)
+        if trained.passed:  # what a forward changes of the model first shows after the last step
+            return replace(trained, coupling=_coupling(problem, "evaluation after the last step"))
+        return replace(found, problem=f"{problem}\n{found.reason}")
 
     def _cut_alike(self) -> tuple[dict[Precision, dict[str, Any]], dict[Precision, Path]]:
         from paceline.proof.ranks import cut_folder, cut_reference
@@ -369,6 +390,12 @@ def _coupling(problem: Any, seen: str) -> str:
     """Why a plan that does what it should computes something else than one device."""
     return ("the plan equals one device that cuts each batch alike, but not one that doesn't: cutting moves the "
             f"{seen} on one device already. {problem or 'The job couples the samples of a batch'}")
+
+
+def _overflow(figures: Mapping[Precision, Mapping[str, Any]]) -> str | None:
+    """That a plan is held against a device that cuts each batch alike, for loss scaling skips other steps there."""
+    seen = next((each["overflow"] for each in figures.values() if each["overflow"]), None)
+    return seen and f"{seen}; so in fp16 the plan is held against one device that cuts each batch alike"
 
 
 def _weakness(power: dict[str, Any], precision: str) -> str | None:

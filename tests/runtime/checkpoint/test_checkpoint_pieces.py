@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.runtime.checkpoint import Piece, Region, pieces_of
+from paceline.runtime.checkpoint import Region, TensorPiece, pieces_of
 from paceline.runtime.checkpoint.pieces import uncovered
 
 SIDE = 7
@@ -115,9 +115,9 @@ def test_a_dtensor_with_the_wrong_local_part_is_refused() -> None:
 def test_a_piece_outside_its_tensor_is_refused() -> None:
     """Offsets that reach out of the whole tensor name both."""
     with pytest.raises(ValueError, match=r"'w': a part of shape \(3,\) at \(2,\) doesn't lie in \(4,\)"):
-        Piece("w", (4,), (2,), torch.zeros(3))
+        TensorPiece("w", (4,), (2,), torch.zeros(3))
     with pytest.raises(ValueError, match="doesn't lie in"):
-        Piece("w", (4,), (0, 0), torch.zeros(3))
+        TensorPiece("w", (4,), (0, 0), torch.zeros(3))
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2, dtype=torch.int4), torch.eye(2).to_sparse()])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint import (
     Checkpoint,
-    Piece,
+    TensorPiece,
     Writer,
     newest_checkpoint,
     open_checkpoint,
@@ -31,7 +31,7 @@ SHAPE = (11, 6)
 DENSE = torch.arange(66, dtype=torch.float64).reshape(SHAPE)
 
 
-def save(run_dir: Path, step: int, *ranks: list[Piece], document: dict[str, Any] | None = None) -> Path:
+def save(run_dir: Path, step: int, *ranks: list[TensorPiece], document: dict[str, Any] | None = None) -> Path:
     """A committed checkpoint, each list of pieces written by a rank of its own."""
     attempt = f"save{step}"
     writers = [Writer(run_dir, rank=rank, world_size=len(ranks), attempt=attempt) for rank in range(len(ranks))]
@@ -42,8 +42,8 @@ def save(run_dir: Path, step: int, *ranks: list[Piece], document: dict[str, Any]
     return run_dir / "checkpoints" / f"step-{step}"
 
 
-def rows(start: int, stop: int) -> list[Piece]:
-    return [Piece("w", SHAPE, (start, 0), DENSE[start:stop])]
+def rows(start: int, stop: int) -> list[TensorPiece]:
+    return [TensorPiece("w", SHAPE, (start, 0), DENSE[start:stop])]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,8 @@ def cut() -> Any:
     """One tensor saved by three ranks in uneven parts: rows 0-2, a left and a right part of rows 3-10."""
     with tempfile.TemporaryDirectory() as folder:
         left, right = DENSE[3:, :1], DENSE[3:, 1:]
-        path = save(Path(folder), 5, rows(0, 3), [Piece("w", SHAPE, (3, 1), right)], [Piece("w", SHAPE, (3, 0), left)])
+        path = save(Path(folder), 5, rows(0, 3), [TensorPiece("w", SHAPE, (3, 1), right)],
+                    [TensorPiece("w", SHAPE, (3, 0), left)])
         yield open_checkpoint(path)
 
 
@@ -117,8 +118,8 @@ def test_whole_tensor_of_uneven_pieces(cut: Checkpoint) -> None:
 def test_regions_of_complex_pieces(tmp_path: Path) -> None:
     """What a file holds in pairs has the shape and the dtype of the tensor itself, for all who cut it."""
     whole = torch.view_as_complex(torch.rand(6, 4, 2, dtype=torch.float64))
-    path = save(tmp_path, 1, [Piece("w", (6, 4), (0, 0), whole[:4])],
-                [Piece("w", (6, 4), (4, 0), whole[4:])])
+    path = save(tmp_path, 1, [TensorPiece("w", (6, 4), (0, 0), whole[:4])],
+                [TensorPiece("w", (6, 4), (4, 0), whole[4:])])
     checkpoint = open_checkpoint(path)
 
     assert (checkpoint.tensors["w"].dtype, checkpoint.tensors["w"].shape) == (torch.complex128, (6, 4))
@@ -145,7 +146,7 @@ def test_what_was_read_is_not_held(tmp_path: Path) -> None:
         return int(Path("/proc/self/status").read_text().split("RssFile:")[1].split()[0])
 
     large = torch.ones(64, 2**18)  # 64 MiB
-    checkpoint = open_checkpoint(save(tmp_path, 1, [Piece("w", (64, 2**18), (0, 0), large)]))
+    checkpoint = open_checkpoint(save(tmp_path, 1, [TensorPiece("w", (64, 2**18), (0, 0), large)]))
     before_kib = mapped_kib()
     for row in range(64):
         assert bool(checkpoint.read("w", (row, 0), (1, 2**18)).all())

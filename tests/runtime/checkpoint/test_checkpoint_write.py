@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint import (
-    Piece,
+    TensorPiece,
     Writer,
     load_tensors,
     newest_checkpoint,
@@ -44,9 +44,9 @@ def writers(run_dir: Path, world_size: int, *, attempt: str = "first", timeout_s
             for rank in range(world_size)]
 
 
-def halves(scale: float = 1.0) -> list[list[Piece]]:
+def halves(scale: float = 1.0) -> list[list[TensorPiece]]:
     """One tensor, cut over two ranks."""
-    return [[Piece("w", (6, 2), (0, 0), scale * W[:4])], [Piece("w", (6, 2), (4, 0), scale * W[4:])]]
+    return [[TensorPiece("w", (6, 2), (0, 0), scale * W[:4])], [TensorPiece("w", (6, 2), (4, 0), scale * W[4:])]]
 
 
 def write_whole(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -160,11 +160,11 @@ def test_equal_pieces_of_replicas_are_kept_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("second", "message"), [
     ([], r"no rank saves the part of 'w' at \(4, 0\) of shape \(2, 2\); the whole has shape \(6, 2\)"),
-    ([Piece("w", (6, 2), (3, 0), W[3:])], "the pieces of 'w' overlap"),
-    ([Piece("w", (5, 2), (4, 0), W[4:5])], r"rank 1 saves 'w' as F32 of shape \[5, 2\], and a rank before it"),
-    ([Piece("w", (6, 2), (4, 0), W[4:].double())], "rank 1 saves 'w' as F64"),
+    ([TensorPiece("w", (6, 2), (3, 0), W[3:])], "the pieces of 'w' overlap"),
+    ([TensorPiece("w", (5, 2), (4, 0), W[4:5])], r"rank 1 saves 'w' as F32 of shape \[5, 2\], and a rank before it"),
+    ([TensorPiece("w", (6, 2), (4, 0), W[4:].double())], "rank 1 saves 'w' as F64"),
 ])
-def test_pieces_that_do_not_fit_are_never_committed(tmp_path: Path, second: list[Piece], message: str) -> None:
+def test_pieces_that_do_not_fit_are_never_committed(tmp_path: Path, second: list[TensorPiece], message: str) -> None:
     """A hole, an overlap or a disagreement fails the save on every rank with the same words."""
     two = writers(tmp_path, 2)
     for writer, pieces in zip(two, (halves()[0], second), strict=True):

@@ -8,20 +8,22 @@ import pytest
 
 from paceline.cluster import Device
 from paceline.planner.corrections import Corrections, Rehearsal
-from paceline.planner.estimate import Estimate, Need
-from paceline.planner.program import start_s
+from paceline.planner.estimate import Estimate, MemoryNeed
+from paceline.planner.program import start_s, starts_late
 from paceline.planner.rank import search
-from paceline.planner.space import Limits, Shape, compiled_variant
+from paceline.planner.space import DeviceCounts, Limits, compiled_variant
 from paceline.plans import Plan
-from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
+from paceline.profile.profile import Affine, Fused, Parameter, Profile, Segment, Work
 from paceline.software import PACELINE
-from paceline.strategies.compile.cost import FIRST_S, FUSED_BYTES, FUSED_OPERATORS, OPERATOR_S, narrow
+from paceline.strategies.compile.cost import FIRST_S, KERNEL_S, narrow
 
 COMPILED = Plan.parse("single compile=blocks")
 
 
 def segment(unit: str, operators: int) -> Segment:
-    work = Work(flops=Affine(0, 10), moved_bytes=Affine(4, 2), function_bytes=Affine(0, 6), operators=operators)
+    """Fusing leaves half of its operators as kernels."""
+    work = Work(flops=Affine(0, 10), moved_bytes=Affine(4, 2), function_bytes=Affine(0, 6), operators=operators,
+                fused=Fused(Affine(1, 4), spared_operators=operators / 2, kernels=operators / 2))
     return Segment(unit, work, replace(work, operators=2 * operators))
 
 
@@ -30,26 +32,25 @@ PROFILE = Profile(parameters=tuple(Parameter(name, name, 4, rows=1) for name in 
 
 
 def test_blocks_that_are_alike_are_compiled_once():
-    """30 operators of two blocks and 60 of another, forward and backward; the root's are none."""
-    assert start_s(PROFILE, COMPILED) == pytest.approx(FIRST_S + OPERATOR_S * (30 + 60))
+    """Five kernels forward and five backward of two blocks, ten and ten of another one; the root's are none."""
+    assert start_s(PROFILE, COMPILED) == pytest.approx(FIRST_S + KERNEL_S * (5 + 5 + 10 + 10))
     assert start_s(PROFILE, Plan()) == 0.0
 
 
-def test_products_take_as_long_and_bytes_are_fewer():
-    """In blocks; what lies between them stays."""
+def test_arithmetic_takes_as_long_and_less_is_moved():
+    """In blocks; what lies between them stays. What functions hand each other is plain traffic, too."""
     first, *_, root = narrow(PROFILE, COMPILED, PACELINE).segments
-    assert first.forward.flops == Affine(0, 10)
-    assert first.forward.moved_bytes == Affine(4 * FUSED_BYTES, 2 * FUSED_BYTES)
-    assert first.backward.function_bytes == Affine(0, 6 * FUSED_BYTES)
-    assert first.backward.operators == 20 * FUSED_OPERATORS
+    assert first.forward.flops == Affine(0, 10) and first.forward.function_bytes == Affine(0, 6)
+    assert first.forward.moved_bytes == Affine(3, -2) and first.forward.operators == 5
     assert root == PROFILE.segments[-1]
+    assert narrow(replace(PROFILE, segments=(first,)), COMPILED, PACELINE).segments == (first,)
 
 
 def price(plan: Plan) -> Estimate:
     """A second a step, half of it where blocks are compiled, after 40 seconds."""
     compiles = plan.modifiers.compile == "blocks"
     step_s = (0.5 if compiles else 1.0) * (1.0 if plan.world_size == 1 else 1.5)
-    need = Need("each rank", Device("cpu", 0, 100), {"parameters": 10})
+    need = MemoryNeed("each rank", Device("cpu", 0, 100), {"parameters": 10})
     return Estimate(step_s, 10, need.ledger, {"compute": step_s}, needs=(need,), low_s=step_s / 1.01,
                     high_s=1.01 * step_s, start_s=40.0 if compiles else 0.0)
 
@@ -57,7 +58,7 @@ def price(plan: Plan) -> Estimate:
 @pytest.mark.parametrize(("steps", "chosen"), [(None, "single"), (50, "single"), (90, "single compile=blocks")])
 def test_compiling_is_proposed_for_long_runs_alone(steps: int | None, chosen: str):
     """Half a second of each step makes up for 40 after 80 steps."""
-    found = search(price, Limits(8, compiled_steps=steps), Shape(2, 2, may_be_fewer=True))
+    found = search(price, Limits(8, compiled_steps=steps), DeviceCounts(2, 2, may_be_fewer=True))
     assert found.chosen is not None and str(found.chosen.plan) == chosen
     proposed = [one for one in found.ranked if one.plan.modifiers.compile != "none"]
     assert bool(proposed) == (chosen != "single")
@@ -70,13 +71,27 @@ def test_what_does_not_compose_is_not_proposed():
 
 
 def test_a_rehearsal_says_how_late_a_plan_starts():
-    """Beyond what the ranks of any rehearsal take: 3 seconds."""
+    """Ranks of other plans start, too."""
     known = Corrections()
     known.add(Plan(), price(Plan()), Rehearsal(1.1, 10, start_s=3.0))
     assert known.apply(COMPILED, price(COMPILED)).start_s == 40.0
-    known.add(COMPILED, price(COMPILED), Rehearsal(0.6, 10, start_s=25.0))
+    known.add(COMPILED, price(COMPILED), Rehearsal(0.6, 10, start_s=22.0))
     assert known.apply(COMPILED, price(COMPILED)).start_s == 22.0
     assert known.apply(Plan(), price(Plan())).start_s == 0.0
+
+
+def test_the_gain_is_that_of_steps_in_turns():
+    """Two runs of one plan differ by more: 1.1 s a step in the run of its own, 0.9 in the other one."""
+    known = Corrections()
+    known.add(COMPILED, price(COMPILED), Rehearsal(0.8, 10, gain_s=0.1))
+    assert known.apply(COMPILED, price(COMPILED)).step_s == 0.8
+    known.add(Plan(), price(Plan()), Rehearsal(1.1, 10))
+    assert known.apply(COMPILED, price(COMPILED)).step_s == 1.0
+    assert known.apply(Plan(), price(Plan())).step_s == 1.1
+
+
+def test_only_compiling_starts_late():
+    assert starts_late(COMPILED) and not starts_late(Plan.parse("data=2 recompute=full"))
 
 
 def test_compiled_code_says_nothing_of_other_code():

@@ -54,7 +54,7 @@ def train(plan: str, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.checked_runs
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_kind_of_plan(plan: str, tmp_path: Path, without_compiler: None) -> None:
     """The first update is held against one device, with what dropout draws replaced by its mean."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from paceline.strategies.server.arrive import Arrivals
+from paceline.strategies.server.arrive import WeightArrivals
 from paceline.strategies.server.run import held
 from paceline.strategies.server.serve import bytes_of
 from paceline.strategies.server.shards import Shard, assign
@@ -35,10 +35,10 @@ class Instant:
         """It is there."""
 
 
-def _arrivals(model: nn.Module, *, servers: int = 2, compress: str = "none") -> Arrivals:
+def _arrivals(model: nn.Module, *, servers: int = 2, compress: str = "none") -> WeightArrivals:
     parameters = dict(model.named_parameters())
     shards = assign(held(parameters), servers, split_tensors=True, compress=compress, chunk_bytes=64)
-    found = Arrivals(parameters, [Instant(shard) for shard in shards])  # type: ignore[misc]
+    found = WeightArrivals(parameters, [Instant(shard) for shard in shards])  # type: ignore[misc]
     found.ask(3)
     found.begin()
     return found
@@ -54,7 +54,7 @@ class Odd(nn.Module):
         self.row = self.late.weight.detach()[1]  # a view, made before anything came
         self.seen: list[set[str]] = []
 
-    def forward(self, x: torch.Tensor, arrivals: Arrivals) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, arrivals: WeightArrivals) -> torch.Tensor:
         assert "scale" not in arrivals.pending  # its own
         for look in (lambda: F.linear(x, self.inner.weight), lambda: x @ self.tied.weight.T, lambda: x + self.row,
                      lambda: torch.cat([x, self.inner.bias.expand(1, 4)])):

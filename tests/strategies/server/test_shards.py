@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import PlanError
-from paceline.strategies.server.shards import Held, assign, fingerprint
+from paceline.strategies.server.shards import ServedParameter, assign, fingerprint
 
 shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
 models = st.lists(st.tuples(shapes, st.sampled_from([("float32", 4), ("float64", 8)])), min_size=1, max_size=12)
 
 
-def _held(model: list) -> list[Held]:
-    return [Held(f"p{i}", shape, dtype, size) for i, (shape, (dtype, size)) in enumerate(model)]
+def _held(model: list) -> list[ServedParameter]:
+    return [ServedParameter(f"p{i}", shape, dtype, size) for i, (shape, (dtype, size)) in enumerate(model)]
 
 
 @given(models, st.integers(1, 5), st.booleans())
@@ -44,8 +44,9 @@ def test_every_row_is_held_once(model: list, num_servers: int, split: bool):
 
 def test_balance_by_bytes():
     """A huge tensor is split; what is left whole can't unbalance the servers by much."""
-    model = [Held("embedding", (50_000, 128), "float32", 4), *(
-        Held(f"layer{i}", (512, 512), "float32", 4) for i in range(12)), Held("bias", (7,), "float32", 4)]
+    model = [ServedParameter("embedding", (50_000, 128), "float32", 4), *(
+        ServedParameter(f"layer{i}", (512, 512), "float32", 4) for i in range(12)),
+             ServedParameter("bias", (7,), "float32", 4)]
 
     loads = [shard.num_bytes for shard in assign(model, 3, split_tensors=True)]
 
@@ -55,7 +56,8 @@ def test_balance_by_bytes():
 
 def test_whole_tensors_go_to_the_emptiest_server():
     """Largest first."""
-    model = [Held(name, (size,), "float32", 4) for name, size in [("a", 10), ("b", 60), ("c", 30), ("d", 25)]]
+    model = [ServedParameter(name, (size,), "float32", 4) for name,
+             size in [("a", 10), ("b", 60), ("c", 30), ("d", 25)]]
 
     shards = assign(model, 2, split_tensors=False)
 
@@ -64,7 +66,7 @@ def test_whole_tensors_go_to_the_emptiest_server():
 
 def test_last_parameters_come_first():
     """Chunks leave in the order in which backward makes gradients."""
-    model = [Held(f"p{i}", (4,), "float32", 4) for i in range(3)]
+    model = [ServedParameter(f"p{i}", (4,), "float32", 4) for i in range(3)]
 
     shard, = assign(model, 1, split_tensors=True, chunk_bytes=16)
 
@@ -75,14 +77,14 @@ def test_last_parameters_come_first():
 def test_more_servers_than_there_is_to_hold():
     """Refused, with how many would do."""
     with pytest.raises(PlanError, match=r"too few rows of parameters(.|\n)*at most 2 servers"):
-        assign([Held("w", (2,), "float32", 4)], 3, split_tensors=True)
+        assign([ServedParameter("w", (2,), "float32", 4)], 3, split_tensors=True)
     with pytest.raises(PlanError, match=r"too few parameters(.|\n)*at most 1 server"):
-        assign([Held("w", (100,), "float32", 4)], 2, split_tensors=False)
+        assign([ServedParameter("w", (100,), "float32", 4)], 2, split_tensors=False)
 
 
 def test_a_fingerprint_tells_layouts_apart():
     """Peers that cut the same model otherwise don't share it."""
-    model = [Held("w", (100, 3), "float32", 4)]
+    model = [ServedParameter("w", (100, 3), "float32", 4)]
     prints = {fingerprint(assign(model, n, split_tensors=True, chunk_bytes=b)) for n in (1, 2) for b in (100, 1000)}
 
     assert len(prints) == 4 and all(len(found) == 32 for found in prints)

@@ -23,14 +23,15 @@ from hypothesis import strategies as st
 
 from paceline.strategies.server import shared as memory
 from paceline.strategies.server import wire
-from paceline.strategies.server.arrive import Arrivals
-from paceline.strategies.server.run import Link, Pusher
-from paceline.strategies.server.serve import Door, Exchange, bytes_of
-from paceline.strategies.server.shards import Held, assign, fingerprint
+from paceline.strategies.server.arrive import WeightArrivals
+from paceline.strategies.server.run import Pusher, ServerConnection
+from paceline.strategies.server.serve import Acceptor, ShardService, bytes_of
+from paceline.strategies.server.shards import ServedParameter, assign, fingerprint
 from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, connect, listen
 
 SECRET = b"s" * 32
-MODEL = [Held("a", (7, 3), "float32", 4), Held("b", (5,), "float64", 8), Held("c", (4,), "bfloat16", 2)]
+MODEL = [ServedParameter("a", (7, 3), "float32", 4), ServedParameter("b", (5,), "float64", 8),
+         ServedParameter("c", (4,), "bfloat16", 2)]
 SHARD, = assign(MODEL, 1, split_tensors=True, chunk_bytes=32)
 LAYOUT = fingerprint([SHARD])
 WORKER = Peer(Role.DATA, 0, 77)
@@ -59,11 +60,12 @@ class Served:
         self.held: queue.Queue[tuple[int, float]] = queue.Queue()
         self.lost: queue.Queue[tuple[Peer, WireError]] = queue.Queue()
         self.failed: queue.Queue[Exception] = queue.Queue()
-        self.exchange = Exchange(SHARD, num_parts=num_parts, keeps_sending=True, version=0, measures=True, end=100,
-                                 on_held=lambda *told: self.held.put(told), on_lost=lambda *told: self.lost.put(told),
-                                 on_failed=self.failed.put,
-                                 on_ready=lambda gradients, scale: None, uplink=Uplink())
-        self.door = Door(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=LAYOUT)
+        self.exchange = ShardService(SHARD, num_parts=num_parts, keeps_sending=True, version=0, measures=True, end=100,
+                                     on_held=lambda *told: self.held.put(told),
+                                     on_lost=lambda *told: self.lost.put(told),
+                                     on_failed=self.failed.put,
+                                     on_ready=lambda gradients, scale: None, uplink=Uplink())
+        self.door = Acceptor(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=LAYOUT)
         for view in self.exchange.views.values():
             view.fill_(1.5)
 
@@ -109,8 +111,8 @@ def _parameters() -> dict[str, torch.nn.Parameter]:
     return {held.name: torch.nn.Parameter(torch.zeros(held.shape, dtype=getattr(torch, held.dtype))) for held in MODEL}
 
 
-def _pull(parameters: dict[str, torch.nn.Parameter], link: Link) -> int:
-    arrivals = Arrivals(parameters, [link])
+def _pull(parameters: dict[str, torch.nn.Parameter], link: ServerConnection) -> int:
+    arrivals = WeightArrivals(parameters, [link])
     arrivals.ask(0)
     arrivals.begin()
     arrivals.settle()
@@ -120,7 +122,7 @@ def _pull(parameters: dict[str, torch.nn.Parameter], link: Link) -> int:
 def _works(served: Served, update: int = 0) -> None:
     """A worker fetches weights and brings a gradient."""
     parameters = _parameters()
-    link = Link(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink())
+    link = ServerConnection(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink())
     assert _pull(parameters, link) == 0
     assert all(bool((p == 1.5).all()) for p in parameters.values())
     pusher = Pusher(parameters, [link], lambda: None)
@@ -140,7 +142,7 @@ def test_a_worker_pushes_and_pulls(served: Served):
     _works(served)
     parameters = _parameters()
     parameters["a"] = torch.nn.Parameter(torch.zeros(3, 7).t())
-    link = Link(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink())
+    link = ServerConnection(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink())
     served.exchange.views["a"].copy_(torch.arange(21.0).view(7, 3))
     _pull(parameters, link)
     assert torch.equal(parameters["a"].detach(), torch.arange(21.0).view(7, 3))
@@ -149,7 +151,7 @@ def test_a_worker_pushes_and_pulls(served: Served):
 
 def test_without_shared_memory_elements_travel_in_frames(served: Served, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "_reach", lambda process, descriptor, mark, chunk_bytes: None)
-    link = Link(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink())
+    link = ServerConnection(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink())
     assert link.shared is None
     link.close()
     assert served.loses()[0] == WORKER
@@ -346,7 +348,7 @@ def test_versions_are_waited_for(served: Served):
     connection.close()
 
 
-TABLED, = assign(MODEL, 1, split_tensors=True, chunk_bytes=32, tables=[Held("t", (9, 2), "float32", 4)])
+TABLED, = assign(MODEL, 1, split_tensors=True, chunk_bytes=32, tables=[ServedParameter("t", (9, 2), "float32", 4)])
 _ROW_BYTES = 8 + 2 * 4
 
 
@@ -356,14 +358,14 @@ class Attacked:
     def __init__(self) -> None:
         self.held: queue.Queue[int] = queue.Queue()
         self.failed: queue.Queue[Exception] = queue.Queue()
-        self.exchange = Exchange(
+        self.exchange = ShardService(
             TABLED, num_parts=1, keeps_sending=True, version=0, measures=True, end=100,
             on_held=lambda update, squares: self.held.put(update),
             on_lost=lambda peer, error: self.exchange.dismiss(peer.number, peer.incarnation, keeps=[]),
             on_failed=self.failed.put, on_ready=lambda gradients, scale: None, uplink=Uplink())
         for view in self.exchange.views.values():
             view.fill_(1.0)
-        self.door = Door(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=fingerprint([TABLED]))
+        self.door = Acceptor(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=fingerprint([TABLED]))
         self.incarnations = iter(range(10**9))
 
     def reach(self) -> tuple[Connection, int]:

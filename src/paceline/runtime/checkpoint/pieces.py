@@ -88,7 +88,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """A part of a named tensor, held by one rank.
 
     Replicas hold equal pieces; the caller decides which of them owns a piece and writes it.
@@ -123,7 +123,7 @@ class Piece:
         return Region(self.offsets, tuple(self.tensor.shape))
 
 
-def pieces_of(name: str, tensor: torch.Tensor, extent: Extent | None = None) -> list[Piece]:
+def pieces_of(name: str, tensor: torch.Tensor, extent: Extent | None = None) -> list[TensorPiece]:
     """What this rank holds of a tensor: all of a plain one, its own part of a DTensor, box by box.
 
     extent: where a plain tensor lies, if it is a part of a larger one.
@@ -133,28 +133,28 @@ def pieces_of(name: str, tensor: torch.Tensor, extent: Extent | None = None) -> 
     decides who writes them.
 
     Raises:
-        ValueError: see `Piece`; also a DTensor whose local part is not what its placement says.
+        ValueError: see `TensorPiece`; also a DTensor whose local part is not what its placement says.
         RuntimeError: a DTensor that still waits for its reduction (a Partial placement).
     """
     shape = tuple(tensor.shape)
     if extent is not None:
-        return [Piece(name, extent.shape, extent.offsets, tensor.detach())]
+        return [TensorPiece(name, extent.shape, extent.offsets, tensor.detach())]
     # Asked by name, so that a run without DTensors never imports torch.distributed.tensor (0.5 s).
     if not hasattr(tensor, "__create_chunk_list__"):
-        return [Piece(name, shape, (0,) * len(shape), tensor.detach())]
+        return [TensorPiece(name, shape, (0,) * len(shape), tensor.detach())]
     if (runs := _runs(tensor)) is not None:
         return _pieces_of_runs(name, tensor, runs)
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
         raise ValueError(f"'{name}' is held in {len(chunks)} chunks by this rank; one is supported")
     if not math.prod(shape):
-        return [Piece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
+        return [TensorPiece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
     if not math.prod(chunks[0].sizes):
         return []
     local = tensor.to_local().detach()  # type: ignore[attr-defined]
     if local.shape != chunks[0].sizes:
         raise ValueError(f"'{name}': this rank holds {tuple(local.shape)} where its mesh says {tuple(chunks[0].sizes)}")
-    return [Piece(name, shape, tuple(chunks[0].offsets), local)]
+    return [TensorPiece(name, shape, tuple(chunks[0].offsets), local)]
 
 
 def _runs(tensor: torch.Tensor) -> list[list[range]] | None:
@@ -181,7 +181,7 @@ def _runs(tensor: torch.Tensor) -> list[list[range]] | None:
     return found
 
 
-def _pieces_of_runs(name: str, tensor: torch.Tensor, runs: list[list[range]]) -> list[Piece]:
+def _pieces_of_runs(name: str, tensor: torch.Tensor, runs: list[list[range]]) -> list[TensorPiece]:
     """A piece for every box that the runs along the dims make."""
     local, shape = tensor.to_local().detach(), tuple(sum(map(len, along)) for along in runs)  # type: ignore[attr-defined]
     if tuple(local.shape) != shape:
@@ -190,4 +190,4 @@ def _pieces_of_runs(name: str, tensor: torch.Tensor, runs: list[list[range]]) ->
     for dim, along in enumerate(runs):
         parts = [((*offsets, run.start), own) for offsets, part in parts
                  for run, own in zip(along, part.split([len(run) for run in along], dim), strict=True)]
-    return [Piece(name, tuple(tensor.shape), offsets, part) for offsets, part in parts]
+    return [TensorPiece(name, tuple(tensor.shape), offsets, part) for offsets, part in parts]

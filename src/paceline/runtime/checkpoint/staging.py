@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.runtime.checkpoint.pieces import Piece
+from paceline.runtime.checkpoint.pieces import TensorPiece
 
 
 class Staging:
@@ -22,7 +22,7 @@ class Staging:
         self._holds_up_update = False
 
     @torch.no_grad()
-    def copy(self, pieces: Sequence[Piece], *, is_for_updates: Callable[[str], bool]) -> list[torch.Tensor]:
+    def copy(self, pieces: Sequence[TensorPiece], *, is_for_updates: Callable[[str], bool]) -> list[torch.Tensor]:
         """Begin to copy the pieces; their values are here after `wait`. Not before an earlier save is written.
 
         The computing stream waits at once for what a forward may write to, and for the rest in `before_update`.
@@ -55,7 +55,7 @@ class Staging:
         """Return when the copies are here. From any thread."""
         self.all_copied.synchronize()
 
-    def _copied(self, piece: Piece) -> torch.Tensor:
+    def _copied(self, piece: TensorPiece) -> torch.Tensor:
         tensor = piece.tensor.detach().resolve_conj().resolve_neg()
         place = piece.name, piece.offsets
         target = self.memory.get(place)

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, as_stored, in_file, metadata
-from paceline.runtime.checkpoint.pieces import Piece, Region, copy, uncovered
+from paceline.runtime.checkpoint.pieces import Region, TensorPiece, copy, uncovered
 from paceline.runtime.checkpoint.staging import Staging
 from paceline.strategies.spill import give_back_freed
 
@@ -125,7 +125,7 @@ class Writer:
         if rank == 0:
             self._remove_leftovers()
 
-    def save(self, step: int, pieces: Iterable[Piece], document: Mapping[str, Any] | None = None, *,
+    def save(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None = None, *,
              snapshot: bool = True, is_for_updates: Callable[[str], bool] = lambda name: False) -> float:
         """Copy the pieces to CPU memory and start writing them; waits first for a save that still runs.
 
@@ -159,8 +159,8 @@ class Writer:
         if self._staging is not None:
             self._staging.before_update()
 
-    def _copies(self, pieces: Iterable[Piece], *,
-                is_for_updates: Callable[[str], bool]) -> Iterator[tuple[Piece, torch.Tensor]]:
+    def _copies(self, pieces: Iterable[TensorPiece], *,
+                is_for_updates: Callable[[str], bool]) -> Iterator[tuple[TensorPiece, torch.Tensor]]:
         """Every piece with a copy of its tensor; those on a GPU come last, and are here once `_staged` has returned."""
         on_gpu = []
         for piece in pieces:
@@ -229,8 +229,8 @@ class _Save:
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
-    def start(self, pieces: Iterable[Piece], document: Mapping[str, Any] | None, *,
-              copies: Callable[[Iterable[Piece]], Iterable[tuple[Piece, torch.Tensor]]] | None) -> None:
+    def start(self, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, *,
+              copies: Callable[[Iterable[TensorPiece]], Iterable[tuple[TensorPiece, torch.Tensor]]] | None) -> None:
         """Take the snapshot, or what it would be of, and begin to write it. copies: Makes it."""
         try:
             if self.rank == 0 and document is not None:
@@ -247,7 +247,7 @@ class _Save:
         self._thread.join()
         atexit.unregister(self._leave)
 
-    def _take(self, piece: Piece, held: torch.Tensor) -> None:
+    def _take(self, piece: TensorPiece, held: torch.Tensor) -> None:
         key = piece.name
         while key in self._tensors or key == "__metadata__":  # the one key that safetensors keeps for itself
             key += "+"

@@ -13,15 +13,16 @@ import torch.distributed as dist
 from paceline.errors import JobError, PlanRefused
 from paceline.job import Job
 from paceline.launch.logs import logger
-from paceline.plans import Plan, Servers
+from paceline.plans import Plan
 from paceline.runtime.optimizers.closure import requires_closure
-from paceline.runtime.optimizers.gather import AXES, STAGES, GatheredTensors, connect
+from paceline.runtime.optimizers.gather import GatheredTensors, connect
 from paceline.runtime.optimizers.kept import OptimizerState
 from paceline.runtime.optimizers.own_parts import OwnParts
 from paceline.runtime.optimizers.parts import groups_of
 from paceline.runtime.optimizers.probe import Behaviour, Reach, is_exact_in_parts, observe
 from paceline.strategies.data.run import local
 from paceline.strategies.mesh import Mesh, axes_cut
+from paceline.strategies.registry import active
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
     """
     behaviour, device = _behaviour(job, trainable, sparse), next(iter(trainable.values())).device.type
     gathered, own_parts = None, OwnParts({})
-    if mesh is not None and any(mesh.sizes.get(axis, 1) > 1 for axis in (*AXES, *STAGES)):
+    if mesh is not None and mesh.holds_parts:
         reach = _agreed(behaviour.reach, mesh, device)
         gathered = _gathered(job, behaviour, reach, trainable, parameters, mesh, sparse)
         if Reach.PARAMETERS not in reach.values() and not behaviour.needs_closure:
@@ -100,14 +101,10 @@ def refuse_closure(built: Built, plan: Plan) -> None:
     """
     if not built.behaviour.needs_closure:
         return
-    if isinstance(plan.sync, Servers):
-        why = "servers, which keep the parameters, get one gradient a step from each worker"
-    elif plan.outer_steps is not None:
-        why = "replicas that take steps of their own would each follow another loss"
-    else:
-        return
-    raise PlanRefused(f"{type(built.optimizer).__name__} needs a closure that evaluates the loss several times a step, "
-                      f"and {why}", hint="use a data=N, shard=N or tensor=N plan")
+    why = next((strategy.no_closure for strategy in active(plan) if strategy.no_closure), "")
+    if why:
+        raise PlanRefused(f"{type(built.optimizer).__name__} needs a closure that evaluates the loss several times a "
+                          f"step, and {why}", hint="use a data=N, shard=N or tensor=N plan")
 
 
 def _behaviour(job: Job, trainable: Mapping[str, torch.nn.Parameter], sparse: frozenset[str]) -> Behaviour:
@@ -160,8 +157,8 @@ def _gathered(job: Job, behaviour: Behaviour, reach: Mapping[str, Reach],
     is_coupled = Reach.PARAMETERS in reach.values() or behaviour.needs_closure
     if not is_coupled and max(reach.values()) is Reach.ELEMENT:
         return None
-    has_stages = any(mesh.sizes.get(axis, 1) > 1 for axis in STAGES)
-    if all(mesh.sizes.get(axis, 1) == 1 for axis in AXES) and not (is_coupled and has_stages):
+    has_stages = mesh.sizes[mesh.stage_axis] > 1
+    if all(mesh.sizes[axis] == 1 for axis in mesh.part_axes) and not (is_coupled and has_stages):
         return None
     group, ranks = connect(mesh, stages=is_coupled)
     place = ranks.index(mesh.rank)

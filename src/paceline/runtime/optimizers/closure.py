@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.capture.written import Seen
+from paceline.capture.written import SeenValue
 from paceline.runtime.optimizers.gather import GatheredTensors
 
 Evaluate = Callable[[], float]  # computes loss and gradients at the current weights; collective as the plan is
@@ -37,8 +37,9 @@ class Closure:
 
     def __init__(self, loss: float, evaluate: Evaluate, parameters: Iterable[nn.Parameter]) -> None:
         self._loss, self._evaluate = loss, evaluate
-        self._first: list[tuple[nn.Parameter, Seen, torch.Tensor | None, Seen | None]] | None = [
-            (p, Seen(p), p.grad, None if p.grad is None or p.grad.is_sparse else Seen(p.grad)) for p in parameters]
+        self._first: list[tuple[nn.Parameter, SeenValue, torch.Tensor | None, SeenValue | None]] | None = [
+            (p, SeenValue(p), p.grad,
+             None if p.grad is None or p.grad.is_sparse else SeenValue(p.grad)) for p in parameters]
 
     def __call__(self) -> torch.Tensor:
         """The window's mean loss, a float64 scalar; gradients are in the parameters."""
@@ -50,7 +51,8 @@ class Closure:
         return torch.tensor(self._loss, dtype=torch.float64)
 
 
-def _is_changed(parameter: nn.Parameter, weight: Seen, gradient: torch.Tensor | None, value: Seen | None) -> bool:
+def _is_changed(parameter: nn.Parameter, weight: SeenValue, gradient: torch.Tensor | None,
+                value: SeenValue | None) -> bool:
     return weight.is_changed() or parameter.grad is not gradient or (value is not None and value.is_changed())
 
 

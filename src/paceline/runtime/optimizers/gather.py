@@ -21,12 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.runtime.checkpoint.pieces import Piece, Region, pieces_of
+from paceline.runtime.checkpoint.pieces import Region, TensorPiece, pieces_of
 from paceline.strategies.data.run import local
 from paceline.strategies.mesh import Mesh
 
-AXES = ("shard", "tensor")  # along which ranks hold parts of a tensor
-STAGES = ("pipeline", "parts")  # along which they hold different tensors
 ROUND_BYTES = 64 * 2**20  # of whole tensors whose parts travel at a time; a larger one travels alone
 
 
@@ -129,7 +127,7 @@ class GatheredTensors:
         return [[tuple(Region(tuple(islice(row, p.ndim)), tuple(islice(row, p.ndim))) for _ in range(next(row)))
                  for row in rows] for p in like.values()]
 
-    def _pieces(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+    def _pieces(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
         """What this rank has of a tensor."""
         return pieces_of(name, tensors[name].detach()) if name in tensors else []
 
@@ -210,14 +208,14 @@ def connect(mesh: Mesh, *, stages: bool) -> tuple[dist.ProcessGroup, list[int]]:
 
     stages: whether those that hold other tensors of the same replica belong to it, too.
     """
-    axes = (*AXES, *STAGES) if stages else AXES
-    cut = [axis for axis in axes if mesh.sizes.get(axis, 1) > 1]
+    axes = tuple(axis for axis in mesh.sizes if axis not in mesh.copy_axes) if stages else mesh.part_axes
+    cut = [axis for axis in axes if mesh.sizes[axis] > 1]
     if len(cut) == 1:
         return mesh.group(cut[0]), mesh.ranks_along(cut[0])
     rows: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
-        at = Mesh(mesh.sizes, rank).coordinates
-        rows.setdefault(tuple(place for axis, place in at.items() if axis not in axes), []).append(rank)
+        places = mesh.at(rank).coordinates
+        rows.setdefault(tuple(place for axis, place in places.items() if axis not in axes), []).append(rank)
     own: tuple[dist.ProcessGroup, list[int]] | None = None
     for ranks in rows.values():  # every rank makes every group, in one order
         group = dist.new_group(ranks)

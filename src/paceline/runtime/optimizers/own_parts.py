@@ -28,11 +28,12 @@ class OwnParts:
         """Let the plain parameters have the values and gradients that the distributed ones have now. Collective if a
         gradient is cut in another way than its parameter."""
         for name, parameter in self.distributed.items():
-            gradient, plain = parameter.grad, self.plain[name]
-            plain.data = parameter.to_local()
+            gradient, plain, part = parameter.grad, self.plain[name], parameter._local_tensor
+            if plain.data_ptr() != part.data_ptr():  # a shard that FSDP2 has put elsewhere
+                plain.data = part
             if gradient is not None and gradient.placements != parameter.placements:
                 gradient = gradient.redistribute(placements=parameter.placements)
-            plain.grad = None if gradient is None else gradient.to_local()
+            plain.grad = None if gradient is None else gradient._local_tensor
 
     def after_update(self) -> None:
         """Values are shared; gradients are let go."""

@@ -25,13 +25,14 @@ from paceline.runtime.folder import EVENTS, METRICS
 from paceline.runtime.loop import Settings, Speed, cut_metrics, learning_rate, predicted_step_s
 from paceline.runtime.servers.losses import Losses, staleness_of, updates_after
 from paceline.runtime.servers.messages import checked
-from paceline.runtime.servers.roles import Meeting, Roles, servers_of
+from paceline.runtime.servers.roles import Rendezvous, Roles, servers_of
 from paceline.runtime.servers.server import Server
 from paceline.runtime.stepper import check_loss, check_used
 from paceline.strategies.server.clock import LEASES, Clock
 from paceline.strategies.server.serve import listen_to
 from paceline.strategies.server.shards import Shard
 from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError
+from paceline.waiting import waiting
 
 _LOOK_S = 0.5  # between looks for a request to stop
 
@@ -72,7 +73,7 @@ class Coordinator(Server):
     """See the module. Everything happens on the thread that calls `run`, as messages come in."""
 
     def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting, uplink: Uplink) -> None:
+                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Rendezvous, uplink: Uplink) -> None:
         self.workers: dict[int, _Worker] = {}
         self.joined: set[Peer] = set()  # every worker that ever was
         self.lost_early: dict[int, tuple[int, WireError]] = {}  # whose gradients were at fault before they had joined
@@ -195,7 +196,8 @@ class Coordinator(Server):
 
     def _hear(self, inbox: queue.SimpleQueue[Any], *, timeout_s: float) -> None:
         try:
-            peer, message = inbox.get(timeout=timeout_s)
+            with waiting:
+                peer, message = inbox.get(timeout=timeout_s)
         except queue.Empty:
             return
         if isinstance(message, WireError):

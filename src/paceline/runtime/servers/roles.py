@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass
 
 from paceline.launch.context import RankContext
-from paceline.launch.crew import Crew
+from paceline.launch.fault_policy import FaultPolicy
 from paceline.plans import Plan, Servers
+from paceline.waiting import waiting
 
 RESTARTS = 3  # of ranks in a run, if the user doesn't say
 
@@ -34,17 +35,18 @@ class Roles:
         return cls(rank if rank < sync.server else None, rank - first_worker if rank >= first_worker else None)
 
 
-def crew(plan: Plan) -> Crew:
+def fault_policy(plan: Plan) -> FaultPolicy:
     """Under staleness a worker that is no server can be done without, and who is gone may come back."""
     if servers_of(plan).staleness == 0:
-        return Crew(has_group=False)
+        return FaultPolicy(uses_process_group=False)
     ranks = range(plan.world_size)
-    return Crew(has_group=False, expendable=frozenset(r for r in ranks if Roles.of(plan, r).server is None),
-                restarts=RESTARTS)
+    return FaultPolicy(uses_process_group=False,
+                       optional_ranks=frozenset(r for r in ranks if Roles.of(plan, r).server is None),
+                       restarts=RESTARTS)
 
 
 @dataclass(slots=True)
-class Meeting:
+class Rendezvous:
     """Where the processes of one training find each other; a launch may train several times, each under a key."""
 
     context: RankContext
@@ -57,5 +59,6 @@ class Meeting:
     def address(self, server: int) -> tuple[str, int]:
         """Where a server listens. Waits until it does."""
         assert self.context.store is not None
-        host, port = json.loads(self.context.store.get(f"{self.key}/server/{server}"))
+        with waiting:
+            host, port = json.loads(self.context.store.get(f"{self.key}/server/{server}"))
         return host, port

@@ -20,13 +20,14 @@ from paceline.runtime.checkpoint.write import Writer
 from paceline.runtime.loop import Settings
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order
-from paceline.runtime.servers.roles import Meeting, servers_of
-from paceline.runtime.servers.shelf import Shelf
-from paceline.runtime.servers.turns import Turns
+from paceline.runtime.servers.roles import Rendezvous, servers_of
+from paceline.runtime.servers.server_state import ServerState
+from paceline.runtime.servers.turns import UpdateOrder
 from paceline.strategies.server.history import History
-from paceline.strategies.server.serve import Door, Exchange, listen_to
+from paceline.strategies.server.serve import Acceptor, ShardService, listen_to
 from paceline.strategies.server.shards import Shard, fingerprint
 from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError, connect, listen
+from paceline.waiting import waiting
 
 Event = tuple[Peer, "dict[str, Any] | Exception"]  # what a peer said, why it says no more, or what went wrong here
 
@@ -38,24 +39,24 @@ class Server:
     """
 
     def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting, uplink: Uplink) -> None:
+                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Rendezvous, uplink: Uplink) -> None:
         sync = servers_of(plan)
         if job.num_samples is None:
             raise JobError("the data is a stream, and servers hand out samples by their place",
                            hint="a data set with __len__ and __getitem__, or a data=N plan")
         assert job.total_steps is not None
         self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
-        self.turns = Turns(self.order, sync)
+        self.turns = UpdateOrder(self.order, sync)
         self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
         self.memory = PeakMemory(context.device)
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.layout = fingerprint(shards)
-        self.exchange = Exchange(shards[number], num_parts=sync.workers if sync.staleness == 0 else 1,
-                                 keeps_sending=sync.staleness != 0, version=0, measures=job.clip is not None,
-                                 end=self.turns.before(job.total_steps),
-                                 on_held=self._held, on_lost=self._lost, on_failed=self._failed,
-                                 on_ready=self._ready, uplink=uplink, compress=plan.modifiers.compress)
-        self.shelf = Shelf(job, plan, number, shards, model, self.exchange)
+        self.exchange = ShardService(shards[number], num_parts=sync.workers if sync.staleness == 0 else 1,
+                                     keeps_sending=sync.staleness != 0, version=0, measures=job.clip is not None,
+                                     end=self.turns.before(job.total_steps),
+                                     on_held=self._held, on_lost=self._lost, on_failed=self._failed,
+                                     on_ready=self._ready, uplink=uplink, compress=plan.modifiers.compress)
+        self.shelf = ServerState(job, plan, number, shards, model, self.exchange)
         self.writer = None
         if settings.run_dir is not None:
             self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt)
@@ -63,8 +64,8 @@ class Server:
         self.version = self.turns.before(self._restore())  # updates made
         self.exchange.begin_at(self.version)
         self.history = History(self.version)
-        self.door = Door(listen(context.host), self.welcome, secret=context.secret, layout=self.layout,
-                         check=self.check)
+        self.door = Acceptor(listen(context.host), self.welcome, secret=context.secret, layout=self.layout,
+                             check=self.check)
         meeting.announce(number, self.door.address)
 
     @property
@@ -139,7 +140,7 @@ class Server:
         with self.exchange.making:
             shelf.update(clip=order["clip"], rate=order["rate"],
                          ends_step=self.turns.steps(self.version + 1) > self.step)
-        self.exchange.made(order["make"])
+            self.exchange.made(order["make"])
         if observer is not None:
             observer.weights(self.version, shelf, order["loss"])
         self.version += 1
@@ -175,7 +176,7 @@ class Follower(Server):
     """A server that another one coordinates."""
 
     def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Meeting, uplink: Uplink,
+                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Rendezvous, uplink: Uplink,
                  timeout_s: float = 60.0) -> None:
         self.coordinator: Connection | None = None
         super().__init__(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting,
@@ -203,7 +204,8 @@ class Follower(Server):
         assert self.coordinator is not None
         try:
             while True:
-                _, order = self.inbox.get()
+                with waiting:
+                    _, order = self.inbox.get()
                 if isinstance(order, Exception):
                     raise order
                 self.context.beat("reduce")

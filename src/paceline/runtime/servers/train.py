@@ -7,19 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.job import Job
-from paceline.launch.board import Board
 from paceline.launch.context import RankContext
 from paceline.launch.fork import cuda_left_alone
+from paceline.launch.heartbeats import HeartbeatTable
 from paceline.plans import Plan
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.loop import Observer, Settings
 from paceline.runtime.servers.coordinator import Coordinator
-from paceline.runtime.servers.roles import Meeting, Roles
+from paceline.runtime.servers.roles import Rendezvous, Roles
 from paceline.runtime.servers.server import Follower
-from paceline.runtime.servers.shelf import Shelf, build
+from paceline.runtime.servers.server_state import ServerState, build
 from paceline.runtime.servers.worker import Worker
-from paceline.runtime.state import Holder
+from paceline.runtime.state import StateOwner
 from paceline.strategies.server.wire import Uplink, WireError
+from paceline.waiting import waiting
 
 _REASON_S = 5.0
 
@@ -32,7 +33,7 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
         TrainingError, JobError, CheckpointError: see the message.
     """
     context.num_trained += 1
-    meeting = Meeting(context, f"servers/{context.num_trained}")
+    meeting = Rendezvous(context, f"servers/{context.num_trained}")
     uplink = Uplink()
     roles = Roles.of(plan, context.rank)
     if roles.worker is None:
@@ -45,14 +46,14 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     return _serve_and_work(context, job, plan, settings, roles=roles, meeting=meeting, uplink=uplink)
 
 
-def _work(context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int, meeting: Meeting,
+def _work(context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int, meeting: Rendezvous,
           uplink: Uplink) -> None:
     with context.stoppable():
         Worker(context, job, plan, settings, number=number, meeting=meeting, uplink=uplink).run()
 
 
 def _server(context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-            meeting: Meeting, uplink: Uplink) -> Coordinator | Follower:
+            meeting: Rendezvous, uplink: Uplink) -> Coordinator | Follower:
     context.beat("build")
     model, shards = build(job, plan)
     kind = Coordinator if number == 0 else Follower
@@ -60,11 +61,11 @@ def _server(context: RankContext, job: Job, plan: Plan, settings: Settings, *, n
 
 
 def _serve_and_work(context: RankContext, job: Job, plan: Plan, settings: Settings, *, roles: Roles,
-                    meeting: Meeting, uplink: Uplink) -> dict[str, Any] | None:
+                    meeting: Rendezvous, uplink: Uplink) -> dict[str, Any] | None:
     """Both in one process: the server on a thread. Signs of life and requests to stop are the worker's business."""
     assert roles.server is not None and roles.worker is not None
     observer = settings.observer
-    beside = replace(context, board=Board(1), slot=0)
+    beside = replace(context, board=HeartbeatTable(1), slot=0)
     serving, working = settings, settings
     if observer is not None:
         serving = replace(settings, observer=_OfServer(observer, roles.worker))
@@ -104,33 +105,33 @@ class _OfServer:
     def __init__(self, observer: Observer, replica: int) -> None:
         self.observer, self.replica = observer, replica
 
-    def initial(self, stepper: Holder) -> None:
+    def initial(self, stepper: StateOwner) -> None:
         """Weights change in updates alone; those before the first one are looked at with its gradients."""
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         """The worker tells of its own."""
 
-    def gradients(self, step: int, stepper: Holder) -> None:
+    def gradients(self, step: int, stepper: StateOwner) -> None:
         stepper.replica = self.replica  # type: ignore[misc]
         self.observer.gradients(step, stepper)
 
-    def weights(self, step: int, stepper: Holder, loss: float) -> None:
+    def weights(self, step: int, stepper: StateOwner, loss: float) -> None:
         """The worker has all of them."""
 
 
 class _OfWorker:
     """What an observer sees of a worker whose process also serves: all but gradients, and the server's tables."""
 
-    def __init__(self, observer: Observer, shelf: Shelf) -> None:
+    def __init__(self, observer: Observer, shelf: ServerState) -> None:
         self.observer, self.shelf = observer, shelf
         self.initial, self.samples = observer.initial, observer.samples
 
-    def gradients(self, step: int, stepper: Holder) -> None:
+    def gradients(self, step: int, stepper: StateOwner) -> None:
         """The server has those that are complete."""
 
-    def weights(self, step: int, stepper: Holder, loss: float) -> None:
+    def weights(self, step: int, stepper: StateOwner, loss: float) -> None:
         exchange = self.shelf.exchange
-        with exchange.changed:  # layers are there before the update is complete
+        with waiting, exchange.changed:  # layers are there before the update is complete
             exchange.changed.wait_for(lambda: exchange.version > step)
         self.observer.weights(step, _WithTables(stepper, self.shelf), loss)  # type: ignore[arg-type]
 
@@ -138,7 +139,7 @@ class _OfWorker:
 class _WithTables:
     """What a worker and the server in its process hold together."""
 
-    def __init__(self, stepper: Holder, shelf: Shelf) -> None:
+    def __init__(self, stepper: StateOwner, shelf: ServerState) -> None:
         tables = shelf.parameters.keys() - stepper.parameters.keys()
         self.replica = stepper.replica
         self.parameters = {**stepper.parameters, **{name: shelf.parameters[name] for name in tables}}

@@ -6,7 +6,7 @@ from paceline.plans import Servers
 from paceline.runtime.order import Order
 
 
-class Turns:
+class UpdateOrder:
     """The turns of a run, counted from 0 over all steps.
 
     Without staleness a turn is a step, at which all workers work. With it each worker's part of a step's window is a

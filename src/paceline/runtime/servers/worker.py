@@ -13,28 +13,29 @@ from typing import Any
 
 import torch
 
-from paceline.capture.written import Seen
+from paceline.capture.written import SeenValue
 from paceline.errors import JobError
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
 from paceline.plans import Plan
 from paceline.runtime.evaluate import evaluation_sums
-from paceline.runtime.feed import MicroBatch, Part, training_feed
+from paceline.runtime.feed import DataShard, MicroBatch, training_feed
 from paceline.runtime.loop import Settings
 from paceline.runtime.loss import Tally
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
-from paceline.runtime.servers.roles import Meeting, servers_of
-from paceline.runtime.servers.shelf import deal_out
+from paceline.runtime.servers.roles import Rendezvous, servers_of
+from paceline.runtime.servers.server_state import deal_out
 from paceline.runtime.stepper import Stepper, check_loss
 from paceline.strategies.layout import Extent
 from paceline.strategies.mesh import Mesh
-from paceline.strategies.server.arrive import Arrivals
+from paceline.strategies.server.arrive import WeightArrivals
 from paceline.strategies.server.rows import Rows, tables
-from paceline.strategies.server.run import Link, Pusher
+from paceline.strategies.server.run import Pusher, ServerConnection
 from paceline.strategies.server.shards import fingerprint
 from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError, connect
+from paceline.waiting import waiting
 
 _CONNECT_S = 60.0
 _QUICK = 0.1  # of a step: weights that come in less time are worth being fresher by a step
@@ -44,11 +45,11 @@ class Worker:
     """One worker of a run. It holds the whole model and no optimizer state that matters."""
 
     def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-                 meeting: Meeting, uplink: Uplink) -> None:
+                 meeting: Rendezvous, uplink: Uplink) -> None:
         context.beat("build")
         self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
         self.memory = PeakMemory(context.device)
-        self.stepper = Stepper(job, plan, Mesh(plan.axes.sizes(), 0), context.device,
+        self.stepper = Stepper(job, plan, Mesh.of(plan, 0), context.device,
                                devices=settings.devices)
         shards = deal_out(self.stepper.model, self.stepper.optimizer, plan)
         layout, incarnation = fingerprint(shards), secrets.randbits(31)
@@ -58,14 +59,14 @@ class Worker:
                            layout=layout, timeout_s=_CONNECT_S)
 
         self.control = reach(0, Role.CONTROL)
-        self.links = [Link(reach(server, Role.DATA), shard, worker=number, incarnation=incarnation,
-                           uplink=uplink, compress=plan.modifiers.compress)
+        self.links = [ServerConnection(reach(server, Role.DATA), shard, worker=number, incarnation=incarnation,
+                                       uplink=uplink, compress=plan.modifiers.compress)
                       for server, shard in enumerate(shards)]
         found = tables(self.stepper.model)
         for name in found:  # no rank that works holds them
             del self.stepper.parameters[name], self.stepper.held[name]
         self.rows = Rows(found, self.links)
-        self.arrivals = Arrivals(self.stepper.parameters, self.links, lambda: self.inbox.settled())
+        self.arrivals = WeightArrivals(self.stepper.parameters, self.links, lambda: self.inbox.settled())
         self.pusher = Pusher(self.stepper.parameters, self.links, self.arrivals.settle)
         self.stepper.synchronisers += [self.rows, self.pusher]
         assert job.num_samples is not None
@@ -75,7 +76,7 @@ class Worker:
                             alive=partial(context.beat, "input"))
         self.observed_step: int | None = None
         self.has_looked_at_attributes = False
-        self.unserved = {name: (Seen(tensor), tensor._version) for name, tensor in self._unserved().items()}
+        self.unserved = {name: (SeenValue(tensor), tensor._version) for name, tensor in self._unserved().items()}
         self.is_over = threading.Event()
         threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
         self.waited_for_step_s = 0.0
@@ -159,14 +160,14 @@ class Worker:
             assert end is not None
             self.windows = training_feed(job.data, order=self.order, batch=job.batch, seed=job.seed,
                                          drop_last=job.drop_last, steps=range(step, end), epochs=job.epochs,
-                                         part=Part(self.settings.shares, part, self.plan.num_microbatches),
+                                         part=DataShard(self.settings.shares, part, self.plan.num_microbatches),
                                          loader_workers=self.settings.loader_workers if follows else 0)
         return next(self.windows)
 
     def _evaluate(self, order: dict[str, Any]) -> dict[str, Any]:
         self._fetch(order)
         self.arrivals.settle()
-        part = Part((1,) * order["of"], order["part"], self.plan.num_microbatches)
+        part = DataShard((1,) * order["of"], order["part"], self.plan.num_microbatches)
         sums = evaluation_sums(self.stepper.model, self.stepper.layout, self.job, self.job.validation, part=part,
                                mesh=self.stepper.mesh, device=self.context.device, beat=self.context.beat)
         return {"sums": order["evaluate"], "values": sums.tolist()}
@@ -208,7 +209,7 @@ class _Inbox:
     alive: called when the coordinator gives a sign of life while its next order is waited for.
     """
 
-    def __init__(self, control: Connection, arrivals: Arrivals, *, takes_any: bool,
+    def __init__(self, control: Connection, arrivals: WeightArrivals, *, takes_any: bool,
                  alive: Callable[[], None]) -> None:
         self.control, self.arrivals, self.takes_any, self.alive = control, arrivals, takes_any, alive
         self.is_waiting = False
@@ -242,7 +243,8 @@ class _Inbox:
             return self.losses.pop(step)
 
     def _wait_for(self, is_there: Callable[[], bool]) -> None:
-        self.changed.wait_for(lambda: is_there() or self.error is not None)
+        with waiting:
+            self.changed.wait_for(lambda: is_there() or self.error is not None)
         if not is_there():
             assert self.error is not None
             raise self.error

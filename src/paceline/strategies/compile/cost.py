@@ -5,21 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.plans import Plan
-from paceline.profile.profile import Affine, Profile, Segment, Work
+from paceline.profile.profile import Affine, Fused, Profile, Segment, Work
 from paceline.software import Software
-from paceline.strategies.costs import Hooks, Room, Step
+from paceline.strategies.costs import Hooks, Step
 
-# What fused kernels read and write of the bytes that the operators they consist of do one by one, and how many of them
-# are left; seconds that the first compilation of a machine takes on its own, and those of every operator of a block,
-# forward and backward. Fitted on one job, the byte GPT of `benchmarks.compile`, on a busy machine; see docs/compile.md.
-FUSED_BYTES = 0.1
-FUSED_OPERATORS = 0.5
-FIRST_S = 10.0
-OPERATOR_S = 0.3
-
-
-def is_active(plan: Plan) -> bool:
-    return plan.modifiers.compile == "blocks"
+# Seconds of a core that a machine's first compilation takes on its own (g++ tries the processor's instructions, and
+# translates torch's headers), and those of each kernel, from tracing to g++. See docs/compile.md.
+FIRST_S = 14.5
+KERNEL_S = 1.0
 
 
 def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
@@ -32,9 +25,9 @@ def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
 def start_s(profile: Profile, plan: Plan) -> float:
     """Seconds of compiling with an empty cache: blocks that do the same work are compiled once. Ranks compile one after
     the other, and all but the first find the code in the cache."""
-    kinds = {_kind(segment): segment.forward.operators + segment.backward.operators
+    kinds = {_kind(segment): segment.forward.fused.kernels + segment.backward.fused.kernels
              for segment in profile.segments if _is_compiled(segment, profile)}
-    return FIRST_S + OPERATOR_S * sum(kinds.values())
+    return FIRST_S + KERNEL_S * sum(kinds.values())
 
 
 def _is_compiled(segment: Segment, profile: Profile) -> bool:
@@ -47,18 +40,13 @@ def _kind(segment: Segment) -> tuple[object, ...]:
 
 
 def _fused(work: Work) -> Work:
-    return replace(work, moved_bytes=_times(FUSED_BYTES, work.moved_bytes),
-                   function_bytes=_times(FUSED_BYTES, work.function_bytes),
-                   operators=FUSED_OPERATORS * work.operators)
-
-
-def _times(factor: float, figure: Affine) -> Affine:
-    return Affine(factor * figure.fixed, factor * figure.per_sample)
+    """Arithmetic takes as long, and what operators hand each other is neither written nor read: that is plain traffic,
+    also between functions, so that `moved_bytes` may fall below zero."""
+    spared, moved = work.fused.spared_bytes, work.moved_bytes
+    return replace(work, operators=work.operators - work.fused.spared_operators, fused=Fused(),
+                   moved_bytes=Affine(moved.fixed - spared.fixed, moved.per_sample - spared.per_sample))
 
 
 def enter(step: Step) -> Hooks:
     """Nothing happens beside the work itself."""
     return {}
-
-
-ROOM = Room(is_active=is_active, enter=enter, narrow=narrow, start_s=start_s)

@@ -17,7 +17,7 @@ import torch
 from paceline.capture.probe import NOTHING, Observed
 from paceline.capture.randomness import means, without_modes
 from paceline.errors import PlanRefused
-from paceline.strategies.compile.watch import Watch
+from paceline.strategies.compile.watch import CompilationWatch
 from paceline.strategies.units import find_units, refuse_scripted
 
 if TYPE_CHECKING:
@@ -26,20 +26,14 @@ if TYPE_CHECKING:
     from paceline.capture.graph import Piece
     from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
-
-IMPORTS: tuple[str, ...] = ("torch._dynamo", "torch._inductor.compile_fx")
 _LOSES = "torch.compile would lose what it writes to its buffer '{}', which is a float64 scalar"
 WITHOUT = "leave out compile=blocks: the plan computes the same without it"
 # Ways to run one block that are compiled at most, where torch allows 8 for all blocks of one class together.
 MOST_WAYS = 8
 
 
-def is_active(plan: Plan) -> bool:
-    return plan.modifiers.compile == "blocks"
-
-
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
-            device: torch.device | None = None) -> Watch:
+            device: torch.device | None = None) -> CompilationWatch:
     """Wrap the forward of every unit; names of modules and parameters stay as they are.
 
     A model without units is compiled whole. Nothing is compiled before the first forward.
@@ -53,7 +47,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     _refuse_without_compiler(place)
     if place.type == "cpu":
         torch._inductor.config.compile_threads = 1  # ranks share the cores, and a block is one file of C++
-    watch = Watch(place, num_ranks=mesh.world_size)
+    watch = CompilationWatch(place, num_ranks=mesh.world_size)
     units = find_units(model) or {type(model).__name__: model}
     for name, unit in units.items():
         most_ways = MOST_WAYS * len(units)
@@ -139,14 +133,14 @@ class Compiled:
         again: Why the block is compiled if it was before, as another forward.
     """
 
-    def __init__(self, block: str, forward: Callable[..., Any], watch: Watch, *, most_ways: int,
+    def __init__(self, block: str, forward: Callable[..., Any], watch: CompilationWatch, *, most_ways: int,
                  again: str = "") -> None:
         self.block, self.forward, self.watch, self.again = block, forward, watch, again
         compiled = partial(torch.compile, forward, fullgraph=True, recompile_limit=most_ways)
         self.drawing, self.with_means = compiled(backend=inductor), compiled(backend=inductor_with_means)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not (self.watch.is_on and torch.is_grad_enabled()):
             return self.forward(*args, **kwargs)
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
@@ -175,7 +169,8 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next((line.strip() for line in str(error).splitlines() if line.strip()), '')}"
 
 
-def _compiled_piece(piece: Piece, run: Any, *, watch: Watch, most_ways: int, lost: Set[str]) -> Callable[..., Any]:
+def _compiled_piece(piece: Piece, run: Any, *, watch: CompilationWatch, most_ways: int,
+                    lost: Set[str]) -> Callable[..., Any]:
     """What runs a piece of a captured model; one with modules that are taken whole keeps running their own code."""
     if piece.opaque:
         watch.leave_out(piece.key, f"'{piece.opaque[0]}' in it is taken whole")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.launch.logs import logger
-from paceline.strategies.kept import Kept, Saved
+from paceline.strategies.state_tensors import SavedState, StateTensor
 
 if TYPE_CHECKING:
     from torch._dynamo.callback import CallbackArgs
@@ -36,20 +36,21 @@ class Compilation:
     again: str = ""
 
 
-class Watch:
+class CompilationWatch:
     """The compilations of one model's blocks.
 
     Ranks of one machine compile one after the other: they share torch's cache on disk, so that the second finds there
     what the first has compiled. It counts as a synchroniser that has nothing to synchronise.
 
     num_ranks: that train together; workers of servers have no process group.
+    is_on: whether blocks run compiled code now.
     uncompiled: blocks that are left as they are, with the reason.
     """
 
     sent_bytes = 0.0
 
     def __init__(self, device: torch.device, *, num_ranks: int) -> None:
-        self.device, self.num_ranks = device, num_ranks
+        self.device, self.num_ranks, self.is_on = device, num_ranks, True
         self.uncompiled: dict[str, str] = {}
         self.made: dict[str, Compilation] = {}
         self._known: set[str] = set()
@@ -136,6 +137,10 @@ class Watch:
             "recompiled": [{"rank": number, **one} for number, rank in enumerate(ranks) for one in rank["recompiled"]],
             "uncompiled": {block: why for rank in ranks for block, why in rank["uncompiled"].items()}}}
 
+    def switch(self, *, on: bool) -> None:
+        """The next step runs compiled code, or the blocks' own."""
+        self.is_on = on
+
     def begin(self, *, last: bool) -> None:
         """Compiling needs no other rank."""
 
@@ -145,18 +150,18 @@ class Watch:
     def finish(self) -> None:
         """Nothing is left to do after a backward."""
 
-    def kept(self) -> tuple[Kept, ...]:
+    def kept(self) -> tuple[StateTensor, ...]:
         """Compiled code is in torch's cache and in no checkpoint."""
         return ()
 
-    def restore(self, saved: Saved) -> list[str]:
+    def restore(self, saved: SavedState) -> list[str]:
         return []
 
 
-_listener: Watch | None = None
+_listener: CompilationWatch | None = None
 
 
-def _listen(watch: Watch) -> None:
+def _listen(watch: CompilationWatch) -> None:
     """Tell this one of compilations, and no longer the one of the model before."""
     from torch._dynamo.callback import callback_handler
 

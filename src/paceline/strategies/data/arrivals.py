@@ -13,7 +13,7 @@ from typing import Any
 from paceline.errors import TrainingError
 
 
-class Arrivals:
+class GradientArrivals:
     """Gradients of one window as they come.
 
     arrived: parameters with a gradient of this window. complete: those that are taken to get nothing more.

@@ -11,7 +11,7 @@ from paceline.plans import Plan
 from paceline.profile.profile import Parameter, Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event
 from paceline.strategies.compress.size import PASSES, sent_bytes
-from paceline.strategies.costs import Held, Hooks, Moment, Room, Step
+from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step
 from paceline.strategies.data.buckets import LARGEST_BUCKET_BYTES, assign
 
 _AT_THE_END = -1  # after the backward of every segment
@@ -28,7 +28,7 @@ def enter(step: Step) -> Hooks:
     copied = step.held.gradients_by_unit
     shared = step.device_kind == "cpu" and form == "none"
 
-    def start(at: Moment) -> Iterable[Event]:
+    def start(at: HookPoint) -> Iterable[Event]:
         """Gradients live in the buckets, unless they are shards: those are copied in and out. Pages that are shared
         count for every rank that touches them: each sums its part of all buckets."""
         touched = total * (replicas - 1) / replicas if shared else 0
@@ -43,13 +43,13 @@ def enter(step: Step) -> Hooks:
                 yield from reduce(form, bucket, replicas, name="buckets", stride=stride, times=repeat,
                                   stream=NETWORK if at_once else COMPUTE)
 
-    def after_backward(at: Moment) -> Iterable[Event]:
+    def after_backward(at: HookPoint) -> Iterable[Event]:
         return send(at.segment) if step.is_last(at) and at_once else ()
 
-    def done(at: Moment) -> Iterable[Event]:
+    def done(at: HookPoint) -> Iterable[Event]:
         return send(_AT_THE_END) if step.is_last(at) and at_once else ()
 
-    def finish(at: Moment) -> Iterable[Event]:
+    def finish(at: HookPoint) -> Iterable[Event]:
         if not at_once:
             for segment in leaving:
                 yield from send(segment, step.profile.segments[segment].repeat if segment >= 0 else 1)
@@ -148,8 +148,5 @@ def _ready_after(step: Step) -> dict[str, int]:
     return found
 
 
-def hold(held: Held, plan: Plan, profile: Profile) -> Held:
+def hold(held: Footprint, plan: Plan, profile: Profile) -> Footprint:
     return replace(held, gradients_kept=not held.gradients_by_unit)
-
-
-ROOM = Room(is_active=lambda plan: plan.axes.data > 1 and plan.outer_steps is None, enter=enter, hold=hold)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.strategies.compress.size import all_reduce_bytes
+from paceline.waiting import waiting
 
 _BLOCK_BYTES = 2**18  # what is summed at a time: a block of each rank's stays in a core's cache until it is written
 _ALIGNED_BYTES = 64
@@ -57,8 +58,9 @@ class OverNetwork:
         self.works.append(dist.all_reduce(self.memory[number], group=self.group, async_op=True))
 
     def finish(self) -> None:
-        for work in self.works:
-            work.wait()
+        with waiting:
+            for work in self.works:
+                work.wait()
         self.works = []
 
 

@@ -18,24 +18,17 @@ import torch.distributed as dist
 from paceline.capture.probe import NOTHING, Observed
 from paceline.launch.logs import logger
 from paceline.strategies.compress.run import Compressed
-from paceline.strategies.data.arrivals import Arrivals
+from paceline.strategies.data.arrivals import GradientArrivals
 from paceline.strategies.data.buckets import assign
 from paceline.strategies.data.reduce import Reduction, reduction
 from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
-from paceline.strategies.kept import Kept, Saved
+from paceline.strategies.state_tensors import SavedState, StateTensor
 
 if TYPE_CHECKING:
     from torch import nn
 
     from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
-
-
-IMPORTS: tuple[str, ...] = ()
-
-
-def is_active(plan: Plan) -> bool:
-    return plan.axes.data > 1 and plan.outer_steps is None
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
@@ -86,7 +79,7 @@ class GradientBuckets:
         self.whole = [(p, view) for p, view, is_part in zip(held, self.views, self.is_part, strict=True) if not is_part]
         self.parts = [(p, view) for p, view, is_part in zip(held, self.views, self.is_part, strict=True) if is_part]
         self.missing = [len(bucket) for bucket in self.buckets]
-        self.arrivals = Arrivals(self.names.__getitem__, lambda index: not self.missing[self.bucket_of[index]])
+        self.arrivals = GradientArrivals(self.names.__getitem__, lambda index: not self.missing[self.bucket_of[index]])
         self.started = 0
         self.armed = self.begun = False
         # Where shards and whole gradients come on two streams, a bucket may be started from a hook on the other one.
@@ -121,17 +114,17 @@ class GradientBuckets:
         """What this rank has sent so far."""
         return self.reduction.sent_bytes + self.sparse.sent_bytes
 
-    def kept(self) -> Iterator[Kept]:
+    def kept(self) -> Iterator[StateTensor]:
         """What the sums so far left out here, and the factors that the next ones start from."""
         if isinstance(self.reduction, Compressed):
             for number, residual in self.reduction.method.residuals.items():
                 for index, left in zip(self.indices[number], views(self.buckets[number], residual), strict=True):
                     name = self.names[index]
-                    yield Kept(f"residuals/{self.replica}/{name}", left, like=name, replica=True)
+                    yield StateTensor(f"residuals/{self.replica}/{name}", left, like=name, replica=True)
             for (number, index), factor in self.reduction.method.factors.items():
-                yield Kept(f"factors/{self.names[self.indices[number][index]]}", factor)
+                yield StateTensor(f"factors/{self.names[self.indices[number][index]]}", factor)
 
-    def restore(self, saved: Saved) -> list[str]:
+    def restore(self, saved: SavedState) -> list[str]:
         """What was left out is owed to the model: other numbers of replicas share its sum."""
         replicas, there = dist.get_world_size(self.group), saved.replicas("residuals")
         kept = list(self.kept())

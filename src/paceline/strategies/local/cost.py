@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event
-from paceline.strategies.costs import Hooks, Moment, Room, Step
+from paceline.strategies.costs import HookPoint, Hooks, Step
 from paceline.strategies.data.buckets import assign as assign_buckets
 from paceline.strategies.data.cost import Bucket, item_bytes, reduce, shape_of
 from paceline.strategies.local.schedule import assign, delay_steps
@@ -20,10 +20,10 @@ def enter(step: Step) -> Hooks:
     copies = 3 if order.outer == "diloco" else 2  # shared weights, the way from them, momentum
     stream = NETWORK if delay_steps(local=order.local, fragments=order.fragments) else COMPUTE
 
-    def start(at: Moment) -> Iterable[Event]:
+    def start(at: HookPoint) -> Iterable[Event]:
         yield Allocate("communication", copies * whole_bytes)
 
-    def update(at: Moment) -> Iterable[Event]:
+    def update(at: HookPoint) -> Iterable[Event]:
         """Ranks meet about their steps' figures and parameters once a fragment, and send each fragment once a round."""
         seldom = 1.0 / order.local
         met_bytes = 8 * (2 * order.local / order.fragments + 3 + len(trainable))
@@ -48,6 +48,3 @@ def _buckets(step: Step) -> list[Bucket]:
             found.append(Bucket(sum(held[i].num_bytes for i in bucket), tuple(shape_of(held[i]) for i in bucket),
                                 item_bytes(held[bucket[0]])))
     return found
-
-
-ROOM = Room(is_active=lambda plan: plan.outer_steps is not None, enter=enter)

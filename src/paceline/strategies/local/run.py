@@ -30,31 +30,24 @@ from paceline.errors import JobError
 from paceline.strategies.compress.size import all_reduce_bytes
 from paceline.strategies.data.buckets import assign as assign_buckets
 from paceline.strategies.data.run import reduce_buckets, views
-from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.local.schedule import assign, delay_steps, fragment_after
-from paceline.strategies.meeting import STEP_FIGURES, Met
+from paceline.strategies.state_tensors import SavedState, StateTensor
+from paceline.strategies.step_sync import STEP_FIGURES, SyncedFigures
 
 if TYPE_CHECKING:
     from torch import nn
 
     from paceline.plans import Local, Plan
     from paceline.strategies.mesh import Mesh
-
-
-IMPORTS: tuple[str, ...] = ()
 MOMENTUM, LEARNING_RATE = 0.9, 0.7  # Douillard et al. 2023, section 3
 OWN_PART = 0.5  # of its own weights, when a fragment arrives
 
 
-def is_active(plan: Plan) -> bool:
-    return plan.outer_steps is not None
-
-
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
-            device: torch.device | None = None) -> Rounds:
+            device: torch.device | None = None) -> OuterSync:
     assert plan.outer_steps is not None
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return Rounds(trainable, plan.outer_steps, mesh.group("data"), compress=plan.modifiers.compress)
+    return OuterSync(trainable, plan.outer_steps, mesh.group("data"), compress=plan.modifiers.compress)
 
 
 class Fragment:
@@ -117,8 +110,8 @@ class _Transfer:
     landed: bool = False
 
 
-class Rounds:
-    """A synchroniser that never touches gradients, and the meetings of its replicas."""
+class OuterSync:
+    """A synchroniser that never touches gradients, and the step synchronisation of its replicas."""
 
     has_own_steps = True
 
@@ -153,11 +146,12 @@ class Rounds:
     def sent_bytes(self) -> float:
         return sum(fragment.reduction.sent_bytes for fragment in self.fragments)
 
-    def agree(self, figures: torch.Tensor) -> torch.Tensor:
+    def all_reduce_figures(self, figures: torch.Tensor) -> torch.Tensor:
         return figures
 
     @torch.no_grad()
-    def close(self, step: int, figures: torch.Tensor, known: list[float], beat: Callable[[str], None]) -> Met | None:
+    def end_step(self, step: int, figures: torch.Tensor, known: list[float],
+              beat: Callable[[str], None]) -> SyncedFigures | None:
         self.figures.append(known)
         for fragment in self.fragments:
             fragment.steps, fragment.count = fragment.steps + 1, fragment.count + known[1]
@@ -175,7 +169,7 @@ class Rounds:
         return met
 
     @torch.no_grad()
-    def settle(self, step: int) -> Met | None:
+    def finalize(self, step: int) -> SyncedFigures | None:
         if self.transfer is not None:
             self._arrive(OWN_PART)
         left = [number for number, fragment in enumerate(self.fragments) if fragment.steps]
@@ -189,16 +183,16 @@ class Rounds:
             fragment.take_over(0.0)
         return met if met is not None and met.figures else None  # fragments may be left after a meeting
 
-    def quiet(self) -> None:
+    def drain(self) -> None:
         if self.transfer is not None and not self.transfer.landed:
             self.fragments[self.transfer.fragment].reduction.finish()
             self.transfer.landed = True
 
-    def shared(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def global_weights(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return {**held, **{name: tensor for fragment in self.fragments for name, tensor in fragment.outer.items()}}
 
     @contextmanager
-    def shared_in_place(self) -> Iterator[None]:
+    def global_weights_in_place(self) -> Iterator[None]:
         if self.order.fragments == 1:
             yield  # a run is looked at when a round ends, and then they are there
             return
@@ -212,7 +206,7 @@ class Rounds:
                 for name, p in fragment.parameters.items():
                     p.copy_(weights[name])
 
-    def _meet(self, leaving: list[int]) -> tuple[Met, list[float]]:
+    def _meet(self, leaving: list[int]) -> tuple[SyncedFigures, list[float]]:
         """What all replicas did since the last meeting, and this one's weight in each of the fragments.
 
         The figures were read in their steps. They travel from host to host, so that no replica waits for its GPU.
@@ -227,8 +221,8 @@ class Rounds:
         everyone, all_flags, totals = figures.split([steps.numel(), len(flags), len(counts)])
         self.figures = []
         total = float(everyone.view(steps.shape)[:, 1].sum())
-        met = Met(everyone.view(steps.shape).tolist(), all_flags.tolist(),
-                  float(steps[:, 1].sum()) / total if total else 0.0)
+        met = SyncedFigures(everyone.view(steps.shape).tolist(), all_flags.tolist(),
+                            float(steps[:, 1].sum()) / total if total else 0.0)
         return met, [own / every if every else 0.0 for own, every in zip(counts.tolist(), totals.tolist(), strict=True)]
 
     def _leave(self, number: int, weight: float, *, arrives: int) -> None:
@@ -237,36 +231,36 @@ class Rounds:
 
     def _arrive(self, own_part: float) -> None:
         """The outer step of the fragment that is under way."""
-        self.quiet()
+        self.drain()
         assert self.transfer is not None
         fragment, self.transfer = self.fragments[self.transfer.fragment], None
         fragment.step()
         fragment.take_over(own_part)
 
-    def kept(self) -> Iterator[Kept]:
+    def kept(self) -> Iterator[StateTensor]:
         """Collective while a fragment is under way.
 
         outer/order says which plan the rest can go on under as it is: replicas, local steps, fragments.
         """
-        self.quiet()
+        self.drain()
         under_way = self.transfer.fragment if self.transfer is not None else -1
-        yield Kept("outer/order", torch.tensor([self.ranks, self.order.local, self.order.fragments]))
-        yield Kept("outer/under_way", torch.tensor([under_way, self.transfer.arrives if self.transfer else 0]))
-        yield Kept("outer/steps", torch.tensor([fragment.steps for fragment in self.fragments]))
-        yield Kept(f"replicas/{self.rank}/counts", torch.tensor([fragment.count for fragment in self.fragments],
-                                                                dtype=torch.float64), replica=True)
+        yield StateTensor("outer/order", torch.tensor([self.ranks, self.order.local, self.order.fragments]))
+        yield StateTensor("outer/under_way", torch.tensor([under_way, self.transfer.arrives if self.transfer else 0]))
+        yield StateTensor("outer/steps", torch.tensor([fragment.steps for fragment in self.fragments]))
+        yield StateTensor(f"replicas/{self.rank}/counts", torch.tensor([fragment.count for fragment in self.fragments],
+                                                                       dtype=torch.float64), replica=True)
         for number, fragment in enumerate(self.fragments):
             for name, momentum in fragment.momentum.items():
-                yield Kept(f"outer/momentum/{name}", momentum, like=name)
+                yield StateTensor(f"outer/momentum/{name}", momentum, like=name)
             if number == under_way:
                 for name, way in fragment.ways.items():
-                    yield Kept(f"outer/way/{name}", way, like=name)
+                    yield StateTensor(f"outer/way/{name}", way, like=name)
             if len(self.fragments) > 1:
                 for name, p in fragment.parameters.items():
-                    yield Kept(f"replicas/{self.rank}/parameters/{name}", p.detach(), like=name, replica=True)
+                    yield StateTensor(f"replicas/{self.rank}/parameters/{name}", p.detach(), like=name, replica=True)
 
     @torch.no_grad()
-    def restore(self, saved: Saved) -> list[str]:
+    def restore(self, saved: SavedState) -> list[str]:
         """Bit by bit under the same plan. Under another one replicas start from the shared weights."""
         for fragment in self.fragments:
             for name, p in fragment.parameters.items():

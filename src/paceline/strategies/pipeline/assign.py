@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from paceline.capture.graph import Capture
-from paceline.capture.price import forward_s
+from paceline.capture.price import forward_flops
 from paceline.errors import PlanError
 from paceline.strategies.pipeline.cut import balance
-from paceline.strategies.place.ledger import Need
+from paceline.strategies.place.ledger import PieceMemory
 
 
-def assign(found: Capture, needs: Mapping[str, Need], *, speeds: Sequence[float], memory_bytes: Sequence[float],
-           in_flight: Sequence[int]) -> dict[str, int]:
+def assign(found: Capture, needs: Mapping[str, PieceMemory], *, flops_per_byte: float, speeds: Sequence[float],
+           memory_bytes: Sequence[float], in_flight: Sequence[int]) -> dict[str, int]:
     """The stage of each piece by key: consecutive pieces, balanced by the cost of their forwards.
 
     A cut lies before a piece with parameters, and never between a value and an edit of it in place.
 
     Args:
         needs: What each piece holds, by key; its activations for each micro-batch in flight.
+        flops_per_byte: Of the devices; see `Device.flops_per_byte`.
         speeds, memory_bytes, in_flight: Of each stage: how fast and how large its device is, and how many
             micro-batches it holds at once.
 
@@ -43,11 +44,11 @@ def assign(found: Capture, needs: Mapping[str, Need], *, speeds: Sequence[float]
         raise PlanError(f"the model has {len(starts)} pieces that can be cut apart and the plan needs {num_stages} "
                         f"stages", hint=f"at most {len(starts)} stages; the pieces are {names}")
     ends = [*starts[1:], len(found.pieces)]
-    seconds = [sum(forward_s(piece) for piece in found.pieces[start:end])
-               for start, end in zip(starts, ends, strict=True)]
-    groups = [sum((needs[piece.key] for piece in found.pieces[start:end]), Need())
+    flops = [sum(forward_flops(piece, flops_per_byte=flops_per_byte) for piece in found.pieces[start:end])
+             for start, end in zip(starts, ends, strict=True)]
+    groups = [sum((needs[piece.key] for piece in found.pieces[start:end]), PieceMemory())
               for start, end in zip(starts, ends, strict=True)]
-    firsts = balance(seconds, [need.total - need.activations for need in groups],
+    firsts = balance(flops, [need.total - need.activations for need in groups],
                      [need.activations for need in groups], speeds=speeds, memory_bytes=memory_bytes,
                      in_flight=in_flight)
     stage_of: dict[str, int] = {}

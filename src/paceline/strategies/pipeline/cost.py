@@ -13,14 +13,11 @@ from functools import lru_cache
 
 from paceline.errors import PlanError
 from paceline.plans import Plan, ScheduleName
-from paceline.profile.profile import Affine, Parameter, Product, Profile, Segment, Work
+from paceline.profile.profile import Affine, Parameter, Profile, Segment
 from paceline.software import Software
 from paceline.strategies.pipeline.cut import balance
 from paceline.strategies.pipeline.schedule import Action, schedule, stages_of
-from paceline.strategies.stages.cost import Message, RankCost, StageCost
-
-# Of what a layer moves, in what it computes meanwhile: an accelerator's products take 100 to 300 FLOPs a byte.
-FLOPS_PER_BYTE = 200
+from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
 
 
 def deal(num_layers: int, num_stages: int) -> list[int]:
@@ -42,17 +39,18 @@ def deal(num_layers: int, num_stages: int) -> list[int]:
     return [each + (stage in more) for stage in range(num_stages)]
 
 
-def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float,
+def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float, flops_per_byte: float,
           most_microbatches: int | None = None) -> list[RankCost]:
     """What each rank of the pipeline holds and does. Ranks that are alike but for their neighbours share a profile.
 
+    flops_per_byte: that the first rank's device does in the time that a byte takes.
     most_microbatches: that orders are made for; a schedule's further rounds are like those before.
 
     Raises:
         PlanError: the model has too few layers.
     """
     num_ranks, virtual = plan.axes.pipeline, plan.schedule.virtual
-    runs = _cut(profile, num_ranks * virtual)
+    runs = _cut(profile, num_ranks * virtual, flops_per_byte)
     count = min(plan.num_microbatches, most_microbatches or plan.num_microbatches)
     orders = orders_of(plan.schedule.schedule, num_ranks, count, virtual)
     sent = _boundary_bytes(profile).at(samples)
@@ -86,10 +84,10 @@ Run = tuple[tuple[int, int], ...]  # (segment, how many of its repetitions)
 
 
 @lru_cache(maxsize=256)
-def _cut(profile: Profile, num_stages: int) -> list[Run]:
+def _cut(profile: Profile, num_stages: int, flops_per_byte: float) -> list[Run]:
     """The segments of each stage. Those of the root stay with the layers next to them."""
     counts = [s.repeat if s.unit else 0 for s in profile.segments]
-    dealt = _dealt([s for s in profile.segments if s.unit], num_stages)
+    dealt = _dealt([s for s in profile.segments if s.unit], num_stages, flops_per_byte)
     found: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
     stage, room = 0, dealt[0]
     for number, segment in enumerate(profile.segments):
@@ -108,11 +106,11 @@ def _cut(profile: Profile, num_stages: int) -> list[Run]:
     return [tuple(run) for run in found]
 
 
-def _dealt(layers: Sequence[Segment], num_stages: int) -> list[int]:
+def _dealt(layers: Sequence[Segment], num_stages: int, flops_per_byte: float) -> list[int]:
     """Layers of each stage: evenly where all are alike, else so that the longest stage is the shortest possible."""
     if len(layers) == 1:
         return deal(layers[0].repeat, num_stages)
-    flops = [s.forward.flops.at(1.0) + s.forward.function_bytes.at(1.0) * FLOPS_PER_BYTE
+    flops = [s.forward.flops.at(1.0) + s.forward.function_bytes.at(1.0) * flops_per_byte
              for s in layers for _ in range(s.repeat)]
     nothing, endless = [0.0] * len(flops), [math.inf] * num_stages
     firsts = balance(flops, nothing, nothing, speeds=[1.0] * num_stages, memory_bytes=endless,
@@ -151,29 +149,13 @@ def _part(profile: Profile, key: tuple[Run, ...], *, halves: int) -> tuple[Profi
                                                   count=count if segment.unit else p.count)
             segments.append(replace(
                 segment, unit=segment.unit and segment.unit + mark, repeat=count,
-                gradients=tuple(name + mark for name in names), backward=_scaled(segment.backward, 1 / halves)))
+                gradients=tuple(name + mark for name in names), backward=segment.backward.times(1 / halves)))
         spans.append(range(begin, len(segments)))
     held = sum(p.gradient_bytes * p.count for p in parameters.values())
     whole = sum(p.gradient_bytes * p.count for p in profile.parameters)
     part = held / whole if whole else 0.0
-    update = _scaled(profile.update, part)
     return replace(profile, parameters=tuple(parameters.values()), segments=tuple(segments), batch_bytes=Affine(),
-                   update=replace(update, operators=profile.update.operators),
-                   update_peak_bytes=round(part * profile.update_peak_bytes)), spans
-
-
-def _scaled(work: Work, part: float) -> Work:
-    if part == 1:
-        return work
-
-    def scaled(figure: Affine) -> Affine:
-        return Affine(figure.fixed * part, figure.per_sample * part)
-
-    def fewer(product: Product) -> Product:
-        return replace(product, count=product.count * part)
-
-    return Work(scaled(work.flops), scaled(work.moved_bytes), scaled(work.function_bytes), work.operators * part,
-                tuple(map(fewer, work.products)))
+                   update=profile.update.times(part), update_peak_bytes=round(part * profile.update_peak_bytes)), spans
 
 
 def _boundary_bytes(profile: Profile) -> Affine:
@@ -187,8 +169,8 @@ def _stage(stage: int, span: range, num_ranks: int, num_stages: int, num_bytes: 
     is_first, is_last = stage == 0, stage == num_stages - 1
     return StageCost(
         span,
-        takes=() if is_first else (Message(f"x{stage}", before, num_bytes),),
-        gives=() if is_last else (Message(f"x{stage + 1}", after, num_bytes),),
-        regains=() if is_last else (Message(f"g{stage + 1}", after, num_bytes),),
-        returns=() if is_first else (Message(f"g{stage}", before, num_bytes),))
+        takes=() if is_first else (StageMessage(f"x{stage}", before, num_bytes),),
+        gives=() if is_last else (StageMessage(f"x{stage + 1}", after, num_bytes),),
+        regains=() if is_last else (StageMessage(f"g{stage + 1}", after, num_bytes),),
+        returns=() if is_first else (StageMessage(f"g{stage}", before, num_bytes),))
 

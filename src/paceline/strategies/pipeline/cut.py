@@ -16,7 +16,7 @@ def balance(seconds: Sequence[float], held_bytes: Sequence[float], kept_bytes: S
     Dynamic programming over (pieces, stages); of equally fast cuts the one whose stages are the more even.
 
     Args:
-        seconds: of each piece on a device of speed 1.
+        seconds: of each piece on a device of speed 1, in any unit.
         held_bytes: what a piece takes of its stage's memory at all times.
         kept_bytes: what it keeps besides for each micro-batch in flight.
         speeds, memory_bytes: of each stage's device.

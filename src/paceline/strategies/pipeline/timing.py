@@ -20,7 +20,7 @@ Key = tuple[int, ActionKind, str]  # stage, what is done, for which of the micro
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ActionSeconds:
     """Seconds of an action: of the rank, and until what it makes is with the rank that needs it.
 
     waits: whether the rank goes on only then.
@@ -31,7 +31,7 @@ class Taken:
     waits: bool = False
 
 
-def rank_ends(name: ScheduleName, taken: Mapping[Key, Taken], *, num_ranks: int, num_microbatches: int,
+def rank_ends(name: ScheduleName, taken: Mapping[Key, ActionSeconds], *, num_ranks: int, num_microbatches: int,
               virtual: int = 1) -> list[float]:
     """When each rank is through with its actions, in seconds."""
     fewer = shortened(num_ranks, num_microbatches)
@@ -94,8 +94,8 @@ def which(microbatch: int, num_microbatches: int) -> str:
     return LAST if microbatch == num_microbatches - 1 else FIRST if microbatch == 0 else MIDDLE
 
 
-def _played(course: _Course, taken: Mapping[Key, Taken]) -> list[float]:
-    figures: Sequence[Taken] = [taken[key] for key in course.keys]
+def _played(course: _Course, taken: Mapping[Key, ActionSeconds]) -> list[float]:
+    figures: Sequence[ActionSeconds] = [taken[key] for key in course.keys]
     own = [figure.own_s for figure in figures]
     sent = [figure.sent_s for figure in figures]
     waited = [figure.sent_s if figure.waits else 0.0 for figure in figures]

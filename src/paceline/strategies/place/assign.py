@@ -8,10 +8,10 @@ from paceline.capture.graph import Capture, Piece
 from paceline.errors import PlanError
 from paceline.strategies.pipeline.schedule import Action
 from paceline.strategies.place.file import Placement
-from paceline.strategies.place.ledger import Need, by_device, table
+from paceline.strategies.place.ledger import PieceMemory, by_device, table
 
 
-def place_automatically(found: Capture, seconds: Mapping[str, float], needs: Mapping[str, Need],
+def place_automatically(found: Capture, seconds: Mapping[str, float], needs: Mapping[str, PieceMemory],
                         memory_bytes: Sequence[float], names: Sequence[str]) -> dict[str, int]:
     """A part for every piece, by key: what can run at the same time on different parts, and memory shared out.
 
@@ -20,7 +20,7 @@ def place_automatically(found: Capture, seconds: Mapping[str, float], needs: Map
     its memory, or an equal one where that is not known, and at least one piece.
 
     Args:
-        seconds: of each piece's forward, by key.
+        seconds: of each piece's forward, by key, in any unit.
         memory_bytes: of each part's device.
 
     Raises:
@@ -64,7 +64,7 @@ def place_automatically(found: Capture, seconds: Mapping[str, float], needs: Map
     return part_of
 
 
-def place_by_file(found: Capture, placement: Placement, known: Sequence[str], needs: Mapping[str, Need],
+def place_by_file(found: Capture, placement: Placement, known: Sequence[str], needs: Mapping[str, PieceMemory],
                   memory_bytes: Sequence[float], names: Sequence[str]) -> dict[str, int]:
     """A part for every piece, by key, as a file says.
 
@@ -90,7 +90,7 @@ def _module_of(piece: Piece) -> str:
     return piece.path or piece.parameters[0].rpartition(".")[0] or piece.parameters[0]
 
 
-def refuse_overfull(needs: Mapping[str, Need], part_of: Mapping[str, int], memory_bytes: Sequence[float],
+def refuse_overfull(needs: Mapping[str, PieceMemory], part_of: Mapping[str, int], memory_bytes: Sequence[float],
                     names: Sequence[str]) -> None:
     """Raise PlanError with the ledger if a device would have to hold more than it has."""
     held = by_device(needs, part_of, len(memory_bytes))

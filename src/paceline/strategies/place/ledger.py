@@ -9,7 +9,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class PieceMemory:
     """Bytes that a piece of a model, or a device, has to hold in training.
 
     activations: kept for backward, of all samples in flight.
@@ -24,20 +24,21 @@ class Need:
     def total(self) -> float:
         return self.weights + self.gradients + self.optimizer + self.activations
 
-    def __add__(self, other: Need) -> Need:
-        return Need(self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer,
-                    self.activations + other.activations)
+    def __add__(self, other: PieceMemory) -> PieceMemory:
+        return PieceMemory(self.weights + other.weights, self.gradients + other.gradients,
+                           self.optimizer + other.optimizer,
+                           self.activations + other.activations)
 
 
-def by_device(needs: Mapping[str, Need], part_of: Mapping[str, int], num_parts: int) -> list[Need]:
+def by_device(needs: Mapping[str, PieceMemory], part_of: Mapping[str, int], num_parts: int) -> list[PieceMemory]:
     """The sum of each device's pieces."""
-    found = [Need() for _ in range(num_parts)]
+    found = [PieceMemory() for _ in range(num_parts)]
     for key, need in needs.items():
         found[part_of[key]] += need
     return found
 
 
-def table(needs: Sequence[Need], names: Sequence[str], memory_bytes: Sequence[float]) -> str:
+def table(needs: Sequence[PieceMemory], names: Sequence[str], memory_bytes: Sequence[float]) -> str:
     """The ledger for people, a line a device, in MiB."""
     rows = [f"{'device':<10} {'weights':>9} {'gradients':>9} {'optimizer':>9} {'activations':>11} {'sum':>9} "
             f"{'has':>9} MiB"]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from paceline.profile.profile import Affine, Segment, Work
 from paceline.simulate.program import Allocate, Event, free
-from paceline.strategies.costs import Hooks, Moment, Room, Step, compute
+from paceline.strategies.costs import HookPoint, Hooks, Step, compute
 
 # What the C library's heap keeps of the bytes let go, in holes too small for what comes next. Measured with glibc
 # 2.36 on byte GPTs of 4 and 12 layers; see docs/prediction.md.
@@ -35,14 +35,14 @@ def enter(step: Step) -> Hooks:
     def is_recomputed(segment: Segment) -> bool:
         return bool(segment.unit) or not step.profile.units  # a model without units is recomputed whole
 
-    def let_go(at: Moment) -> Iterable[Event]:
+    def let_go(at: HookPoint) -> Iterable[Event]:
         segment, samples = step.segment(at), step.samples(at)
         if is_recomputed(segment):
             yield free("activations", spared(segment, samples))
             if step.device_kind == "cpu" and at.microbatch == 0:
                 yield Allocate("holes", CPU_HOLES_LEFT * spared(segment, samples))
 
-    def again(at: Moment) -> Iterable[Event]:
+    def again(at: HookPoint) -> Iterable[Event]:
         segment, samples = step.segment(at), step.samples(at)
         if is_recomputed(segment):
             work, peak = done_again(segment)
@@ -52,6 +52,3 @@ def enter(step: Step) -> Hooks:
             yield Allocate("activations", spared(segment, samples))
 
     return {"after_forward": let_go, "before_backward": again}
-
-
-ROOM = Room(is_active=lambda plan: plan.modifiers.recompute != "none", enter=enter)

@@ -1,4 +1,4 @@
-"""Full recomputation: each block keeps only its input and is computed again in backward."""
+"""Recomputation: each block keeps only its input and is computed again in backward, or its attention alone is."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.capture.forward_state import ForwardState
 from paceline.capture.probe import NOTHING, Observed
-from paceline.capture.written import Seen
+from paceline.capture.written import SeenValue
 from paceline.errors import PlanRefused
+from paceline.strategies.recompute.attention import Selective
 from paceline.strategies.units import find_units, refuse_scripted
 
 if TYPE_CHECKING:
@@ -25,20 +26,18 @@ if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
 
 
-IMPORTS: tuple[str, ...] = ()
-
-
-def is_active(plan: Plan) -> bool:
-    return plan.modifiers.recompute == "full"
-
-
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
             device: torch.device | None = None) -> None:
     """Wrap the forward of every unit, so that the names of modules and parameters stay as they are.
 
+    recompute=selective watches a unit's operators; see `attention.py`. The rest is about recompute=full.
     A model without units is recomputed whole. The second forward reads the state and draws the random numbers that the
     first one did, and what it writes to buffers, attributes and parameters is dropped.
     """
+    if plan.modifiers.recompute == "selective":
+        for unit in list(find_units(model).values()) or [model]:
+            unit.forward = _Watched(unit.forward)
+        return
     refuse_scripted(model, "recompute=full")
     buffers: MutableMapping[str, torch.Tensor] | None = getattr(model, "buffers_", None)
     # FSDP2 gives a unit other parameters in each forward; those that a forward edits are no business of its.
@@ -63,6 +62,19 @@ def refuse_unseen_state(model: nn.Module, path: str) -> None:
                           "attributes shows, and recompute=full would change it twice a step",
                           hint="leave out recompute=full, or keep the state in a buffer, or in an attribute that is a "
                                "number, a tensor, or a list or dict of these")
+
+
+class _Watched:
+    """A forward whose attention is made again in backward."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        with Selective():
+            return self.forward(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,25 +115,25 @@ class _Inputs:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self.structure = pytree.tree_flatten((args, kwargs))
-        self.leaves = [Seen(leaf) if type(leaf) is torch.Tensor else leaf for leaf in leaves]
+        self.leaves = [SeenValue(leaf) if type(leaf) is torch.Tensor else leaf for leaf in leaves]
         self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
 
     def values(self) -> list[torch.Tensor]:
         """The tensors; those that may be written to, without gradient and at values that stay."""
-        return [leaf.value if isinstance(leaf, Seen) else leaf for leaf in self.leaves
-                if isinstance(leaf, Seen | torch.Tensor)]
+        return [leaf.value if isinstance(leaf, SeenValue) else leaf for leaf in self.leaves
+                if isinstance(leaf, SeenValue | torch.Tensor)]
 
     def next(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments themselves, and from the second time on the same once more, as they were."""
         given, self.given = self.given, None
         if given is not None:
             return given
-        leaves = [_as_given(leaf) if isinstance(leaf, Seen) else leaf for leaf in self.leaves]
+        leaves = [_as_given(leaf) if isinstance(leaf, SeenValue) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs
 
 
-def _as_given(seen: Seen) -> torch.Tensor:
+def _as_given(seen: SeenValue) -> torch.Tensor:
     if not seen.is_written():
         return seen.tensor
     value = seen.value.clone()

@@ -23,7 +23,7 @@ from paceline.strategies.server.serve import bytes_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.strategies.server.run import Link
+    from paceline.strategies.server.run import ServerConnection
 
 
 _SET_GRADIENT: Any = torch.Tensor.grad.__set__  # type: ignore[union-attr]
@@ -40,7 +40,7 @@ class _Place:
     count: int
 
 
-class Arrivals:
+class WeightArrivals:
     """The weights of one worker's model. What is asked for is received beside them, and put in place a step later.
 
     version: updates that the weights of this step have at least, once it is settled.
@@ -48,7 +48,7 @@ class Arrivals:
     pull_s: seconds from asking for the weights of this step until the last of them came.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[Link],
+    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[ServerConnection],
                  on_settled: Callable[[], None] = lambda: None) -> None:
         """
         Args:

@@ -14,12 +14,12 @@ from dataclasses import replace
 from paceline.plans import Plan, Servers
 from paceline.profile.profile import Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, CollectiveName, Compute, Event
-from paceline.strategies.costs import Held, Hooks, Moment, Room, Step
+from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step
+from paceline.strategies.server.shards import CHUNKS
 
 # Reading a gradient from the wire, adding it, and writing the weights to the wire: what a server's memory moves for
 # each byte that a worker sends, beside the optimizer's own passes.
 SERVER_PASSES = 3
-CHUNKS = 16  # what a server holds travels in so many at the least; see `shards.py`
 PUSHED, PULLED, WEIGHTS = "pushed", "pulled", "weights"
 
 
@@ -36,7 +36,7 @@ def enter(step: Step) -> Hooks:
         return Collective(kind, num_bytes, sync.workers, name=name, stream=stream if beside else COMPUTE,
                           servers=sync.server, is_colocated=sync.colocate == "yes")
 
-    def start(at: Moment) -> Iterable[Event]:
+    def start(at: HookPoint) -> Iterable[Event]:
         """A second copy of the weights, into which the next ones come. On a CPU a rank holds its own server's part,
         too; elsewhere servers are on hosts."""
         yield Allocate("communication", whole)
@@ -44,13 +44,13 @@ def enter(step: Step) -> Hooks:
             for name, held_bytes in server_ledger(step.profile, step.plan).items():
                 yield Allocate(name, held_bytes)
 
-    def after_backward(at: Moment) -> Iterable[Event]:
+    def after_backward(at: HookPoint) -> Iterable[Event]:
         num_bytes = sum(sizes.get(name, 0.0) for name in step.segment(at).gradients)
         if step.is_last(at) and num_bytes:
             yield travel("push", num_bytes, PUSHED, NETWORK)
             yield travel("pull", num_bytes, PULLED, WEIGHTS)
 
-    def finish(at: Moment) -> Iterable[Event]:
+    def finish(at: HookPoint) -> Iterable[Event]:
         """The server adds what all workers sent; its own passes over the weights are the update's."""
         if not is_stale:
             yield Compute(after=(PUSHED, PULLED))
@@ -70,9 +70,6 @@ def server_ledger(profile: Profile, plan: Plan) -> dict[str, int]:
     return {name: -(-whole // sync.server) for name, whole in parts.items()}
 
 
-def hold(held: Held, plan: Plan, profile: Profile) -> Held:
+def hold(held: Footprint, plan: Plan, profile: Profile) -> Footprint:
     """Servers have the optimizer's state."""
     return replace(held, state=dict.fromkeys(held.state, 0))
-
-
-ROOM = Room(is_active=lambda plan: isinstance(plan.sync, Servers), enter=enter, hold=hold)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import JobError
-from paceline.strategies.kept import Kept, Saved
+from paceline.strategies.state_tensors import SavedState, StateTensor
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.strategies.server.run import Link
+    from paceline.strategies.server.run import ServerConnection
 
     Table = nn.Embedding | nn.EmbeddingBag
 
@@ -61,7 +61,7 @@ class Rows:
     version: updates that fetched rows must contain at least. update: that gradients are sent as.
     """
 
-    def __init__(self, found: Mapping[str, Table], links: Sequence[Link]) -> None:
+    def __init__(self, found: Mapping[str, Table], links: Sequence[ServerConnection]) -> None:
         self.links, self.modules, self.version, self.update = links, list(found.values()), -1, -1
         self.touched: list[list[tuple[torch.Tensor, nn.Parameter]]] = [[] for _ in self.modules]
         self.starts = [torch.tensor([link.shard.tables[number].start for link in links])
@@ -97,11 +97,11 @@ class Rows:
         """Counted with the links' other bytes."""
         return 0.0
 
-    def kept(self) -> Iterable[Kept]:
+    def kept(self) -> Iterable[StateTensor]:
         """Servers keep the state."""
         return ()
 
-    def restore(self, saved: Saved) -> list[str]:
+    def restore(self, saved: SavedState) -> list[str]:
         return []
 
     def _look_up(self, number: int, module: Table, args: tuple[Any, ...],

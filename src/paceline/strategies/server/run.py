@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.strategies.data.arrivals import Arrivals as GradientArrivals
-from paceline.strategies.kept import Kept, Saved
+from paceline.strategies.data.arrivals import GradientArrivals as GradientArrivals
 from paceline.strategies.server.serve import bytes_of
-from paceline.strategies.server.shards import Held, Shard, Slice
+from paceline.strategies.server.shards import RowSlice, ServedParameter, Shard
 from paceline.strategies.server.shared import offer
 from paceline.strategies.server.wire import Connection, Header, Kind, Uplink, WireError
+from paceline.strategies.state_tensors import SavedState, StateTensor
+from paceline.waiting import waiting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,13 +35,13 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim.")
 
 
-def held(parameters: Mapping[str, nn.Parameter]) -> list[Held]:
+def held(parameters: Mapping[str, nn.Parameter]) -> list[ServedParameter]:
     """Parameters as they are dealt out to servers."""
-    return [Held(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size())
+    return [ServedParameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size())
             for name, p in parameters.items()]
 
 
-def rows(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+def rows(tensor: torch.Tensor, part: RowSlice) -> torch.Tensor:
     """A slice's rows of a whole tensor."""
     return tensor[part.start:part.stop] if part.shape else tensor
 
@@ -61,7 +62,7 @@ class Outgoing:
         return self.elements
 
 
-class Link:
+class ServerConnection:
     """A worker's connection to one server: a thread that sends gradients and one that receives weights.
 
     received: the weights that were asked for last, a tensor for each chunk, as they are on the wire.
@@ -125,7 +126,7 @@ class Link:
         self.outbox.put((-1, math.inf, header, [Outgoing(elements)]))
 
     def wait_rows(self) -> torch.Tensor:
-        with self.changed:
+        with waiting, self.changed:
             self.changed.wait_for(lambda: self.error is not None or self.rows is not None)
             if self.rows is None:
                 assert self.error is not None
@@ -138,7 +139,7 @@ class Link:
 
     def wait(self, number: int) -> None:
         """Wait for a chunk of what was asked for."""
-        with self.changed:
+        with waiting, self.changed:
             self.changed.wait_for(lambda: self.error is not None or number not in self.missing)
             if self.error is not None:
                 raise self.error
@@ -219,7 +220,7 @@ class Pusher:
     stream of its own while backward goes on; the link waits for it before it sends.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[Link],
+    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[ServerConnection],
                  settle: Callable[[], None]) -> None:
         """
         Args:
@@ -270,11 +271,11 @@ class Pusher:
         """What this worker has sent to servers so far."""
         return float(sum(link.connection.sent_bytes for link in self.links))
 
-    def kept(self) -> Iterable[Kept]:
+    def kept(self) -> Iterable[StateTensor]:
         """Servers keep the state."""
         return ()
 
-    def restore(self, saved: Saved) -> list[str]:
+    def restore(self, saved: SavedState) -> list[str]:
         return []
 
     def _arrived(self, parameter: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-class Door:
+class Acceptor:
     """Listens for peers, lets each prove itself on a thread of its own, and hands those that did to `welcome`.
 
     A stranger costs a thread for some seconds and nothing else; `refused` counts them.
@@ -89,7 +89,7 @@ class Door:
         self.welcome(connection, peer)
 
 
-class Memory:
+class ShardMemory:
     """A server's elements of every dtype, one after another. Chunks are sent and received without a call of torch:
     each of those gives other threads the chance to run, and a server has many.
     """
@@ -128,7 +128,7 @@ class _Gathering:
     sender: who sent the first of it; of all of it if it has one part.
     """
 
-    def __init__(self, buffers: list[Memory], gradients: dict[str, torch.Tensor],
+    def __init__(self, buffers: list[ShardMemory], gradients: dict[str, torch.Tensor],
                  chunks_of: Sequence[Sequence[int]], slices_of: Sequence[Sequence[int]], num_tables: int) -> None:
         self.buffers, self.gradients = buffers, gradients
         self.arrived: set[tuple[int, int]] = set()
@@ -160,7 +160,7 @@ class _Wanted:
         self.is_gone = False
 
 
-class Exchange:
+class ShardService:
     """One server's share of the parameters, and what workers send to it and fetch from it.
 
     weights: its memory; slices are views of it. version: updates made to it.
@@ -192,16 +192,16 @@ class Exchange:
         for number, slices in enumerate(self.slices_of):
             for index in slices:
                 self.chunks_of[index].append(number)
-        self.weights = Memory(shard.numels())
+        self.weights = ShardMemory(shard.numels())
         self.tables = [torch.empty(part.local_shape, dtype=getattr(torch, part.dtype)) for part in shard.tables]
         self.views = {**self._views(self.weights),
                       **{part.name: table for part, table in zip(shard.tables, self.tables, strict=True)}}
         self.begin_at(version)
         self.changed = threading.Condition()  # of versions, over, and what is gathered
-        self.making = threading.Lock()  # held while weights change
+        self.making = threading.Lock()  # held while weights change, and until their version says so
         self.gatherings: dict[int, _Gathering] = {}
         self.closed: set[int] = set()  # updates made or dropped
-        self.spare: list[Memory] = []
+        self.spare: list[ShardMemory] = []
         self.connections: dict[Peer, Connection] = {}
         self.dismissed: set[Peer] = set()
         self.over = False
@@ -296,7 +296,7 @@ class Exchange:
         if gathering is not None and gathering.unfinished == 0:  # else a thread may still write into it
             self.spare += gathering.buffers
 
-    def _views(self, memory: Memory) -> dict[str, torch.Tensor]:
+    def _views(self, memory: ShardMemory) -> dict[str, torch.Tensor]:
         """Each slice's part of the memory, in the slice's shape."""
         found, at = {}, dict.fromkeys(memory.flat, 0)
         for part in self.shard.slices:
@@ -456,7 +456,8 @@ class Exchange:
         if update in self.closed:
             return None
         if update not in self.gatherings:
-            buffers = [self.spare.pop() if self.spare else Memory(self.shard.numels()) for _ in range(self.num_parts)]
+            buffers = [self.spare.pop() if self.spare else ShardMemory(self.shard.numels())
+                       for _ in range(self.num_parts)]
             self.gatherings[update] = _Gathering(buffers, self._views(buffers[0]), self.chunks_of, self.slices_of,
                                                   len(self.tables))
         return self.gatherings[update]
@@ -539,15 +540,17 @@ class Exchange:
         assert wanted.version is not None
         wanted.left.discard(number)
         chunk = self.shard.chunks[number]
-        version, data, place = wanted.version, self.weights.sent(chunk), copy[:chunk.num_bytes]
+        version, place = wanted.version, copy[:chunk.num_bytes]
         if wanted.shared is not None:
             place = wanted.shared.weights[number]
         if self.keeps_sending:
-            with self.making:
-                version, place[:] = self.version, data
+            with self.making:  # also while they are rounded for the wire
+                version, place[:] = self.version, self.weights.sent(chunk)
             data = place
-        elif wanted.shared is not None:
-            place[:] = data
+        else:
+            data = self.weights.sent(chunk)
+            if wanted.shared is not None:
+                place[:] = data
         header = Header(Kind.WEIGHTS, chunk.num_bytes, chunk.wire_dtype, step=version, chunk=number)
         if wanted.shared is None:
             connection.send(header, data)

@@ -13,7 +13,8 @@ from paceline.errors import PlanError
 # One message has a sixteenth of what a server holds within these bounds: large enough that Python's work for it (50 us)
 # is a tenth of its time on a fast link, small enough that the first leaves early in a backward and the last one, which
 # nothing hides, is short.
-_LEAST_BYTES, _MOST_BYTES, _CHUNKS = 512 * 2**10, 2 * 2**20, 16
+CHUNKS = 16
+_LEAST_BYTES, _MOST_BYTES = 512 * 2**10, 2 * 2**20
 # A chunk that ends with a parameter is closed when it has so much: it leaves without waiting for the next parameter.
 _CLOSED_BYTES = 64 * 2**10
 # A tensor with more than this part of a server's fair share is cut over all servers. Whole tensors that are left can't
@@ -22,7 +23,7 @@ _SMALL = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ServedParameter:
     """A parameter as servers see it. dtype: by torch's name of it, without "torch."."""
 
     name: str
@@ -36,7 +37,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class RowSlice:
     """Rows of a parameter, along dim 0; all of it for a scalar, whose one row is the whole.
 
     shape: of the whole parameter.
@@ -73,7 +74,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ChunkSpan:
     """Elements of one slice that travel in a chunk: `slice` by its place among the server's, from where to where."""
 
     slice: int
@@ -94,7 +95,7 @@ class Chunk:
     start: int
     stop: int
     num_bytes: int
-    spans: tuple[Span, ...]
+    spans: tuple[ChunkSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,9 @@ class Shard:
     tables: parameters of which single rows travel, and which are in no chunk; in the model's order.
     """
 
-    slices: tuple[Slice, ...]
+    slices: tuple[RowSlice, ...]
     chunks: tuple[Chunk, ...] = field(default=())
-    tables: tuple[Slice, ...] = field(default=())
+    tables: tuple[RowSlice, ...] = field(default=())
 
     @property
     def num_bytes(self) -> int:
@@ -122,8 +123,8 @@ class Shard:
         return found
 
 
-def assign(parameters: Sequence[Held], num_servers: int, *, split_tensors: bool, compress: str = "none",
-           chunk_bytes: int | None = None, tables: Sequence[Held] = ()) -> tuple[Shard, ...]:
+def assign(parameters: Sequence[ServedParameter], num_servers: int, *, split_tensors: bool, compress: str = "none",
+           chunk_bytes: int | None = None, tables: Sequence[ServedParameter] = ()) -> tuple[Shard, ...]:
     """Balance parameters over servers by bytes.
 
     Large tensors are cut over all servers, so that every link is busy during all of a backward; the others go whole,
@@ -141,14 +142,14 @@ def assign(parameters: Sequence[Held], num_servers: int, *, split_tensors: bool,
     """
     fair_bytes = sum(held.num_bytes for held in parameters) / num_servers
     if chunk_bytes is None:
-        chunk_bytes = int(min(max(_LEAST_BYTES, fair_bytes / _CHUNKS), _MOST_BYTES))
-    pieces: list[list[tuple[int, Slice]]] = [[] for _ in range(num_servers)]
+        chunk_bytes = int(min(max(_LEAST_BYTES, fair_bytes / CHUNKS), _MOST_BYTES))
+    pieces: list[list[tuple[int, RowSlice]]] = [[] for _ in range(num_servers)]
     loads = [0] * num_servers
     whole: list[int] = []
 
     def put(server: int, number: int, start: int, stop: int) -> None:
         held = parameters[number]
-        part = Slice(held.name, held.shape, held.dtype, held.item_bytes, start, stop)
+        part = RowSlice(held.name, held.shape, held.dtype, held.item_bytes, start, stop)
         pieces[server].append((number, part))
         loads[server] += part.num_bytes
 
@@ -173,11 +174,11 @@ def assign(parameters: Sequence[Held], num_servers: int, *, split_tensors: bool,
     # Last first, as backward makes them.
     ordered = [tuple(part for _, part in sorted(own, key=lambda item: -item[0])) for own in pieces]
     return tuple(Shard(own, _chunks(own, compress, chunk_bytes), tuple(
-        Slice(held.name, held.shape, held.dtype, held.item_bytes, held.shape[0] * k // num_servers,
-              held.shape[0] * (k + 1) // num_servers) for held in tables)) for k, own in enumerate(ordered))
+        RowSlice(held.name, held.shape, held.dtype, held.item_bytes, held.shape[0] * k // num_servers,
+                 held.shape[0] * (k + 1) // num_servers) for held in tables)) for k, own in enumerate(ordered))
 
 
-def _chunks(slices: Sequence[Slice], compress: str, chunk_bytes: int) -> tuple[Chunk, ...]:
+def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tuple[Chunk, ...]:
     """Cut each dtype's memory into runs of at most so many bytes; in the order in which they are complete."""
     found: list[tuple[int, Chunk]] = []
     for dtype in dict.fromkeys(part.dtype for part in slices):
@@ -186,12 +187,12 @@ def _chunks(slices: Sequence[Slice], compress: str, chunk_bytes: int) -> tuple[C
         wire_dtype, item_bytes = ("bfloat16", 2) if is_cut else (dtype, own[0][1].item_bytes)
         most = max(1, chunk_bytes // item_bytes)
         start = used = 0
-        spans: list[Span] = []
+        spans: list[ChunkSpan] = []
         for number, part in own:
             at = 0
             while at < part.numel:
                 taken = min(part.numel - at, most - used)
-                spans.append(Span(number, at, at + taken))
+                spans.append(ChunkSpan(number, at, at + taken))
                 at, used = at + taken, used + taken
                 if used == most or (at == part.numel and used * item_bytes >= _CLOSED_BYTES):
                     chunk = Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans))

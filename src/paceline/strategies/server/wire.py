@@ -23,6 +23,7 @@ from enum import IntEnum
 from typing import Any
 
 from paceline.errors import PeerLost
+from paceline.waiting import waiting
 
 MAGIC = b"PLps"
 VERSION = 1
@@ -210,7 +211,8 @@ class Connection:
             try:
                 if self.deadline_s is not None:
                     self.sock.settimeout(max(1e-3, self.deadline_s - time.monotonic()))
-                count = self.sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
+                with waiting:
+                    count = self.sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
             except OSError as error:
                 raise Closed(f"the connection broke after {got} of {len(view)} bytes: {error}") from error
             if count == 0:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from paceline.plans import Plan
 from paceline.profile.profile import Parameter, Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event, free
-from paceline.strategies.costs import Held, Hooks, Moment, Room, Step
+from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step
 
 # What an operator on a sharded tensor costs above one on a plain tensor, in Python: it is looked up and unwrapped.
 # Measured on AdamW's operators, one core; see docs/prediction.md.
@@ -25,7 +25,7 @@ ROOT = ""
 REDUCED = "reduced"  # on accelerators nobody waits for a unit's gradients before the end
 
 
-def hold(held: Held, plan: Plan, profile: Profile) -> Held:
+def hold(held: Footprint, plan: Plan, profile: Profile) -> Footprint:
     """The first rank's part, which is the largest: dim 0 is cut into runs of equal length, rounded up."""
     local = {p.name: _part(p, plan.axes.shard) for p in profile.parameters}
     return replace(
@@ -54,159 +54,173 @@ def gathers_cast(plan: Plan) -> bool:
 
 
 def enter(step: Step) -> Hooks:
-    zero, ranks, software = step.plan.zero, step.plan.axes.shard, step.software
-    on_cpu = step.device_kind == "cpu"
-    # On the CPU a collective of FSDP2 ends before it goes on.
-    stream = COMPUTE if on_cpu or not software.overlaps else NETWORK
-    is_ahead = not on_cpu and software.prefetches
-    hook_s = HOOK_S if on_cpu else software.hook_s
-    units = [segment.unit for segment in step.profile.segments]
-    first_segment = {unit: units.index(unit) for unit in units if unit}
-    stride = step.plan.axes.tensor
-    # Without gathering ahead, and along a pipeline, whose stages would wait one after another, parameters that are only
-    # updated in parts are gathered where they were updated, and kept whole.
-    kept_whole = zero < 3 and not on_cpu and (not software.prefetches or step.plan.axes.pipeline > 1)
+    sharding = _Sharding(step)
+    return {name: getattr(sharding, name) for name in (
+        "start", "begin", "before_forward", "after_forward", "turn", "before_backward", "after_backward", "done",
+        "finish", "update")}
 
-    sparse_bytes = sum(p.gradient_bytes * p.count for p in step.profile.parameters if p.is_sparse)
-    at_the_end = zero == 1 and not on_cpu and not software.overlaps
 
-    def issue(unit: str) -> Iterable[Event]:
-        whole, local = _gathered_bytes(step, unit)
-        yield Allocate("communication", whole + local)
-        yield Collective("all_gather", whole, ranks, name=f"gather {unit}", stream=stream, stride=stride)
+class _Sharding:
+    """What FSDP2 does at each moment of a step.
 
-    def take(unit: str) -> Iterable[Event]:
-        whole, local = _gathered_bytes(step, unit)
-        yield Allocate("parameters", whole)
-        yield Compute(moved_bytes=2 * (whole + local), fixed_s=hook_s, after=(f"gather {unit}",))
-        yield free("communication", whole + local)
+    stream: on which collectives run; on the CPU one of FSDP2 ends before it goes on.
+    is_ahead: whether a unit is asked for while the one before it computes.
+    kept_whole: without gathering ahead, and along a pipeline, whose stages would wait one after another, parameters
+        that are only updated in parts are gathered where they were updated, and kept whole.
+    reduces_at_the_end: whether all gradients are reduced together after the last backward.
+    forwards, backwards: segments whose pass a gathering is for, in the order of the pass.
+    """
 
-    def gather(unit: str) -> Iterable[Event]:
-        if _gathered_bytes(step, unit)[0]:
-            yield from issue(unit)
-            yield from take(unit)
+    def __init__(self, step: Step) -> None:
+        software = step.software
+        self.step, self.zero, self.ranks = step, step.plan.zero, step.plan.axes.shard
+        self.on_cpu, self.stride = step.device_kind == "cpu", step.plan.axes.tensor
+        self.stream = COMPUTE if self.on_cpu or not software.overlaps else NETWORK
+        self.is_ahead = not self.on_cpu and software.prefetches
+        self.hook_s = HOOK_S if self.on_cpu else software.hook_s
+        self.kept_whole = self.zero < 3 and not self.on_cpu and (
+            not software.prefetches or step.plan.axes.pipeline > 1)
+        self.reduces_at_the_end = self.zero == 1 and not self.on_cpu and not software.overlaps
+        self.units = [segment.unit for segment in step.profile.segments]
+        self.first_segment = {unit: self.units.index(unit) for unit in self.units if unit}
+        self.forwards = [number for number in range(len(self.units)) if self._is_gathered(number)]
+        self.backwards = [number for number in reversed(range(len(self.units))) if self.units[number]]
 
-    def release(unit: str) -> Event:
-        return free("parameters", 0 if kept_whole else _gathered_bytes(step, unit)[0])
-
-    def reduce(unit: str, at: Moment) -> Iterable[Event]:
-        """The unit's gradients go into a buffer, and each rank gets the sum of its part."""
-        if at_the_end:
-            return
-        trainable = [p for p in _sharded(step, unit) if p.trainable]
-        whole, local = sum(p.gradient_bytes for p in trainable), sum(step.held.gradients[p.name] for p in trainable)
-        if not whole or not (zero > 1 or step.is_last(at)):
-            return
-        sent = whole * step.profile.reduced_part
-        yield Allocate("communication", sent + local)
-        yield Compute(moved_bytes=2 * sent, fixed_s=hook_s)
-        name = f"reduce {unit}" if on_cpu else REDUCED
-        yield Collective("reduce_scatter", sent, ranks, name=name, stream=stream, stride=stride)
-        yield Compute(moved_bytes=3 * local, after=(name,) if on_cpu else ())
-        yield free("communication", sent + local)
-        if at.microbatch == 0 or zero == 1:  # the first reduction of the window
-            yield free("gradients", whole - local)
-
-    def start(at: Moment) -> Iterable[Event]:
-        if on_cpu:
+    def start(self, at: HookPoint) -> Iterable[Event]:
+        if self.on_cpu:
             yield Allocate("runtime", CPU_RUNTIME_BYTES)
-        if kept_whole:
-            yield Allocate("parameters", _kept_bytes(step) - step.total(step.held.parameters))
+        if self.kept_whole:
+            yield Allocate("parameters", _kept_bytes(self.step) - self.step.total(self.step.held.parameters))
 
-    def roll_call() -> Iterable[Event]:
-        """The ranks compare which unit comes next; on GPUs in the first forwards only."""
-        if software.roll_call and on_cpu:
-            yield Collective("all_reduce", ROLL_BYTES, ranks, name="roll", stream=COMPUTE, stride=stride)
+    def begin(self, at: HookPoint) -> Iterable[Event]:
+        return self._gather(ROOT) if self._is_gathered_here(at, backward=False) else ()
 
-    def gathered_here(at: Moment, *, backward: bool) -> bool:
-        return not kept_whole and (zero == 3 or (at.microbatch == 0 and not backward))
-
-    def is_gathered(segment: int) -> bool:
-        """Whether a segment's forward is one that a gathering is for."""
-        return bool(units[segment]) and (zero == 3 or first_segment[units[segment]] == segment)
-
-    def ahead(segments: Sequence[int], at: Moment, *, is_first: bool, is_last: bool) -> Iterable[Event]:
-        """Take the unit that was asked for, and ask for the next one. segments: in the order of the pass."""
-        unit, place = units[at.segment], segments.index(at.segment)
-        if place == 0 and is_first:
-            yield from issue(unit)
-        yield from take(unit)
-        if not is_last:
-            yield from issue(unit)
-        elif place + 1 < len(segments):
-            yield from issue(units[segments[place + 1]])
-
-    forwards = [number for number in range(len(units)) if is_gathered(number)]
-    backwards = [number for number in reversed(range(len(units))) if units[number]]
-
-    def begin(at: Moment) -> Iterable[Event]:
-        return gather(ROOT) if gathered_here(at, backward=False) else ()
-
-    def before_forward(at: Moment) -> Iterable[Event]:
-        unit = step.segment(at).unit
+    def before_forward(self, at: HookPoint) -> Iterable[Event]:
+        unit = self.step.segment(at).unit
         if unit:
-            yield from roll_call()
-        if unit and gathered_here(at, backward=False) and is_gathered(at.segment):
-            if is_ahead:
-                yield from ahead(forwards, at, is_first=at.is_first, is_last=at.is_last)
+            yield from self._roll_call()
+        if unit and self._is_gathered_here(at, backward=False) and self._is_gathered(at.segment):
+            if self.is_ahead:
+                yield from self._ahead(self.forwards, at, is_first=at.is_first, is_last=at.is_last)
             else:
-                yield from gather(unit)
+                yield from self._gather(unit)
 
-    def after_forward(at: Moment) -> Iterable[Event]:
-        unit = step.segment(at).unit
-        if unit and zero == 3:
-            yield release(unit)
+    def after_forward(self, at: HookPoint) -> Iterable[Event]:
+        unit = self.step.segment(at).unit
+        if unit and self.zero == 3:
+            yield self._release(unit)
 
-    def turn(at: Moment) -> Iterable[Event]:
-        yield from roll_call()
-        if zero == 3:
-            yield release(ROOT)
-            yield from gather(ROOT)
+    def turn(self, at: HookPoint) -> Iterable[Event]:
+        yield from self._roll_call()
+        if self.zero == 3:
+            yield self._release(ROOT)
+            yield from self._gather(ROOT)
 
-    def before_backward(at: Moment) -> Iterable[Event]:
-        unit = step.segment(at).unit
-        if not unit or not gathered_here(at, backward=True):
+    def before_backward(self, at: HookPoint) -> Iterable[Event]:
+        unit = self.step.segment(at).unit
+        if not unit or not self._is_gathered_here(at, backward=True):
             return ()
-        if is_ahead:
-            return ahead(backwards, at, is_first=at.is_last, is_last=at.is_first)
-        return gather(unit)
+        if self.is_ahead:
+            return self._ahead(self.backwards, at, is_first=at.is_last, is_last=at.is_first)
+        return self._gather(unit)
 
-    def after_backward(at: Moment) -> Iterable[Event]:
-        unit = step.segment(at).unit
+    def after_backward(self, at: HookPoint) -> Iterable[Event]:
+        unit = self.step.segment(at).unit
         if not unit:
             return
-        if first_segment[unit] == at.segment:  # backward is through with the unit
-            yield from reduce(unit, at)
-            if zero < 3 and step.is_last(at):
-                yield release(unit)
-        if zero == 3:
-            yield release(unit)
+        if self.first_segment[unit] == at.segment:  # backward is through with the unit
+            yield from self._reduce(unit, at)
+            if self.zero < 3 and self.step.is_last(at):
+                yield self._release(unit)
+        if self.zero == 3:
+            yield self._release(unit)
 
-    def done(at: Moment) -> Iterable[Event]:
-        yield from reduce(ROOT, at)
-        if zero == 3 or step.is_last(at):
-            yield release(ROOT)
+    def done(self, at: HookPoint) -> Iterable[Event]:
+        yield from self._reduce(ROOT, at)
+        if self.zero == 3 or self.step.is_last(at):
+            yield self._release(ROOT)
 
-    def finish(at: Moment) -> Iterable[Event]:
-        if sparse_bytes:
-            yield Collective("all_reduce", sparse_bytes, ranks, stream=COMPUTE, stride=stride)
-        if at_the_end:
-            whole = step.profile.reduced_part * sum(p.gradient_bytes * p.count for p in step.profile.parameters
-                                                    if not p.is_sparse)
-            yield Collective("reduce_scatter", whole, ranks, name=REDUCED, stream=COMPUTE, stride=stride)
-            yield free("gradients", sum((p.gradient_bytes - step.held.gradients[p.name]) * p.count
-                                        for p in step.profile.parameters))
-        if not on_cpu:
+    def finish(self, at: HookPoint) -> Iterable[Event]:
+        parameters = self.step.profile.parameters
+        if sparse_bytes := sum(p.gradient_bytes * p.count for p in parameters if p.is_sparse):
+            yield Collective("all_reduce", sparse_bytes, self.ranks, stream=COMPUTE, stride=self.stride)
+        if self.reduces_at_the_end:
+            whole = self.step.profile.reduced_part * sum(p.gradient_bytes * p.count for p in parameters
+                                                         if not p.is_sparse)
+            yield Collective("reduce_scatter", whole, self.ranks, name=REDUCED, stream=COMPUTE, stride=self.stride)
+            yield free("gradients", sum((p.gradient_bytes - self.step.held.gradients[p.name]) * p.count
+                                        for p in parameters))
+        if not self.on_cpu:
             yield Compute(after=(REDUCED,))
 
-    def update(at: Moment) -> Iterable[Event]:
-        yield Compute(fixed_s=step.profile.update.operators * DTENSOR_OPERATOR_S, part="optimizer")
-        if kept_whole:
-            yield Collective("all_gather", _kept_bytes(step), ranks, name="gather", stream=COMPUTE, stride=stride)
+    def update(self, at: HookPoint) -> Iterable[Event]:
+        yield Compute(fixed_s=self.step.profile.update.operators * DTENSOR_OPERATOR_S, part="optimizer")
+        if self.kept_whole:
+            yield Collective("all_gather", _kept_bytes(self.step), self.ranks, name="gather", stream=COMPUTE,
+                             stride=self.stride)
 
-    return {"start": start, "begin": begin, "before_forward": before_forward, "after_forward": after_forward,
-            "turn": turn, "before_backward": before_backward, "after_backward": after_backward, "done": done,
-            "finish": finish, "update": update}
+    def _issue(self, unit: str) -> Iterable[Event]:
+        whole, local = _gathered_bytes(self.step, unit)
+        yield Allocate("communication", whole + local)
+        yield Collective("all_gather", whole, self.ranks, name=f"gather {unit}", stream=self.stream,
+                         stride=self.stride)
+
+    def _take(self, unit: str) -> Iterable[Event]:
+        whole, local = _gathered_bytes(self.step, unit)
+        yield Allocate("parameters", whole)
+        yield Compute(moved_bytes=2 * (whole + local), fixed_s=self.hook_s, after=(f"gather {unit}",))
+        yield free("communication", whole + local)
+
+    def _gather(self, unit: str) -> Iterable[Event]:
+        if _gathered_bytes(self.step, unit)[0]:
+            yield from self._issue(unit)
+            yield from self._take(unit)
+
+    def _release(self, unit: str) -> Event:
+        return free("parameters", 0 if self.kept_whole else _gathered_bytes(self.step, unit)[0])
+
+    def _reduce(self, unit: str, at: HookPoint) -> Iterable[Event]:
+        """The unit's gradients go into a buffer, and each rank gets the sum of its part."""
+        if self.reduces_at_the_end:
+            return
+        trainable = [p for p in _sharded(self.step, unit) if p.trainable]
+        whole = sum(p.gradient_bytes for p in trainable)
+        local = sum(self.step.held.gradients[p.name] for p in trainable)
+        if not whole or not (self.zero > 1 or self.step.is_last(at)):
+            return
+        sent = whole * self.step.profile.reduced_part
+        yield Allocate("communication", sent + local)
+        yield Compute(moved_bytes=2 * sent, fixed_s=self.hook_s)
+        name = f"reduce {unit}" if self.on_cpu else REDUCED
+        yield Collective("reduce_scatter", sent, self.ranks, name=name, stream=self.stream, stride=self.stride)
+        yield Compute(moved_bytes=3 * local, after=(name,) if self.on_cpu else ())
+        yield free("communication", sent + local)
+        if at.microbatch == 0 or self.zero == 1:  # the first reduction of the window
+            yield free("gradients", whole - local)
+
+    def _roll_call(self) -> Iterable[Event]:
+        """The ranks compare which unit comes next; on GPUs in the first forwards only."""
+        if self.step.software.roll_call and self.on_cpu:
+            yield Collective("all_reduce", ROLL_BYTES, self.ranks, name="roll", stream=COMPUTE, stride=self.stride)
+
+    def _is_gathered_here(self, at: HookPoint, *, backward: bool) -> bool:
+        return not self.kept_whole and (self.zero == 3 or (at.microbatch == 0 and not backward))
+
+    def _is_gathered(self, segment: int) -> bool:
+        """Whether a segment's forward is one that a gathering is for."""
+        unit = self.units[segment]
+        return bool(unit) and (self.zero == 3 or self.first_segment[unit] == segment)
+
+    def _ahead(self, segments: Sequence[int], at: HookPoint, *, is_first: bool, is_last: bool) -> Iterable[Event]:
+        """Take the unit that was asked for, and ask for the next one. segments: in the order of the pass."""
+        unit, place = self.units[at.segment], segments.index(at.segment)
+        if place == 0 and is_first:
+            yield from self._issue(unit)
+        yield from self._take(unit)
+        if not is_last:
+            yield from self._issue(unit)
+        elif place + 1 < len(segments):
+            yield from self._issue(self.units[segments[place + 1]])
 
 
 def _kept_bytes(step: Step) -> float:
@@ -224,6 +238,3 @@ def _gathered_bytes(step: Step, unit: str) -> tuple[float, float]:
 def _part_gathered(step: Step, parameter: Parameter) -> float:
     """Bytes that are gathered a byte of a parameter."""
     return step.profile.gathered_part * (parameter.gathered_part if gathers_cast(step.plan) else 1.0)
-
-
-ROOM = Room(is_active=lambda plan: plan.axes.shard > 1, enter=enter, hold=hold)

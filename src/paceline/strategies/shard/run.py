@@ -25,11 +25,11 @@ from paceline.capture.probe import NOTHING, Observed, owner
 from paceline.errors import JobError, PlanRefused
 from paceline.launch.logs import logger
 from paceline.strategies.data.run import GradientBuckets
-from paceline.strategies.kept import Kept, Saved
 from paceline.strategies.layout import tensors_in
 from paceline.strategies.shard.hooks import Hooks, hooks_of
 from paceline.strategies.shard.inputs import WritableInputs
-from paceline.strategies.shard.roll import Roll
+from paceline.strategies.shard.order_check import OrderCheck
+from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.units import find_units, is_callable, name_in_model, refuse_scripted
 
 if TYPE_CHECKING:
@@ -41,20 +41,13 @@ if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
 
 
-IMPORTS: tuple[str, ...] = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
-
-
-def is_active(plan: Plan) -> bool:
-    return plan.axes.shard > 1
-
-
 def writes_to_shards(plan: Plan) -> bool:
     """Whether what a forward writes to the parameters of a block that is not running goes to its shards.
 
     Below stage 3 a block stays gathered between the micro-batches of a step; and of several micro-batches some may be
     stand-ins on all ranks, whose writes must leave nothing behind.
     """
-    return is_active(plan) and not plan.splits_model and plan.num_microbatches == 1
+    return plan.axes.shard > 1 and not plan.splits_model and plan.num_microbatches == 1
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
@@ -138,12 +131,12 @@ def _agreed(names: Collection[str], model: nn.Module, mesh: DeviceMesh) -> froze
     return frozenset(name for name, is_named in zip(every, flags.tolist(), strict=True) if is_named)
 
 
-def _roll(units: Sequence[str], mesh: Mesh, *, expects: bool) -> Roll:
+def _roll(units: Sequence[str], mesh: Mesh, *, expects: bool) -> OrderCheck:
     """Collective if ranks expect: each row of the axis then has a group for it alone."""
     if not expects:
-        return Roll(units, mesh.group("shard"), mesh.ranks_along("shard"), expects=False)
+        return OrderCheck(units, mesh.group("shard"), mesh.ranks_along("shard"), expects=False)
     groups = [(row, dist.new_group(row, backend="gloo")) for row in mesh.rows("shard")]  # all of them on each rank
-    return next(Roll(units, group, row, expects=True) for row, group in groups if mesh.rank in row)
+    return next(OrderCheck(units, group, row, expects=True) for row, group in groups if mesh.rank in row)
 
 
 def _bring(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
@@ -220,10 +213,10 @@ class Sharding:
         """FSDP2 counts nothing; see `Synchroniser`."""
         return self.whole.sent_bytes
 
-    def kept(self) -> Iterable[Kept]:
+    def kept(self) -> Iterable[StateTensor]:
         return ()
 
-    def restore(self, saved: Saved) -> list[str]:
+    def restore(self, saved: SavedState) -> list[str]:
         return []
 
     def _mark(self, unit: str) -> Callable[..., None]:
@@ -325,7 +318,7 @@ def _kept_whole(model: nn.Module, units: Collection[nn.Module]) -> set[nn.Parame
     return whole
 
 
-def _watch_calls(sharded: Mapping[str, nn.Module], roll: Roll) -> _Running:
+def _watch_calls(sharded: Mapping[str, nn.Module], roll: OrderCheck) -> _Running:
     """Compare over the ranks which unit is called next, before FSDP2 gathers it; refuse outputs it can't see into."""
     for number, module in enumerate(sharded.values()):
         if number + 1 < len(sharded):

@@ -9,9 +9,10 @@ from pathlib import Path
 from torch import nn
 
 from paceline.capture.graph import Capture
-from paceline.capture.price import forward_s, kept_bytes
-from paceline.cluster import Device
+from paceline.capture.price import forward_flops, kept_bytes
+from paceline.cluster import CPU_FLOPS_PER_BYTE, Device
 from paceline.errors import PlanError
+from paceline.job import Precision
 from paceline.plans import Plan
 from paceline.strategies.costs import room_for_tensors
 from paceline.strategies.mesh import weakest
@@ -19,7 +20,7 @@ from paceline.strategies.pipeline.assign import assign
 from paceline.strategies.pipeline.schedule import Action, in_flight, schedule
 from paceline.strategies.place.assign import in_turn, place_automatically, place_by_file, stages
 from paceline.strategies.place.file import read_placement
-from paceline.strategies.place.ledger import Need
+from paceline.strategies.place.ledger import PieceMemory
 
 EXAMPLE_SAMPLES = 2  # of the small batch that a model is captured with
 
@@ -38,14 +39,15 @@ class Assignment:
 
 
 def assigned(model: nn.Module, found: Capture, plan: Plan, *, samples: int, state_factor: float,
-             devices: Sequence[Device]) -> Assignment:
+             devices: Sequence[Device], precision: Precision) -> Assignment:
     """Cut a captured model as a plan says.
 
     Args:
         found: Captured with EXAMPLE_SAMPLES samples.
         samples: Most of a micro-batch.
         state_factor: Bytes of optimizer state a byte of trainable parameters.
-        devices: Of each rank; without them nothing is too large, and all are equally fast.
+        devices: Of each rank; without them nothing is too large, and all are ordinary CPUs that are equally fast.
+        precision: Of the job; a device computes faster in some, and moves bytes as before.
 
     Raises:
         PlanError: the model has fewer pieces than the plan has stages, or what it is cut into doesn't fit.
@@ -54,8 +56,9 @@ def assigned(model: nn.Module, found: Capture, plan: Plan, *, samples: int, stat
     places = weakest(plan, devices)
     holders = plan.axes.tensor * plan.axes.shard  # ranks that have a stage's weights together
     memory = [float("inf") if device is None else room_for_tensors(plan, device) * holders for device in places]
+    flops_per_byte = places[0].flops_per_byte(precision) if places[0] is not None else CPU_FLOPS_PER_BYTE
     if plan.axes.parts > 1:
-        part_of = _part_of(model, found, plan, needs, memory)
+        part_of = _part_of(model, found, plan, needs, memory, flops_per_byte)
         stage_of, ranks = stages(found, part_of)
         _check_edits(found, stage_of)
         return Assignment(stage_of, ranks, in_turn(ranks, num_parts=plan.axes.parts,
@@ -63,7 +66,7 @@ def assigned(model: nn.Module, found: Capture, plan: Plan, *, samples: int, stat
     num_ranks, virtual = plan.axes.pipeline, plan.schedule.virtual
     orders = schedule(plan.schedule.schedule, num_ranks=num_ranks, num_microbatches=plan.num_microbatches,
                       virtual=virtual)
-    stage_of = assign(found, needs, speeds=_speeds(places) * virtual,
+    stage_of = assign(found, needs, flops_per_byte=flops_per_byte, speeds=_speeds(places) * virtual,
                       memory_bytes=[num_bytes / virtual for num_bytes in memory] * virtual,
                       in_flight=[-(-in_flight(list(order)) // virtual) for order in orders] * virtual)
     return Assignment(stage_of, [stage % num_ranks for stage in range(num_ranks * virtual)], orders)
@@ -90,12 +93,12 @@ def _speeds(places: Sequence[Device | None]) -> list[float]:
     return [speed / max(stated) for speed in stated] if len(stated) == len(places) else [1.0] * len(places)
 
 
-def _part_of(model: nn.Module, found: Capture, plan: Plan, needs: Mapping[str, Need],
-             memory: Sequence[float]) -> dict[str, int]:
+def _part_of(model: nn.Module, found: Capture, plan: Plan, needs: Mapping[str, PieceMemory],
+             memory: Sequence[float], flops_per_byte: float) -> dict[str, int]:
     names = [f"part {part}" for part in range(plan.axes.parts)]
     if plan.schedule.place == "auto":
-        seconds = {piece.key: forward_s(piece) for piece in found.pieces}
-        return place_automatically(found, seconds, needs, memory, names)
+        flops = {piece.key: forward_flops(piece, flops_per_byte=flops_per_byte) for piece in found.pieces}
+        return place_automatically(found, flops, needs, memory, names)
     placement = read_placement(Path(plan.schedule.place))
     if placement.num_parts != plan.axes.parts:
         raise PlanError(f"{placement.path} has {placement.num_parts} parts and the plan {plan.axes.parts}",
@@ -103,7 +106,7 @@ def _part_of(model: nn.Module, found: Capture, plan: Plan, needs: Mapping[str, N
     return place_by_file(found, placement, [name for name, _ in model.named_modules() if name], needs, memory, names)
 
 
-def piece_needs(model: nn.Module, found: Capture, *, samples: int, state_factor: float) -> dict[str, Need]:
+def piece_needs(model: nn.Module, found: Capture, *, samples: int, state_factor: float) -> dict[str, PieceMemory]:
     """What each piece has to hold in training, by key. A tied parameter counts in each piece that uses it.
 
     samples: whose activations are in flight.
@@ -116,5 +119,5 @@ def piece_needs(model: nn.Module, found: Capture, *, samples: int, state_factor:
         trained = sum(parameters[name].nbytes for name in dict.fromkeys(piece.parameters)
                       if parameters[name].requires_grad)
         kept = kept_bytes(piece, found.values, parameters, buffers) / EXAMPLE_SAMPLES * samples
-        needs[piece.key] = Need(weights, trained, state_factor * trained, kept)
+        needs[piece.key] = PieceMemory(weights, trained, state_factor * trained, kept)
     return needs

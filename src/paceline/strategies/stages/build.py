@@ -21,20 +21,21 @@ from paceline.launch.logs import logger
 from paceline.strategies.compile.run import refuse_compiled
 from paceline.strategies.layout import Batch
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
-from paceline.strategies.stages.layout import Stages, first_names, has_hooks, hollow, renamed
+from paceline.strategies.stages.layout import Stages, first_names, hollow, kept_whole, renamed
 from paceline.strategies.tensor.published import published
-from paceline.strategies.tensor.run import Split, derive
+from paceline.strategies.tensor.run import TensorSplit, derive
 from paceline.strategies.units import refuse_scripted
 
 if TYPE_CHECKING:
     from paceline.cluster import Device
+    from paceline.job import Precision
     from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
 
 
 def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
             example: Callable[[int], Batch], context: Callable[[], Any], microbatch_samples: int,
-            state_factor: Callable[[], float], devices: Sequence[Device],
+            state_factor: Callable[[], float], devices: Sequence[Device], precision: Precision,
             functions: Mapping[str, Callable[[Any, Any], Any]], evaluated: Callable[[], Batch] | None,
             running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Stages:
     """This rank's part of a model that is cut into stages, or whose layers are split, or both. Collective.
@@ -45,7 +46,7 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
         context: The numeric context of a forward.
         microbatch_samples: Most samples of a micro-batch.
         state_factor: Gives bytes of optimizer state a byte of trainable parameters.
-        devices: Of each rank.
+        devices, precision: Of each rank, and of the job: they say which cut is even.
         functions: The job's loss and metrics, from (output, target), by what they are called in a message.
         evaluated: Makes a batch as the model is evaluated on; None if it isn't.
         running: Entered where the whole model's weights are used.
@@ -75,17 +76,18 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
         batch = _nearby(example, here)(EXAMPLE_SAMPLES)
         refuse_readers(model, *batch.arguments(), functions={
             name: partial(_of_output, function, batch.target) for name, function in functions.items()}, running=running)
-    cut = assigned(model, found, plan, samples=microbatch_samples, state_factor=state_factor(), devices=devices)
+    cut = assigned(model, found, plan, samples=microbatch_samples, state_factor=state_factor(), devices=devices,
+                   precision=precision)
     if here != device:
         found = _captured_on(device, model, example, context, opaque)
-    split = Split()
+    split = TensorSplit()
     if plan.axes.tensor > 1:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         with context(), running(), state_kept(model):
             inputs = found.bind(*example(EXAMPLE_SAMPLES).arguments())
             split = derive(found, dict(model.named_parameters()), buffers, inputs,
                            mesh.devices(device.type)["tensor"], batches=microbatch_samples / EXAMPLE_SAMPLES,
-                           wishes=published(model), sharded=plan.axes.shard > 1, whole=_kept_whole(model, found))
+                           wishes=published(model), sharded=plan.axes.shard > 1, whole=kept_whole(model, found))
     with running():
         stages = Stages(model, hollow(model, device), example=found, stage_of=cut.stage_of,
                       ranks=cut.ranks, orders=cut.orders, mesh=mesh, axis=mesh.stage_axis, device=device,
@@ -175,11 +177,3 @@ def _take_whole(model: nn.Module, reasons: Mapping[str, str],
 
 def _is_inside(path: str, opaque: OpaqueModules) -> bool:
     return any(path == outer or path.startswith(f"{outer}.") for outer in opaque.outputs)
-
-
-def _kept_whole(model: nn.Module, found: Capture) -> dict[str, str]:
-    """Parameters that no rank can hold a part of, by name, and why."""
-    hooked = [name for name, p in model.named_parameters() if has_hooks(p)]
-    changed = set().union(*(piece.changes for piece in found.pieces))
-    return dict.fromkeys(hooked, "its gradient has a hook, which expects it whole") | dict.fromkeys(
-        changed, "the forward changes it in place")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paceline.profile.profile import Profile
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Receive, Repeat, Send, free
-from paceline.strategies.costs import Moment, MomentName, backward_moments, compute, forward_moments
+from paceline.strategies.costs import HookPoint, MomentName, backward_moments, compute, forward_moments
 from paceline.strategies.pipeline.schedule import Action
 
 ENDING: tuple[MomentName, ...] = ("finish", "meet", "update", "save")
@@ -18,7 +18,7 @@ POSTED_AHEAD = 2  # actions whose messages a rank makes room for: the one at han
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class StageMessage:
     """A value, or a gradient, that passes between a stage and another rank in each micro-batch."""
 
     name: str
@@ -34,10 +34,10 @@ class StageCost:
     """
 
     segments: range
-    takes: tuple[Message, ...] = ()
-    gives: tuple[Message, ...] = ()
-    regains: tuple[Message, ...] = ()
-    returns: tuple[Message, ...] = ()
+    takes: tuple[StageMessage, ...] = ()
+    gives: tuple[StageMessage, ...] = ()
+    regains: tuple[StageMessage, ...] = ()
+    returns: tuple[StageMessage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ def tie(rank: RankCost) -> Event:
     return Collective("all_reduce", rank.tied_bytes, 2, name="ties", stream=COMPUTE, stride=rank.tied_stride)
 
 
-def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, Moment]]:
+def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, HookPoint]]:
     """The rank's step up to its update, as messages and as moments that the rooms of the plan fill."""
-    yield "start", Moment()
+    yield "start", HookPoint()
     yield Allocate("activations", rank.batch_bytes)
     posted: set[Action] = set()
     for position, action in enumerate(rank.order):
@@ -93,7 +93,7 @@ def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, Moment]]:
     if rank.tied_bytes:
         yield tie(rank)
     for name in ENDING:
-        yield name, Moment()
+        yield name, HookPoint()
 
 
 def _room_bytes(stage: StageCost, action: Action) -> float:
@@ -102,9 +102,9 @@ def _room_bytes(stage: StageCost, action: Action) -> float:
     return sum(message.num_bytes for message in arriving)
 
 
-def forward_course(rank: RankCost, stage: StageCost, microbatch: int) -> Iterator[tuple[MomentName, Moment]]:
+def forward_course(rank: RankCost, stage: StageCost, microbatch: int) -> Iterator[tuple[MomentName, HookPoint]]:
     """A stage's forward of a micro-batch."""
-    yield "begin", Moment(microbatch, stage.segments.start)
+    yield "begin", HookPoint(microbatch, stage.segments.start)
     for segment in stage.segments:
         yield from forward_moments(microbatch, segment, rank.profile.segments[segment].repeat)
 
@@ -115,9 +115,9 @@ def input_gradients(profile: Profile, stage: StageCost, samples: float) -> Itera
         yield Repeat((compute(segment.backward, samples),), segment.repeat)
 
 
-def backward_course(rank: RankCost, stage: StageCost, microbatch: int) -> Iterator[tuple[MomentName, Moment]]:
+def backward_course(rank: RankCost, stage: StageCost, microbatch: int) -> Iterator[tuple[MomentName, HookPoint]]:
     """A stage's backward of a micro-batch."""
-    yield "turn", Moment(microbatch, stage.segments.start)
+    yield "turn", HookPoint(microbatch, stage.segments.start)
     for segment in reversed(stage.segments):
         yield from backward_moments(microbatch, segment, rank.profile.segments[segment].repeat)
-    yield "done", Moment(microbatch, stage.segments.start)
+    yield "done", HookPoint(microbatch, stage.segments.start)

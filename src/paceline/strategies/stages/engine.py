@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from paceline.capture.graph import Capture, Constant, Piece, Value
 from paceline.strategies.pipeline.schedule import Action
+from paceline.waiting import waiting
 
 RunPiece = Callable[[Piece, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
@@ -74,7 +75,7 @@ def cut(capture: Capture, stage_of: Callable[[Piece], int], ranks: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class PeerMessage:
     """A value on its way to a rank, or its gradient on the way back from one of its consumers."""
 
     value: str
@@ -107,11 +108,11 @@ class Links:
     def __init__(self, ranks: Sequence[int], own: int, device: torch.device, *, ahead: dist.ProcessGroup | None,
                  back: dist.ProcessGroup | None) -> None:
         self.ranks, self.own, self.device, self.ahead, self.back = ranks, own, device, ahead, back
-        self.expected: dict[int, Iterator[tuple[Message, Value]]] = {}
-        self.posted: dict[tuple[int, Message], tuple[dist.Work, torch.Tensor]] = {}
+        self.expected: dict[int, Iterator[tuple[PeerMessage, Value]]] = {}
+        self.posted: dict[tuple[int, PeerMessage], tuple[dist.Work, torch.Tensor]] = {}
         self.sent: list[tuple[dist.Work, torch.Tensor]] = []
 
-    def expect(self, messages: Mapping[int, Sequence[tuple[Message, Value]]]) -> None:
+    def expect(self, messages: Mapping[int, Sequence[tuple[PeerMessage, Value]]]) -> None:
         """What each rank will send to this one in the coming step, in order."""
         self.expected = {rank: iter(items) for rank, items in messages.items()}
 
@@ -122,7 +123,7 @@ class Links:
         assert work is not None
         self.sent.append((work, tensor))
 
-    def post(self, message: Message, source: int) -> None:
+    def post(self, message: PeerMessage, source: int) -> None:
         """Be ready to receive a message, and those that come before it."""
         while (source, message) not in self.posted:
             coming, value = next(self.expected[source])
@@ -131,16 +132,18 @@ class Links:
             assert work is not None
             self.posted[source, coming] = (work, buffer)
 
-    def receive(self, message: Message, source: int) -> torch.Tensor:
+    def receive(self, message: PeerMessage, source: int) -> torch.Tensor:
         self.post(message, source)
         work, buffer = self.posted.pop((source, message))
-        work.wait()
+        with waiting:
+            work.wait()
         return buffer
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
-        for work, _ in self.sent:
-            work.wait()
+        with waiting:
+            for work, _ in self.sent:
+                work.wait()
         self.sent = []
         assert not self.posted, "messages were received that nobody used"
 
@@ -152,7 +155,7 @@ class Engine:
     orders: every rank's actions.
     links: to the other ranks of the axis.
     run_piece: runs one piece with the tensors that this rank holds.
-    weights: trainable parameters of a stage of this rank.
+    weights: where the gradients of a stage of this rank end.
     record: told of each action when its work began, after it had what it needs, and when it ended; perf_counter.
     """
 
@@ -165,7 +168,7 @@ class Engine:
     _separable: dict[tuple[int, int], bool] = field(default_factory=dict)  # of a capture's stage, whether I and W are
     _received: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     _uses: dict[tuple[str, int], int] = field(default_factory=dict)
-    _gradients: dict[Message, torch.Tensor | None] = field(default_factory=dict)
+    _gradients: dict[PeerMessage, torch.Tensor | None] = field(default_factory=dict)
     _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
 
     def run(self, staged: Mapping[int, Staged], inputs: Mapping[int, Mapping[str, torch.Tensor]],
@@ -199,7 +202,7 @@ class Engine:
     def run_forward(self, staged: Staged, inputs: Mapping[str, torch.Tensor]) -> Any:
         """The model's output for one batch, on the rank of the last stage; None on others."""
         own, found = self.links.own, None
-        self.links.expect({rank: [(Message(value.name, 0), value) for stage in staged.stages if stage.rank == rank
+        self.links.expect({rank: [(PeerMessage(value.name, 0), value) for stage in staged.stages if stage.rank == rank
                                   for value in stage.outputs if own in self._takers(staged, value.name)]
                            for rank in range(len(self.links.ranks)) if rank != own})
         self._received, self._uses = {}, {}
@@ -221,16 +224,16 @@ class Engine:
         self._received, self._uses, self._gradients, self._flights = {}, {}, {}, {}
 
     def _messages(self, order: Sequence[Action], staged: Mapping[int, Staged], *, to: int,
-                  rank: int) -> Iterator[tuple[Message, Value]]:
+                  rank: int) -> Iterator[tuple[PeerMessage, Value]]:
         """What a rank with this order sends to another."""
         for action in order:
             at = staged[action.microbatch]
             stage = at.stages[action.stage]
             if action.kind == "F":
-                yield from ((Message(value.name, action.microbatch), value) for value in stage.outputs
+                yield from ((PeerMessage(value.name, action.microbatch), value) for value in stage.outputs
                             if to in self._takers(at, value.name))
             elif action.kind in ("B", "I"):
-                yield from ((Message(value.name, action.microbatch, stage.number), value) for value in stage.inputs
+                yield from ((PeerMessage(value.name, action.microbatch, stage.number), value) for value in stage.inputs
                             if value.differentiable and at.stages[at.producer[value.name]].rank == to)
 
     def _takers(self, staged: Staged, name: str) -> list[int]:
@@ -245,19 +248,19 @@ class Engine:
             for value in stage.inputs:
                 home = staged.stages[staged.producer[value.name]].rank
                 if home != own and (value.name, number) not in self._received:
-                    self.links.post(Message(value.name, number), home)
+                    self.links.post(PeerMessage(value.name, number), home)
         elif action.kind in ("B", "I"):
             for value in stage.outputs:
                 for consumer in staged.consumers[value.name] if value.differentiable else ():
                     if staged.stages[consumer].rank != own:
-                        self.links.post(Message(value.name, number, consumer), staged.stages[consumer].rank)
+                        self.links.post(PeerMessage(value.name, number, consumer), staged.stages[consumer].rank)
 
     def _take(self, staged: Staged, value: Value, number: int) -> torch.Tensor:
         """A value of an earlier stage, from this rank or another; kept until the last stage here has taken it."""
         key = (value.name, number)
         if key not in self._received:
             home = staged.stages[staged.producer[value.name]].rank
-            self._keep(staged, value.name, number, self.links.receive(Message(value.name, number), home))
+            self._keep(staged, value.name, number, self.links.receive(PeerMessage(value.name, number), home))
         self._uses[key] -= 1
         return self._received[key] if self._uses[key] else self._received.pop(key)
 
@@ -339,7 +342,7 @@ class Engine:
         return roots, gradients
 
     def _gradient(self, staged: Staged, value: Value, number: int, consumer: int) -> torch.Tensor | None:
-        home, message = staged.stages[consumer].rank, Message(value.name, number, consumer)
+        home, message = staged.stages[consumer].rank, PeerMessage(value.name, number, consumer)
         if home == self.links.own:
             return self._gradients.pop(message)
         return self.links.receive(message, home)
@@ -352,7 +355,7 @@ class Engine:
                 continue
             home, gradient = staged.stages[staged.producer[value.name]].rank, flight.inputs[value.name].grad
             if home == self.links.own:
-                self._gradients[Message(value.name, number, stage.number)] = gradient
+                self._gradients[PeerMessage(value.name, number, stage.number)] = gradient
             else:
                 self.links.send(torch.zeros(value.shape, dtype=value.dtype, device=self.links.device)
                                 if gradient is None else gradient, home)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.capture.graph import Piece
-from paceline.profile.profile import Affine, Parameter, Product, Profile, Segment, TensorCut, Work, growing
+from paceline.profile.profile import Affine, Core, Parameter, Product, Profile, Segment, TensorCut, Work, growing
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES
 from paceline.strategies.stages.price import LOSS, SplitJob
 
@@ -32,11 +32,12 @@ def layered(split: SplitJob) -> Profile:
     if [piece.key for piece in found.pieces] != [piece.key for piece in other.pieces]:
         raise ValueError("the model is in other pieces for another number of samples")
     known = {p.name: p for p in split.whole.parameters}
+    places = {name: place for place, name in enumerate(known)}  # of a parameter in the model, whichever uses it first
     units = set(split.whole.units) or {piece.key for piece in found.pieces if piece.parameters}
     used: set[str] = set()
     layers: list[_Layer] = []
     for piece in found.pieces:
-        layer = _layer(piece, _line(first[piece.key], second[piece.key]), known, units, used)
+        layer = _layer(piece, _line(first[piece.key], second[piece.key]), known, units, used, places)
         used.update(piece.parameters)
         if layers and layers[-1].is_like(layer):
             layers[-1] = layers[-1].with_one_more()
@@ -57,10 +58,15 @@ class _Layer:
     parameters: tuple[Parameter, ...]
 
     def is_like(self, other: _Layer) -> bool:
-        if not self.segment.unit or not other.segment.unit or self.segment.borrows or other.segment.borrows:
+        if not self.segment.unit or not other.segment.unit or self._is_tied() or other._is_tied():
             return False
-        figures, theirs = (replace(layer.segment, unit="", gradients=(), repeat=1) for layer in (self, other))
+        figures, theirs = (replace(layer.segment, unit="", gradients=(), borrows=(), repeat=1)
+                           for layer in (self, other))
         return figures == theirs and [_shape(p) for p in self.parameters] == [_shape(p) for p in other.parameters]
+
+    def _is_tied(self) -> bool:
+        """Whether a piece before it has one of its parameters. What it borrows besides is its own, and frozen."""
+        return not {p.name for p in self.parameters}.issuperset(self.segment.borrows)
 
     def with_one_more(self) -> _Layer:
         return _Layer(replace(self.segment, repeat=self.segment.repeat + 1),
@@ -72,9 +78,9 @@ def _shape(p: Parameter) -> tuple[object, ...]:
 
 
 def _layer(piece: Piece, segment: Segment, known: Mapping[str, Parameter], units: set[str],
-           used: set[str]) -> _Layer:
+           used: set[str], places: Mapping[str, int]) -> _Layer:
     unit = piece.key if piece.key in units else ""
-    own = [known[name] for name in dict.fromkeys(piece.parameters) if name not in used]
+    own = sorted((known[name] for name in set(piece.parameters) - used), key=lambda p: places[p.name])
     parameters = tuple(replace(p, unit=unit, is_cut=_divides(p)) for p in own)
     return _Layer(replace(
         segment, unit=unit, gradients=tuple(p.name for p in own if p.trainable),
@@ -100,7 +106,8 @@ def _cut(segment: Segment) -> TensorCut | None:
 
 
 def _less(figure: Affine, output: Affine, times: int) -> Affine:
-    return Affine(0.0, max(0.0, figure.per_sample - times * output.per_sample))
+    """What doesn't grow with the samples comes with the matrices, as their casts do."""
+    return Affine(max(0.0, figure.fixed), max(0.0, figure.per_sample - times * output.per_sample))
 
 
 def _line(first: Segment, second: Segment) -> Segment:
@@ -114,7 +121,10 @@ def _line(first: Segment, second: Segment) -> Segment:
             moved.fixed + functions.fixed, moved.per_sample + functions.per_sample),
             products=_cut_products(growing(one.products, other.products, samples=SAMPLES)))
 
-    return replace(first, forward=work(first.forward, second.forward), backward=work(first.backward, second.backward),
+    core = None if first.core is None or second.core is None else Core(
+        work(first.core.forward, second.core.forward), line(first.core.kept_bytes, second.core.kept_bytes))
+    return replace(first, core=core, forward=work(first.forward, second.forward),
+                   backward=work(first.backward, second.backward),
                    kept_bytes=line(first.kept_bytes, second.kept_bytes),
                    output_bytes=line(first.output_bytes, second.output_bytes),
                    forward_peak_bytes=line(first.forward_peak_bytes, second.forward_peak_bytes),

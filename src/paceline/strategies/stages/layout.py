@@ -16,11 +16,12 @@ from paceline.capture.opaque import OpaqueModules
 from paceline.capture.probe import sparsely_trained
 from paceline.errors import JobError, PlanRefused
 from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
-from paceline.strategies.layout import Batch, Extent, Work
+from paceline.strategies.layout import Batch, Extent, MicrobatchWork
 from paceline.strategies.pipeline.schedule import Action
 from paceline.strategies.stages.engine import Engine, Links, Stage, Staged, cut
-from paceline.strategies.stages.module import PieceModule, Pieces
-from paceline.strategies.tensor.run import Split
+from paceline.strategies.stages.module import PieceModule, PieceModules
+from paceline.strategies.tensor.leaf import leaf_of
+from paceline.strategies.tensor.run import TensorSplit
 
 if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
@@ -44,6 +45,14 @@ def renamed(found: Capture, first_name: Mapping[str, str]) -> Capture:
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether the user waits for its gradient, or changes it."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def kept_whole(model: nn.Module, found: Capture) -> dict[str, str]:
+    """Parameters that no rank can hold a part of, by name, and why."""
+    hooked = [name for name, p in model.named_parameters() if has_hooks(p)]
+    changed = set().union(*(piece.changes for piece in found.pieces))
+    return dict.fromkeys(hooked, "its gradient has a hook, which expects it whole") | dict.fromkeys(
+        changed, "the forward changes it in place")
 
 
 def hollow(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
@@ -86,7 +95,7 @@ class Stages:
 
     def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter], *, example: Capture,
                  stage_of: Mapping[str, int], ranks: Sequence[int], orders: Sequence[Sequence[Action]], mesh: Mesh,
-                 axis: str, device: torch.device, context: Callable[[], Any], split: Split,
+                 axis: str, device: torch.device, context: Callable[[], Any], split: TensorSplit,
                  opaque: OpaqueModules, changing: Collection[str] = (), notes: Sequence[str] = ()) -> None:
         self.template, self.stage_of, self.ranks, self.context = template, stage_of, ranks, context
         self.captures: dict[Any, Staged] = {}
@@ -133,7 +142,7 @@ class Stages:
             {name: here[name] for name in piece.parameters if name in apart}, runs_once=bool(piece.opaque))
             for piece in example.pieces if piece.parameters and ranks[stage_of[piece.key]] == own}
         lone = {name: p for name, p in here.items() if name in (*unused, *apart)}
-        self.module: Pieces = Pieces(pieces, lone, template, split)
+        self.module: PieceModules = PieceModules(pieces, lone, template, split)
         self.engine = Engine(orders, self.links, self.module.run, self._weights)
         self.has_output, self.meets_in_forward = ranks[-1] == own, mesh.sizes["shard"] > 1
         self.ties = [(name, at) for name, at in holders.items() if len(at) > 1]
@@ -149,7 +158,7 @@ class Stages:
             if parameter not in kept:
                 parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
-    def run(self, batches: Sequence[Batch], work: Work) -> None:
+    def run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
         run = {number: batch for number, batch in enumerate(batches) if batch.samples or self.meets_in_forward}
         staged = {number: self._staged(batch) for number, batch in run.items()}
         inputs = {number: self._bound(staged[number], batch) for number, batch in run.items()}
@@ -193,9 +202,11 @@ class Stages:
             dist.all_reduce(gradient, group=group)
 
     def _weights(self, stage: Stage) -> list[nn.Parameter]:
+        """Where the gradients of a stage's parameters end."""
         modules = [self.module.by_key[piece.key] for piece in stage.pieces if piece.parameters]
-        return list({p: None for module in modules for p in (*module.parameters(), *module.apart.values())
-                     if p.requires_grad})
+        held = {p: None for module in modules for p in (*module.parameters(), *module.apart.values())
+                if p.requires_grad}
+        return [p if (leaf := leaf_of(p)) is None else leaf for p in held]
 
     def _staged(self, batch: Batch) -> Staged:
         """The capture for a batch of this shape, cut; made when the shape is first seen."""
@@ -299,8 +310,11 @@ def _refuse_spread(example: Capture, holders: Mapping[str, Sequence[int]], rank_
 
 
 def _group(mesh: Mesh, axis: str, members: Sequence[int]) -> dist.ProcessGroup | None:
-    """The group of these places along an axis, for this rank's row. Collective: every rank makes every group."""
+    """The group of these places along an axis, for this rank's row; None for a place alone, which sends nothing.
+    Collective: every rank makes every group."""
     own = None
+    if len(members) == 1:
+        return own
     for ranks in mesh.rows(axis):
         group = dist.new_group([ranks[at] for at in members])
         if mesh.rank in [ranks[at] for at in members]:

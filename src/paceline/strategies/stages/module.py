@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline.capture.graph import Piece
-from paceline.strategies.tensor.run import Split
+from paceline.strategies.tensor.run import TensorSplit
 from paceline.strategies.units import name_in_model, name_of_attribute
 
 
@@ -18,6 +18,7 @@ class PieceModule(nn.Module):
 
     split: makes what runs a piece whose parameters are split over ranks; None if they are whole.
     apart: of its parameters those that the module holding all pieces registers, because several of them use them.
+    attributes: under which the others are registered, by their names in the model.
     runs_once: whether it must not be computed again in backward, as it has code that keeps a state of its own.
     """
 
@@ -28,8 +29,9 @@ class PieceModule(nn.Module):
         self.split, self.apart, self.runs_once = split, dict(apart or {}), runs_once
         self._wrap: Callable[[Piece, Callable[..., Any]], Callable[..., Any]] = lambda piece, run: run
         self.runs: dict[int, tuple[Piece, Callable[..., tuple[torch.Tensor, ...]]]] = {}
+        self.attributes = {name: name_of_attribute(name) for name in parameters}
         for name, parameter in parameters.items():
-            self.register_parameter(name_of_attribute(name), parameter)
+            self.register_parameter(self.attributes[name], parameter)
 
     def forward(self, piece: Piece, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run any capture's piece with this key.
@@ -47,11 +49,13 @@ class PieceModule(nn.Module):
         self._wrap = wrap
 
     def holds(self, names: Iterable[str]) -> bool:
-        return all(name in self.apart or name_of_attribute(name) in self._parameters for name in names)
+        return all(name in self.apart or name in self.attributes for name in names)
 
     def held(self, name: str) -> nn.Parameter:
         """A parameter by its name in the model."""
-        return self.apart[name] if name in self.apart else getattr(self, name_of_attribute(name))
+        found = self.apart[name] if name in self.apart else self._parameters[self.attributes[name]]
+        assert found is not None
+        return found
 
 
 def run_purely(run: Callable[..., tuple[torch.Tensor, ...]], piece: Piece, parameters: Sequence[torch.Tensor],
@@ -74,7 +78,7 @@ def run_purely(run: Callable[..., tuple[torch.Tensor, ...]], piece: Piece, param
     return (*outputs, *(buffer for name, buffer in zip(piece.buffers, buffers, strict=True) if name in piece.changes))
 
 
-class Pieces(nn.Module):
+class PieceModules(nn.Module):
     """All pieces of a rank. It is never called itself; its parameters have the names that the model gives them.
 
     lone: parameters that no piece registers, by name.
@@ -83,7 +87,7 @@ class Pieces(nn.Module):
     """
 
     def __init__(self, pieces: Mapping[str, PieceModule], lone: Mapping[str, nn.Parameter], model: nn.Module,
-                 split: Split) -> None:
+                 split: TensorSplit) -> None:
         super().__init__()
         self.split = split
         self.pieces = nn.ModuleList(pieces.values())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,45 +18,64 @@ from paceline.capture.price import INSIDE_OF_OPAQUE
 from paceline.cluster import Device
 from paceline.job import Job
 from paceline.plans import Plan
-from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
-from paceline.profile.recorder import Place, Recorder, Tallied
+from paceline.profile.attention import SparedBySelective
+from paceline.profile.fakes import convertible
+from paceline.profile.profile import Affine, Core, Fused, Parameter, Profile, Segment, TensorCut, Work
+from paceline.profile.recorder import StepPosition, Tallied, WorkRecorder
 from paceline.profile.trace import as_the_job_takes, autocast, build, first_items, kept_generators, state_factor
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, Assignment, assigned
-from paceline.strategies.stages.cost import Message, RankCost, StageCost
+from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
 from paceline.strategies.stages.engine import Staged, cut
-from paceline.strategies.stages.layout import first_names, renamed
+from paceline.strategies.stages.layout import first_names, kept_whole, renamed
+from paceline.strategies.stages.repeats import RepeatedBlocks
+from paceline.strategies.tensor.published import published
+from paceline.strategies.tensor.run import TensorSplit
+
+if TYPE_CHECKING:
+    from paceline.strategies.tensor.paper import Counted
+    from paceline.strategies.tensor.program import Program
 
 # What the engine takes for an action beside its operators: messages waited for, bookkeeping. Fitted on a GPT of 128
 # wide in 2 to 16 micro-batches on two CPU ranks; see docs/prediction.md.
 ACTION_S = 1.0e-3
 LOSS = ""  # its key among the pieces
+WHOLE = TensorSplit()  # of a model whose layers are not split
 
 
 class SplitJob:
     """A job's model as pieces on fake tensors.
+
+    each: whether each block is captured; without, one of each kind is, and others stand for themselves: enough to know
+        what they cost, not to place them.
 
     Raises:
         JobError: the model can't be captured.
         Exception: whatever the model raises on fake tensors; one whose course depends on values can't be priced.
     """
 
-    def __init__(self, job: Job, whole: Profile) -> None:
+    def __init__(self, job: Job, whole: Profile, *, each: bool = True) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self.job, self.whole = job, whole
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        self.opaque = OpaqueModules()
         with kept_generators():
-            with self.mode:
+            with self.mode, convertible():
                 self.model = build(job)
             self.model.train()
             self.first_name = first_names(self.model)
+            self.opaque = OpaqueModules() if each else RepeatedBlocks(self.model)
             with autocast(job):
                 found = capture_or_learn(self.model, lambda samples: _arguments(self._batch(samples)[0]), self.opaque)
-            self.state_factor = state_factor(job, self.model)
         self.example = renamed(found, self.first_name)
-        self._priced: dict[int, tuple[Capture, dict[str, Segment]]] = {}
+        self._captures: dict[int, Capture] = {}
+        self._splits: dict[tuple[int, int, bool], TensorSplit] = {}
+        self._priced: dict[tuple[int, int], dict[str, Segment]] = {}
+
+    @cached_property
+    def state_factor(self) -> float:
+        """Bytes of optimizer state a byte of trainable parameters."""
+        return state_factor(self.job, self.model)
 
     def ranks(self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int) -> list[RankCost]:
         """What each place along the axis of stages holds and does under a plan whose counts are all settled.
@@ -64,14 +84,15 @@ class SplitJob:
             PlanError: the model has fewer pieces than the plan has stages, or what it is cut into doesn't fit.
         """
         found = assigned(self.model, self.example, plan, samples=microbatch_samples, state_factor=self.state_factor,
-                         devices=devices)
-        at, costs = self.priced(microbatch_samples)
+                         devices=devices, precision=self.job.precision)
+        split = self._split(plan, microbatch_samples)
+        at, costs = self.priced(microbatch_samples, split)
         staged = cut(at, lambda piece: found.stage_of.get(piece.key, 0), found.ranks)
-        return [self._rank(place, plan, found, staged, costs, microbatch_samples)
+        return [self._rank(place, plan, found, staged, costs, self._sizes(split), microbatch_samples)
                 for place in range(len(found.orders))]
 
     def _rank(self, place: int, plan: Plan, found: Assignment, staged: Staged, costs: Mapping[str, Segment],
-              samples: int) -> RankCost:
+              sizes: Mapping[str, Parameter], samples: int) -> RankCost:
         last = len(staged.stages) - 1
         segments: list[Segment] = []
         stages: dict[int, StageCost] = {}
@@ -92,18 +113,18 @@ class SplitJob:
                       for rank in sorted({staged.stages[k].rank for k in staged.consumers[value.name]} - {place})]
             stages[stage.number] = StageCost(
                 range(begin, len(segments)),
-                takes=tuple(Message(value.name, home[value.name], value.num_bytes) for value in stage.inputs
+                takes=tuple(StageMessage(value.name, home[value.name], value.num_bytes) for value in stage.inputs
                             if home[value.name] != place and value.name not in taken),
-                gives=tuple(Message(value.name, rank, value.num_bytes) for value, rank in takers),
-                regains=tuple(Message(f"{value.name}<{k}", rank, value.num_bytes) for value, rank, k in away),
-                returns=tuple(Message(f"{value.name}<{stage.number}", home[value.name], value.num_bytes)
+                gives=tuple(StageMessage(value.name, rank, value.num_bytes) for value, rank in takers),
+                regains=tuple(StageMessage(f"{value.name}<{k}", rank, value.num_bytes) for value, rank, k in away),
+                returns=tuple(StageMessage(f"{value.name}<{stage.number}", home[value.name], value.num_bytes)
                               for value in stage.inputs if value.differentiable and home[value.name] != place))
             taken.update(value.name for value in stage.inputs)
-        held = self._held(place, plan, found)
+        held = self._held(place, sizes, found)
         return RankCost(
             self._profile(held, _once(segments, halves), _unit_of(pieces)), stages, found.orders[place],
             batch_bytes=self.whole.batch_bytes.at(samples * plan.num_microbatches), action_s=ACTION_S,
-            tied_bytes=sum(self._sizes(plan)[name].gradient_bytes for name in held if self._ranks_of(found, name) > 1))
+            tied_bytes=sum(sizes[name].gradient_bytes for name in held if self._ranks_of(found, name) > 1))
 
     def _profile(self, held: Mapping[str, Parameter], segments: tuple[Segment, ...],
                  unit_of: Mapping[str, str]) -> Profile:
@@ -114,82 +135,126 @@ class SplitJob:
         largest, of_all = (max((p.gradient_bytes for p in listed), default=0)
                            for listed in (parameters, whole.parameters))
         part = trained / of if of else 0.0
-        update = _scaled(whole.update, part)
-        return replace(whole, parameters=parameters, segments=segments, batch_bytes=Affine(), update=update,
+        return replace(whole, parameters=parameters, segments=segments, batch_bytes=Affine(),
+                       update=whole.update.times(part),
                        update_peak_bytes=round(whole.update_peak_bytes * largest / of_all) if of_all else 0)
 
-    def _held(self, place: int, plan: Plan, found: Assignment) -> dict[str, Parameter]:
+    def _held(self, place: int, sizes: Mapping[str, Parameter], found: Assignment) -> dict[str, Parameter]:
         """Parameters of a place, in the model's order. What no piece uses is on the first."""
         used: dict[str, set[int]] = {}
         for piece in self.example.pieces:
             for name in piece.parameters:
                 used.setdefault(name, set()).add(found.ranks[found.stage_of[piece.key]])
-        return {name: p for name, p in self._sizes(plan).items() if place in used.get(name, {0})}
+        return {name: p for name, p in sizes.items() if place in used.get(name, {0})}
 
     def _ranks_of(self, found: Assignment, name: str) -> int:
         return len({found.ranks[found.stage_of[piece.key]] for piece in self.example.pieces
                     if name in piece.parameters})
 
-    def _sizes(self, plan: Plan) -> dict[str, Parameter]:
-        """Every parameter as a rank of the tensor axis holds it: matrices that divide evenly are taken to be split."""
-        ranks, shapes = plan.axes.tensor, {name: tuple(p.shape) for name, p in self.model.named_parameters()}
-
+    def _sizes(self, split: TensorSplit) -> dict[str, Parameter]:
+        """Every parameter as a rank of the tensor axis holds it."""
         def part(parameter: Parameter) -> Parameter:
-            shape = shapes[parameter.name]
-            if ranks == 1 or len(shape) != 2 or not any(size % ranks == 0 for size in shape):
+            if parameter.name not in split.cuts:
                 return parameter
+            ranks = split.mesh.size()  # type: ignore[union-attr]
             return replace(parameter, num_bytes=parameter.num_bytes // ranks,
                            state_bytes=parameter.state_bytes // ranks)
 
         return {p.name: part(p) for p in self.whole.parameters}
 
-    def priced(self, samples: int) -> tuple[Capture, dict[str, Segment]]:
-        """The capture for so many samples, and what each piece costs; the loss under its own key."""
-        if samples not in self._priced:
-            inputs, target = self._batch(samples)
-            args, kwargs = _arguments(inputs)
+    def _split(self, plan: Plan, samples: int) -> TensorSplit:
+        """How layers are split over a plan's tensor axis, for micro-batches of so many samples."""
+        if plan.axes.tensor == 1:
+            return WHOLE
+        key = plan.axes.tensor, samples, plan.axes.shard > 1
+        if key not in self._splits:
+            from paceline.strategies.tensor.paper import split_on_paper
+
+            args, kwargs = _arguments(self._batch(EXAMPLE_SAMPLES)[0])
+            inputs = {name: self.mode.from_tensor(t, static_shapes=True)
+                      for name, t in self.example.bind(args, kwargs).items()}
             with kept_generators(), autocast(self.job):
-                found = self.example if samples == EXAMPLE_SAMPLES else renamed(
+                self._splits[key] = split_on_paper(
+                    self.example, dict(self.model.named_parameters()),
+                    dict(self.model.named_buffers(remove_duplicate=False)), inputs, plan.axes.tensor,
+                    batches=samples / EXAMPLE_SAMPLES, wishes=published(self.model), sharded=plan.axes.shard > 1,
+                    whole=kept_whole(self.model, self.example))
+        return self._splits[key]
+
+    def priced(self, samples: int, split: TensorSplit = WHOLE) -> tuple[Capture, dict[str, Segment]]:
+        """The capture for so many samples, and what each piece costs a rank; the loss under its own key."""
+        inputs, target = self._batch(samples)
+        args, kwargs = _arguments(inputs)
+        with kept_generators(), autocast(self.job):
+            if samples not in self._captures:
+                self._captures[samples] = self.example if samples == EXAMPLE_SAMPLES else renamed(
                     capture(self.model, args, kwargs, opaque=self.opaque), self.first_name)
+            found, key = self._captures[samples], (samples, id(split))
+            if key not in self._priced:
+                like = self.opaque.repeats.members if isinstance(self.opaque, RepeatedBlocks) else {}
+                run = [piece for piece in found.pieces if piece.key not in like]
+                programs = {piece.key: self._program(piece, found, split) for piece in run if split.touches(piece)}
                 with self.mode:
-                    costs = {piece.key: self._price(piece, found) for piece in found.pieces}
+                    costs = {piece.key: self._price(piece, found, split, programs.get(piece.key)) for piece in run}
+                    costs |= {unit: _like(costs[traced], unit) for unit, traced in like.items()}
                     costs[LOSS] = self._price_loss(found, target)
-            self._priced[samples] = found, costs
-        return self._priced[samples]
+                self._priced[key] = costs
+        return found, self._priced[key]
+
+    def _program(self, piece: Piece, found: Capture, split: TensorSplit) -> tuple[Program, Counted]:
+        """What a rank runs of a piece that is split. Recorded outside of the fake mode, as it has one of its own."""
+        from paceline.strategies.tensor.paper import program_of
+
+        parameters = dict(self.model.named_parameters())
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        with self.mode:
+            given = [torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
+                     for value in (found.values[name] for name in piece.inputs)]
+        return program_of(piece, split, [*(parameters[name] for name in piece.parameters),
+                                         *(buffers[name] for name in piece.buffers), *given])
 
     def _batch(self, samples: int) -> tuple[Any, Any]:
         batch = default_collate(first_items(self.job.data, 1))
         inputs, target = (tree_map(lambda t: as_the_job_takes(t, self.job, samples, samples), part) for part in batch)
         return inputs, target
 
-    def _price(self, piece: Piece, found: Capture) -> Segment:
-        """Forward and backward of a piece on fake tensors."""
+    def _price(self, piece: Piece, found: Capture, split: TensorSplit,
+               program: tuple[Program, Counted] | None) -> Segment:
+        """Forward and backward of a piece on fake tensors. program: what a rank runs of one that is split."""
         if piece.opaque:  # its code may keep what it is given
             return self._guess(piece, found)
         parameters = dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        own = {name: nn.Parameter(torch.empty_like(parameters[name]), requires_grad=parameters[name].requires_grad)
-               for name in piece.parameters}
+        own = {name: nn.Parameter(split.empty_part(name, parameters[name]),
+                                  requires_grad=parameters[name].requires_grad) for name in piece.parameters}
         given = [torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
                  for value in (found.values[name] for name in piece.inputs)]
         taken = [tensor.clone() if name in piece.mutates else tensor
                  for name, tensor in zip(piece.inputs, given, strict=True)]
-        recorder = Recorder()
+        recorder = WorkRecorder()
         recorder.ignore([*own.values(), *buffers.values(), *given, *taken])
         for name, parameter in own.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
                     lambda p, name=name: recorder.complete_gradient(name, p.grad))
+        spared = SparedBySelective(lambda: recorder.place)
         try:
             with recorder:
-                outputs = piece.run(*own.values(), *(buffers[name] for name in piece.buffers), *taken)
+                run = piece.run if program is None else program[0]
+                with spared:
+                    outputs = run(*own.values(), *(buffers[name] for name in piece.buffers), *taken)
+                num_ahead = 0 if program is None else len(program[1].sent)
                 recorder.outputs[0] = sum(t.numel() * t.element_size() for t in outputs)
-                recorder.move_to(Place(0, "backward"))
+                recorder.move_to(StepPosition(0, "backward"))
                 roots = [t for t in outputs if t.requires_grad]
                 torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         except Exception:  # a function that looks at values
             return self._guess(piece, found)
-        return _segment(piece.key, recorder)
+        segment = replace(_segment(piece.key, recorder), core=_core(spared))
+        if program is None:
+            return segment
+        sent = tuple(program[1].sent)
+        return replace(segment, tensor=TensorCut(counted=(sent[:num_ahead], sent[num_ahead:])))
 
     def _guess(self, piece: Piece, found: Capture) -> Segment:
         """Of a piece that can't be run on fake tensors: its results stand for what is inside it."""
@@ -204,28 +269,45 @@ class SplitJob:
                   for name, value in found.values.items()}
         goal = tree_map(lambda t: self.mode.from_tensor(t, static_shapes=True)
                         if isinstance(t, torch.Tensor) else t, target)
-        recorder = Recorder()
+        recorder = WorkRecorder()
         recorder.ignore([*values.values(), *tree_leaves(goal)])
         with recorder:
             loss = self.job.loss(found.result(values), goal)
             loss = loss[0] if isinstance(loss, tuple | list) else loss
-            recorder.move_to(Place(0, "backward"))
+            recorder.move_to(StepPosition(0, "backward"))
             loss.backward()
         return _segment(LOSS, recorder)
 
 
-def _segment(unit: str, recorder: Recorder) -> Segment:
-    levels, ahead, back = recorder.levels(), Place(0, "forward"), Place(0, "backward")
+def _like(traced: Segment, unit: str) -> Segment:
+    """The cost of a unit that is like the one of a traced segment."""
+    return replace(traced, unit=unit, gradients=tuple(f"{unit}{name.removeprefix(traced.unit)}"
+                                                      for name in traced.gradients))
+
+
+def _segment(unit: str, recorder: WorkRecorder) -> Segment:
+    levels, ahead, back = recorder.levels(), StepPosition(0, "forward"), StepPosition(0, "backward")
     start, peak, end = ((levels[ahead].start, levels[ahead].peak, levels[ahead].end) if ahead in levels else (0, 0, 0))
 
-    def work(place: Place) -> Work:
-        found = recorder.work.get(place, Tallied())
-        return Work(Affine(found.flops), Affine(found.moved_bytes), Affine(found.function_bytes), found.operators,
-                    tuple(found.products))
+    def work(place: StepPosition) -> Work:
+        return _work(recorder.work.get(place, Tallied()))
 
     return Segment(unit, work(ahead), work(back), Affine(end - start), Affine(recorder.outputs.get(0, 0)),
                    Affine(peak - start), Affine(max(0, levels[back].peak - end) if back in levels else 0),
                    tuple(recorder.gradients[0]))
+
+
+def _core(spared: SparedBySelective) -> Core | None:
+    found = spared.found.get(StepPosition(0, "forward"))
+    if found is None:
+        return None
+    return Core(_work(found.work), Affine(found.num_bytes))
+
+
+def _work(found: Tallied) -> Work:
+    return Work(Affine(found.flops), Affine(found.moved_bytes), Affine(found.function_bytes), found.operators,
+                tuple(found.products),
+                Fused(Affine(found.spared.num_bytes), found.spared.operators, found.spared.kernels))
 
 
 def _once(segments: Sequence[Segment], halves: int) -> tuple[Segment, ...]:
@@ -233,17 +315,10 @@ def _once(segments: Sequence[Segment], halves: int) -> tuple[Segment, ...]:
     seen: set[str] = set()
     found = []
     for segment in reversed(segments):
-        found.append(replace(segment, backward=_scaled(segment.backward, 1 / halves),
+        found.append(replace(segment, backward=segment.backward.times(1 / halves),
                              gradients=tuple(name for name in segment.gradients if name not in seen)))
         seen.update(segment.gradients)
     return tuple(reversed(found))
-
-
-def _scaled(work: Work, part: float) -> Work:
-    def scaled(figure: Affine) -> Affine:
-        return Affine(figure.fixed * part, figure.per_sample * part)
-
-    return Work(scaled(work.flops), scaled(work.moved_bytes), scaled(work.function_bytes), work.operators * part)
 
 
 def _unit_of(pieces: Sequence[Piece]) -> dict[str, str]:

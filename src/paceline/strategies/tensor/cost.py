@@ -14,9 +14,9 @@ from typing import Any
 
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Core, Parameter, Product, Profile, Segment, TensorCut, Work
-from paceline.simulate.program import COMPUTE, Collective, Event
+from paceline.simulate.program import COMPUTE, Collective, CollectiveName, Event
 from paceline.software import Software
-from paceline.strategies.costs import Hooks, Moment, Room, Step
+from paceline.strategies.costs import HookPoint, Hooks, Step
 
 
 def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
@@ -42,13 +42,13 @@ def _update(profile: Profile, ranks: int) -> Work:
     whole = sum(p.num_bytes * p.count for p in profile.parameters)
     cut = sum(p.num_bytes * p.count for p in profile.parameters if p.is_cut)
     part = (whole - cut + cut / ranks) / whole if whole else 1.0
-    return replace(profile.update, moved_bytes=_less(profile.update.moved_bytes, part),
-                   function_bytes=_less(profile.update.function_bytes, part))
+    return replace(profile.update, moved_bytes=profile.update.moved_bytes.times(part),
+                   function_bytes=profile.update.function_bytes.times(part))
 
 
 def _segment(segment: Segment, ranks: int, along_the_sequence: bool) -> Segment:
     cut = segment.tensor
-    if cut is None:
+    if cut is None or cut.counted is not None:
         return segment
     rest = 1 / ranks if along_the_sequence else 1.0
 
@@ -64,13 +64,13 @@ def _segment(segment: Segment, ranks: int, along_the_sequence: bool) -> Segment:
 
     kept = divided(segment.kept_bytes, cut.kept_bytes)
     core = segment.core and Core(work(segment.core.forward, segment.core.forward.function_bytes),
-                                 _less(segment.core.kept_bytes, 1 / ranks))
+                                 segment.core.kept_bytes.times(1 / ranks))
     peak = _ratio(kept, segment.kept_bytes)
     return replace(
         segment, forward=work(segment.forward, cut.forward_bytes), backward=work(segment.backward, cut.backward_bytes),
-        kept_bytes=kept, output_bytes=_less(segment.output_bytes, rest), core=core,
-        forward_peak_bytes=_less(segment.forward_peak_bytes, peak),
-        backward_peak_bytes=_less(segment.backward_peak_bytes, 1 / ranks),
+        kept_bytes=kept, output_bytes=segment.output_bytes.times(rest), core=core,
+        forward_peak_bytes=segment.forward_peak_bytes.times(peak),
+        backward_peak_bytes=segment.backward_peak_bytes.times(1 / ranks),
     )
 
 
@@ -81,10 +81,6 @@ def _product(product: Product, ranks: int) -> Product:
     return replace(product, **sides)
 
 
-def _less(figure: Affine, part: float) -> Affine:
-    return Affine(figure.fixed * part, figure.per_sample * part)
-
-
 def _ratio(part: Affine, whole: Affine) -> float:
     return part.per_sample / whole.per_sample if whole.per_sample else 1.0
 
@@ -92,24 +88,25 @@ def _ratio(part: Affine, whole: Affine) -> float:
 def enter(step: Step) -> Hooks:
     ranks, shown = step.plan.axes.tensor, 1 - step.software.hidden_exchange
 
-    def exchange(cut: TensorCut | None, samples: float, times: int) -> Iterable[Event]:
-        if cut is not None and times:
-            yield Collective("all_reduce", cut.exchanged_bytes.at(samples), ranks, name="exchange", stream=COMPUTE,
-                             times=times * shown)
+    def sent(kind: CollectiveName, num_bytes: float, times: int) -> Event:
+        return Collective(kind, num_bytes, ranks, name="exchange", stream=COMPUTE, times=times * shown)
 
-    def after_forward(at: Moment) -> Iterable[Event]:
-        cut = step.segment(at).tensor
-        return exchange(cut, step.samples(at), cut.forward_exchanges if cut else 0)
+    def exchanges(cut: TensorCut, samples: float, *, ahead: bool) -> Iterable[Event]:
+        if cut.counted is not None:
+            yield from (sent(one.kind, one.num_bytes, 1) for one in cut.counted[0 if ahead else 1])
+        elif times := cut.forward_exchanges if ahead else cut.backward_exchanges:
+            yield sent("all_reduce", cut.exchanged_bytes.at(samples), times)
 
-    def after_backward(at: Moment) -> Iterable[Event]:
+    def after_forward(at: HookPoint) -> Iterable[Event]:
+        if (cut := step.segment(at).tensor) is not None:
+            yield from exchanges(cut, step.samples(at), ahead=True)
+
+    def after_backward(at: HookPoint) -> Iterable[Event]:
         """What is recomputed is exchanged again."""
         segment = step.segment(at)
-        if (cut := segment.tensor) is None:
-            return ()
-        again = cut.forward_exchanges if step.plan.modifiers.recompute == "full" and segment.unit else 0
-        return exchange(cut, step.samples(at), cut.backward_exchanges + again)
+        if (cut := segment.tensor) is not None:
+            yield from exchanges(cut, step.samples(at), ahead=False)
+            if step.plan.modifiers.recompute == "full" and segment.unit:
+                yield from exchanges(cut, step.samples(at), ahead=True)
 
     return {"after_forward": after_forward, "after_backward": after_backward}
-
-
-ROOM = Room(is_active=lambda plan: plan.axes.tensor > 1, enter=enter, narrow=narrow)

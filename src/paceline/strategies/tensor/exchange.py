@@ -56,8 +56,8 @@ class _SumGradients(torch.autograd.Function):
     """Tensors as they are; their gradients are summed over the ranks in one message."""
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group = group
+    def forward(ctx: Any, exchanges: Exchanges, *whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchanges = exchanges
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in whole)
 
@@ -68,7 +68,7 @@ class _SumGradients(torch.autograd.Function):
         if not given:
             return None, *gradients
         flat = torch.cat([gradient.reshape(-1) for gradient in given])
-        dist.all_reduce(flat, group=ctx.group)
+        ctx.exchanges.all_reduce(flat)
         parts = iter(flat.split([gradient.numel() for gradient in given]))
         return None, *(None if gradient is None else next(parts).view(gradient.shape) for gradient in gradients)
 
@@ -133,16 +133,38 @@ class Exchanges:
                 return Move(None, after, self.once, _same)
         raise NotImplementedError(f"from {before} to {after}")
 
-    def summing_gradients(self) -> Move:
-        return Move(None, None, _same, self.summed())
+    def summing_gradients(self, *, in_place: bool = False) -> Move:
+        """in_place: nothing but the sum needs the gradients that are summed."""
+        return Move(None, None, _same, self.summed(in_place=in_place))
+
+    def sum_in_place(self, x: torch.Tensor) -> torch.Tensor:
+        """A sum in the memory of what is summed, which nothing else needs. Its gradient is that of the sum."""
+        if not x.is_contiguous():
+            return self.between(Sum(), None)(x)
+        self.all_reduce(x.detach())
+        return x
 
     def gather_summing_gradients(self, cut: Cut) -> Move:
         """`between` for what ranks then use with other parts: the sums of its gradients are scattered."""
         return Move(cut, None, self.gather(cut), self.scatter(cut))
 
     def sum_all_gradients(self, *whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found: tuple[torch.Tensor, ...] = _SumGradients.apply(self.group, *whole)
+        found: tuple[torch.Tensor, ...] = _SumGradients.apply(self, *whole)
         return found
+
+    # --- What is sent ---------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        dist.all_reduce(x, group=self.group)
+
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        _gather(whole, own, group=self.group)
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> None:
+        _scatter(own, whole, group=self.group)
+
+    def all_to_all(self, taken: torch.Tensor, given: torch.Tensor) -> None:
+        dist.all_to_all_single(taken, given, group=self.group)
 
     # --- Of tensors without autograd ------------------------------------------------------------------------------
 
@@ -150,7 +172,7 @@ class Exchanges:
         """The whole of what is cut; divided by the number of ranks where it is the gradient of a mean."""
         def gathered(x: torch.Tensor) -> torch.Tensor:
             flat = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-            _gather(flat, x.contiguous(), group=self.group)
+            self.all_gather(flat, x.contiguous())
             if mean:
                 flat /= self.size
             parts = flat.unflatten(0, (self.size, -1))
@@ -174,10 +196,10 @@ class Exchanges:
         parts = x.unflatten(cut.dim, (cut.blocks, -1))
         return parts.narrow(cut.dim + 1, self.rank * length, length).flatten(cut.dim, cut.dim + 1)
 
-    def summed(self, mean: bool = False) -> Function:
+    def summed(self, mean: bool = False, *, in_place: bool = False) -> Function:
         def total(x: torch.Tensor) -> torch.Tensor:
-            found = x.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(found, group=self.group)
+            found = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+            self.all_reduce(found)
             return found.div_(self.size) if mean else found
 
         return total
@@ -190,7 +212,7 @@ class Exchanges:
         def scattered(x: torch.Tensor) -> torch.Tensor:
             parts = x.unflatten(cut.dim, (cut.blocks, self.size, -1)).movedim(cut.dim + 1, 0).contiguous()
             found = x.new_empty(parts.shape[1:])
-            _scatter(found, parts.flatten(0, 1), group=self.group)
+            self.reduce_scatter(found, parts.flatten(0, 1))
             found = found.flatten(cut.dim, cut.dim + 1)
             return found.div_(self.size) if mean else found
 
@@ -205,7 +227,7 @@ class Exchanges:
         def swapped(x: torch.Tensor) -> torch.Tensor:
             sent = x.unflatten(after.dim, (self.size, -1)).movedim(after.dim, 0).contiguous()
             parts = torch.empty_like(sent)
-            dist.all_to_all_single(parts, sent, group=self.group)
+            self.all_to_all(parts, sent)
             return parts.movedim(0, before.dim).flatten(before.dim, before.dim + 1)
 
         return swapped

@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 
 from paceline.capture.graph import Piece, mutated, statistics
 from paceline.strategies.tensor.cut import Cut
-from paceline.strategies.tensor.exchange import Sum, local_part
-from paceline.strategies.tensor.program import Placed, Program, Recorder
+from paceline.strategies.tensor.exchange import Exchanges, Sum, local_part
+from paceline.strategies.tensor.leaf import leaf_of
+from paceline.strategies.tensor.program import Placed, Program, ProgramRecorder
 from paceline.strategies.tensor.published import Direction
 from paceline.strategies.tensor.rules import run_by_rule
 
@@ -40,14 +41,16 @@ class SplitPiece:
     sequence: whether what lies between products is cut along the sequence, where that divides. cuts_sequence: whether
     anything was.
     reasons: why parameters could not be cut, by name. notes: what every rank computes whole.
+    exchanges: what sends; by default over the mesh.
     programs: what was recorded, for each way of running the piece: with or without gradients, in which dtypes.
     """
 
     def __init__(self, piece: Piece, mesh: DeviceMesh, cuts: dict[str, Cut], *, derive: bool = False,
                  wishes: Mapping[str, Direction] = MappingProxyType({}),
                  forbidden: Mapping[str, str] = MappingProxyType({}),
-                 sharded: bool = False, sequence: bool = False) -> None:
+                 sharded: bool = False, sequence: bool = False, exchanges: Exchanges | None = None) -> None:
         self.piece, self.mesh, self.cuts, self.derive = piece, mesh, cuts, derive
+        self.exchanges = exchanges or Exchanges(mesh)
         self.sequence, self.cuts_sequence = sequence, False
         self.inputs = set(placeholders_of(piece)[-len(piece.inputs):] if piece.inputs else ())
         self.wishes, self.forbidden, self.sharded = wishes, forbidden, sharded
@@ -58,7 +61,7 @@ class SplitPiece:
         self.reasons: dict[str, str] = {}
         self.notes: list[str] = []
         self.programs: dict[Any, Program] = {}
-        self.recorder: Recorder
+        self.recorder: ProgramRecorder
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """tensors: as `Piece.run` takes them. Split parameters are DTensors, or whole where `derive` is set; all else
@@ -68,8 +71,8 @@ class SplitPiece:
                tuple([(tensor.requires_grad, tensor.dtype) for tensor in tensors]))
         if key not in self.programs:
             if self.derive:  # once more with what it finds: a weight may be cut after something took it whole
-                self._recorded(tensors)
-            self.programs[key] = self._recorded(tensors)
+                self.recorded(tensors)
+            self.programs[key] = self.recorded(tensors)
         return self.programs[key](*map(self._part, self.piece.parameters, tensors),
                                   *tensors[len(self.piece.parameters):])
 
@@ -77,10 +80,14 @@ class SplitPiece:
         """What this rank has of a parameter."""
         if name not in self.cuts:
             return tensor
-        return self.cuts[name].own(tensor, self.mesh) if self.derive else local_part(tensor)
+        if self.derive:
+            return self.cuts[name].own(tensor, self.mesh)
+        leaf = leaf_of(tensor)
+        return local_part(tensor) if leaf is None else leaf
 
-    def _recorded(self, tensors: Sequence[torch.Tensor]) -> Program:
-        self.recorder = Recorder(self.mesh)
+    def recorded(self, tensors: Sequence[torch.Tensor]) -> Program:
+        """What this rank runs for such tensors, of which only shapes and types are looked at."""
+        self.recorder = ProgramRecorder(self.exchanges)
         given = iter(tensors)
         values: dict[Any, Any] = {}
         for node in self.graph.nodes:

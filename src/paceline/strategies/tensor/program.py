@@ -10,7 +10,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,10 +18,13 @@ from torch.utils import _pytree as pytree
 
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.draws import apart
-from paceline.strategies.tensor.exchange import Exchanges, Move, Placement
+from paceline.strategies.tensor.exchange import Exchanges, Move, Placement, Sum
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+aten = torch.ops.aten
+# Products, with the place of what is multiplied among their arguments. They make new tensors, as do their gradients,
+# and their gradients need no result.
+_PRODUCTS: dict[Any, int] = {aten.linear.default: 0, aten.mm.default: 0, aten.matmul.default: 0, aten.bmm.default: 0,
+                             aten.addmm.default: 1}
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,11 @@ class Placed:
         return self.local.ndim
 
 
-class Recorder:
+class ProgramRecorder:
     """Puts a program together while its operators run on fake tensors."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.exchanges = Exchanges(mesh)
+    def __init__(self, exchanges: Exchanges) -> None:
+        self.exchanges = exchanges
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.inputs: list[Ref] = []
         self.weights: dict[Ref, torch.dtype] = {}  # of the inputs
@@ -186,6 +189,7 @@ class Recorder:
 
     def program(self, outputs: Sequence[Placed]) -> Program:
         self._scatter_gathered_gradients()
+        self._sum_in_place(outputs)
         self._sum_weights_gradients_together()
         return Program(self.inputs, self.instructions, [output.ref for output in outputs])
 
@@ -202,6 +206,31 @@ class Recorder:
                 fused[instruction.out], out=instruction.out, target=self.exchanges.gather_summing_gradients(
                     fused[instruction.out].target.before))  # type: ignore[attr-defined]
             for instruction in self.instructions if instruction.out not in dropped]
+
+    def _sum_in_place(self, outputs: Sequence[Placed]) -> None:
+        """What a product made, and the gradients of what products alone take, are summed where they are."""
+        made = {instruction.out: instruction for instruction in self.instructions}
+        users: dict[Ref, list[Instruction | None]] = {output.ref: [None] for output in outputs}
+        for instruction in self.instructions:
+            for ref in instruction.refs():
+                users.setdefault(ref, []).append(instruction)
+
+        def in_place(instruction: Instruction) -> Instruction:
+            target = instruction.target
+            if isinstance(target, Move) and (target.before, target.after) == (Sum(), None):
+                source = instruction.args[0]
+                if source in made and made[source].target in _PRODUCTS and len(users[source]) == 1:
+                    return replace(instruction, target=self.exchanges.sum_in_place)
+            if instruction.out in summing and all(
+                    user is not None and user.target in _PRODUCTS
+                    and [at for at, arg in enumerate(user.args) if arg == instruction.out] == [_PRODUCTS[user.target]]
+                    for user in users.get(instruction.out, [None])):
+                return replace(instruction, target=self.exchanges.summing_gradients(in_place=True))
+            return instruction
+
+        summing = {ref for ref in self._summing.values() if ref in made and isinstance(made[ref].target, Move)
+                   and made[ref].target.before is None}  # type: ignore[attr-defined]
+        self.instructions = list(map(in_place, self.instructions))
 
     def _sum_weights_gradients_together(self) -> None:
         """One message for the gradients of all weights of a dtype that are whole and used with parts."""

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.strategies.tensor.cut import Cut, cut_of_placement
 from paceline.strategies.tensor.exchange import Placement, Sum
-from paceline.strategies.tensor.program import Placed, Recorder
+from paceline.strategies.tensor.program import Placed, ProgramRecorder
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def run_by_rule(recorder: Recorder, mesh: DeviceMesh, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_by_rule(recorder: ProgramRecorder, mesh: DeviceMesh, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Record an operator as DTensor runs it.
 
     Raises:
@@ -103,7 +103,7 @@ class _Watch(TorchDispatchMode):
     known: parts, by id, which keeps them alive.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ProgramRecorder) -> None:
         super().__init__()
         self.recorder = recorder
         self.known: dict[int, torch.Tensor] = {}

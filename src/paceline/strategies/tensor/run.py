@@ -20,6 +20,7 @@ from paceline.capture.graph import Capture, Piece, Value
 from paceline.capture.randomness import WithoutRandomness
 from paceline.strategies.layout import Report
 from paceline.strategies.tensor.cut import Cut
+from paceline.strategies.tensor.leaf import give_leaf
 from paceline.strategies.tensor.piece import SplitPiece
 from paceline.strategies.tensor.published import Direction
 from paceline.strategies.tensor.report import pattern, report
@@ -35,10 +36,14 @@ ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.
 # host about 0.4 ms, in which an H100 does the products of a block of width 1024 at this size, shared by two ranks
 # (72 x bytes / 2 x width / ranks operations in bf16).
 SEQUENCE_BYTES = 8 * 2**20
+# Of a split piece, its weights, buffers, inputs, and whether each of those is trained: the whole piece's outputs, and
+# why it can't be split; None if it can, "" if nothing in it was cut.
+Tried = Callable[[SplitPiece, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[bool]],
+                 tuple[list[torch.Tensor], str | None]]
 
 
 @dataclass(frozen=True)
-class Split:
+class TensorSplit:
     """How a model is split.
 
     mesh: of one dim; None if nothing is split.
@@ -56,6 +61,14 @@ class Split:
 
     def touches(self, piece: Piece) -> bool:
         return any(name in self.cuts for name in piece.parameters)
+
+    def empty_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """As large as a rank's part of a parameter."""
+        cut = self.cuts.get(name)
+        if cut is None or self.mesh is None:
+            return torch.empty_like(whole)
+        return whole.new_empty([length // self.mesh.size() if dim == cut.dim else length
+                                for dim, length in enumerate(whole.shape)])
 
     def runner(self, piece: Piece) -> SplitPiece:
         assert self.mesh is not None
@@ -78,6 +91,8 @@ class Split:
             own = cut.own(tensors[name].data, self.mesh)
             found[name] = nn.Parameter(_distributed(own, self.mesh, cut, device or own.device),
                                        requires_grad=tensors[name].requires_grad)
+            if device is not None:  # sharding puts other parameters in their places
+                give_leaf(found[name])
         for name in tensors.keys() - self.cuts.keys() if device is not None else ():
             tensors[name].data = tensors[name].data.to(device)
         return found
@@ -101,24 +116,24 @@ def _distributed(own: torch.Tensor, mesh: DeviceMesh, cut: Cut, device: torch.de
 def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
            inputs: Mapping[str, torch.Tensor], mesh: DeviceMesh, *, batches: float = 1.0,
            wishes: Mapping[str, Direction] = MappingProxyType({}), sharded: bool = False,
-           whole: Mapping[str, str] = MappingProxyType({})) -> Split:
+           whole: Mapping[str, str] = MappingProxyType({}), tried: Tried | None = None) -> TensorSplit:
     """How the model's pieces are split over a mesh of one dim, each checked on the example. Collective.
 
     tensors: the model's parameters, whole; brought piece by piece to the device of the inputs, for a moment.
     inputs: the example's, by name. batches: as large as the example that a micro-batch has. wishes: see `published.py`;
     a piece that can't run as they say is split without them. sharded: replicas will share them out too. whole:
-    parameters that stay whole, by name, and why.
+    parameters that stay whole, by name, and why. tried: in the place of running a split piece beside the whole one.
     """
-    forbidden = dict(whole)
+    forbidden, tried = dict(whole), tried or _compare
     while True:
         found = _derive(capture, tensors, buffers, inputs, partial(
-            SplitPiece, mesh=mesh, derive=True, forbidden=forbidden, sharded=sharded), wishes, batches)
+            SplitPiece, mesh=mesh, derive=True, forbidden=forbidden, sharded=sharded), wishes, batches, tried)
         # A parameter that one piece cuts and another can't take cut (a tied one) stays whole in both.
         clash = {name for piece in found.unsplit for name in piece.parameters if name in found.cuts}
         if not clash:
             reasons = {name: found.reasons.get(name, "no module uses it") for name in tensors if name not in found.cuts}
             notes = tuple(dict.fromkeys(map(pattern, found.notes)))
-            return Split(mesh, found.cuts, frozenset(found.sequence), reasons, notes)
+            return TensorSplit(mesh, found.cuts, frozenset(found.sequence), reasons, notes)
         forbidden |= dict.fromkeys(clash, "another module that uses it can't run split")
 
 
@@ -135,7 +150,7 @@ class _Found:
 
 def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
             inputs: Mapping[str, torch.Tensor], split: Callable[..., SplitPiece],
-            wishes: Mapping[str, Direction], batches: float) -> _Found:
+            wishes: Mapping[str, Direction], batches: float, tried: Tried) -> _Found:
     found = _Found()
     values = dict(inputs)
     device = next(iter(inputs.values())).device
@@ -157,7 +172,7 @@ def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapp
             large = max(map(_bytes_along_sequence, between), default=0) * batches >= SEQUENCE_BYTES
             for way in _ways(wishes.keys() & set(piece.parameters), with_sequence=large):
                 run = split(piece, cuts=dict(found.cuts), **{"wishes": wishes, **way})
-                outputs, reason = _compare(run, held, also, given, trained)
+                outputs, reason = tried(run, held, also, given, trained)
                 if reason is None:
                     break
             if reason is None:

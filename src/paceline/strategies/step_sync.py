@@ -16,7 +16,7 @@ STEP_FIGURES = 2  # of a step's figures the loss's sum and its count are its own
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class SyncedFigures:
     """What all ranks know after they met, which is where a run may be saved.
 
     figures: summed over the ranks: (loss, count) of each step since the last meeting, float64.
@@ -30,7 +30,7 @@ class Met:
 
 
 @runtime_checkable
-class Meetings(Protocol):
+class StepSync(Protocol):
     """Told of every step by all ranks alike.
 
     has_own_steps: whether a replica updates its weights with the gradient of its own samples alone, by an optimizer
@@ -41,29 +41,30 @@ class Meetings(Protocol):
     has_own_steps: bool
     met_bytes: float
 
-    def agree(self, figures: torch.Tensor) -> torch.Tensor:
+    def all_reduce_figures(self, figures: torch.Tensor) -> torch.Tensor:
         """The figures of all whose gradients an update is made of, summed. figures: loss, count, flags; float64."""
 
-    def close(self, step: int, figures: torch.Tensor, known: list[float], beat: Callable[[str], None]) -> Met | None:
+    def end_step(self, step: int, figures: torch.Tensor, known: list[float],
+              beat: Callable[[str], None]) -> SyncedFigures | None:
         """The update of step `step` (counted from 1) is done; None if the ranks don't meet after it.
 
         figures: what was agreed. known: the same, read already; to read them again is to wait for the update.
         """
 
-    def settle(self, step: int) -> Met | None:
+    def finalize(self, step: int) -> SyncedFigures | None:
         """The run ends: on return all replicas hold the same. None if there was nothing left to meet for."""
 
-    def quiet(self) -> None:
+    def drain(self) -> None:
         """Wait for what is under way, before ranks meet for something else."""
 
-    def shared(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def global_weights(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The weights that all replicas hold alike, which are the run's; in the place of those that a rank works on."""
 
-    def shared_in_place(self) -> AbstractContextManager[None]:
+    def global_weights_in_place(self) -> AbstractContextManager[None]:
         """Meanwhile the model computes with the shared weights."""
 
 
-class EveryStep:
+class SyncEveryStep:
     """All ranks meet in every step."""
 
     has_own_steps = False
@@ -71,23 +72,24 @@ class EveryStep:
     def __init__(self, world_size: int) -> None:
         self.world_size, self.met_bytes = world_size, 0.0
 
-    def agree(self, figures: torch.Tensor) -> torch.Tensor:
+    def all_reduce_figures(self, figures: torch.Tensor) -> torch.Tensor:
         if self.world_size > 1:
             dist.all_reduce(figures)
             self.met_bytes += all_reduce_bytes(figures.nbytes, self.world_size)
         return figures
 
-    def close(self, step: int, figures: torch.Tensor, known: list[float], beat: Callable[[str], None]) -> Met | None:
-        return Met([known[:STEP_FIGURES]], known[STEP_FIGURES:], 1.0)
+    def end_step(self, step: int, figures: torch.Tensor, known: list[float],
+              beat: Callable[[str], None]) -> SyncedFigures | None:
+        return SyncedFigures([known[:STEP_FIGURES]], known[STEP_FIGURES:], 1.0)
 
-    def settle(self, step: int) -> Met | None:
+    def finalize(self, step: int) -> SyncedFigures | None:
         return None
 
-    def quiet(self) -> None:
+    def drain(self) -> None:
         """Nothing is under way between steps."""
 
-    def shared(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def global_weights(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return held
 
-    def shared_in_place(self) -> AbstractContextManager[None]:
+    def global_weights_in_place(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -13,9 +13,9 @@ from paceline.cluster import Cluster
 from paceline.errors import PlanError, UsageError
 from paceline.jobfile import JobFile, JobFunction
 from paceline.launch.nodes import NodesPool
-from paceline.launch.on_ray import Node, RayWire, connected, find_nodes
+from paceline.launch.on_ray import Node, RayTransport, connected, find_nodes
 from paceline.launch.pool import Pool
-from paceline.launch.warm import WarmRanks
+from paceline.launch.worker_pool import WorkerPool
 from paceline.plans import Plan
 from paceline.study.node import Greeting, digest, marked, unmark
 
@@ -23,14 +23,14 @@ _START_S = 90.0  # for nodes to give CPUs or GPUs, import torch and load the job
 
 
 @dataclass(frozen=True)
-class Site:
+class ExecutionTarget:
     """Where trials can run.
 
     most: Ranks that a trial can have. open: Makes the warm ranks of a run folder.
     """
 
     most: int
-    open: Callable[[Path], AbstractContextManager[WarmRanks]]
+    open: Callable[[Path], AbstractContextManager[WorkerPool]]
     hint: str
 
     def check(self, plan: Plan) -> None:
@@ -45,7 +45,7 @@ class Site:
 
 
 def here(function: JobFunction, *, devices: str | None, procs: int | None, memory: str | None,
-         timeout_s: float) -> Site:
+         timeout_s: float) -> ExecutionTarget:
     """This machine.
 
     Raises:
@@ -54,12 +54,13 @@ def here(function: JobFunction, *, devices: str | None, procs: int | None, memor
     from paceline.study.begin import body
 
     cluster = Cluster.local(devices, num_ranks=procs, memory=memory)
-    return Site(len(cluster.devices), lambda run_dir: Pool(body(function), cluster.devices, timeout_s=timeout_s),
-                "--procs {}, or a smaller plan")
+    return ExecutionTarget(len(cluster.devices),
+                           lambda run_dir: Pool(body(function), cluster.devices, timeout_s=timeout_s),
+                           "--procs {}, or a smaller plan")
 
 
 def on_ray(address: str, source: JobFile | None, *, devices: str | None, procs: int | None, memory: str | None,
-           timeout_s: float) -> Site:
+           timeout_s: float) -> ExecutionTarget:
     """The nodes of a Ray cluster.
 
     procs: Ranks at a time of each node; by default one a GPU, or one a CPU where no node has GPUs.
@@ -79,7 +80,7 @@ def on_ray(address: str, source: JobFile | None, *, devices: str | None, procs: 
               for node in nodes]
 
     @contextmanager
-    def opened(run_dir: Path) -> Iterator[WarmRanks]:
+    def opened(run_dir: Path) -> Iterator[WorkerPool]:
         take = [min(count, node.count) for count, node in zip(counts, nodes, strict=True)]
         mark = marked(run_dir)
         greetings = [asdict(Greeting(paceline.__version__, source.to_dict(), digest(source.path),
@@ -87,7 +88,7 @@ def on_ray(address: str, source: JobFile | None, *, devices: str | None, procs: 
                                      timeout_s))
                      for node, count in zip(nodes, counts, strict=True)]
         with connected(address):
-            wire = RayWire(nodes, take, ["-m", "paceline.study.node"])
+            wire = RayTransport(nodes, take, ["-m", "paceline.study.node"])
             try:
                 pool = NodesPool(wire, greetings, timeout_s=_START_S)
                 unmark(run_dir)
@@ -96,7 +97,8 @@ def on_ray(address: str, source: JobFile | None, *, devices: str | None, procs: 
                 unmark(run_dir)
                 wire.close()
 
-    return Site(max(counts), opened, "a plan of fewer ranks: a trial runs within one node; or --procs {} ranks a node")
+    return ExecutionTarget(max(counts), opened,
+                           "a plan of fewer ranks: a trial runs within one node; or --procs {} ranks a node")
 
 
 def _threads(node: Node, count: int) -> str | None:

@@ -26,14 +26,14 @@ Main = Callable[[int, Connection], None]
 
 
 @dataclass(frozen=True)
-class Member:
+class ForkedProcess:
     """A process that the nursery forked, and the connection to it; it reads as ended when the process has."""
 
     pid: int
     connection: Connection
 
 
-class Nursery:
+class ForkServer:
     """Forks processes that run `main(number, connection)`. They end with it, and it ends with the process that made it.
 
     Raises:
@@ -48,7 +48,7 @@ class Nursery:
         self._process.start()
         theirs.close()
 
-    def fork(self, number: int) -> Member:
+    def fork(self, number: int) -> ForkedProcess:
         """Start another process."""
         self._socket.sendall(_line({"fork": number}))
         said, descriptors, _, _ = socket.recv_fds(self._socket, _LINE_BYTES, 1)
@@ -57,7 +57,7 @@ class Nursery:
         answer = json.loads(said)
         if "error" in answer:
             raise OSError(answer["error"])
-        return Member(answer["pid"], Connection(descriptors[0]))
+        return ForkedProcess(answer["pid"], Connection(descriptors[0]))
 
     def exit_code(self, pid: int) -> int | None:
         """Of a process that has ended or is about to; negative for a signal, None if it is still there."""

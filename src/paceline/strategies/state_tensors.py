@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StateTensor:
     """A named tensor, or this rank's part of it.
 
     like: the parameter that it has the shape of and is cut like; "" for a tensor that is whole on every rank.
@@ -23,7 +23,7 @@ class Kept:
     replica: bool = False
 
 
-class Saved(Protocol):
+class SavedState(Protocol):
     """What a checkpoint has of it."""
 
     def __contains__(self, name: object) -> bool: ...

@@ -9,13 +9,13 @@ from typing import Any
 
 from paceline.cluster import Device
 from paceline.errors import UsageError
-from paceline.launch.board import Board
-from paceline.launch.crew import PEERS, Crew
 from paceline.launch.environment import Environment
+from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
+from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.process import Body
 
 
-class Place:
+class Launcher:
     """Runs a body as every rank it is responsible for; the same calls inside and outside a launcher.
 
     environment: what a launcher said, or None.
@@ -41,12 +41,12 @@ class Place:
             self._store = join(self.environment, timeout_s=self.timeout_s)
         return agree(self._store, self.environment, key, make, timeout_s=self.timeout_s)
 
-    def run(self, body: Body, *, run_dir: Path | None, idle: Callable[[Board], None] | None = None,
-            crew: Crew = PEERS, restarts: int | None = None) -> Any:
+    def run(self, body: Body, *, run_dir: Path | None, idle: Callable[[HeartbeatTable], None] | None = None,
+            fault_policy: FaultPolicy = ALL_NEEDED, restarts: int | None = None) -> Any:
         """Run the body as every rank and return rank 0's result (inside a launcher, this rank's).
 
         idle: called in a fork of this process while forked ranks work, with their signs of life.
-        restarts: how often ranks that died are started again; by default as the crew has it.
+        restarts: how often ranks that died are started again; by default as the policy has it.
 
         Raises:
             UsageError: restarts are asked for inside a launcher, which starts ranks itself.
@@ -55,7 +55,8 @@ class Place:
             from paceline.launch.local import run_local
 
             return run_local(body, self.devices, run_dir=run_dir, timeout_s=self.timeout_s, idle=idle,
-                             crew=crew, restarts=crew.restarts if restarts is None else restarts)[0]
+                             fault_policy=fault_policy,
+                             restarts=fault_policy.restarts if restarts is None else restarts)[0]
         if restarts:
             raise UsageError(f"restarts={restarts}: {self.environment.launcher} started this rank, not Paceline",
                              hint="torchrun --max-restarts N starts ranks again; give the command --resume with it")
@@ -63,5 +64,6 @@ class Place:
 
         attempt = self.agree("attempt", lambda: uuid.uuid4().hex[:12])
         return run_joined(body, self.environment, self.devices[self.environment.local_rank % len(self.devices)],
-                          store=self._store, attempt=attempt, run_dir=run_dir, timeout_s=self.timeout_s, crew=crew)
+                          store=self._store, attempt=attempt, run_dir=run_dir, timeout_s=self.timeout_s,
+                          fault_policy=fault_policy)
 

@@ -15,12 +15,12 @@ from paceline.runtime.servers.roles import servers_of
 from paceline.runtime.state import persistent_buffers
 from paceline.runtime.stepper import build_in_files, build_schedule
 from paceline.strategies.layout import Extent
-from paceline.strategies.meeting import EveryStep
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.server.rows import tables
 from paceline.strategies.server.run import held, is_elementwise, rows
-from paceline.strategies.server.serve import Exchange
+from paceline.strategies.server.serve import ShardService
 from paceline.strategies.server.shards import Shard, assign
+from paceline.strategies.step_sync import SyncEveryStep
 
 
 def trainable_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -48,7 +48,7 @@ class Owned:
     extents: dict[str, Extent]
 
 
-class Shelf:
+class ServerState:
     """The state of one server; see `Holder`. Server 0 also keeps what nobody trains.
 
     exchange: the memory that `held` lies in is its.
@@ -60,10 +60,10 @@ class Shelf:
     scaling = None  # fp16 is refused under plans with servers
 
     def __init__(self, job: Job, plan: Plan, server: int, shards: tuple[Shard, ...], model: torch.nn.Module,
-                 exchange: Exchange) -> None:
+                 exchange: ShardService) -> None:
         self.job, self.model = job, model
-        self.mesh = Mesh(plan.axes.sizes(), 0)
-        self.meetings = EveryStep(1)
+        self.mesh = Mesh.of(plan, 0)
+        self.step_sync = SyncEveryStep(1)
         self.exchange = exchange
         self.trainable = trainable_of(model)
         self.parameters: dict[str, torch.nn.Parameter] = {}

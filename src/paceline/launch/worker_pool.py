@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from paceline.launch.crew import Crew
 from paceline.launch.failure import Failure
+from paceline.launch.fault_policy import FaultPolicy
 
 STOP_S = 0.7  # for ranks that are asked to stop to finish their step; then they are killed
 
@@ -19,7 +19,7 @@ Kind = Literal["report", "question", "end", "lost"]
 
 
 @dataclass(frozen=True)
-class Event:
+class TaskEvent:
     """What happened to a task. value: of a report or a question; of an end, rank 0's result or None.
 
     kind: "lost" if the node went away with the task; nothing more is heard of it.
@@ -33,7 +33,7 @@ class Event:
     failure: Failure | None = None
 
 
-class WarmRanks(Protocol):
+class WorkerPool(Protocol):
     """A warm process in each slot. A task has a rank in each of some slots of one node."""
 
     @property
@@ -54,31 +54,32 @@ class WarmRanks(Protocol):
     def describe(self) -> str:
         """Where the slots are, for people."""
 
-    def start(self, payload: Any, slots: Sequence[int], *, crew: Crew, log_dir: Path | None = None) -> int:
+    def start(self, payload: Any, slots: Sequence[int], *, fault_policy: FaultPolicy,
+              log_dir: Path | None = None) -> int:
         """Start a task with a rank in each of these free slots. Returns its number, which its events bear."""
 
-    def answer(self, event: Event, value: Any) -> None:
+    def answer(self, event: TaskEvent, value: Any) -> None:
         """Answer a question, if its task has not ended since."""
 
     def stop(self, number: int, *, patience_s: float = STOP_S) -> None:
         """Ask a task's ranks to end after their step; those that have not in time are killed."""
 
-    def wait(self, timeout_s: float) -> list[Event]:
+    def wait(self, timeout_s: float) -> list[TaskEvent]:
         """What happened, at once if something has, else within the timeout."""
 
 
-def room(ranks: WarmRanks, count: int) -> tuple[int, ...] | None:
+def room(ranks: WorkerPool, count: int) -> tuple[int, ...] | None:
     """So many free slots of one node, of that which has the fewest to spare; None if no node has as many free."""
     free = set(ranks.free)
     fitting = [found for node in ranks.nodes if len(found := [slot for slot in node if slot in free]) >= count]
     return tuple(min(fitting, key=len)[:count]) if fitting else None
 
 
-def node_of(ranks: WarmRanks, slot: int) -> Sequence[int]:
+def node_of(ranks: WorkerPool, slot: int) -> Sequence[int]:
     """The slots of a slot's node."""
     return next(node for node in ranks.nodes if slot in node)
 
 
-def largest(ranks: WarmRanks) -> int:
+def largest(ranks: WorkerPool) -> int:
     """The most ranks that a task can have."""
     return max(map(len, ranks.nodes))

@@ -22,7 +22,7 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class Goodput:
     """What failures cost a plan.
 
     failures: of all its devices. state_bytes: of a checkpoint. bytes_per_s: at which all devices together write it.
@@ -53,7 +53,7 @@ class Outlook:
 
 
 def outlook(profile: Profile, chosen: Candidate, *, mtbf_hours: float,
-            checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S) -> Outlook:
+            checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S) -> Goodput:
     """What failures cost a plan.
 
     Args:
@@ -75,7 +75,7 @@ def outlook(profile: Profile, chosen: Candidate, *, mtbf_hours: float,
     interval_s = max(daly_interval_s(failures), chosen.estimate.step_s)
     lasting = goodput(failures, interval_s)
     played = simulated_goodput(failures, interval_s, intervals=2000) if lasting > 0.01 else 0.0
-    return Outlook(failures, state_bytes, bytes_per_s, interval_s, lasting, played)
+    return Goodput(failures, state_bytes, bytes_per_s, interval_s, lasting, played)
 
 
 def _hours(seconds: float) -> str:

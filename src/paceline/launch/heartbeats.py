@@ -11,7 +11,7 @@ _WORDS, _WORD_BYTES = 2, 8  # of an entry: where its rank is, and when it said s
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Heartbeat:
     """A rank's last sign of life. step: the one in progress, from 1; 0 before the first."""
 
     step: int
@@ -22,7 +22,7 @@ class Sign:
         return f"step {self.step} ({self.phase})" if self.step else f"start ({self.phase})"
 
 
-class Board:
+class HeartbeatTable:
     """One entry a rank in an anonymous shared mapping, inherited by forked ranks; only its rank writes an entry.
 
     Others read it at any moment, so each word is written at once. (struct.pack_into first clears what it will write: a
@@ -49,6 +49,6 @@ class Board:
         self._words[_WORDS * rank] = step * len(PHASES) + PHASES.index(phase)
         self._words[_WORDS * rank + 1] = time.monotonic_ns()
 
-    def read(self, rank: int) -> Sign:
+    def read(self, rank: int) -> Heartbeat:
         step, phase = divmod(self._words[_WORDS * rank], len(PHASES))
-        return Sign(step, PHASES[phase], 1e-9 * self._words[_WORDS * rank + 1])
+        return Heartbeat(step, PHASES[phase], 1e-9 * self._words[_WORDS * rank + 1])

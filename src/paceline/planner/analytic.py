@@ -11,21 +11,22 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import get_args
 
 from paceline.catalogue import Accelerator
 from paceline.cluster import Cluster, Device, Network
 from paceline.errors import PlanError
 from paceline.job import Precision
-from paceline.planner.program import Filling, Item, fill, step_program
-from paceline.plans import Plan, Servers
+from paceline.planner.program import Item, LoweredStep, fill, step_program
+from paceline.plans import Plan
 from paceline.profile.profile import Profile
 from paceline.simulate.accelerator import AcceleratorRates
 from paceline.simulate.play import Player, Timeline, play
 from paceline.simulate.program import COMPUTE, HOST, NETWORK, Allocate, Event
 from paceline.software import Software
-from paceline.strategies.costs import Moment
+from paceline.strategies.costs import HookPoint
 from paceline.strategies.pipeline.cost import ranks
-from paceline.strategies.pipeline.timing import FIRST, LAST, MIDDLE, Key, Taken, rank_ends, shortened, which
+from paceline.strategies.pipeline.timing import FIRST, LAST, MIDDLE, ActionSeconds, Key, rank_ends, shortened, which
 from paceline.strategies.stages.cost import (
     ENDING,
     RankCost,
@@ -49,10 +50,7 @@ class Played:
 @lru_cache(maxsize=256)
 def rates_of(accelerator: Accelerator, software: Software) -> AcceleratorRates:
     """An accelerator's rates under a training program; products that were priced once stay priced."""
-    float32, bf16 = accelerator.float32_flops_per_s, accelerator.bf16_flops_per_s
-    peaks: dict[Precision, float] = {
-        "float32": float32, "tf32": accelerator.tf32_flops_per_s or float32, "bf16": bf16, "fp16": bf16,
-        "fp8": accelerator.fp8_flops_per_s or bf16, "float64": float32 / 2}
+    peaks = {precision: accelerator.product_flops_per_s(precision) for precision in get_args(Precision)}
     return AcceleratorRates(
         {precision: peak * accelerator.product_reached for precision, peak in peaks.items()},
         {precision: peak * accelerator.attention_reached for precision, peak in peaks.items()},
@@ -67,10 +65,10 @@ def play_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int
         PlanError: there are fewer devices than ranks, fewer samples than replicas, or fewer layers than stages.
     """
     samples = _samples(plan, cluster, batch)
-    if plan.axes.pipeline > 1:
+    if plan.has_schedule:
         return _pipeline(profile, plan, cluster, samples=samples, precision=precision, software=software)
     found = []
-    kinds = cluster.span(0, plan.sync.workers if isinstance(plan.sync, Servers) else plan.world_size)
+    kinds = cluster.span(0, plan.num_workers)
     network = software.on(_slowest(kinds))
     for device in dict.fromkeys(device for device, _ in kinds):
         timeline = _step(profile, plan, samples, precision, software, device, network)
@@ -88,17 +86,17 @@ def least_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, p
         PlanError: as `play_described`.
     """
     samples = _samples(plan, cluster, batch)
-    if plan.axes.pipeline == 1:
+    if not plan.has_schedule:
         return []
-    costs = _ranks(profile, plan, software, samples)[:2]
-    on = _stages_on(cluster, plan.axes.pipeline, plan.world_size // plan.axes.pipeline, software)
+    costs = _ranks(profile, plan, cluster, software, samples, precision)[:2]
+    on = _stages_on(cluster, plan.num_stage_ranks, plan.world_size // plan.num_stage_ranks, precision, software)
     return [(_held_ahead(rank, _place(rank, plan, where, precision, software)), where.device)
             for rank, where in zip(costs, on, strict=False)]
 
 
 def _samples(plan: Plan, cluster: Cluster, batch: int) -> float:
     """Of a micro-batch, where there are devices and samples for the plan."""
-    needed = plan.sync.workers if isinstance(plan.sync, Servers) else plan.world_size  # servers run on hosts
+    needed = plan.num_workers  # servers run on hosts
     if needed > len(cluster.devices):
         raise PlanError(f"plan '{plan}' needs {needed} devices and the cluster has {len(cluster.devices)}",
                         hint=f"a plan of at most {len(cluster.devices)} ranks")
@@ -159,7 +157,7 @@ class _Block:
 class _Place:
     """A kind of rank of a pipeline: its blocks, played when they are first asked for."""
 
-    def __init__(self, rank: RankCost, filling: Filling, rates: AcceleratorRates, network: Network,
+    def __init__(self, rank: RankCost, filling: LoweredStep, rates: AcceleratorRates, network: Network,
                  precision: Precision, num_microbatches: int, blocks: dict[tuple[object, ...], _Block]) -> None:
         self.rank, self.filling, self.rates, self.network = rank, filling, rates, network
         self.precision, self.last = precision, num_microbatches - 1
@@ -195,13 +193,13 @@ class _Place:
     def start(self) -> _Block:
         """What comes before the first action."""
         if ("start",) not in self.blocks:
-            self.blocks["start",] = self.play(self.filling.events([("start", Moment())]))
+            self.blocks["start",] = self.play(self.filling.events([("start", HookPoint())]))
         return self.blocks["start",]
 
     def ending(self) -> _Block:
         """What comes after the last action."""
         if ("ending",) not in self.blocks:
-            course: list[Item] = [(name, Moment()) for name in ENDING]
+            course: list[Item] = [(name, HookPoint()) for name in ENDING]
             self.blocks["ending",] = self.play(self.filling.events(
                 [tie(self.rank), *course] if self.rank.tied_bytes else course))
         return self.blocks["ending",]
@@ -216,11 +214,13 @@ class _Place:
                       memory.total, memory.peak, memory.at_peak)
 
 
-def _ranks(profile: Profile, plan: Plan, software: Software, samples: float) -> list[RankCost]:
+def _ranks(profile: Profile, plan: Plan, cluster: Cluster, software: Software, samples: float,
+           precision: Precision) -> list[RankCost]:
     if not profile.by_dimensions:
         raise PlanError(f"plan '{plan}' splits the model, and what its pieces cost is not known")
     return ranks(profile, plan, software, samples=samples,
-                 most_microbatches=shortened(plan.axes.pipeline, plan.num_microbatches))
+                 flops_per_byte=cluster.devices[0].flops_per_byte(precision),
+                 most_microbatches=shortened(plan.num_stage_ranks, plan.num_microbatches))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,15 +232,18 @@ class _Where:
 
 
 @lru_cache(maxsize=256)
-def _stages_on(cluster: Cluster, count: int, apart: int, software: Software) -> list[_Where]:
+def _stages_on(cluster: Cluster, count: int, apart: int, precision: Precision, software: Software) -> list[_Where]:
     """Of each stage, whose ranks are so many; stages on nodes that are alike share one."""
+    def speed(device: Device) -> float:
+        return rates_of(_accelerator(device), software).flops_per_s[precision]
+
     known: dict[tuple[tuple[int, int], ...], _Where] = {}
     found = []
     for number in range(count):
         span = cluster.span(number * apart, apart)
         key = tuple((id(device), id(network)) for device, network in span)  # those of the cluster's nodes
         if key not in known:
-            device = min((device for device, _ in span), key=lambda device: device.flops_per_s or 0.0)
+            device = min((device for device, _ in span), key=speed)
             known[key] = _Where(device, software.on(_slowest(span)))
         found.append(known[key])
     return found
@@ -263,9 +266,9 @@ def _blocks(profile: Profile, plan: Plan, where: _Where, samples: float, precisi
 
 def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float, precision: Precision,
               software: Software) -> tuple[float, list[Played]]:
-    costs = _ranks(profile, plan, software, samples)
-    count, apart = plan.num_microbatches, plan.world_size // plan.axes.pipeline
-    on = _stages_on(cluster, len(costs), apart, software)
+    costs = _ranks(profile, plan, cluster, software, samples, precision)
+    count, apart = plan.num_microbatches, plan.world_size // plan.num_stage_ranks
+    on = _stages_on(cluster, len(costs), apart, precision, software)
     known: dict[tuple[int, int], _Place] = {}
     for rank, where in zip(costs, on, strict=True):
         if (id(rank.profile), id(where)) not in known:
@@ -275,7 +278,7 @@ def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float,
 
     kinds = ("F", "I", "W") if plan.schedule.schedule == "zero-bubble" else ("F", "B")
     taken = _taken(costs, places, kinds, apart, software)
-    ends = rank_ends(plan.schedule.schedule, taken, num_ranks=plan.axes.pipeline, num_microbatches=count,
+    ends = rank_ends(plan.schedule.schedule, taken, num_ranks=plan.num_stage_ranks, num_microbatches=count,
                      virtual=plan.schedule.virtual)
     endings = {id(place): place.ending() for place in known.values()}
     tails = [max(place.of(stage, kinds[-1], LAST).tail_s
@@ -298,9 +301,9 @@ def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float,
 
 
 def _taken(costs: Sequence[RankCost], places: Sequence[_Place], kinds: Sequence[str], apart: int,
-           software: Software) -> Mapping[Key, Taken]:
-    found: dict[Key, Taken] = {}
-    alike: dict[tuple[object, ...], tuple[Taken, Taken, Taken]] = {}
+           software: Software) -> Mapping[Key, ActionSeconds]:
+    found: dict[Key, ActionSeconds] = {}
+    alike: dict[tuple[object, ...], tuple[ActionSeconds, ActionSeconds, ActionSeconds]] = {}
     for number, (cost, place) in enumerate(zip(costs, places, strict=True)):
         for stage, figures in cost.stages.items():
             for kind in kinds:
@@ -311,8 +314,9 @@ def _taken(costs: Sequence[RankCost], places: Sequence[_Place], kinds: Sequence[
                     sent_s += message.num_bytes / link.bytes_per_s + link.latency_s
                 key = (id(place), figures.segments, kind, sent_s)
                 if key not in alike:
-                    first, middle, last = (Taken(place.of(figures, kind, microbatch).own_s, sent_s,
-                                                 software.waits_for_sends) for microbatch in (FIRST, MIDDLE, LAST))
+                    first, middle, last = (ActionSeconds(place.of(figures, kind, microbatch).own_s, sent_s,
+                                                         software.waits_for_sends) for microbatch in (FIRST, MIDDLE,
+                                                                                                      LAST))
                     alike[key] = first, middle, last
                 for microbatch, taken in zip((FIRST, MIDDLE, LAST), alike[key], strict=True):
                     found[stage, kind, microbatch] = taken  # type: ignore[index]

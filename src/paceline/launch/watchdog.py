@@ -25,18 +25,17 @@ from typing import Any, TypeVar
 from paceline.errors import PeerLost
 from paceline.launch.context import RankContext
 from paceline.launch.failure import Failure, failure_of, is_users
+from paceline.waiting import waiting
 
 T = TypeVar("T")
 
 _ANSWER_S = 3.0  # how long to wait for what the other ranks say
 _STORE_S = 5.0  # and for the store, on top of it: one that lives in a stopped process never answers
 _AFTER_LOSS = "look at the last lines of its log; --resume goes on from the last checkpoint"
-# Frames that mean: this rank waits for others.
-_WAITING = ("torch/distributed/", "paceline/strategies/data/run.py", "paceline/strategies/server/",
-            "paceline/runtime/servers/")
+_COLLECTIVES = f"torch{os.sep}distributed{os.sep}"  # where the files of torch's collectives are
 
 
-class Watch:
+class Watchdog:
     """Watches this rank's main thread while the block runs.
 
     On a hang `report` is given the failure, and the process leaves at once with its exit code: its main thread
@@ -48,7 +47,7 @@ class Watch:
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="paceline-watch", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         if self.context.world_size > 1:
             self.thread.start()
         return self
@@ -93,11 +92,13 @@ class Watch:
         return hang_failure(heard, world_size=world_size, rank=rank, timeout_s=self.timeout_s)
 
     def _position(self) -> dict[str, Any]:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        thread = threading.main_thread().ident or 0
+        frame = sys._current_frames().get(thread)
         sign = self.context.sign
         stack = traceback.format_stack(frame) if frame else []
         # On a GPU a collective returns at once, and the rank waits where it reads the result: in the reduce phase.
-        return {"step": sign.step, "phase": sign.phase, "waits": sign.phase == "reduce" or is_waiting(frame),
+        waits = sign.phase == "reduce" or thread in waiting or is_in_collective(frame)
+        return {"step": sign.step, "phase": sign.phase, "waits": waits,
                 "where": _user_place(frame), "host": os.uname().nodename, "stack": "".join(stack[-6:])}
 
 
@@ -115,12 +116,14 @@ def within(limit_s: float | None, ask: Callable[[], T]) -> T | None:
     return answers[0] if answers else None
 
 
-def is_waiting(frame: FrameType | None) -> bool:
-    """Whether the innermost frames of a stack wait in a collective."""
+def is_in_collective(frame: FrameType | None) -> bool:
+    """Whether the innermost frames of a stack are in a collective of torch, and not in what the user wrote."""
     depth = 0
     while frame is not None and depth < 6:
-        if any(part in frame.f_code.co_filename.replace(os.sep, "/") for part in _WAITING):
+        if _COLLECTIVES in frame.f_code.co_filename:
             return True
+        if is_users(frame.f_code.co_filename):
+            return False
         frame, depth = frame.f_back, depth + 1
     return False
 

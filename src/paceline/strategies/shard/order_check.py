@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import TrainingError
+from paceline.waiting import waiting
 
 ALIKE = 3  # forwards after which ranks expect the next unit without asking
 MOST_PLACES = 10_000  # that are kept, 3 MB: a model that leaves out blocks by chance goes another way each time
 PATIENCE_S = 60.0  # for the others to come to a roll call that not all may have been at
 
 
-class Roll:
+class OrderCheck:
     """Compares over a group of ranks which unit comes next. Its messages are small and stay on the CPU.
 
     expects: whether what came next in earlier forwards need not be asked again. The group must then have no other use.
@@ -61,11 +62,10 @@ class Roll:
     def _compare(self, unit: int, *, may_be_alone: bool) -> None:
         ends = torch.tensor([unit, -unit])
         work = dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        patience = (timedelta(seconds=PATIENCE_S),) if may_be_alone else ()
         try:
-            if may_be_alone:
-                work.wait(timedelta(seconds=PATIENCE_S))
-            else:
-                work.wait()
+            with waiting:
+                work.wait(*patience)
         except RuntimeError as error:
             if not may_be_alone:
                 raise

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from paceline.cluster import Cluster, Link, Network, Nodes
 from paceline.job import Job
 from paceline.planner.estimate import Estimate, NotPriced, estimate, least_missing_bytes
-from paceline.planner.pieces import Pieces
-from paceline.planner.rank import Candidate, Change, Found, Rent, flips, search
-from paceline.planner.space import Limits, Shape
-from paceline.plans import Plan, Servers
-from paceline.profile.profile import Profile
+from paceline.planner.pieces import LazyPieces
+from paceline.planner.rank import Candidate, Change, RankedPlans, Rent, flips, search
+from paceline.planner.space import DeviceCounts, Limits
+from paceline.plans import Plan
+from paceline.profile.profile import Profile, folded
 from paceline.strategies import conflicts
+from paceline.strategies.registry import active
 
 MOST_TENSOR = 8
 TIMES = 4  # by which links are made faster and slower, to see what flips the choice
@@ -23,7 +24,7 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanningProblem:
     """A job with its cost.
 
     price_per_hour: of a device, by which plans are ranked; None ranks them by time, unless all devices of a cluster
@@ -34,18 +35,24 @@ class Question:
 
     job: Job
     profile: Profile
-    pieces: Pieces
+    pieces: LazyPieces
     price_per_hour: float | None = None
     may_be_fewer: bool = True
     may_split: bool = True
 
     @classmethod
-    def of(cls, job: Job, price_per_hour: float | None = None, *, device: str = "cpu") -> Question:
-        """Trace a job. Reads the first samples of its data. device: see `profile_job`."""
+    def of(cls, job: Job, price_per_hour: float | None = None, *, device: str = "cpu",
+           like: Profile | None = None) -> PlanningProblem:
+        """Trace a job. Reads the first samples of its data. device, like: see `profile_job`."""
         from paceline.profile import profile_job
 
-        profile = profile_job(job, device=device)
-        return cls(job, profile, Pieces(job, profile), price_per_hour)
+        profile = profile_job(job, device=device, like=like)
+        return cls(job, profile, LazyPieces(job, profile), price_per_hour)
+
+    @cached_property
+    def folded(self) -> Profile:
+        """The job's cost on devices that are described, where layers that are alike are played once."""
+        return folded(self.profile)
 
     def limits(self, cluster: Cluster) -> Limits:
         """What the job allows."""
@@ -53,9 +60,11 @@ class Question:
         batch = min(job.batch, job.num_samples or job.batch)
         num_devices = len(cluster.devices)
         whole = Limits(batch, compiled_steps=self._compiled_steps(cluster))
-        if num_devices == 1 or not self.may_split or not self.pieces.count():
+        if num_devices == 1 or not self.may_split:
             return whole
-        return replace(whole, layers=self.pieces.count(), tensor=MOST_TENSOR, parts=num_devices)
+        if not (layers := self.pieces.count(each=not cluster.nodes)):
+            return whole
+        return replace(whole, layers=layers, tensor=MOST_TENSOR, parts=num_devices)
 
     def _compiled_steps(self, cluster: Cluster) -> int | None:
         """What compiling brings is not known before it was tried, which only CPUs that are here let us do."""
@@ -63,12 +72,12 @@ class Question:
             return None
         return self.job.total_steps
 
-    def shape(self, cluster: Cluster) -> Shape:
+    def shape(self, cluster: Cluster) -> DeviceCounts:
         """Devices may be left out on this machine, and where they cost something."""
         num_devices = len(cluster.devices)
         per_node = min(len(kind.devices) for kind in cluster.nodes) if cluster.nodes else num_devices
         may_be_fewer = self.is_priced(cluster) if cluster.nodes else self.may_be_fewer
-        return Shape(num_devices, per_node, may_be_fewer=may_be_fewer)
+        return DeviceCounts(num_devices, per_node, may_be_fewer=may_be_fewer)
 
     def is_priced(self, cluster: Cluster) -> bool:
         return self.price_per_hour is not None or cluster.price_per_hour(len(cluster.devices)) is not None
@@ -76,7 +85,7 @@ class Question:
     def rent(self, cluster: Cluster) -> Rent:
         """What a plan's devices cost a second; 1 where nothing has a price."""
         def of(plan: Plan) -> float:
-            count = plan.sync.workers if isinstance(plan.sync, Servers) else plan.world_size
+            count = plan.num_workers
             stated = cluster.price_per_hour(count) if self.is_priced(cluster) else None
             if self.price_per_hour is not None:
                 return self.price_per_hour * count / HOUR_S
@@ -90,9 +99,11 @@ class Question:
             PlanError: the plan can't be on this cluster. NotPriced: it can, and nobody knows what it costs.
         """
         conflicts.check_precision(plan, self.job.precision)
-        if cluster.nodes and plan.axes.parts > 1:
-            raise NotPriced(f"plan '{plan}' places modules, which is priced on devices that are here alone")
-        profile = self.pieces.layers() if cluster.nodes and plan.splits_model else self.profile
+        if cluster.nodes and (here := [s.name for s in active(plan) if not s.is_priced_on_paper]):
+            raise NotPriced(f"plan '{plan}' has {' and '.join(here)}, which is priced on devices that are here alone")
+        profile = self.profile
+        if cluster.nodes:
+            profile = self.pieces.layers() if plan.splits_model else self.folded
         used = cluster if cluster.nodes or plan.world_size >= len(cluster.devices) else replace(
             cluster, devices=cluster.devices[:plan.world_size])
         return estimate(profile, plan, used, batch=self.job.batch, precision=self.job.precision, split=self.pieces,
@@ -100,19 +111,19 @@ class Question:
 
     def least_missing_bytes(self, plan: Plan, cluster: Cluster) -> int:
         """See `planner.estimate`."""
-        if not cluster.nodes or plan.axes.pipeline == 1:
+        if not cluster.nodes or not plan.has_schedule:
             return 0
         return least_missing_bytes(self.pieces.layers(), plan, cluster, batch=self.job.batch,
                                    precision=self.job.precision)
 
-    def search(self, cluster: Cluster, *, may_relax: bool = False, most_refined: int | None = None) -> Found:
+    def search(self, cluster: Cluster, *, may_relax: bool = False, most_refined: int | None = None) -> RankedPlans:
         """Rank the plans that the job allows on a cluster."""
         more = {} if most_refined is None else {"most_refined": most_refined}
         return search(lambda plan: self.price(plan, cluster), self.limits(cluster), self.shape(cluster),
                       lambda plan: self.least_missing_bytes(plan, cluster), rent=self.rent(cluster),
                       may_relax=may_relax, **more)
 
-    def flips(self, found: Found, cluster: Cluster) -> list[tuple[str, Candidate]]:
+    def flips(self, found: RankedPlans, cluster: Cluster) -> list[tuple[str, Candidate]]:
         """Changes of hardware, and the plan that then is best."""
         changes = [Change(name, partial(self.price, cluster=changed)) for name, changed in _changes(cluster)]
         return flips(found, changes, self.limits(cluster), self.shape(cluster), rent=self.rent(cluster))

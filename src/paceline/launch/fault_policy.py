@@ -1,0 +1,23 @@
+"""What the ranks of a run are to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPolicy:
+    """How ranks meet and which of them the others can do without.
+
+    uses_process_group: whether all of them form a process group of torch's; without one they find each other in the
+        store.
+    optional_ranks: ranks that may be killed while the others go on.
+    restarts: how often ranks that died are started again in a run, if the user doesn't say.
+    """
+
+    uses_process_group: bool = True
+    optional_ranks: frozenset[int] = frozenset()
+    restarts: int = 0
+
+
+ALL_NEEDED = FaultPolicy()  # ranks that all need each other

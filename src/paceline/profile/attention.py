@@ -1,0 +1,59 @@
+"""What selective recomputation would spare in each place of a traced step, and what it would compute again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from paceline.profile.recorder import StepPosition, Tallied, WorkRecorder
+from paceline.strategies.recompute.attention import AttentionStep, Made, Selective
+
+
+@dataclass
+class SparedScores:
+    """num_bytes: not kept. work: done again."""
+
+    num_bytes: int = 0
+    work: Tallied = field(default_factory=Tallied)
+
+
+class SparedBySelective(Selective):
+    """Notes what recompute=selective would not keep, and keeps it. place: where the step is at."""
+
+    def __init__(self, place: Callable[[], StepPosition]) -> None:
+        super().__init__()
+        self.place = place
+        self.found: dict[StepPosition, SparedScores] = {}
+        self._work: dict[AttentionStep, Tallied] = {}
+        self._done: set[AttentionStep] = set()
+
+    def noted(self, step: AttentionStep, func: Any, args: Any, found: torch.Tensor) -> None:
+        scratch = WorkRecorder(self.place())
+        if isinstance(func, torch._ops.OpOverload):
+            scratch.count(func, args, {}, found, [found])
+        self._work[step] = scratch.work[scratch.place]
+
+    def spare(self, step: AttentionStep, tensor: torch.Tensor) -> Any:
+        spared = self.found.setdefault(self.place(), SparedScores())
+        if step not in self._done:
+            spared.num_bytes += tensor.untyped_storage().nbytes()
+        self._add_work(step, spared.work)
+        return tensor
+
+    def _add_work(self, step: AttentionStep, work: Tallied) -> None:
+        if step in self._done:
+            return
+        self._done.add(step)
+        own = self._work[step]
+        work.flops += own.flops
+        work.moved_bytes += own.moved_bytes
+        work.function_bytes += own.function_bytes
+        work.operators += own.operators
+        work.products += own.products
+        for argument in pytree.tree_leaves((step.args, step.kwargs)):
+            if isinstance(argument, Made):
+                self._add_work(argument.step, work)

@@ -1,0 +1,312 @@
+"""Blocks of a model that are alike: while a step is traced each kind runs once, and later calls give stand-ins."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_OF_TORCH = frozenset(nn.Module().__dict__)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+DEEPEST = 4  # levels of objects in objects that are compared; below them only the same object is alike
+FEWEST = 3  # blocks of a kind, from which on some are not run
+
+
+def alike_blocks(units: Mapping[str, nn.Module]) -> dict[str, str]:
+    """For each unit the first one of the same kind.
+
+    Units are of one kind that have the same class, and so have the modules inside, parameters of the same shapes, and
+    equal attributes. A whole number may grow along with the unit's place in its list, as the number of a layer does,
+    and so may the part of a path.
+    Units with hooks are of no other's kind. A kind with fewer than three units is none.
+    """
+    known: list[tuple[str, list[tuple[Any, ...]]]] = []
+    first_of: dict[str, str] = {}
+    for name, unit in units.items():
+        own = _description(unit)
+        same = next((first for first, other in known if _is_alike(own, _place(name), other, _place(first))), name)
+        if same == name:
+            known.append((name, own))
+        first_of[name] = same
+    sizes = {first: sum(other == first for other in first_of.values()) for first, _ in known}
+    return {name: first if sizes[first] >= FEWEST else name for name, first in first_of.items()}
+
+
+def _place(name: str) -> int:
+    last = name.rpartition(".")[2]
+    return int(last) if last.isdigit() else 0
+
+
+def _description(unit: nn.Module) -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = []
+    for path, module in unit.named_modules(remove_duplicate=False):
+        found.append((path, type(module), module.training))
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            found.append((path, "hooks", id(module)))
+        found += [(path, name, tuple(t.shape), t.dtype, t.requires_grad, type(t))
+                  for held in (module._parameters, module._buffers) for name, t in held.items() if t is not None]
+        found += [(path, name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
+    return found
+
+
+def _is_alike(one: Sequence[tuple[Any, ...]], place: int, other: Sequence[tuple[Any, ...]], other_place: int) -> bool:
+    return len(one) == len(other) and all(
+        len(mine) == len(theirs) and all(_is_same(a, place, b, other_place)
+                                         for a, b in zip(mine, theirs, strict=True))
+        for mine, theirs in zip(one, other, strict=True))
+
+
+def _is_same(one: Any, place: int, other: Any, other_place: int, depth: int = 0) -> bool:
+    """Whether two attributes are equal, or whole numbers that differ as their units' places do."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or depth > DEEPEST:
+        return False
+
+    def inside(a: Any, b: Any) -> bool:
+        return _is_same(a, place, b, other_place, depth + 1)
+
+    if type(one) is int:
+        return bool(one == other or one - place == other - other_place)
+    if type(one) is str and one != other:  # the path of a module, maybe
+        parts, others = one.split("."), other.split(".")
+        return len(parts) == len(others) and all(
+            mine == theirs or (mine, theirs) == (str(place), str(other_place))
+            for mine, theirs in zip(parts, others, strict=True))
+    if isinstance(one, _SCALARS):
+        return bool(one == other)
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and one.requires_grad == other.requires_grad
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(inside(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(inside, one, other))
+    if isinstance(one, set | frozenset):
+        return bool(one == other)
+    if isinstance(one, MethodType):
+        return one.__func__ is other.__func__
+    if isinstance(one, FunctionType | type | nn.Module) or not hasattr(one, "__dict__"):
+        return False
+    return inside(vars(one), vars(other))
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a block was called with, apart from values."""
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    modes: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, given: Any) -> _Inputs:
+        leaves, spec = tree_flatten(given)
+        seen: dict[int, int] = {}
+        described = tuple(
+            (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad,
+             seen.setdefault(id(leaf), number)) if isinstance(leaf, torch.Tensor) else leaf
+            for number, leaf in enumerate(leaves))
+        return cls(spec, described, (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+
+    def is_like(self, other: _Inputs) -> bool:
+        return (self.modes == other.modes and self.spec == other.spec
+                and all(one is theirs or (type(one) is type(theirs) and isinstance(one, (*_SCALARS, tuple))
+                                          and one == theirs)
+                        for one, theirs in zip(self.leaves, other.leaves, strict=True)))
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """A tensor that a block returned. source: which of its inputs it is; -1 if it is new."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    differentiable: bool
+    source: int
+
+
+@dataclass
+class Run:
+    """A call that was traced.
+
+    made: None where a call like it can't be stood in for. storages: of its inputs.
+    """
+
+    module: nn.Module
+    inputs: _Inputs
+    segment: int
+    made: tuple[Any, ...] | None
+    spec: TreeSpec
+    storages: tuple[weakref.ref[Any] | None, ...]
+    holds: tuple[bool, ...] | None = None
+
+
+class CalledAgain(RuntimeError):
+    """A block that others are like is called more than once in a step: none of its calls stands for a whole block."""
+
+
+@dataclass
+class Repeats:
+    """Calls of blocks that were not traced, in one step of a model.
+
+    units: by name; without any nothing is stood in for. segment: tells which segment of the step runs.
+    stand_in: makes what a call like a traced one returns. is_once: whether a second call of a block is an error; else
+        it is traced.
+    of: for each segment that a stand-in took, the traced one. members: for each unit that was stood in for, the traced
+        one.
+    """
+
+    units: Mapping[str, nn.Module]
+    segment: Callable[[], int]
+    stand_in: Callable[[str, nn.Module, Run, tuple[Any, ...], dict[str, Any]], Any] = field(
+        default_factory=lambda: _stand_in)
+    is_once: bool = True
+    of: dict[int, int] = field(default_factory=dict)
+    members: dict[str, str] = field(default_factory=dict)
+    _first_of: dict[str, str] = field(init=False)
+    _called: set[str] = field(default_factory=set)
+    _runs: dict[str, list[Run]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._first_of = alike_blocks(self.units)
+
+    @property
+    def kinds(self) -> dict[str, list[str]]:
+        """For each traced unit those that were not run."""
+        found: dict[str, list[str]] = {}
+        for name, traced in self.members.items():
+            found.setdefault(traced, []).append(name)
+        return found
+
+    def traced(self, parameter: str) -> str:
+        """The parameter of a traced unit that stands for this one; itself if it was there."""
+        unit = next((unit for unit in self.members if parameter.startswith(f"{unit}.")), "")
+        return f"{self.members[unit]}{parameter.removeprefix(unit)}" if unit else parameter
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """While this is entered, blocks that are alike run once for each kind of inputs."""
+        names = {id(unit): name for name, unit in self.units.items()}
+        repeated = {first for name, first in self._first_of.items() if first != name}
+        folded = [(name, first) for name, first in self._first_of.items() if first in repeated]
+        before = {name: vars(self.units[name]).get("forward") for name, _ in folded}
+        for known in (self.of, self.members, self._called, self._runs):
+            known.clear()
+        for name, first in folded:
+            self.units[name].forward = self._forward(self.units[name], name, first, names)
+        try:
+            yield
+        finally:
+            for name, forward in before.items():
+                if forward is None:
+                    del self.units[name].forward
+                else:
+                    self.units[name].forward = forward
+
+    def _forward(self, unit: nn.Module, name: str, first: str, names: Mapping[int, str]) -> Callable[..., Any]:
+        forward = unit.forward
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if name in self._called:
+                if self.is_once:
+                    raise CalledAgain(name)
+                return forward(*args, **kwargs)
+            self._called.add(name)
+            inputs, runs = _Inputs.of((args, kwargs)), self._runs.setdefault(first, [])
+            for run in runs:
+                if run.module is not unit and run.made is not None and run.inputs.is_like(inputs):
+                    self.of[self.segment()] = run.segment
+                    self.members[name] = names[id(run.module)]
+                    return self.stand_in(name, unit, run, args, kwargs)
+            segment, attributes = self.segment(), _attributes(unit)
+            returned = forward(*args, **kwargs)
+            runs.append(_traced(unit, inputs, segment, tree_leaves((args, kwargs)), returned,
+                                changed=attributes != _attributes(unit)))
+            return returned
+
+        return called
+
+
+def _attributes(unit: nn.Module) -> list[tuple[str, int]]:
+    """What is in the attributes of its modules: a block that leaves something there is read by others."""
+    return [(name, id(value)) for module in unit.modules() for name, value in vars(module).items()
+            if name not in _OF_TORCH]
+
+
+def _traced(unit: nn.Module, inputs: _Inputs, segment: int, given: Sequence[Any], returned: Any, *,
+            changed: bool) -> Run:
+    leaves, spec = tree_flatten(returned)
+    memory = {leaf.untyped_storage()._cdata for leaf in given if isinstance(leaf, torch.Tensor)}
+    made: list[Any] | None = [] if not changed else None
+    for leaf in leaves:
+        if made is None or not isinstance(leaf, (torch.Tensor, *_SCALARS)):
+            made = None
+            break
+        if not isinstance(leaf, torch.Tensor):
+            made.append(leaf)
+            continue
+        source = next((number for number, other in enumerate(given) if other is leaf), -1)
+        if source < 0 and leaf.untyped_storage()._cdata in memory:  # a view of what it was given
+            made = None
+            break
+        made.append(BlockOutput(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, source))
+    storages = tuple(weakref.ref(leaf.untyped_storage()) if isinstance(leaf, torch.Tensor) else None for leaf in given)
+    return Run(unit, inputs, segment, None if made is None else tuple(made), spec, storages)
+
+
+def _stand_in(path: str, unit: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a traced call returned, made anew without computing."""
+    assert run.made is not None
+    given = tree_leaves((args, kwargs))
+    own = {leaf.untyped_storage()._cdata for leaf in given if isinstance(leaf, torch.Tensor)}
+    if run.holds is None:  # an input that is still alive, though the model has gone on to the next one, is kept
+        run.holds = tuple(ref is not None and (storage := ref()) is not None and storage._cdata not in own
+                          for ref in run.storages)
+    fresh = [one for one in run.made if isinstance(one, BlockOutput) and one.source < 0]
+    taken = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    held = [keeps for keeps, leaf in zip(run.holds, given, strict=True) if isinstance(leaf, torch.Tensor)]
+    weight = torch.empty(0, requires_grad=any(one.differentiable for one in fresh))
+    made = iter(_Repeated.apply(fresh, held, weight, *taken) if fresh else ())
+    return returned(run, given, made)
+
+
+def returned(run: Run, given: Sequence[Any], made: Iterator[torch.Tensor]) -> Any:
+    """What a call like a traced one returns. given: its inputs, flat. made: its new tensors."""
+    assert run.made is not None
+    leaves = [(next(made) if one.source < 0 else given[one.source]) if isinstance(one, BlockOutput) else one
+              for one in run.made]
+    return tree_unflatten(leaves, run.spec)
+
+
+class _Repeated(torch.autograd.Function):
+    """Stands for a block in autograd's graph: keeps of its inputs what the block keeps, and gives gradients of them.
+
+    weight: stands for its parameters, so that a gradient comes back though no input has one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, made: Sequence[BlockOutput], held: Sequence[bool], weight: torch.Tensor,
+                *inputs: torch.Tensor) -> Any:
+        ctx.save_for_backward(*(tensor for tensor, keeps in zip(inputs, held, strict=True) if keeps))
+        ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
+        outputs = tuple(torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=one.device)
+                        for one in made)
+        ctx.mark_non_differentiable(*(tensor for tensor, one in zip(outputs, made, strict=True)
+                                      if not one.differentiable))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return (None, None, None, *(
+            torch.empty(shape, dtype=dtype, device=device) if needs else None
+            for (shape, dtype, device), needs in zip(ctx.shapes, ctx.needs_input_grad[3:], strict=True)))

@@ -1,0 +1,54 @@
+"""What the axes of a mesh cut, and what ranks along each of them have in common. Everything else about an axis follows.
+
+    axis       cuts                 what ranks along it do
+    pipeline   modules              each runs its own stages; one has the loss
+    parts      modules              the same, with stages as a placement says
+    data       samples              each has all weights; gradients are summed, unless replicas take steps of their own
+    shard      samples and weights  each holds parts of tensors; gradients are summed
+    tensor     weights              each holds parts of tensors; all compute the same loss
+
+A strategy from outside brings axes of its own; see `paceline.strategies.extensions`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a mesh.
+
+    name: its key in a plan.
+    cuts_samples: ranks along it see different samples of a step; else all see the same.
+    cuts_weights: ranks along it hold different parts of some tensors; a tensor itself says which axes cut it. The rest
+        of a tensor's elements, and what isn't cut, they hold alike.
+    cuts_modules: ranks along it hold different modules, so that a parameter is on one of them alone.
+    place: what messages call one place along an axis that cuts modules.
+    """
+
+    name: str
+    cuts_samples: bool = False
+    cuts_weights: bool = False
+    cuts_modules: bool = False
+    place: str = ""
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether each rank along it holds everything that the others hold."""
+        return not (self.cuts_weights or self.cuts_modules)
+
+    @property
+    def computes_same_loss(self) -> bool:
+        """Whether all ranks along it come to the same output: of the same samples, by all modules."""
+        return not (self.cuts_samples or self.cuts_modules)
+
+
+# Outermost first: neighbours along the last axis are neighbours among the ranks.
+BUILT_IN: tuple[Axis, ...] = (
+    Axis("pipeline", cuts_modules=True, place="stage"),
+    Axis("parts", cuts_modules=True, place="part"),
+    Axis("data", cuts_samples=True),
+    Axis("shard", cuts_samples=True, cuts_weights=True),
+    Axis("tensor", cuts_weights=True),
+)

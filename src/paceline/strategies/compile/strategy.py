@@ -1,0 +1,24 @@
+"""Repeated blocks that torch.compile compiles."""
+
+from paceline.strategies.compile.cost import enter, narrow, start_s
+from paceline.strategies.costs import CostModel
+from paceline.strategies.strategy import Conflict, Strategy
+
+STRATEGY = Strategy(
+    name="compile",
+    is_active=lambda plan: plan.modifiers.compile == "blocks",
+    conflicts=(
+        Conflict("compile=blocks with tensor=N",
+                 "split layers run programs that are recorded when the model is built, and those are not compiled yet",
+                 "compile=blocks with data=N, shard=N or pipeline=N, or tensor=N without it",
+                 lambda plan: plan.modifiers.compile == "blocks" and plan.axes.tensor > 1),
+        Conflict("compile=blocks with schedule=zero-bubble",
+                 "the backward of a compiled block is one operator, and this schedule runs each backward in two parts",
+                 "schedule=1f1b or interleaved",
+                 lambda plan: plan.modifiers.compile == "blocks" and plan.schedule.schedule == "zero-bubble"),
+    ),
+    code=lambda plan: (plan.modifiers.compile,),
+    cost=CostModel(enter, narrow=narrow, start_s=start_s),
+    run="paceline.strategies.compile.run",
+    imports=("torch._dynamo", "torch._inductor.compile_fx"),
+)

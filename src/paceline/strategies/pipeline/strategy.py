@@ -1,0 +1,64 @@
+"""Consecutive stages of a model on consecutive ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from paceline.errors import PlanError
+from paceline.plans import SCHEDULES, Plan
+from paceline.strategies.pipeline.schedule import bubble, schedule
+from paceline.strategies.strategy import Conflict, Strategy
+
+if TYPE_CHECKING:
+    from paceline.planner.space import Limits
+
+MOST_VIRTUAL = 4  # stages a rank, that a search tries
+
+
+def _variants(plan: Plan, limits: Limits) -> Iterator[Plan]:
+    """The other schedules."""
+    for name in SCHEDULES:
+        for virtual in range(2, MOST_VIRTUAL + 1) if name == "interleaved" else (1,):
+            if plan.axes.pipeline * virtual > max(limits.layers, plan.axes.pipeline):
+                continue
+            if name == "interleaved" and plan.num_microbatches % plan.axes.pipeline:
+                continue
+            try:
+                yield plan.with_(schedule=name, virtual=virtual)
+            except PlanError:
+                continue
+
+
+def _lines(plan: Plan) -> Iterable[str]:
+    """The time that the schedule leaves ranks idle."""
+    ranks, name, virtual = plan.axes.pipeline, plan.schedule.schedule, plan.schedule.virtual
+
+    def idle(microbatches: int) -> float:
+        orders = schedule(name, num_ranks=ranks, num_microbatches=microbatches, virtual=virtual)
+        return bubble(orders, num_stages=ranks * virtual)
+
+    line = f"equal stages would be idle {idle(plan.num_microbatches):.0%} of the time under schedule={name}"
+    if plan.num_microbatches < 2 * ranks:
+        line += f", and {idle(2 * ranks):.0%} with microbatches={2 * ranks}"
+    yield line
+
+
+STRATEGY = Strategy(
+    name="pipeline=N",
+    is_active=lambda plan: plan.axes.pipeline > 1,
+    conflicts=(
+        Conflict("schedule=zero-bubble with shard=N",
+                 "FSDP2 reduces gradients in hooks of a whole backward, and a backward in two parts passes them by: "
+                 "gradients come out wrong without an error",
+                 "schedule=1f1b or interleaved, or data=N in place of shard=N",
+                 lambda plan: plan.schedule.schedule == "zero-bubble" and plan.axes.shard > 1),
+        Conflict("schedule=zero-bubble with recompute=full",
+                 "each half of the backward would compute the forward again",
+                 "schedule=1f1b, which recomputes once",
+                 lambda plan: plan.schedule.schedule == "zero-bubble" and plan.modifiers.recompute == "full"),
+    ),
+    code=lambda plan: (plan.schedule.schedule == "zero-bubble",),
+    variants=_variants,
+    lines=_lines,
+)

@@ -1,0 +1,5 @@
+"""Modules that are put on ranks as a placement says."""
+
+from paceline.strategies.strategy import Strategy
+
+STRATEGY = Strategy(name="parts=N", is_active=lambda plan: plan.axes.parts > 1, is_priced_on_paper=False)

@@ -1,0 +1,102 @@
+"""Servers that keep parameters and optimizer state, and workers that send them gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from paceline.plans import Plan, Servers
+from paceline.strategies.costs import CPU_RUNTIME_BYTES, CostModel
+from paceline.strategies.server.cost import enter, hold, server_ledger
+from paceline.strategies.strategy import Conflict, Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from paceline.planner.space import DeviceCounts, Limits
+    from paceline.profile.profile import Profile
+
+STALENESS = (1, 4, "inf")  # that a search tries
+
+
+def _is_served(plan: Plan) -> bool:
+    return isinstance(plan.sync, Servers)
+
+
+def _is_stale(plan: Plan) -> bool:
+    return isinstance(plan.sync, Servers) and plan.sync.staleness != 0
+
+
+def _family(plan: Plan) -> str:
+    assert isinstance(plan.sync, Servers)
+    return "servers" + (f" staleness={plan.sync.staleness}" if plan.sync.staleness != 0 else "")
+
+
+def _code(plan: Plan) -> tuple[object, ...]:
+    assert isinstance(plan.sync, Servers)
+    return plan.sync.server, plan.sync.colocate
+
+
+def _plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
+    """Servers on all devices: one in each worker, one beside a worker, or one on its own."""
+    workers = shape.num_devices
+    yield Plan.of(server=workers, workers=workers, colocate="yes")
+    yield Plan.of(server=1, workers=workers, colocate="yes")
+    if workers > 2:
+        yield Plan.of(server=1, workers=workers - 1)
+
+
+def _relaxed_plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
+    count = shape.num_devices
+    yield Plan.of(server=count, workers=count, colocate="yes", compress="bf16")
+    for staleness in STALENESS:
+        yield Plan.of(server=count, workers=count, colocate="yes", staleness=staleness)
+
+
+def _ranks_apart(profile: Profile, plan: Plan) -> Mapping[str, Mapping[str, int]]:
+    assert isinstance(plan.sync, Servers)
+    if plan.sync.colocate == "yes":
+        return {}
+    return {"each server": {**server_ledger(profile, plan), "runtime": CPU_RUNTIME_BYTES}}
+
+
+def _held_elsewhere(model: nn.Module) -> Iterable[torch.Tensor]:
+    """Tables whose rows lie on servers."""
+    from paceline.strategies.server.rows import tables
+
+    return [module.weight for module in tables(model).values()]
+
+
+STRATEGY = Strategy(
+    name="server=S",
+    is_active=_is_served,
+    conflicts=(
+        Conflict("server=S with compress=int8, topk or powersgd",
+                 "workers fetch weights, not sums of gradients, and these forms are too coarse for weights",
+                 "compress=bf16",
+                 lambda plan: _is_served(plan) and plan.modifiers.compress not in ("none", "bf16")),
+        Conflict("deterministic=yes with staleness=K or inf",
+                 "which worker's update comes first depends on how fast each was, and that is another in every run",
+                 "staleness=0, under which runs repeat to the bit",
+                 lambda plan: plan.modifiers.deterministic == "yes" and _is_stale(plan)),
+    ),
+    precision_conflicts={"fp16": (
+        Conflict("server=S", "whether a step's gradients overflow is known when all servers have them, and by then "
+                 "workers compute the next step with the old loss scale",
+                 'data=N or shard=N, or precision="bf16" in the job', _is_served),
+    )},
+    family=_family,
+    code=_code,
+    plans=_plans,
+    relaxed_plans=_relaxed_plans,
+    cost=CostModel(enter, hold=hold),
+    ranks_apart=_ranks_apart,
+    trainer="paceline.runtime.servers.train",
+    fault_policy="paceline.runtime.servers.roles:fault_policy",
+    keeps_weights_elsewhere=True,
+    held_elsewhere=_held_elsewhere,
+    observes=lambda plan: frozenset({"writes"}),
+    no_edits="servers, which keep the parameters, would not learn of it",
+    no_closure="servers, which keep the parameters, get one gradient a step from each worker",
+)

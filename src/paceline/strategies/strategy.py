@@ -1,0 +1,140 @@
+"""What a strategy is to the rest of the program: one value a folder, read by checks, search, prices and runs alike.
+
+The code that ranks run is named and not imported here, so that plans are parsed and priced without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from paceline.strategies.axes import Axis
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from paceline.job import Precision
+    from paceline.planner.space import DeviceCounts, Limits
+    from paceline.plans import Plan
+    from paceline.profile.profile import Profile
+    from paceline.strategies.costs import CostModel
+
+Observation = Literal["writes", "choices"]
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Two choices that exclude each other.
+
+    what: as a user writes it. why: what goes wrong. instead: what to do.
+    """
+
+    what: str
+    why: str
+    instead: str
+    is_met: Callable[[Plan], bool]
+
+
+def no_plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
+    yield from ()
+
+
+def no_variants(plan: Plan, limits: Limits) -> Iterator[Plan]:
+    yield from ()
+
+
+def nothing_observed(plan: Plan) -> frozenset[Observation]:
+    return frozenset()
+
+
+def nothing_held(model: nn.Module) -> Iterable[torch.Tensor]:
+    return ()
+
+
+def no_words(plan: Plan) -> str:
+    return ""
+
+
+def no_lines(plan: Plan) -> Iterable[str]:
+    return ()
+
+
+def no_code(plan: Plan) -> tuple[object, ...]:
+    return ()
+
+
+def no_ranks_apart(profile: Profile, plan: Plan) -> Mapping[str, Mapping[str, int]]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """One way to spread a job, with all that is known of it but the code that its ranks run.
+
+    Of a plan:
+        name: as messages call it.
+        is_active: whether a plan uses it.
+        conflicts: what it doesn't compose with. precision_conflicts: the same of a job's precision.
+        family: what it adds to the words by which plans of one kind are told from others.
+        code: what tells plans apart whose ranks run other code, beside their family; rehearsals carry over between
+            plans that are alike.
+
+    Of the search:
+        plans: plans that use it, from the job's limits and the devices. relaxed_plans: those of them that give
+            something up against one device.
+        variants: the same plan in its other forms.
+        is_priced_on_paper: whether plans are priced for clusters that are not here.
+
+    Of the price:
+        cost: what it adds to a step; None if it adds nothing.
+        ranks_apart: bytes by ledger of ranks that compute no gradients, by what they are called.
+
+    Of the run:
+        run: module with `prepare`, see `compose.Runner`; "" if it is not entered.
+        imports: modules that its ranks need, for a parent to import once for all that it forks.
+        trainer: module with the `train_rank` that runs its plans; "" for the usual loop.
+        fault_policy: function from the plan to its ranks' `FaultPolicy`, as MODULE:NAME; "" for ranks that all need
+            each other.
+        observes: what must be seen of a model's forward before it is prepared.
+        keeps_weights_elsewhere: whether weights are with ranks that don't compute with them. held_elsewhere: those of a
+            model that this rank uses and never holds.
+        runs_forward_again: whether a plan runs parts of the model's own code a second time in a step.
+        no_edits, no_closure: why a forward can't edit parameters in place, and an optimizer can't evaluate the loss
+            itself; "" where they can.
+        lines: what a user is told of the plan when a run begins.
+
+    Of strategies from outside (see `paceline.strategies.extensions`):
+        axes: what they bring to the mesh; each is a key of plans, a whole number.
+        problems: what is wrong with the values of a plan, in words.
+        relaxes: what a plan gives up against one device; "" for an exact one. exact: the plan without that.
+    """
+
+    name: str
+    is_active: Callable[[Plan], bool]
+    conflicts: tuple[Conflict, ...] = ()
+    precision_conflicts: Mapping[Precision, tuple[Conflict, ...]] = field(default_factory=dict)
+    family: Callable[[Plan], str] = no_words
+    code: Callable[[Plan], tuple[object, ...]] = no_code
+    plans: Callable[[Limits, DeviceCounts], Iterator[Plan]] = no_plans
+    relaxed_plans: Callable[[Limits, DeviceCounts], Iterator[Plan]] = no_plans
+    variants: Callable[[Plan, Limits], Iterator[Plan]] = no_variants
+    is_priced_on_paper: bool = True
+    cost: CostModel | None = None
+    ranks_apart: Callable[[Profile, Plan], Mapping[str, Mapping[str, int]]] = no_ranks_apart
+    run: str = ""
+    imports: tuple[str, ...] = ()
+    trainer: str = ""
+    fault_policy: str = ""
+    keeps_weights_elsewhere: bool = False
+    held_elsewhere: Callable[[nn.Module], Iterable[torch.Tensor]] = nothing_held
+    observes: Callable[[Plan], frozenset[Observation]] = nothing_observed
+    runs_forward_again: Callable[[Plan], bool] = lambda plan: False
+    no_edits: str = ""
+    no_closure: str = ""
+    lines: Callable[[Plan], Iterable[str]] = no_lines
+    axes: tuple[Axis, ...] = ()
+    problems: Callable[[Plan], list[str]] = lambda plan: []
+    relaxes: Callable[[Plan], str] = no_words
+    exact: Callable[[Plan], Plan] = lambda plan: plan

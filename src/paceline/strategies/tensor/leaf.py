@@ -1,0 +1,43 @@
+"""A rank's part of a split parameter as a plain leaf of autograd's graph, which costs the host less than a DTensor.
+
+Forwards read the leaf. Its gradient becomes the parameter's as soon as it is there, and whoever waits for that of the
+parameter is told.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+_LEAF = "_paceline_leaf"
+
+
+def give_leaf(parameter: nn.Parameter) -> None:
+    """Let forwards read this rank's part of a DTensor as a plain tensor in the same memory."""
+    held: Any = parameter
+    leaf = nn.Parameter(held._local_tensor.detach(), requires_grad=parameter.requires_grad)
+    if parameter.requires_grad:
+        leaf.register_post_accumulate_grad_hook(partial(_hand_over, parameter))
+    setattr(parameter, _LEAF, leaf)
+
+
+def leaf_of(parameter: torch.Tensor) -> nn.Parameter | None:
+    """Where a parameter's gradient ends; None where it was given no leaf."""
+    return getattr(parameter, _LEAF, None)
+
+
+def _hand_over(parameter: Any, leaf: torch.Tensor) -> None:
+    """A gradient is there."""
+    from torch.distributed.tensor import DTensor
+
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is not None:
+        if parameter.grad is None:
+            parameter.grad = DTensor(gradient, parameter._spec, requires_grad=False)
+        else:
+            parameter.grad._local_tensor.add_(gradient)
+    for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)

@@ -1,0 +1,259 @@
+"""Blocks that are alike are traced once, in memory that doesn't grow with the model, at the price of all of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.cluster import Cluster
+from paceline.job import Job
+from paceline.planner.estimate import estimate
+from paceline.planner.pieces import LazyPieces
+from paceline.plans import Plan
+from paceline.profile import profile_job, trace
+from paceline.profile.blocks import FEWEST, alike_blocks
+from paceline.profile.profile import Profile, folded
+from paceline.strategies.stages.layers import layered
+from paceline.strategies.stages.price import SplitJob
+
+WORDS, LENGTH = 64, 16
+
+
+class Block(nn.Module):
+    """A layer of a Llama: attention with a mask, and a gated MLP."""
+
+    def __init__(self, number: int, width: int, rank: int = 0) -> None:
+        super().__init__()
+        self.number, self.path = number, f"layers.{number}.attention"
+        self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(2 * width, width, bias=False)
+        if rank:
+            self.requires_grad_(False)
+            self.low, self.high = nn.Linear(width, rank, bias=False), nn.Linear(rank, 3 * width, bias=False)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, scale: float = 1.0) -> torch.Tensor:
+        h = self.norms[0](x)
+        h = self.qkv(h) + (self.high(self.low(h)) if hasattr(self, "low") else 0.0)
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in h.chunk(3, dim=-1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        gate, up = self.up(self.norms[1](x)).chunk(2, dim=-1)
+        return x + scale * self.down(F.silu(gate) * up)
+
+
+class Llama(nn.Module):
+    """rank: of what is trained beside frozen matrices; 0 trains everything. scales: of each layer's MLP."""
+
+    def __init__(self, layers: int = 5, width: int = 32, rank: int = 0, scales: tuple[float, ...] = ()) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList([Block(number, width, rank) for number in range(layers)])
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, WORDS, bias=False)
+        self.scales = scales or (1.0,) * layers
+        for module in (self.embed, self.norm, self.head) if rank else ():
+            module.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        seen = mask[:, None, None, :].bool() & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        x = self.embed(ids)
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = layer(x, seen, scale=scale)
+        return self.head(self.norm(x))
+
+
+class ByValue(Llama):
+    """Looks at its mask."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if bool((mask == 0).all()) or int(mask.sum().item()) < 0:
+            raise ValueError("nothing is seen")
+        return super().forward(ids, mask)
+
+
+class Data(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, number: int) -> Any:
+        ids = torch.arange(LENGTH) % WORDS
+        labels = ids.clone()
+        labels[:3] = -100
+        return {"ids": ids, "mask": torch.ones(LENGTH, dtype=torch.long)}, labels
+
+
+def summed(out: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return F.cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+def make_job(model: Any = Llama, **changes: Any) -> Job:
+    given = {"optimizer": lambda named: torch.optim.AdamW(named), "batch": 16, "steps": 1, "clip": 1.0, **changes}
+    return Job(model=model, data=Data(), loss=summed, **given)
+
+
+def unrolled(job: Job) -> Profile:
+    """With every block run."""
+    with trace.kept_generators():
+        return trace._fit(trace._fake_runs(job, trace.first_items(job.data, 2)), (), trace.cast_parameters(job))
+
+
+def same(found: Profile, other: Profile) -> None:
+    for field in fields(Profile):
+        if not field.name.startswith("_"):
+            assert getattr(found, field.name) == getattr(other, field.name), field.name
+
+
+OPTIMIZERS = {"adam": lambda named: torch.optim.AdamW(named),
+              "foreach": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, foreach=True)}
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_price_is_that_of_every_block(rank: int, precision: str, optimizer: str):
+    """To the byte and FLOP: segments, gradients, state, casts and the update, also beside frozen weights."""
+    job = make_job(lambda: Llama(rank=rank), precision=precision, optimizer=OPTIMIZERS[optimizer])
+    same(profile_job(job), unrolled(job))
+
+
+def test_each_kind_of_block_is_run_once_a_trace(monkeypatch: pytest.MonkeyPatch):
+    """However many there are: two traces, and casts in training and in an evaluation."""
+    ran: list[int] = []
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, *args, **more: ran.append(self.number) or forward(
+        self, *args, **more))
+    counts = []
+    for layers in (4, 12):
+        ran.clear()
+        profile = profile_job(make_job(lambda layers=layers: Llama(layers)))
+        counts.append(list(ran))
+        assert sum(1 for s in profile.segments if s.unit) == layers
+    assert counts == [[0, 0]] * 2
+
+
+def test_blocks_that_are_called_otherwise_are_kinds_of_their_own():
+    """They are equal but for what the model gives them."""
+    job = make_job(lambda: Llama(6, scales=(1.0, 0.5) * 3))
+    runs = trace._fake_runs(job, trace.first_items(job.data, 2), each=False)
+    assert runs[0].repeats.kinds == {"layers.0": ["layers.2", "layers.4"], "layers.1": ["layers.3", "layers.5"]}
+    same(trace._fit(runs, ()), unrolled(job))
+
+
+def test_a_block_that_differs_is_of_no_others_kind():
+    """In an attribute, in a shape, in what is trained, or in a hook. Its number, and its path, are no difference."""
+    blocks = [Block(number, 32) for number in range(7)]
+    blocks[1].eps = 0.1  # type: ignore[assignment]
+    blocks[2].down = nn.Linear(64, 32)
+    blocks[3].up.requires_grad_(False)
+    blocks[4].out.register_forward_hook(lambda *_: None)
+    kinds = alike_blocks({f"layers.{number}": block for number, block in enumerate(blocks)})
+    assert [kinds[f"layers.{number}"] for number in (1, 2, 3, 4)] == [f"layers.{number}" for number in (1, 2, 3, 4)]
+    assert {kinds[f"layers.{number}"] for number in (0, 5, 6)} == {"layers.0"} and FEWEST == 3
+
+
+class Twice(Llama):
+    """Runs its blocks over again."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return self.head(x)
+
+
+class Telling(Block):
+    """Leaves something that the model reads."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, scale: float = 1.0) -> torch.Tensor:
+        self.told = x.mean()
+        return super().forward(x, mask, scale=scale)
+
+
+class Told(Llama):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Telling(number, 32) for number in range(4)])
+        self.scales = (1.0,) * 4
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids, mask) + sum(layer.told for layer in self.layers)
+
+
+@pytest.mark.parametrize("model", [Twice, Told])
+def test_blocks_that_stand_for_no_other_are_all_run(model: Any):
+    job = make_job(model)
+    same(profile_job(job), unrolled(job))
+
+
+def test_a_model_may_be_converted_where_it_is_built():
+    """As adapters are, and models in a type of their own; shared weights stay shared."""
+    def built() -> nn.Module:
+        model = Llama()
+        model.head.weight = model.embed.weight
+        return model.to(torch.float64)
+
+    profile = profile_job(make_job(built))
+    assert profile.exact
+    assert profile.parameter_bytes == 8 * sum(p.numel() for p in built().parameters())
+
+
+PLANS = ("data=8", "shard=8 recompute=full", "data=2 shard=4 zero=1", "pipeline=2 data=4 microbatches=2",
+         "tensor=2 data=4", "pipeline=2 tensor=2 data=2 microbatches=2 schedule=interleaved virtual=2")
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_folded_model_costs_what_all_its_layers_do(rank: int):
+    """On devices that are described: seconds, and bytes of the rank that needs most."""
+    job = make_job(lambda: Llama(8, rank=rank), precision="bf16")
+    whole, cluster = unrolled(job), Cluster.parse("8xH100")
+    one, split = folded(whole), LazyPieces(job, whole).layers()
+    every = layered(SplitJob(job, whole))
+    assert len(one.segments) < len(whole.segments) and one.parameter_bytes == whole.parameter_bytes
+    assert [s.repeat for s in split.segments if s.unit] in ([8], [1, 7])
+    for text in PLANS:
+        plan = Plan.parse(text)
+        pair = (split, every) if plan.splits_model else (one, whole)
+        found, known = (estimate(each, plan, cluster, batch=16, precision="bf16") for each in pair)
+        assert found.step_s == pytest.approx(known.step_s, rel=1e-3), text
+        assert found.peak_memory_bytes == pytest.approx(known.peak_memory_bytes, rel=1e-3), text
+
+
+def test_a_large_model_that_looks_at_values_is_not_run_for_real():
+    """Its course is assumed, and the notes say so."""
+    large = profile_job(make_job(lambda: ByValue(4, 4096)))
+    plain = profile_job(make_job(lambda: Llama(4, 4096)))
+
+    assert any("not run for real" in note for note in large.notes)
+    assert any("values" in note for note in large.notes)
+    assert large.parameters == plain.parameters
+    assert large.forward_flops_per_sample == plain.forward_flops_per_sample
+
+
+LIMITED = """
+import resource, sys
+import torch
+from tests.profile.test_blocks import ByValue, Llama, make_job
+from paceline.verbs.planning import plan
+models = {"whole": Llama, "by value": ByValue}
+made, rank = models[sys.argv[1]], int(sys.argv[2])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (4 * 10**9, 4 * 10**9))
+answer = plan(make_job(lambda: made(48, 4096, rank), precision="bf16"), "8xH100")
+assert answer.chosen is not None
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+"""
+
+
+@pytest.mark.parametrize(("model", "rank"), [pytest.param("whole", 0, marks=pytest.mark.slow), ("whole", 16),
+                                             ("by value", 0)])
+def test_planning_a_model_of_many_gigabytes_takes_little_memory(model: str, rank: int):
+    """39 GB of float32, in a process that may have 4 GB; less than half of one is taken."""
+    ran = subprocess.run([sys.executable, "-c", LIMITED, model, str(rank)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert int(ran.stdout.splitlines()[-1]) < 0.5e9

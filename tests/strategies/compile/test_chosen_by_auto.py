@@ -1,0 +1,97 @@
+"""A run without a plan gets compiled blocks where they pay, and trains under them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from compiled_jobs import make_job, traced, traced_with_means
+from torch import nn
+
+import paceline
+from paceline.cluster import Cluster
+from paceline.job import Job
+from paceline.planner.corrections import Rehearsal
+from paceline.plans import Plan
+from paceline.strategies.compile import run as compile_blocks
+from paceline.verbs import auto, rehearsal
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:The .grad attribute")]
+
+LONG = 5_000_000  # steps, for blocks of which each gains microseconds and takes 20 seconds to compile, as priced
+EAGER_S = 0.03
+
+
+class Slow(nn.Module):
+    """Takes long as Python runs it and not as compiled code: what is traced doesn't wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            began_s = time.process_time()
+            while time.process_time() - began_s < EAGER_S:
+                pass
+        return x + torch.tanh(self.linear(x)) * torch.sigmoid(x)
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[nn.Module] = Slow) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block()])
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.blocks[0](x))
+
+
+@pytest.fixture(autouse=True)
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_blocks, "inductor", traced)
+    monkeypatch.setattr(compile_blocks, "inductor_with_means", traced_with_means)
+
+
+def a_job(steps: int) -> Job:
+    return make_job(Net, steps=steps, drop_last=True)
+
+
+def test_steps_in_turns_say_what_compiled_code_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In seconds that the rank computed, which other processes move by less than half."""
+    monkeypatch.setattr(rehearsal, "FEWEST_IN_TURNS", 16)
+    monkeypatch.setattr(rehearsal, "IN_TURNS_S", 0.1)
+    found = rehearsal.rehearse(a_job(LONG), Cluster.local("cpu:0"), Plan.parse("single compile=blocks"), 0.1)
+    assert found.gain_s is not None and 0.5 * EAGER_S < found.gain_s < 2 * EAGER_S
+    assert found.start_s > EAGER_S  # to be traced takes longer than a step
+
+
+def test_a_plan_that_starts_at_once_has_nothing_to_leave_out() -> None:
+    assert rehearsal.rehearse(a_job(LONG), Cluster.local("cpu:0"), Plan(), 0.1).gain_s is None
+
+
+def test_a_long_run_is_planned_and_trained_with_compiled_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                                ) -> None:
+    """What rehearsals measure is given, as it depends on the machine: steps a third shorter, after 20 seconds."""
+    def rehearsed(job: Job, where: Cluster, plan: Plan, expected_s: float) -> Rehearsal:
+        step_s = 0.03 if plan.replicas == plan.axes.data == 2 else 0.1
+        if plan.modifiers.compile == "none":
+            return Rehearsal(step_s, 10, start_s=1.0)
+        return Rehearsal(step_s - 0.01, 10, start_s=20.0, gain_s=0.01)
+
+    monkeypatch.setattr(auto, "rehearse", rehearsed)
+    chosen = auto.choose(a_job(LONG), None, devices="cpu:0-1", procs=None, memory=None, environment=None)
+    assert chosen.plan == Plan.parse("data=2 compile=blocks")
+    assert chosen.estimate is not None and chosen.estimate.is_measured and chosen.estimate.start_s == 20.0
+
+    monkeypatch.setattr("paceline.verbs.train.choose", lambda *args, **options: chosen)
+    summary = paceline.train(a_job(3), run=tmp_path)
+    assert summary["plan"] == str(chosen.plan) and summary["compile"]["compiled"] > 0
+
+
+def test_a_short_run_is_not_compiled() -> None:
+    """Compiling takes longer than all its steps together gain."""
+    chosen = auto.choose(a_job(1000), None, devices="cpu:0-1", procs=None, memory=None, environment=None)
+    assert chosen.plan.modifiers.compile == "none"

@@ -1,0 +1,52 @@
+"""What the tree promises: strategies are named in their own folders alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[1] / "src" / "paceline"
+STRATEGY_FOLDERS = sorted(path.parent.name for path in SRC.glob("strategies/*/strategy.py"))
+
+
+def lines(pattern: str, *, but: str) -> list[str]:
+    """FILE: LINE of each line that matches, of files whose path doesn't."""
+    return [f"{path.relative_to(SRC)}: {line.strip()}" for path in sorted(SRC.rglob("*.py"))
+            if not re.match(but, str(path.relative_to(SRC)))
+            for line in path.read_text().splitlines() if re.search(pattern, line)]
+
+
+@pytest.mark.parametrize("pattern", [
+    r"axes\.(data|shard|tensor|pipeline|parts)\b",
+    r"(sizes|coordinates)(\[|\.get\()[\"'](data|shard|tensor|pipeline|parts)\b",
+    r"isinstance\(.*\b(Servers|Local|AllReduce)\b",
+])
+def test_no_strategy_is_named_outside_strategies(pattern: str):
+    """An axis or a kind of synchronisation is asked for by what it does: `paceline/strategies/axes.py`, `Strategy`."""
+    assert lines(pattern, but=r"strategies/|plans\.py|runtime/servers/") == []
+
+
+def test_each_folder_with_a_strategy_is_in_the_registry():
+    from paceline.strategies.registry import BUILT_IN
+
+    assert len(BUILT_IN) == len(STRATEGY_FOLDERS) == len({strategy.name for strategy in BUILT_IN})
+
+
+def test_no_public_class_name_stands_for_two_ideas():
+    homes: dict[str, list[str]] = {}
+    for path in sorted(SRC.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(SRC)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_what_the_glossary_names_is_there():
+    for name in re.findall(r"\| `([a-z_.]+(?:\.[A-Z]\w+)?)`", (SRC.parents[1] / "docs" / "glossary.md").read_text()):
+        *folders, last = name.split(".")
+        module = SRC.joinpath(*folders) if last[0].isupper() else SRC.joinpath(*folders, last)
+        file = module.with_suffix(".py") if module.with_suffix(".py").exists() else module / "__init__.py"
+        assert file.exists() and (last[0].islower() or f"class {last}" in file.read_text()), name
