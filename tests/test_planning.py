@@ -88,9 +88,9 @@ def test_a_model_of_transformers_is_split_where_it_is_not(cluster: str):
     tokens = [({"input_ids": torch.arange(16)}, torch.arange(16)) for _ in range(64)]
     answer = paceline.plan(_job(lambda: transformers.GPT2LMHeadModel(config), data=tokens, loss=loss, batch=64),
                            cluster)
-    kinds = {one.kind for one in answer.found.ranked}
+    kinds = {one.kind for one in answer.ranking.ranked}
     assert {"data", "shard", "pipeline data", "data tensor", "pipeline data tensor"} <= kinds
-    assert all(one.estimate.low_s < one.estimate.high_s for one in answer.found.ranked)
+    assert all(one.estimate.low_s < one.estimate.high_s for one in answer.ranking.ranked)
     assert any(note.startswith("tensor=N") for note in answer.notes)
 
 
@@ -98,7 +98,7 @@ def test_servers_are_no_rivals_of_replicas_in_a_node():
     """A small model, whose messages all links hide: what servers send passes through their hosts."""
     answer = paceline.plan(_job(batch=64), "8xH100")
     assert str(answer.chosen) == "data=8"
-    assert not [one.plan for one in answer.found.tied if isinstance(one.plan.sync, Servers)]
+    assert not [one.plan for one in answer.ranking.tied if isinstance(one.plan.sync, Servers)]
 
 
 def test_a_batch_smaller_than_the_devices():
@@ -232,4 +232,4 @@ def test_micro_batches_that_a_model_refuses_are_no_reason_to_stop():
     answer = paceline.plan(_job(model), "2xcpu", rehearse_s=0)
 
     assert "pipeline=2 microbatches=16" in " ".join(row["plan"] for row in answer.to_dict()["plans"])
-    assert "can't be cut for micro-batches of 1 samples" in answer.found.refused["pipeline"]
+    assert "can't be cut for micro-batches of 1 samples" in answer.ranking.refused["pipeline"]

@@ -126,9 +126,9 @@ def _measure(name: str, *, rounds: int, seconds: float) -> tuple[str, list[Measu
 
 def _kept(answer: Answer) -> list[Candidate]:
     """Exact plans: those with the fewest words, so that predictions don't say which, and the chosen one."""
-    exact = [one for one in answer.found.ranked if one.plan.relaxed is None]
+    exact = [one for one in answer.ranking.ranked if one.plan.relaxed is None]
     kept = sorted(exact, key=lambda one: (len(one.plan.values()), str(one.plan)))[:MOST_PLANS]
-    chosen = answer.found.chosen
+    chosen = answer.ranking.chosen
     return kept if chosen is None or chosen in kept else [*kept[:-1], chosen]
 
 

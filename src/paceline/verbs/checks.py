@@ -44,10 +44,10 @@ def first_update(job: Job, source: JobFile | None, asked: Resolved, *, environme
     if any(device.kind != "cpu" for device in asked.cluster.devices):
         return FirstUpdate("unchecked", "a check before a run is for CPU ranks alone; 'paceline verify' with --devices "
                            "compares the plan with one GPU, and a run of the same file on such GPUs then knows")
-    found = check_first_update(job, asked, timeout_s=timeout_s)
-    if key is not None and found.verdict != "unchecked":
-        _remember(key, found.verdict, found.reason)
-    return found
+    update = check_first_update(job, asked, timeout_s=timeout_s)
+    if key is not None and update.verdict != "unchecked":
+        _remember(key, update.verdict, update.reason)
+    return update
 
 
 def remember(source: JobFile, asked: Resolved, *, verdict: str, reason: str) -> None:

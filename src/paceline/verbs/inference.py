@@ -184,17 +184,17 @@ def read_tensors(path: Path, *, float64: bool) -> dict[str, torch.Tensor]:
         if path.suffix == ".safetensors":
             from paceline.runtime.checkpoint.dtypes import load_tensors
 
-            found = load_tensors(path)
+            tensors = load_tensors(path)
         elif path.suffix == ".csv":
-            found = {"input": torch.from_numpy(np.loadtxt(path, delimiter=",", ndmin=2))}
+            tensors = {"input": torch.from_numpy(np.loadtxt(path, delimiter=",", ndmin=2))}
         else:
             loaded = np.load(path, allow_pickle=False)
             named = {"input": loaded} if path.suffix == ".npy" else {name: loaded[name] for name in loaded.files}
-            found = {name: torch.from_numpy(array) for name, array in named.items()}
+            tensors = {name: torch.from_numpy(array) for name, array in named.items()}
     except Exception as error:  # each reader has its own kinds of error
         raise UsageError(f"can't read {path}: {error}") from error
     dtype = torch.float64 if float64 else torch.float32
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in found.items()}
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 def _named(value: Any, name: str = "output") -> dict[str, torch.Tensor]:

@@ -42,31 +42,31 @@ def with_links(cluster: Cluster, *, measure: bool = True) -> Cluster:
         return cluster
     if devices[0].kind == "cuda":
         return _with_gpu_links(cluster, measure=measure)
-    found = _read("cpu")
+    links = _read("cpu")
     wanted = _counts(len(devices))
-    missing = [count for count in wanted if str(count) not in found]
+    missing = [count for count in wanted if str(count) not in links]
     if missing and measure:
         with suppress(RankFailed, OSError):
-            found |= {str(count): measure_link(cluster, count) for count in missing}
-            _write("cpu", found)
-    return replace(cluster, links=tuple((count, found[str(count)]) for count in wanted if str(count) in found))
+            links |= {str(count): measure_link(cluster, count) for count in missing}
+            _write("cpu", links)
+    return replace(cluster, links=tuple((count, links[str(count)]) for count in wanted if str(count) in links))
 
 
 def _with_gpu_links(cluster: Cluster, *, measure: bool) -> Cluster:
     """Measured on the first 2, 4, 8 and all GPUs: other ones may be wired otherwise."""
     names = {count: ",".join(str(device.index) for device in cluster.devices[:count])
              for count in _counts(len(cluster.devices))}
-    found = _read("cuda")
-    missing = [count for count, name in names.items() if name not in found]
+    links = _read("cuda")
+    missing = [count for count, name in names.items() if name not in links]
     if missing and measure:
         try:
-            found |= {names[count]: measure_link(cluster, count) for count in missing}
-            _write("cuda", found)
+            links |= {names[count]: measure_link(cluster, count) for count in missing}
+            _write("cuda", links)
         except (RankFailed, OSError) as error:
             print(f"warning: the links between GPUs could not be measured ({str(error).partition(chr(10))[0]}): they "
                   f"count as {cluster.link.source}; paceline doctor says more", file=sys.stderr)
-    return replace(cluster, links=tuple((count, replace(found[name], source=f"measured between {count} GPUs"))
-                                        for count, name in names.items() if name in found))
+    return replace(cluster, links=tuple((count, replace(links[name], source=f"measured between {count} GPUs"))
+                                        for count, name in names.items() if name in links))
 
 
 def measure_link(cluster: Cluster, num_ranks: int) -> Link:
@@ -144,17 +144,17 @@ def _gpu_rank_times(context: RankContext) -> tuple[float, float, float]:
     return (n - 1) * part.nbytes / moving_s, latency_s, 0.0
 
 
-def _write(kind: DeviceKind, found: Mapping[str, Link]) -> None:
+def _write(kind: DeviceKind, links: Mapping[str, Link]) -> None:
     cache.write(CACHED, kind, {name: [link.bytes_per_s, link.latency_s, link.wait_s]
-                               for name, link in sorted(found.items(), key=lambda item: (len(item[0]), item[0]))})
+                               for name, link in sorted(links.items(), key=lambda item: (len(item[0]), item[0]))})
 
 
 def _read(kind: DeviceKind) -> dict[str, Link]:
     """What the cache has; nothing where it is missing or makes no sense."""
     try:
-        found = {str(name): Link(float(bytes_per_s), float(latency_s), float(wait_s))
+        links = {str(name): Link(float(bytes_per_s), float(latency_s), float(wait_s))
                  for name, (bytes_per_s, latency_s, wait_s) in cache.read(CACHED, kind).items()}
     except (ValueError, TypeError, AttributeError):
         return {}
-    return found if all(0 < link.bytes_per_s < math.inf and 0 <= link.wait_s < math.inf
-                        for link in found.values()) else {}
+    return links if all(0 < link.bytes_per_s < math.inf and 0 <= link.wait_s < math.inf
+                        for link in links.values()) else {}

@@ -32,17 +32,17 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True)
 class Advice:
-    """What another precision would bring to the chosen plan. found: its estimate, or why there is none."""
+    """What another precision would bring to the chosen plan. estimate: why there is none where it is text."""
 
     precision: Precision
-    found: Estimate | str
+    estimate: Estimate | str
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
-        if isinstance(self.found, str):
-            return {"precision": self.precision, "problem": self.found}
-        return {"precision": self.precision, "step_s": self.found.step_s, "fits": self.found.fits,
-                "memory_bytes": self.found.peak_memory_bytes}
+        if isinstance(self.estimate, str):
+            return {"precision": self.precision, "problem": self.estimate}
+        return {"precision": self.precision, "step_s": self.estimate.step_s, "fits": self.estimate.fits,
+                "memory_bytes": self.estimate.peak_memory_bytes}
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Answer:
 
     cluster: str
     batch: int
-    found: RankedPlans
+    ranking: RankedPlans
     flips: tuple[tuple[str, Candidate], ...]
     notes: tuple[str, ...]
     is_priced: bool = False
@@ -66,31 +66,33 @@ class Answer:
     @property
     def chosen(self) -> Plan | None:
         """The best plan that fits, exact unless relaxed ones were asked for; None if none does."""
-        return self.found.chosen.plan if self.found.chosen is not None else None
+        return self.ranking.chosen.plan if self.ranking.chosen is not None else None
 
-    def million_samples_cost(self, one: Candidate) -> float:
+    def million_samples_cost(self, candidate: Candidate) -> float:
         """In the unit of the price."""
-        return one.step_cost / self.batch * MILLION
+        return candidate.step_cost / self.batch * MILLION
 
     def to_dict(self) -> dict[str, Any]:
         """The document of `--json`."""
-        chosen = self.found.chosen
+        chosen = self.ranking.chosen
         return {"cluster": self.cluster, "chosen": str(chosen.plan) if chosen is not None else None,
-                "tried": self.found.num_tried, "notes": list(self.notes),
-                "flips": [{"change": name, "plan": str(one.plan)} for name, one in self.flips],
-                "refused": dict(self.found.refused),
+                "tried": self.ranking.num_tried, "notes": list(self.notes),
+                "flips": [{"change": name, "plan": str(candidate.plan)} for name, candidate in self.flips],
+                "refused": dict(self.ranking.refused),
                 "precision": self.advice.to_dict() if self.advice is not None else None,
                 "failures": self.outlook.to_dict() if self.outlook is not None else None,
-                "plans": [self._row(one, chosen or one) for one in (*self.found.ranked, *self.found.too_large)]}
+                "plans": [self._row(candidate, chosen or candidate)
+                          for candidate in (*self.ranking.ranked, *self.ranking.too_large)]}
 
-    def _row(self, one: Candidate, chosen: Candidate) -> dict[str, Any]:
-        found = one.estimate
-        cost = {"cost_per_million_samples": self.million_samples_cost(one)} if self.is_priced else {}
-        return {"plan": str(one.plan), "fits": found.fits, "step_s": found.step_s, "step_s_low": found.low_s,
-                "step_s_high": found.high_s, "samples_per_s": self.batch / found.step_s, **cost,
-                "measured": found.is_measured, "memory_bytes": found.peak_memory_bytes,
-                "missing_bytes": max(0, one.missing_bytes), "breakdown": dict(found.breakdown),
-                "relaxed": one.plan.relaxed is not None, "reason": reason(one, chosen)}
+    def _row(self, candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
+        estimate = candidate.estimate
+        cost = {"cost_per_million_samples": self.million_samples_cost(candidate)} if self.is_priced else {}
+        return {"plan": str(candidate.plan), "fits": estimate.fits, "step_s": estimate.step_s,
+                "step_s_low": estimate.low_s, "step_s_high": estimate.high_s,
+                "samples_per_s": self.batch / estimate.step_s, **cost, "measured": estimate.is_measured,
+                "memory_bytes": estimate.peak_memory_bytes, "missing_bytes": max(0, candidate.missing_bytes),
+                "breakdown": dict(estimate.breakdown), "relaxed": candidate.plan.relaxed is not None,
+                "reason": reason(candidate, chosen)}
 
     def describe(self) -> str:
         """For people: at most 100 columns."""
@@ -130,63 +132,63 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
 
     if not has_gpus():
         return answer()
-    found: Answer = value_of(in_a_fork(lambda: plain(answer())))  # this process stays one whose forks can use CUDA
-    return found
+    answered: Answer = value_of(in_a_fork(lambda: plain(answer())))  # this process stays one whose forks can use CUDA
+    return answered
 
 
 def _answer(loaded: Job, where: Cluster, named: str, *, relaxed: bool, price_per_hour: float | None,
             mtbf_hours: float | None, checkpoint_bytes_per_s: float, rehearse_s: float) -> Answer:
     """Plans are tried where ranks can be forked, which is on machines without GPUs: who prices plans uses CUDA."""
-    question = PlanningProblem.of(loaded, price_per_hour, device=where.first_here)
-    found = question.search(where, may_relax=relaxed)
-    if not found.ranked and not found.too_large:
-        why = "; ".join(f"{kind}: {text}" for kind, text in found.refused.items())
+    problem = PlanningProblem.of(loaded, price_per_hour, device=where.first_here)
+    ranking = problem.search(where, may_relax=relaxed)
+    if not ranking.ranked and not ranking.too_large:
+        why = "; ".join(f"{kind}: {text}" for kind, text in ranking.refused.items())
         raise PlanError(f"no plan could be priced: {why}")
     if not where.nodes and not has_gpus():
-        found = rehearse_best(found, partial(rehearse, loaded, where), budget_s=rehearse_s)
-    chosen = found.chosen
-    notes = list(dict.fromkeys((*question.profile.notes,
-                                *(note for one in found.ranked for note in one.estimate.notes))))
-    if question.pieces.problem:
-        notes.append(f"plans that split the model are left out: {question.pieces.problem}")
-    notes += _of_devices((*found.ranked, *found.too_large), chosen)
+        ranking = rehearse_best(ranking, partial(rehearse, loaded, where), budget_s=rehearse_s)
+    chosen = ranking.chosen
+    notes = list(dict.fromkeys((*problem.profile.notes,
+                                *(note for candidate in ranking.ranked for note in candidate.estimate.notes))))
+    if problem.pieces.problem:
+        notes.append(f"plans that split the model are left out: {problem.pieces.problem}")
+    notes += _of_devices((*ranking.ranked, *ranking.too_large), chosen)
     if where.link_of_all.source:
         notes.append(f"links between GPUs: {where.link_of_all.bytes_per_s / 1e9:.3g} GB/s, {where.link_of_all.source}")
     if not where.nodes and has_gpus():
         notes.append("no plan was tried: where there are GPUs, plans are compared by prediction alone")
-    return Answer(named, loaded.batch, found, tuple(question.flips(found, where)), tuple(notes),
-                  question.is_priced(where), _advice(question, chosen, where),
+    return Answer(named, loaded.batch, ranking, tuple(problem.flips(ranking, where)), tuple(notes),
+                  problem.is_priced(where), _advice(problem, chosen, where),
                   None if mtbf_hours is None or chosen is None else outlook(
-                      question.profile, chosen, mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s))
+                      problem.profile, chosen, mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s))
 
 
 def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
     """What GPUs that are here don't have for tensors: what others hold, and what the chosen plan's ranks give away."""
-    found = taken(need for one in candidates for need in one.estimate.needs)
+    notes = taken(need for candidate in candidates for need in candidate.estimate.needs)
     aside = set_aside(max(chosen.estimate.needs, key=lambda need: need.total_bytes)) if chosen is not None else ""
-    return [*found, aside] if aside else found
+    return [*notes, aside] if aside else notes
 
 
-def nothing_fits(found: RankedPlans, cluster: str) -> PlanError:
+def nothing_fits(ranking: RankedPlans, cluster: str) -> PlanError:
     """Why no plan was chosen: the gap in bytes, and the nearest plans."""
-    nearest = sorted(found.too_large, key=lambda one: one.missing_bytes)[:NEAREST]
+    nearest = sorted(ranking.too_large, key=lambda one: one.missing_bytes)[:NEAREST]
     return PlanError(f"nothing fits on {cluster}: '{nearest[0].plan}' is nearest and is "
                      f"{nearest[0].missing_bytes:,} bytes over",
                      hint="\n".join([*(f"'{one.plan}': {reason(one, one)}" for one in nearest),
                                      *taken(need for one in nearest for need in one.estimate.needs)]))
 
 
-def _advice(question: PlanningProblem, chosen: Candidate | None, cluster: Cluster) -> Advice | None:
+def _advice(problem: PlanningProblem, chosen: Candidate | None, cluster: Cluster) -> Advice | None:
     """Of the chosen plan; forward and backward are traced again, for their tensors have other sizes. What was found to
     be slower than predicted is taken to be as much slower in the other precision."""
-    precision = OTHER_PRECISION.get(question.job.precision)
+    precision = OTHER_PRECISION.get(problem.job.precision)
     if chosen is None or precision is None:
         return None
     try:
-        asked = PlanningProblem.of(replace(question.job, precision=precision), device=cluster.first_here,
-                                   like=question.profile)
+        asked = PlanningProblem.of(replace(problem.job, precision=precision), device=cluster.first_here,
+                                   like=problem.profile)
         other = asked.price(chosen.plan, cluster)
-        off = chosen.estimate.step_s / question.price(chosen.plan, cluster).step_s
+        off = chosen.estimate.step_s / problem.price(chosen.plan, cluster).step_s
     except (PlanError, NotPriced) as error:
         return Advice(precision, str(error).partition("\n")[0])
     return Advice(precision, replace(other, step_s=off * other.step_s, low_s=off * other.low_s,

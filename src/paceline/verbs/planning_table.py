@@ -11,7 +11,7 @@ SHOWN = 16  # plans of the table
 
 
 def lines(answer: Answer) -> Iterator[str]:
-    found, chosen = answer.found, answer.found.chosen
+    found, chosen = answer.ranking, answer.ranking.chosen
     if chosen is None:
         nearest = found.too_large[0]
         yield from _wrapped(f"nothing fits on {answer.cluster}; nearest is '{nearest.plan}': "
@@ -92,7 +92,7 @@ def _money(answer: Answer, one: Candidate) -> str:
 
 def _advised(advice: Advice, chosen: Candidate) -> str:
     """One line."""
-    other = advice.found
+    other = advice.estimate
     if isinstance(other, str):
         return f"precision={advice.precision}: {other}"
     times = chosen.estimate.step_s / other.step_s

@@ -66,11 +66,11 @@ class Scaling:
         return {"cluster": self.cluster, "batch": self.batch, "points": [self._row(point) for point in self.points]}
 
     def _row(self, point: Point) -> dict[str, Any]:
-        found = None if point.best is None else point.best.estimate
+        estimate = None if point.best is None else point.best.estimate
         return {"devices": point.num_devices, "plan": None if point.best is None else str(point.best.plan),
-                "step_s": found and found.step_s, "step_s_low": found and found.low_s,
-                "step_s_high": found and found.high_s, "samples_per_s": self.samples_per_s(point),
-                "efficiency": self.efficiency(point), "memory_bytes": found and found.peak_memory_bytes,
+                "step_s": estimate and estimate.step_s, "step_s_low": estimate and estimate.low_s,
+                "step_s_high": estimate and estimate.high_s, "samples_per_s": self.samples_per_s(point),
+                "efficiency": self.efficiency(point), "memory_bytes": estimate and estimate.peak_memory_bytes,
                 "problem": point.problem or None}
 
     def describe(self) -> str:
@@ -124,8 +124,8 @@ def scale(job: Job | JobFile, cluster: Cluster | str, counts: str = "1..1024", *
     loaded = job.load() if isinstance(job, JobFile) else job
 
     def points() -> tuple[Point, ...]:
-        question = PlanningProblem.of(loaded, device=where.first_here)
-        return tuple(_point(question, where, count, relaxed=relaxed) for count in numbers)
+        problem = PlanningProblem.of(loaded, device=where.first_here)
+        return tuple(_point(problem, where, count, relaxed=relaxed) for count in numbers)
 
     return Scaling(cluster if isinstance(cluster, str) else "the cluster", loaded.batch,
                    value_of(apart_from_cuda(lambda: plain(points()))))
@@ -160,16 +160,16 @@ def check_plot(path: str | Path) -> None:
         raise MissingPackage("drawing", "matplotlib", install="'paceline[plot]'")
 
 
-def _point(question: PlanningProblem, cluster: Cluster, count: int, *, relaxed: bool) -> Point:
+def _point(problem: PlanningProblem, cluster: Cluster, count: int, *, relaxed: bool) -> Point:
     try:
-        found = question.search(cluster.resized(count), may_relax=relaxed, most_refined=REFINED)
+        ranking = problem.search(cluster.resized(count), may_relax=relaxed, most_refined=REFINED)
     except ClusterError as error:
         return Point(count, problem=str(error).partition("\n")[0])
-    if found.chosen is not None:
-        return Point(count, found.chosen)
-    if found.too_large:
-        nearest = found.too_large[0]
+    if ranking.chosen is not None:
+        return Point(count, ranking.chosen)
+    if ranking.too_large:
+        nearest = ranking.too_large[0]
         return Point(count, problem=f"nothing fits: {nearest.plan} needs {amount(nearest.missing_bytes)} more")
-    why = "; ".join(dict.fromkeys(found.refused.values()))
-    return Point(count, problem=why or f"no plan: the batch of {question.job.batch} samples is smaller than the "
+    why = "; ".join(dict.fromkeys(ranking.refused.values()))
+    return Point(count, problem=why or f"no plan: the batch of {problem.job.batch} samples is smaller than the "
                                        "replicas, and the model is cut no further")

@@ -158,21 +158,22 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
         reference = reference_of(loaded, Path(folder), saved_step=saved_step, timeout_s=timeout_s, devices=named)
         proof = Proof(loaded, Path(folder), saved_step, reference["figures"], timeout_s, named)
         hops = _hopping(chosen) if resume == "short" and not plans else set(range(len(chosen)))
-        found = list(_certificates(proof, chosen, reference, hops=hops if saved_step else set(), asked_for=bool(plans)))
+        certificates = list(_certificates(proof, chosen, reference, hops=hops if saved_step else set(),
+                                          asked_for=bool(plans)))
     if isinstance(job, JobFile):
-        _remember(job, loaded, found, named)
+        _remember(job, loaded, certificates, named)
     if written is not None:
-        certificate.write(written, _document(loaded, source, reference, found, num_samples, named))
-    return found
+        certificate.write(written, _document(loaded, source, reference, certificates, num_samples, named))
+    return certificates
 
 
-def _remember(source: JobFile, job: Job, found: Sequence[Certificate], devices: Sequence[str] | None) -> None:
+def _remember(source: JobFile, job: Job, certificates: Sequence[Certificate], devices: Sequence[str] | None) -> None:
     """Runs under plans that were proved, on devices of the same kind, need no check of their first update."""
     from paceline.planner.resolve import resolve
     from paceline.proof.ranks import devices_of, num_devices
     from paceline.verbs import checks
 
-    for each in found:
+    for each in certificates:
         if each.verdict in ("passed", "coupled"):
             plan = Plan.parse(each.plan)
             asked = resolve(job, plan, devices=devices_of(devices, num_devices(plan, devices)))
@@ -244,7 +245,7 @@ def _hopping(plans: Sequence[Plan]) -> set[int]:
     return set(first.values())
 
 
-def _document(job: Job, source: dict[str, Any] | None, reference: dict[str, Any], found: Sequence[Certificate],
+def _document(job: Job, source: dict[str, Any] | None, reference: dict[str, Any], certificates: Sequence[Certificate],
               num_samples: int | None, devices: Sequence[str] | None) -> dict[str, Any]:
     """All that the certificates stand on, for a file."""
     subject = dict(reference["subject"])
@@ -252,7 +253,7 @@ def _document(job: Job, source: dict[str, Any] | None, reference: dict[str, Any]
         subject["device"] = {**subject["device"], "ranks": list(devices),
                              "nondeterministic": reference["nondeterministic"]}
     return certificate.document(
-        subject, [each.to_dict() for each in found], job=source,
+        subject, [each.to_dict() for each in certificates], job=source,
         run={"steps": job.steps, "batch": job.batch, "seed": job.seed, "precision": job.precision, "clip": job.clip,
              "optimizer": subject.pop("optimizer"), "samples": num_samples},
         yardstick={precision: figures["yardstick"] for precision, figures in reference["figures"].items()},
@@ -268,11 +269,11 @@ def _certificates(proof: Proof, plans: Sequence[Plan], reference: dict[str, Any]
         if reference["order"] is not None:
             yield Certificate(str(plan), (), f"the order of data is not the documented one: {reference['order']}")
             continue
-        found = _certify(proof, plan, reference, number=number, asked_for=asked_for,
+        certificate = _certify(proof, plan, reference, number=number, asked_for=asked_for,
                          checkpoint=checkpoint if number in hops else None)
-        if found.passed and proof.saved_step:
+        if certificate.passed and proof.saved_step:
             checkpoint = (str(plan), proof.folder / RUNS / str(number))
-        yield found
+        yield certificate
 
 
 def _certify(proof: Proof, plan: Plan, reference: dict[str, Any], *, number: int, asked_for: bool,
@@ -320,9 +321,9 @@ class _Trial:
         steps, against one that cuts alike."""
         whole = {precision: self.proof.folder / precision for precision in self.proof.figures}
         if not (self.cuts and problem is not None):
-            found = self._judged(self.proof.figures, whole, resumes=True)
-            if found.passed or not self.cuts:
-                return found
+            certificate = self._judged(self.proof.figures, whole, resumes=True)
+            if certificate.passed or not self.cuts:
+                return certificate
         from paceline.launch.failure import RankFailed
 
         try:
@@ -333,12 +334,12 @@ class _Trial:
             return self._judged(self.proof.figures, whole, resumes=True)
         coupled = next((f["coupling"] for f in reversed(figures.values()) if f["coupling"]), None)
         if coupled is not None:
-            found = replace(self._judged(figures, folders, resumes=False), coupling=_coupling(problem, coupled))
+            certificate = replace(self._judged(figures, folders, resumes=False), coupling=_coupling(problem, coupled))
         elif problem is not None or any(each["overflow"] for each in figures.values()):
-            found = self._uncoupled({precision: (each, folders[precision]) if each["overflow"] else
+            certificate = self._uncoupled({precision: (each, folders[precision]) if each["overflow"] else
                                      (self.proof.figures[precision], whole[precision])
                                      for precision, each in figures.items()}, problem)
-        return replace(found, overflow=_overflow(figures))
+        return replace(certificate, overflow=_overflow(figures))
 
     def _uncoupled(self, against: dict[Precision, tuple[dict[str, Any], Path]], problem: Any) -> Certificate:
         """Where no training step shows that cutting a batch matters, but for what overflows.
@@ -347,14 +348,14 @@ class _Trial:
         """
         figures = {precision: each for precision, (each, _) in against.items()}
         folders = {precision: folder for precision, (_, folder) in against.items()}
-        found = self._judged(figures, folders, resumes=True)
-        if found.passed or problem is None:
-            return found
+        certificate = self._judged(figures, folders, resumes=True)
+        if certificate.passed or problem is None:
+            return certificate
         trained = self._judged({precision: {**each, "evaluation": {}} for precision, each in figures.items()}, folders,
                                resumes=False)
         if trained.passed:  # what a forward changes of the model first shows after the last step
             return replace(trained, coupling=_coupling(problem, "evaluation after the last step"))
-        return replace(found, problem=f"{problem}\n{found.reason}")
+        return replace(certificate, problem=f"{problem}\n{certificate.reason}")
 
     def _cut_alike(self) -> tuple[dict[Precision, dict[str, Any]], dict[Precision, Path]]:
         from paceline.proof.ranks import cut_folder, cut_reference
