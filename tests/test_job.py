@@ -44,7 +44,7 @@ def test_the_length_is_known_in_steps(changes: dict[str, Any], per_epoch: int | 
     ({"clip": float("inf")}, "clip must be"), ({"clip": True}, "clip must be"), ({"clip": "1"}, "clip must be"),
     ({"seed": 1.5}, "seed must be a whole number"), ({"seed": True}, "seed must be a whole number"),
     ({"seed": -1}, "seed must be at least 0, got -1"), ({"validation": []}, "validation has no samples: leave it out"),
-    ({"model": 3}, "model must be callable, got int"), ({"loss": None}, "loss must be callable"),
+    ({"model": 3}, "model must be callable, got int"), ({"loss": 3}, "loss must be callable"),
     ({"optimizer": "adam"}, "optimizer must be callable, got str"), ({"lr_schedule": 0.1}, "lr_schedule must be"),
     ({"data": 3}, "data must be a torch dataset, got int"), ({"data": None}, "data must be a torch dataset"),
     ({"data": []}, "data has no samples"), ({"validation": 3}, "validation must be a torch dataset, got int"),

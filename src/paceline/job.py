@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from paceline.errors import JobError, nearest
+from paceline.losses import OwnLoss
 
 Precision = Literal["float32", "tf32", "bf16", "fp16", "fp8", "float64"]
 # Names of the torch dtypes that forwards compute in under autocast; the weights are float32.
@@ -20,11 +22,15 @@ class Job:
 
     Args:
         model: Builds the `torch.nn.Module`; called where and when it is needed, with the seed already set.
-        data: A torch dataset (or any sequence); an item is (input, target). A tuple input is passed as *args,
-            a mapping as **kwargs. An iterable dataset works with `steps` or a finite stream.
+        data: A torch dataset (or any sequence); an item is (input, target), or an input alone: a tensor, a mapping or a
+            dataclass, which then is its own target. A tuple input is passed as *args, a mapping or a dataclass as
+            **kwargs. An iterable dataset works with `steps` or a finite stream.
         loss: (output, target) -> a scalar, the mean over the samples along dim 0; or (sum, count) for
-            anything else (ignored targets, tokens). The whole window's count normalises once.
+            anything else (ignored targets, tokens). The whole window's count normalises once. None takes the model's
+            own: `output.loss`, weighted by its tokens where the batch has 'labels' of tokens.
         optimizer: Builds the optimizer from (name, parameter) pairs.
+        collate: Makes a batch of a list of samples: (input, target), or an input alone. It is called for each
+            micro-batch, so padding may depend on what is in it; samples lie along dim 0. By default they are stacked.
         batch: Samples an optimizer step, over all devices.
         epochs: Passes over the data; give either this or `steps`.
         steps: Optimizer steps; give either this or `epochs`.
@@ -46,9 +52,10 @@ class Job:
 
     model: Callable[[], Any]
     data: Any
-    loss: Callable[[Any, Any], Any]
     optimizer: Callable[[Any], Any]
     batch: int
+    loss: Callable[[Any, Any], Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
     epochs: int | None = None
     steps: int | None = None
     precision: Precision = "float32"
@@ -64,6 +71,11 @@ class Job:
         problems = list(_problems(self))
         if problems:
             raise JobError("; ".join(problems))
+
+    @cached_property
+    def criterion(self) -> Callable[[Any, Any], Any]:
+        """(output, target) -> the loss: the job's, or the model's own."""
+        return OwnLoss() if self.loss is None else self.loss
 
     @property
     def num_samples(self) -> int | None:
@@ -96,9 +108,9 @@ def _length(data: Any) -> int | None:
 
 def _problems(job: Job) -> Iterator[str]:
     """Everything that is wrong with a job's fields, in words."""
-    for name in ("model", "loss", "optimizer"):
-        if not callable(getattr(job, name)):
-            yield f"{name} must be callable, got {type(getattr(job, name)).__name__}"
+    for name, may_be_none in (("model", False), ("loss", True), ("optimizer", False), ("collate", True)):
+        if not callable(value := getattr(job, name)) and not (may_be_none and value is None):
+            yield f"{name} must be callable, got {type(value).__name__}"
     if not isinstance(job.model, type) and hasattr(job.model, "named_parameters"):
         yield "model must be a function that builds the module (lambda: Net()), not the module itself"
     if job.lr_schedule is not None and not callable(job.lr_schedule):
@@ -123,7 +135,8 @@ def _problems(job: Job) -> Iterator[str]:
     datasets = {"data": job.data} | {name: value for name, value in optional.items() if value is not None}
     for name, value in datasets.items():
         if hasattr(value, "batch_sampler"):
-            yield f"{name} must be the dataset itself, not a {type(value).__name__} over it; batch= says how it is cut"
+            yield (f"{name} must be the dataset itself, not a {type(value).__name__} over it; batch= says how it is "
+                   "cut, collate= takes its collate_fn")
         elif not (hasattr(value, "__getitem__") or hasattr(value, "__iter__")):
             yield f"{name} must be a torch dataset, got {type(value).__name__}"
     if isinstance(job.batch, int) and job.batch >= 1:

@@ -15,12 +15,74 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, Te
 
 import paceline
 
-from .registry import BATCH, FEATURES, SAMPLES, Net, adamw, entry, make_job, numbers
+from .registry import BATCH, FEATURES, SAMPLES, Net, adamw, entry, integers, make_job, numbers
 
 
 def _tensors(samples: int) -> TensorDataset:
     x = numbers(samples, FEATURES)
     return TensorDataset(x, torch.tanh(x @ numbers(FEATURES, 3, seed=3)))
+
+
+class NextToken(nn.Module):
+    """Says its own loss, as the models of Transformers do: the mean over the labels that are not ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, FEATURES)
+        self.layer = nn.TransformerEncoderLayer(FEATURES, 2, 2 * FEATURES, 0.0, batch_first=True)
+        self.head = nn.Linear(FEATURES, 16)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        length = input_ids.shape[1]
+        ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
+        logits = self.head(self.layer(self.embed(input_ids), ahead, attention_mask == 0))
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+def _padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Tokens with zeros behind them, and labels that are ignored there."""
+    tokens = [sample["input_ids"] for sample in samples]
+    whole = nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in tokens], batch_first=True)
+    return {"input_ids": whole, "attention_mask": mask, "labels": whole.masked_fill(mask == 0, -100)}
+
+
+@entry("mappings of tokens of other lengths, padded by collate, and the model's own loss")
+def padded_tokens() -> paceline.Job:
+    lengths = integers(9, SAMPLES, seed=4)
+    return make_job(NextToken, loss=None, optimizer=adamw, collate=_padded, data=[
+        {"input_ids": integers(16, 3 + int(length), seed=number)} for number, length in enumerate(lengths)])
+
+
+@entry("samples that are their own targets")
+def own_target() -> paceline.Job:
+    return make_job(lambda: nn.Sequential(nn.Linear(FEATURES, 3), nn.Tanh(), nn.Linear(3, FEATURES)), loss=F.mse_loss,
+                    data=TensorDataset(numbers(SAMPLES, FEATURES)), optimizer=adamw)
+
+
+@dataclass
+class Record:
+    """A sample with names."""
+
+    x: Tensor
+    scale: float
+    y: Tensor
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 3)
+
+    def forward(self, x: Tensor, scale: Tensor, y: Tensor) -> Tensor:
+        return self.linear(x) * scale.to(x.dtype).unsqueeze(1) - y
+
+
+@entry("records whose fields are the model's arguments")
+def records() -> paceline.Job:
+    x, y = _tensors(SAMPLES).tensors
+    return make_job(Scaled, loss=lambda output, given: output.square().mean(), optimizer=adamw,
+                    data=[Record(x[k], 1.0 + k % 3, y[k]) for k in range(SAMPLES)])
 
 
 @entry("fewer samples than a batch")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from itertools import count, islice
 from typing import Any
@@ -157,7 +157,7 @@ def _backward(job: Job, replicas: Sequence[nn.Module], items: list[Any], cut: Cu
         for piece in pieces:
             given, target = _batch(job, items[piece.start:piece.stop])
             with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
-                value = job.loss(call(model, given), target)
+                value = job.criterion(call(model, given), target)
             if isinstance(value, tuple | list):
                 value, number, divides = value[0], float(value[1]), True
                 total, counted = total + value.item(), counted + number
@@ -241,7 +241,7 @@ def _validate(job: Job, replicas: Sequence[nn.Module], cut: Cut) -> float:
                     items.append(job.validation[index])
                 given, target = _batch(job, items)
                 with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
-                    value = job.loss(call(model, given), target)
+                    value = job.criterion(call(model, given), target)
                 part = value if isinstance(value, tuple | list) else (value * len(items), len(items))
                 total, counted = total + float(part[0]), counted + float(part[1])
                 own[number] += len(items)
@@ -252,7 +252,15 @@ def _validate(job: Job, replicas: Sequence[nn.Module], cut: Cut) -> float:
 
 
 def _batch(job: Job, items: Sequence[Any]) -> tuple[Any, Any]:
-    given, target = default_collate([tuple(item) for item in items])
+    if job.collate is not None:
+        batch = job.collate(list(items))
+    elif isinstance(items[0], tuple | list):
+        batch = default_collate([tuple(item) for item in items])
+    else:
+        batch = default_collate([vars(item) if is_dataclass(item) else item for item in items])
+    given, target = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, batch)
+    if isinstance(given, tuple | list) and len(given) == 1:
+        given, target = given[0], given[0]
     return (_double(given), _double(target)) if job.precision == "float64" else (given, target)
 
 

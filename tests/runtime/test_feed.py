@@ -13,12 +13,12 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from paceline.errors import JobError, TrainingError
+from paceline.job import Job
 from paceline.launch.failure import failure_of
 from paceline.launch.heartbeats import Heartbeat
 from paceline.runtime.feed import (
     DataShard,
     MicroBatch,
-    describe,
     evaluation_feed,
     fetch,
     is_stream,
@@ -59,9 +59,17 @@ class Numbers(IterableDataset[Any]):
 def feed(data: Any, *, batch: int = 5, shares: tuple[int, ...] = (1,), rank: int = 0, num_microbatches: int = 1,
          steps: range = range(10), epochs: int | None = None, drop_last: bool = False,
          loader_workers: int = 0) -> list[Any]:
+    job = job_of(data, batch=batch, epochs=epochs, drop_last=drop_last)
     order = None if is_stream(data) else Order(len(data), batch, 0, drop_last)
-    return list(training_feed(data, order=order, batch=batch, seed=0, drop_last=drop_last, steps=steps, epochs=epochs,
-                              part=DataShard(shares, rank, num_microbatches), loader_workers=loader_workers))
+    return list(training_feed(job, order=order, steps=steps, part=DataShard(shares, rank, num_microbatches),
+                              loader_workers=loader_workers))
+
+
+def job_of(data: Any, **fields: Any) -> Job:
+    """A job of which nothing matters but the data."""
+    length = {"steps": 10**9} if fields.get("epochs") is None else {}
+    return Job(model=torch.nn.Identity, loss=lambda output, target: output, optimizer=torch.optim.SGD, data=data,
+               **{**fields, **length})
 
 
 def samples_of(batches: list[MicroBatch]) -> list[list[float]]:
@@ -271,12 +279,6 @@ def test_an_item_that_raises_is_named(loader_workers: int, run_ranks: Any):
     assert trace == ""
 
 
-def test_describe():
-    """Shapes and types of a sample, in a line."""
-    sample = ({"a": torch.zeros(2, 3), "b": 1.5}, [torch.tensor(1), "x"])
-    assert describe(sample) == "({a: 2x3, b: float}, (scalar, str))"
-
-
 # --- Streams ----------------------------------------------------------------------------------------------------
 
 
@@ -325,9 +327,8 @@ def test_a_stream_looks_the_same_on_any_rank():
     alone = [samples_of(batches) for _, batches in feed(Numbers(12), epochs=1, steps=range(9))]
     parts = []
     for rank in range(2):
-        order = training_feed(Numbers(12), order=None, batch=5, seed=0, drop_last=False,
-                              part=DataShard((1, 1), rank, 1),
-                              steps=range(9), epochs=1, loader_workers=0)
+        order = training_feed(job_of(Numbers(12), batch=5, epochs=1), order=None, part=DataShard((1, 1), rank, 1),
+                              steps=range(9), loader_workers=0)
         found = []
         for _, batches in order:
             torch.rand(rank + 1)  # dropout, say

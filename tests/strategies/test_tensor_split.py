@@ -156,7 +156,7 @@ def test_dropout_masks(run_ranks: Callable[..., Any]) -> None:
     """Ranks drop other ones of the features that they share out, and the same ones of what each of them has."""
     def body(context: Any) -> list[Any]:
         stepper = laid_out(job_of(Dropped, loss=lambda output, target: output.square().mean()), "tensor=2", context)
-        batch = example_batch(stepper.job.data, 2)
+        batch = example_batch(stepper.job, 2)
         stepper.layout.forward(batch)  # records
         torch.manual_seed(1)
         with _Masks() as masks:
@@ -180,10 +180,10 @@ def kept_bytes(stepper: Any) -> int:
         kept.append(tensor)
         return tensor
 
-    stepper.layout.forward(example_batch(stepper.job.data, 4))  # captures
+    stepper.layout.forward(example_batch(stepper.job, 4))  # captures
     kept: list[torch.Tensor] = []  # alive, so that no two have one address
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        stepper.layout.forward(example_batch(stepper.job.data, 4))
+        stepper.layout.forward(example_batch(stepper.job, 4))
     return sum(seen.values())
 
 
@@ -259,7 +259,7 @@ def test_a_block_exchanges_four_times(run_ranks: Callable[..., Any]) -> None:
     take the memory of the products that they sum."""
     def body(context: Any, blocks: int) -> list[int]:
         job = job_of(lambda: Stack(*(Fused(width=24) for _ in range(blocks)), width=24))
-        stepper, batch = laid_out(job, "tensor=2", context), example_batch(job.data, 4)
+        stepper, batch = laid_out(job, "tensor=2", context), example_batch(job, 4)
         stepper.layout.forward(batch)  # records
         with _Counted() as forward:
             output = stepper.layout.forward(batch)
@@ -284,7 +284,7 @@ def test_a_price_counts_what_ranks_run_and_send(run_ranks: Callable[..., Any], m
     job = job_of(model)
 
     def body(context: Any) -> Any:
-        stepper, batch = laid_out(job, "tensor=2", context), example_batch(job.data, 4)
+        stepper, batch = laid_out(job, "tensor=2", context), example_batch(job, 4)
         stepper.layout.forward(batch)  # records
         with _Counted() as forward:
             output = stepper.layout.forward(batch)

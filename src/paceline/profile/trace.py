@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import default_collate
+from torch.utils._pytree import tree_leaves
 
+from paceline.batches import collated, mapped
 from paceline.capture.casts import cast_alone
 from paceline.capture.graph import without_cache
 from paceline.capture.probe import sparsely_trained
@@ -165,7 +165,8 @@ def _fake_runs(job: Job, items: list[Any], *, updates: bool = True, each: bool =
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, convertible(), (
             AssumedValues() if assumes else nullcontext()):
         model = _build_fake(job)
-        batch = tree_map(lambda t: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t, default_collate(items))
+        batch = mapped(lambda t: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t,
+                       collated(items, job.collate))
         first = _trace(job, model, batch, samples=len(items), factor=1, each=each, updates=updates)
         model = _build_fake(job)
         factor = max(2, -(-job.batch // len(items)))
@@ -173,7 +174,7 @@ def _fake_runs(job: Job, items: list[Any], *, updates: bool = True, each: bool =
 
 
 def _real_runs(job: Job, items: list[Any], device: torch.device, *, updates: bool) -> tuple[_Run, _Run]:
-    batch = default_collate(items)
+    batch = collated(items, job.collate)
     model = build(job)  # stays as it is: the job may hand out one module again and again
     first, second = (_trace(job, copy.deepcopy(model).to(device), batch, samples=len(items) * factor, factor=factor,
                             updates=updates and factor == 1, device=device)
@@ -196,15 +197,15 @@ def cast_parameters(job: Job, device: torch.device = _CPU, *, each: bool = True)
               FakeTensorMode(allow_non_fake_inputs=True) as mode):
             warnings.simplefilter("ignore")  # the real run will show them
             model = _build_fake(job)
-            inputs, target = (
-                tree_map(lambda t: mode.from_tensor(t).to(device) if isinstance(t, torch.Tensor) else t, part)
-                for part in default_collate(first_items(job.data, 2)))
+            inputs, target = mapped(
+                lambda t: mode.from_tensor(t).to(device) if isinstance(t, torch.Tensor) else t,
+                collated(first_items(job.data, 2), job.collate))
             _replace(model, lambda tensor: tensor.to(device))
             repeats = Repeats({} if each else find_units(model), lambda: 0)
 
             def loss() -> Any:
                 with repeats.standing_in(), without_cache(model), autocast(job, device.type):
-                    return job.loss(_call(model, inputs), target)
+                    return job.criterion(_call(model, inputs), target)
 
             found = cast_alone(model, loss, getattr(torch, AUTOCAST[job.precision]))
             return frozenset(name for name, _ in model.named_parameters() if repeats.traced(name) in found)
@@ -293,7 +294,7 @@ def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, 
         made = as_the_job_takes(value, job, samples, factor)
         return made.to(device) if isinstance(made, torch.Tensor) and device.type != "cpu" else made
 
-    inputs, target = (tree_map(taken, part) for part in batch)
+    inputs, target = mapped(taken, batch)
     units = find_units(model)
     recorder = WorkRecorder()
     model.train()
@@ -303,13 +304,13 @@ def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, 
     spared = SparedBySelective(lambda: recorder.place)
     with recorder, repeats.standing_in():
         with without_cache(model), autocast(job, device.type), spared:
-            loss = job.loss(_call(model, inputs), target)
+            loss = job.criterion(_call(model, inputs), target)
         loss = loss[0] if isinstance(loss, tuple | list) else loss
         recorder.move_to(StepPosition(len(pieces) - 1, "backward"))
         loss.backward()
         state_bytes = _trace_update(job, model, recorder, repeats) if updates else None
-    batch_bytes = sum(t.numel() * t.element_size() for t in tree_leaves((inputs, target))
-                      if isinstance(t, torch.Tensor))
+    held = {id(leaf): leaf for leaf in tree_leaves((inputs, target)) if isinstance(leaf, torch.Tensor)}
+    batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
     return _Run(samples, batch_bytes, model, tuple(units), pieces, recorder, repeats, state_bytes, spared.found)
 
 

@@ -405,7 +405,7 @@ def _most(ranks: list[dict[str, Any]], kind: str) -> float:
     return max((off for rank in ranks for step in rank[kind] for off in step.values()), default=0.0)
 
 
-def _sample_difference(expected: list[float], ranks: list[dict[str, Any]], step: int) -> str | None:
+def _sample_difference(expected: list[float | None], ranks: list[dict[str, Any]], step: int) -> str | None:
     """Which rank was fed other samples than its replica's part of the window. Replicas take theirs in order."""
     at = step - ranks[0]["first_step"]
     starts, start = {}, 0
@@ -423,7 +423,9 @@ def _sample_difference(expected: list[float], ranks: list[dict[str, Any]], step:
     return f"the ranks used {start} samples in step {step + 1} and the global batch has {len(expected)}"
 
 
-def _same_mark(mine: float, theirs: float) -> bool:
+def _same_mark(mine: float, theirs: float | None) -> bool:
+    if theirs is None:
+        return True
     if math.isnan(mine) or math.isnan(theirs):
         return math.isnan(mine) and math.isnan(theirs)
     return mine == theirs or abs(mine - theirs) <= 1e-9 * max(1.0, abs(theirs))  # sums round with the batch's shape

@@ -21,7 +21,7 @@ from paceline.capture.losses import RepeatableLoss
 from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
 from paceline.proof.order import whole_batches
-from paceline.proof.plain import PlainRun, Variation, autocast, distance, gradients_of, greatest, sample_marks
+from paceline.proof.plain import PlainRun, Variation, autocast, distance, expected_marks, gradients_of, greatest
 from paceline.proof.reference import (
     ALL_KINDS,
     EPSILON,
@@ -53,12 +53,12 @@ class FirstStep:
     def __init__(self, job: Job, folder: Path, random: WithoutRandomness, *, take_cores: Callable[[], bool]) -> None:
         folder.mkdir(exist_ok=True)
         self.job, self.folder, self.random = job, folder, random
-        repeatable = RepeatableLoss(job.loss)
+        repeatable = RepeatableLoss(job.criterion)
         with random:
             self.run = run = PlainRun(replace(job, loss=repeatable))
             save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
             batch = next(whole_batches(job, 1))
-            marks = [sample_marks(batch).tolist()]  # a model may write to what it is given
+            marks = [expected_marks(job, batch)]  # a model may write to what it is given
             random.forget()
             self.dtypes = _Watched({p.dtype for _, p in run.named}, take_cores)
             with self.dtypes:

@@ -11,8 +11,8 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
+from paceline.batches import collated
 from paceline.job import Job
 from paceline.proof.device import one_device
 from paceline.runtime.feed import MicroBatch, is_stream
@@ -76,8 +76,8 @@ def _indexed(job: Job) -> Iterator[tuple[Any, Any, int]]:
         items = []
         for position, index in zip(positions, indices, strict=True):
             seed_sample(key_to_seed(job.seed, "sample", epoch), position)
-            items.append(tuple(job.data[index]))
-        inputs, targets = default_collate(items)
+            items.append(job.data[index])
+        inputs, targets = collated(items, job.collate)
         yield inputs, targets, len(items)
 
 
@@ -90,9 +90,9 @@ def _stream(job: Job) -> Iterator[tuple[Any, Any, int]]:
         items, start = iter(job.data), 0
         while True:
             seed_streams(job.seed, "stream", epoch, start)
-            taken = [tuple(item) for item in islice(items, job.batch)]
+            taken = list(islice(items, job.batch))
             if len(taken) == job.batch or (taken and not job.drop_last):
-                inputs, targets = default_collate(taken)
+                inputs, targets = collated(taken, job.collate)
                 yield inputs, targets, len(taken)
             start += len(taken)
             if len(taken) < job.batch:

@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
+from paceline.batches import collated
 from paceline.capture.attributes import (
     AttributeSnapshot,
     in_float64,
@@ -176,7 +176,7 @@ class PlainRun:
     def evaluate(self, data: Any) -> dict[str, float]:
         """The loss (as "loss") and every metric over all samples of the data, in batches of the job's size."""
         job = self.job
-        functions = {"loss": job.loss, **job.metrics}
+        functions = {"loss": job.criterion, **job.metrics}
         sums, counts = dict.fromkeys(functions, 0.0), dict.fromkeys(functions, 0.0)
         self.model.eval()
         for start in range(0, len(data), job.batch):
@@ -196,8 +196,8 @@ class PlainRun:
         items = []
         for index in indices:
             seed_sample(key_to_seed(self.job.seed, "evaluation"), index)
-            items.append(tuple(data[index]))
-        inputs, targets = default_collate(items)
+            items.append(data[index])
+        inputs, targets = collated(items, self.job.collate)
         dtype = torch.float64 if self.job.precision == "float64" else None
         return MicroBatch(inputs, targets, len(items)).to(one_device(), dtype)
 
@@ -259,12 +259,12 @@ def permuted(batch: MicroBatch, draws: torch.Generator) -> MicroBatch:
     """The batch with its samples in another order."""
     order = torch.randperm(batch.samples, generator=draws)
     change = lambda t: t[order.to(t.device)] if t.ndim and t.shape[0] == batch.samples else t  # noqa: E731
-    return MicroBatch(map_tensors(change, batch.input), map_tensors(change, batch.target), batch.samples)
+    return batch.mapped(change)
 
 
 def unspoilt(batch: MicroBatch) -> MicroBatch:
     """The batch with copies of its tensors, for a model or a loss that writes to them, and is run on it again."""
-    return MicroBatch(map_tensors(lazy_copy, batch.input), map_tensors(lazy_copy, batch.target), batch.samples)
+    return batch.mapped(lazy_copy)
 
 
 def part_of_batch(batch: MicroBatch, part: range) -> MicroBatch:
@@ -302,7 +302,7 @@ def backward(job: Job, model: torch.nn.Module, *replicas: list[MicroBatch], step
         for number, piece in enumerate(pieces):
             seed_streams(job.seed, "step", step, replica, number)
             with autocast(job):
-                value = job.loss(piece.call(model), piece.target)
+                value = job.criterion(piece.call(model), piece.target)
             if isinstance(value, tuple | list):
                 total = torch.as_tensor(value[0])
                 loss, count, factor = loss + total.item(), count + float(value[1]), sum_scale
@@ -452,6 +452,12 @@ def distance(mine: torch.Tensor, theirs: torch.Tensor | None) -> float:
     if mine.dtype == torch.bool:
         return float((mine.int() if theirs is None else mine.int() - theirs.int()).abs().max())
     return float((mine if theirs is None else mine - theirs).abs().max())
+
+
+def expected_marks(job: Job, batch: MicroBatch) -> list[float | None]:
+    """`sample_marks` of one device's batch; None for each sample that the job collates, as padding depends on what else
+    is in a batch. Gradients tell these apart."""
+    return [None] * batch.samples if job.collate is not None else list(sample_marks(batch).tolist())
 
 
 def sample_marks(batch: MicroBatch) -> torch.Tensor:

@@ -91,7 +91,7 @@ _NOT_CUT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, Tra
 
 def _loss_problem(job: Job, *, steps: int) -> Problem | None:
     """Whether the loss compares samples, or a scalar one is no mean over its samples."""
-    model, loss = build_plain(job), job.loss
+    model, loss = build_plain(job), job.criterion
     # It is called several times with one target, and may write to it.
     job = replace(job, loss=lambda output, target: loss(output, map_tensors(lazy_copy, target)))
     for batch in whole_batches(job, steps):
@@ -122,7 +122,7 @@ def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
                              values)
         leaves = [t for t in _tensors(values) if t.requires_grad]
         with torch.enable_grad(), autocast(job):
-            value = job.loss(values, batch.target)
+            value = job.criterion(values, batch.target)
         total = value[0] if isinstance(value, tuple | list) else value
         if not leaves or not total.requires_grad:
             return []
@@ -142,10 +142,10 @@ def _no_mean(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
     """Whether a scalar loss is no mean over its samples: computed whole and in two uneven parts of one output."""
     first = max(1, batch.samples // 3)
     with torch.no_grad(), autocast(job):
-        value = job.loss(output, batch.target)
+        value = job.criterion(output, batch.target)
         if isinstance(value, tuple | list):
             return None
-        mixed = sum(len(part) / batch.samples * float(job.loss(rows(output, part, batch.samples),
+        mixed = sum(len(part) / batch.samples * float(job.criterion(rows(output, part, batch.samples),
                                                                rows(batch.target, part, batch.samples)))
                     for part in (range(first), range(first, batch.samples)))
     if abs(mixed - float(value)) <= EXACT[job.precision] * max(1.0, abs(float(value))):

@@ -34,10 +34,10 @@ from paceline.proof.plain import (
     autocast,
     build_plain,
     distance,
+    expected_marks,
     gradients_of,
     greatest,
     part_of_batch,
-    sample_marks,
     unspoilt,
 )
 from paceline.runtime.checkpoint.dtypes import load_tensors, save_tensors
@@ -129,7 +129,7 @@ def _write_plain(job: Job, folder: Path, reference: dict[str, Any], steps: int, 
     floors: list[Kinds] = []
     for step, batch in enumerate(whole_batches(job, steps)):
         random.forget()
-        reference["marks"].append(sample_marks(batch).tolist())  # a model may write to what it is given
+        reference["marks"].append(expected_marks(job, batch))  # a model may write to what it is given
         record = run.step(batch)
         reference["draws"].append(len(random.drawn))
         reference["most_repeats"] = max(reference["most_repeats"], random.most_repeats())
@@ -399,7 +399,7 @@ def coarsest(job: Job) -> float:
     seen = Dtypes({p.dtype for p in model.parameters() if p.requires_grad})
     for batch in whole_batches(job, 1):
         with autocast(job), seen:
-            job.loss(unspoilt(batch).call(model), batch.target)
+            job.criterion(unspoilt(batch).call(model), batch.target)
     return max(EPSILON[job.precision], seen.epsilon)
 
 

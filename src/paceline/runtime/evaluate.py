@@ -37,12 +37,12 @@ def quotients(job: Job, sums: torch.Tensor) -> dict[str, float]:
 def evaluation_sums(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: DataShard, mesh: Mesh,
                     device: torch.device, beat: Callable[[str], None] = lambda phase: None) -> torch.Tensor:
     """Sum and count of the loss and of every metric over this rank's part of the data, float64 (functions, 2)."""
-    functions = {"the loss": job.loss, **{f"metric '{name}'": f for name, f in job.metrics.items()}}
+    functions = {"the loss": job.criterion, **{f"metric '{name}'": f for name, f in job.metrics.items()}}
     sums = torch.zeros(len(functions), 2, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
     with kept_streams(), torch.no_grad():
-        for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed):
+        for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed, collate=job.collate):
             beat("evaluate")
             if not batch.samples and not layout.meets_in_forward:
                 continue

@@ -13,9 +13,11 @@ from itertools import count, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
+from paceline.batches import Collate, collated
 from paceline.errors import JobError, PacelineError, TrainingError
+from paceline.job import Job
 from paceline.launch.failure import user_frames
 from paceline.runtime.order import Order, Window, split
 from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
@@ -38,7 +40,12 @@ class MicroBatch:
         """On the device; floating-point tensors as `dtype` if one is given."""
         move = lambda tensor: uploaded(  # noqa: E731
             tensor, device, dtype if dtype and tensor.is_floating_point() else None)
-        return MicroBatch(map_tensors(move, self.input), map_tensors(move, self.target), self.samples)
+        return self.mapped(move)
+
+    def mapped(self, function: Any) -> MicroBatch:
+        """With every tensor replaced. A target that is the input itself stays that."""
+        made = map_tensors(function, self.input)
+        return MicroBatch(made, made if self.target is self.input else map_tensors(function, self.target), self.samples)
 
     def call(self, model: Any) -> Any:
         """The model's output: a tuple or list input is passed as *args, a mapping as **kwargs."""
@@ -82,11 +89,10 @@ class DataShard:
                 for cut in split(len(own), [1] * self.num_microbatches)]
 
 
-def training_feed(data: Any, *, order: Order | None, batch: int, seed: int, drop_last: bool, part: DataShard,
-                  steps: range, epochs: int | None, loader_workers: int) -> Iterator[tuple[Window, list[MicroBatch]]]:
+def training_feed(job: Job, *, order: Order | None, part: DataShard, steps: range,
+                  loader_workers: int) -> Iterator[tuple[Window, list[MicroBatch]]]:
     """The windows of these optimizer steps with this rank's micro-batches, on the CPU.
 
-    epochs: Where a stream ends; None if `steps` says so.
     order: None for a stream of unknown length: every rank reads the whole stream and keeps its part of each
         window, so that ranks can't disagree on where it ends; a resumed run reads up to its place again.
     """
@@ -94,14 +100,13 @@ def training_feed(data: Any, *, order: Order | None, batch: int, seed: int, drop
         if loader_workers:
             raise JobError("an iterable data set is read by each rank itself; loader workers would read it again",
                            hint="--loader-workers 0, or a data set with __len__ and __getitem__")
-        windows = _stream_windows(data, batch=batch, seed=seed, drop_last=drop_last, epochs=epochs)
-        return _stream_feed(windows, part=part, steps=steps)
-    return _indexed_feed(data, order=order, part=part, steps=steps, loader_workers=loader_workers)
+        return _stream_feed(job, part=part, steps=steps)
+    return _indexed_feed(job, order=order, part=part, steps=steps, loader_workers=loader_workers)
 
 
-def _indexed_feed(data: Any, *, order: Order, part: DataShard, steps: Sequence[int],
+def _indexed_feed(job: Job, *, order: Order, part: DataShard, steps: Sequence[int],
                   loader_workers: int) -> Iterator[tuple[Window, list[MicroBatch]]]:
-    cuts = _Cuts(data, order, part, steps)
+    cuts = _Cuts(job, order, part, steps)
     made: Iterator[MicroBatch] = (cuts[index] for index in range(len(cuts)))
     if loader_workers:
         made = map(_raised, DataLoader(_Loaded(cuts), batch_size=None, num_workers=loader_workers))
@@ -112,8 +117,9 @@ def _indexed_feed(data: Any, *, order: Order, part: DataShard, steps: Sequence[i
 class _Cuts(torch.utils.data.Dataset[MicroBatch]):
     """This rank's micro-batches of these steps as the items of a data set, so that loader workers make whole ones."""
 
-    def __init__(self, data: Any, order: Order, part: DataShard, steps: Sequence[int]) -> None:
-        self.data, self.order, self.part, self.steps = data, order, part, steps
+    def __init__(self, job: Job, order: Order, part: DataShard, steps: Sequence[int]) -> None:
+        # Not the job itself: loader workers that are spawned are sent this.
+        self.data, self.collate, self.order, self.part, self.steps = job.data, job.collate, order, part, steps
 
     def __len__(self) -> int:
         return len(self.steps) * self.part.num_microbatches
@@ -123,7 +129,7 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
         window = self.order.window(self.steps[which_step])
         cut = self.part.cuts(window.count)[which_cut]
         positions = [window.start + offset for offset in cut] or [window.start]
-        pair = fetch(self.data, self.order.indices(window.epoch, positions), positions,
+        pair = fetch(self.data, self.order.indices(window.epoch, positions), positions, collate=self.collate,
                      seed=key_to_seed(self.order.seed, "sample", window.epoch))
         return MicroBatch(*pair, samples=len(cut))
 
@@ -151,28 +157,27 @@ def _raised(loaded: MicroBatch | PacelineError) -> MicroBatch:
     return loaded
 
 
-def _stream_feed(windows: Iterator[tuple[Window, list[Any]]], *, part: DataShard,
-                 steps: range) -> Iterator[tuple[Window, list[MicroBatch]]]:
-    position = 0
+def _stream_feed(job: Job, *, part: DataShard, steps: range) -> Iterator[tuple[Window, list[MicroBatch]]]:
+    windows, position = _stream_windows(job), 0
     for step in steps:
         while position < step:  # a resumed run's place in the stream
             if next(windows, None) is None:
                 return
             position += 1
-        found = next(windows, None)
-        if found is None:
+        following = next(windows, None)
+        if following is None:
             return
         position += 1
-        window, items = found
+        window, items = following
         yield window, [
-            MicroBatch(*collate([items[offset] for offset in cut or [0]], [window.start + o for o in cut or [0]]),
-                       samples=len(cut))
+            MicroBatch(*collated([items[offset] for offset in cut or [0]], job.collate,
+                                 names=[window.start + offset for offset in cut or [0]]), samples=len(cut))
             for cut in part.cuts(window.count)
         ]
 
 
-def _stream_windows(data: Any, *, batch: int, seed: int, drop_last: bool,
-                    epochs: int | None) -> Iterator[tuple[Window, list[Any]]]:
+def _stream_windows(job: Job) -> Iterator[tuple[Window, list[Any]]]:
+    data, batch, seed, drop_last, epochs = job.data, job.batch, job.seed, job.drop_last, job.epochs
     for epoch in count() if epochs is None else range(epochs):
         if hasattr(data, "set_epoch"):
             data.set_epoch(epoch)
@@ -191,7 +196,8 @@ def _stream_windows(data: Any, *, batch: int, seed: int, drop_last: bool,
                            hint="an iterable data set must give at least one batch each time it is iterated")
 
 
-def evaluation_feed(data: Any, *, batch: int, part: DataShard, seed: int) -> Iterator[MicroBatch]:
+def evaluation_feed(data: Any, *, batch: int, part: DataShard, seed: int,
+                    collate: Collate | None = None) -> Iterator[MicroBatch]:
     """Every sample of the data exactly once over all ranks, in order; each rank gets equally many micro-batches."""
     if is_stream(data):
         seed_streams(seed, "evaluation", 0)
@@ -199,13 +205,14 @@ def evaluation_feed(data: Any, *, batch: int, part: DataShard, seed: int) -> Ite
         while taken := list(islice(items, batch)):
             for cut in part.cuts(len(taken)):
                 used = list(cut) or [0]
-                yield MicroBatch(*collate([taken[i] for i in used], [start + i for i in used]), samples=len(cut))
+                yield MicroBatch(*collated([taken[i] for i in used], collate, names=[start + i for i in used]),
+                                 samples=len(cut))
             start += len(taken)
         return
     for first in range(0, len(data), batch):
         for cut in part.cuts(min(batch, len(data) - first)):
             used = [first + offset for offset in cut] or [first]
-            pair = fetch(data, used, used, seed=key_to_seed(seed, "evaluation"))
+            pair = fetch(data, used, used, seed=key_to_seed(seed, "evaluation"), collate=collate)
             yield MicroBatch(*pair, samples=len(cut))
 
 
@@ -217,16 +224,17 @@ def evaluated_part(data: Any, *, batch: int, part: DataShard) -> float:
     return sum(len(cut) for size in sizes for cut in part.cuts(size)) / len(data)
 
 
-def example_batch(data: Any, samples: int, *, first: int = 0) -> MicroBatch:
-    """Samples of the data from the first one on, and again from its beginning where it ends."""
+def example_batch(job: Job, samples: int, *, first: int = 0) -> MicroBatch:
+    """Samples of the training data from the first one on, and again from its beginning where it ends."""
+    data = job.data
     if is_stream(data):
         items = list(islice(iter(data), first + samples))
         if not items:
             raise JobError("the data stream gave no samples")
         places = [i % len(items) for i in range(first, first + samples)]
-        return MicroBatch(*collate([items[i] for i in places], places), samples=samples)
+        return MicroBatch(*collated([items[i] for i in places], job.collate, names=places), samples=samples)
     places = [i % len(data) for i in range(first, first + samples)]
-    return MicroBatch(*fetch(data, places, places, seed=0), samples=samples)
+    return MicroBatch(*fetch(data, places, places, seed=0, collate=job.collate), samples=samples)
 
 
 def is_stream(data: Any) -> bool:
@@ -234,22 +242,25 @@ def is_stream(data: Any) -> bool:
     return isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
-def fetch(data: Any, indices: Sequence[int], positions: Sequence[int], *, seed: int) -> tuple[Any, Any]:
-    """(input, target) of these samples, stacked along dim 0.
+def fetch(data: Any, indices: Sequence[int], positions: Sequence[int], *, seed: int,
+          collate: Collate | None = None) -> tuple[Any, Any]:
+    """(input, target) of these samples as one batch; stacked along dim 0 unless the job collates them.
 
     Raises:
-        TrainingError: a sample can't be read, is no (input, target) pair, or doesn't stack with the others.
+        TrainingError: a sample can't be read, is neither (input, target) nor an input, or doesn't stack with the
+            others; or the job's collate failed.
     """
     while type(data) is Subset:  # what random_split makes
         indices, data = [data.indices[index] for index in indices], data.dataset
-    if type(data) is TensorDataset:  # no per-sample work at all: one gather a tensor
-        if len(data.tensors) != 2:
+    if type(data) is TensorDataset and collate is None:  # no per-sample work at all: one gather a tensor
+        if len(data.tensors) > 2:
             raise TrainingError(f"a sample is {len(data.tensors)} tensors and not (input, target)",
                                 hint="put several inputs into a tuple or a mapping: ((a, b), target)")
         at = torch.as_tensor(indices)
-        return data.tensors[0][at], data.tensors[1][at]
-    return collate([_sample(data, index, position, seed) for index, position in zip(indices, positions, strict=True)],
-                   indices)
+        inputs, targets = data.tensors[0][at], data.tensors[-1]
+        return inputs, targets[at] if len(data.tensors) == 2 else inputs
+    return collated([_sample(data, index, position, seed) for index, position in zip(indices, positions, strict=True)],
+                    collate, names=indices)
 
 
 def _sample(data: Any, index: int, position: int, seed: int) -> Any:
@@ -258,39 +269,3 @@ def _sample(data: Any, index: int, position: int, seed: int) -> Any:
         return data[index]
     except Exception as error:
         raise TrainingError(f"sample {index} of the data can't be read: {type(error).__name__}: {error}") from error
-
-
-def collate(items: Sequence[Any], indices: Sequence[int]) -> tuple[Any, Any]:
-    """Stack (input, target) pairs; names the sample that is no pair or doesn't fit."""
-    for item, index in zip(items, indices, strict=True):
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            kind = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
-            raise TrainingError(f"sample {index} is a {kind} and not (input, target)",
-                                hint="a data set's item is (input, target); several inputs go into a tuple or mapping")
-    try:
-        inputs, targets = default_collate([tuple(item) for item in items])
-    except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        shapes = [describe(item) for item in items]
-        usual = max(shapes, key=shapes.count)  # the first of equally many: not left to the order of a set
-        for shape, index in zip(shapes, indices, strict=True):
-            if shape != usual:
-                raise TrainingError(f"sample {index} is {shape} and others are {usual}: they can't be stacked",
-                                    hint="samples of one batch must have equal shapes: pad or crop in the data set") \
-                    from error
-        raise TrainingError(f"samples can't be stacked: {error}") from error
-    return inputs, targets
-
-
-def describe(value: Any) -> str:
-    """Shapes and types of a sample, in a line.
-
-    >>> describe((torch.zeros(3, 2), 1))
-    '(3x2, int)'
-    """
-    if hasattr(value, "shape"):
-        return "x".join(map(str, value.shape)) or "scalar"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        return "(" + ", ".join(map(describe, value)) + ")"
-    return type(value).__name__

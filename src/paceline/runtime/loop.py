@@ -295,9 +295,8 @@ def _steps(run: _Run) -> bool:
 def _feed(run: _Run, order: Order | None) -> Iterator[tuple[Window, list[MicroBatch]]]:
     part = part_of(run.plan, run.mesh, run.settings.shares)
     total = run.job.total_steps if run.job.total_steps is not None else sys.maxsize
-    return training_feed(run.job.data, order=order, batch=run.job.batch, seed=run.job.seed,
-                         drop_last=run.job.drop_last, part=part, epochs=run.job.epochs,
-                         loader_workers=run.settings.loader_workers, steps=range(run.step, total))
+    return training_feed(run.job, order=order, part=part, loader_workers=run.settings.loader_workers,
+                         steps=range(run.step, total))
 
 
 def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, input_s: float,

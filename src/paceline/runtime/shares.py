@@ -44,7 +44,7 @@ def refuse_single_samples(job: Job, plan: Plan, shares: tuple[int, ...], device:
         spill, model = build_in_files(job, here) if holds_parts(plan) else (None, build_model(job, here))
         if not any(isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules()):
             return
-        batch = example_batch(job.data, 1).to(here, torch.float64 if job.precision == "float64" else None)
+        batch = example_batch(job, 1).to(here, torch.float64 if job.precision == "float64" else None)
         try:
             with torch.no_grad(), autocast(job, here), spill.running() if spill is not None else nullcontext():
                 batch.call(model.train())

@@ -180,10 +180,10 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     forwards_may_write = device.type == "cpu" or bool(limited_by_norm(model)) or may_write(model)
     running, attributes = spill.running if spill is not None else nullcontext, ChangingAttributes(model)
     layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,
-                     example=lambda samples: example_batch(job.data, samples).to(device, dtype),
+                     example=lambda samples: example_batch(job, samples).to(device, dtype),
                      context=lambda: autocast(job, device),
                      microbatch_samples=-(-job.batch // (plan.replicas * plan.num_microbatches)),
-                     functions={"the loss": job.loss,
+                     functions={"the loss": job.criterion,
                                 **{f"metric '{name}'": metric for name, metric in job.metrics.items()}},
                      state_factor=lambda: state_factor(job, model), precision=job.precision,
                      evaluated=partial(_evaluation_batch, job, plan, mesh, device) if job.validation is not None
@@ -203,7 +203,8 @@ def _evaluation_batch(job: Job, plan: Plan, mesh: Mesh, device: torch.device) ->
     """The first micro-batch of an evaluation on this rank, where replicas have equal shares."""
     part = DataShard((1,) * plan.replicas, mesh.replica, plan.num_microbatches)
     with kept_streams():
-        batch = next(evaluation_feed(job.validation, batch=job.batch, part=part, seed=job.seed))
+        batch = next(evaluation_feed(job.validation, batch=job.batch, part=part, seed=job.seed,
+                                     collate=job.collate))
     return batch.to(device, torch.float64 if job.precision == "float64" else None)
 
 
@@ -214,7 +215,7 @@ def _refuse_unseen_state(job: Job, plan: Plan, model: torch.nn.Module, spill: Sp
         PlanRefused: running a part of the model a second time would change a state that the model doesn't show.
     """
     here = torch.device("cpu") if spill is not None else device
-    batch = example_batch(job.data, 2).to(here, torch.float64 if job.precision == "float64" else None)
+    batch = example_batch(job, 2).to(here, torch.float64 if job.precision == "float64" else None)
     path, running = None, spill.running if spill else nullcontext
     with suppress(Exception), autocast(job, here):  # what fails here fails in the first step, too
         path = module_with_unseen_state(model.train(), *batch.arguments(), running=running)
@@ -235,7 +236,7 @@ def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
     is_run = compares or may_write(model)
     if is_run:
         dtype = torch.float64 if job.precision == "float64" else None
-        batches = [example_batch(job.data, 2, first=2 * k).to(device, dtype) for k in range(4 if compares else 2)]
+        batches = [example_batch(job, 2, first=2 * k).to(device, dtype) for k in range(4 if compares else 2)]
         is_elsewhere, running = (spill.holds, spill.running) if spill else (lambda tensor: False, nullcontext)
         with suppress(Exception), autocast(job, device), running():  # what fails here fails in the first step, too
             edited |= written_by(lambda: batches[0].call(model.train()), model, is_elsewhere)
@@ -342,7 +343,7 @@ class _Window:
     def _explained_loss(self, output: Any, target: Any) -> Any:
         """The job's loss, refused where it is made of shards."""
         try:
-            value = self.stepper.job.loss(output, target)
+            value = self.stepper.job.criterion(output, target)
         except (RuntimeError, NotImplementedError) as error:
             if not is_about_shards(error):
                 raise

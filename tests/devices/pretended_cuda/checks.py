@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from paceline.capture.randomness import WithoutRandomness
+from paceline.job import Job
 from paceline.runtime.checkpoint.pieces import TensorPiece
 from paceline.runtime.checkpoint.staging import Staging
 from paceline.runtime.feed import DataShard, MicroBatch, training_feed
@@ -232,8 +233,9 @@ def ahead() -> dict[str, Any]:
     made: list[int] = []
 
     def feed() -> Iterator[tuple[Window, list[MicroBatch]]]:
-        windows = training_feed(Drawing(samples), order=Order(20, 5, 0, False), batch=5, seed=0, drop_last=False,
-                                part=DataShard((1,), 0, 1), steps=range(4), epochs=None, loader_workers=0)
+        job = Job(model=torch.nn.Identity, loss=min, optimizer=torch.optim.SGD, data=Drawing(samples), batch=5, steps=4)
+        windows = training_feed(job, order=Order(20, 5, 0, False), part=DataShard((1,), 0, 1), steps=range(4),
+                                loader_workers=0)
         for window in windows:
             made.append(len(made) + 1)
             yield window

@@ -158,8 +158,7 @@ class Worker:
         if self.windows is None or not follows:
             end = job.total_steps if follows else step + 1
             assert end is not None
-            self.windows = training_feed(job.data, order=self.order, batch=job.batch, seed=job.seed,
-                                         drop_last=job.drop_last, steps=range(step, end), epochs=job.epochs,
+            self.windows = training_feed(job, order=self.order, steps=range(step, end),
                                          part=DataShard(self.settings.shares, part, self.plan.num_microbatches),
                                          loader_workers=self.settings.loader_workers if follows else 0)
         return next(self.windows)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import default_collate
 
+from paceline.batches import collated, mapped
 from paceline.capture.graph import Capture, Piece, capture, capture_or_learn
 from paceline.capture.opaque import OpaqueModules
 from paceline.capture.price import INSIDE_OF_OPAQUE
@@ -214,9 +214,8 @@ class SplitJob:
                                          *(buffers[name] for name in piece.buffers), *given])
 
     def _batch(self, samples: int) -> tuple[Any, Any]:
-        batch = default_collate(first_items(self.job.data, 1))
-        inputs, target = (tree_map(lambda t: as_the_job_takes(t, self.job, samples, samples), part) for part in batch)
-        return inputs, target
+        batch = collated(first_items(self.job.data, 1), self.job.collate)
+        return mapped(lambda t: as_the_job_takes(t, self.job, samples, samples), batch)
 
     def _price(self, piece: Piece, found: Capture, split: TensorSplit,
                program: tuple[Program, Counted] | None) -> Segment:
@@ -272,7 +271,7 @@ class SplitJob:
         recorder = WorkRecorder()
         recorder.ignore([*values.values(), *tree_leaves(goal)])
         with recorder:
-            loss = self.job.loss(found.result(values), goal)
+            loss = self.job.criterion(found.result(values), goal)
             loss = loss[0] if isinstance(loss, tuple | list) else loss
             recorder.move_to(StepPosition(0, "backward"))
             loss.backward()

@@ -1,0 +1,118 @@
+"""From samples to a batch: what the model is called with, and what its output is held against."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
+
+from paceline.errors import TrainingError
+
+Collate = Callable[[list[Any]], Any]
+_PAIR_HINT = ("a data set's item is (input, target), or an input alone: a tensor, a mapping or a dataclass; several "
+              "inputs go into a tuple or mapping, and collate= makes a batch of anything else")
+
+
+def collated(items: Sequence[Any], collate: Collate | None = None, *,
+             names: Sequence[Any] | None = None) -> tuple[Any, Any]:
+    """(input, target) of a batch; the target is the input itself where there is no other.
+
+    Args:
+        collate: Makes a batch of a list of samples: (input, target), or an input alone. By default samples, which are
+            that themselves, are stacked along dim 0.
+        names: Of the samples, for errors; by default their numbers.
+
+    Raises:
+        TrainingError: a sample is neither, samples don't stack, or `collate` failed.
+    """
+    names = range(len(items)) if names is None else names
+    if collate is not None:
+        return _pair(_made(collate, list(items), names))
+    pairs = [isinstance(item, tuple | list) and len(item) == 2 for item in items]
+    for item, is_pair, name in zip(items, pairs, names, strict=True):
+        if not is_pair and (any(pairs) or not _is_input(item)):
+            kind = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
+            raise TrainingError(f"sample {name} is a {kind} and not (input, target)", hint=_PAIR_HINT)
+    try:
+        return _pair(default_collate([tuple(_plain(item)) if is_pair else _plain(item)
+                                      for item, is_pair in zip(items, pairs, strict=True)]))
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        raise _unstacked(items, names, error) from error
+
+
+def _is_input(item: Any) -> bool:
+    """Whether a sample that is no pair may be an input alone."""
+    return (hasattr(item, "shape") or isinstance(item, Mapping) or _is_record(item)
+            or (isinstance(item, tuple | list) and len(item) == 1 and _is_input(item[0])))
+
+
+def _is_record(item: Any) -> bool:
+    return dataclasses.is_dataclass(item) and not isinstance(item, type)
+
+
+def _plain(item: Any) -> Any:
+    """What `default_collate` stacks: a dataclass is the mapping of its fields."""
+    if _is_record(item):
+        return {field.name: _plain(getattr(item, field.name)) for field in dataclasses.fields(item)}
+    if type(item) in (tuple, list):
+        return type(item)(map(_plain, item))
+    return item
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """A batch that is no pair is an input alone; a sequence of one is what it holds."""
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    alone = batch[0] if isinstance(batch, tuple | list) and len(batch) == 1 else batch
+    return alone, alone
+
+
+def _made(collate: Collate, items: list[Any], names: Sequence[Any]) -> Any:
+    try:
+        batch = collate(items)
+    except Exception as error:
+        shown = ", ".join(map(str, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise TrainingError(f"collate failed on the samples {shown}: {type(error).__name__}: {error}") from error
+    batch = _plain(batch)
+    if batch is None or (isinstance(batch, tuple | list) and len(batch) not in (1, 2)):
+        kind = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+        raise TrainingError(f"collate returned a {kind} and not (input, target)",
+                            hint="return (input, target), or an input alone: a tensor or a mapping")
+    return batch
+
+
+def _unstacked(items: Sequence[Any], names: Sequence[Any], error: Exception) -> TrainingError:
+    """Names the first sample that has another shape than most."""
+    shapes = [describe(item) for item in items]
+    usual = max(shapes, key=shapes.count)  # the first of equally many: not left to the order of a set
+    for shape, name in zip(shapes, names, strict=True):
+        if shape != usual:
+            return TrainingError(f"sample {name} is {shape} and others are {usual}: they can't be stacked",
+                                 hint="samples of one batch must have equal shapes: pad them in collate=, or pad or "
+                                      "crop in the data set")
+    return TrainingError(f"samples can't be stacked: {error}", hint="collate= makes a batch of a list of samples")
+
+
+def mapped(function: Callable[[Any], Any], batch: tuple[Any, Any]) -> tuple[Any, Any]:
+    """(input, target) with each leaf replaced. A target that is the input itself stays that."""
+    made = tree_map(function, batch[0])
+    return made, made if batch[1] is batch[0] else tree_map(function, batch[1])
+
+
+def describe(value: Any) -> str:
+    """Shapes and types of a sample, in a line.
+
+    >>> import torch
+    >>> describe((torch.zeros(3, 2), 1))
+    '(3x2, int)'
+    """
+    if hasattr(value, "shape"):
+        return "x".join(map(str, value.shape)) or "scalar"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(map(describe, value)) + ")"
+    return type(value).__name__

@@ -1,0 +1,74 @@
+"""The loss that a model brings itself, as the models of Transformers do: `output.loss`, and what it is a mean over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.errors import TrainingError
+
+IGNORED = -100  # the target that torch.nn.functional.cross_entropy leaves out by default
+AHEAD = (1, 0)  # tokens that labels may be ahead of the logits: one in models of the next token, none in taggers
+AS_NEAR = 1e-3  # a loss in bf16 is taken for the mean of its tokens, and the mean over other tokens is not
+
+
+class OwnLoss:
+    """(output, batch) -> the model's own loss.
+
+    It is `output.loss`, taken as the mean over the samples. Where the batch has `labels` of tokens and `output.loss` is
+    the mean cross-entropy of those that are not ignored, it is given as (sum, count of these labels). Then padding
+    and ignored labels weigh nothing, however a batch is cut.
+
+    Raises:
+        TrainingError: the output has no loss.
+    """
+
+    def __init__(self) -> None:
+        self._ahead: int | None = None  # of AHEAD, once a batch has told
+
+    def __call__(self, output: Any, batch: Any) -> Any:
+        loss = _part(output, "loss")
+        if loss is None:
+            raise TrainingError(f"the job gives no loss, and neither does the model: its output is a "
+                                f"{type(output).__name__} without .loss",
+                                hint="give Job a loss=, or let the model return one; models of Transformers do so "
+                                     "where the batch has 'labels'")
+        labels, logits = _part(batch, "labels"), _part(output, "logits")
+        if not _are_of_tokens(labels, logits):
+            return loss
+        if self._ahead is None:
+            self._ahead = _ahead(loss, logits, labels)
+        if self._ahead is None:
+            return loss
+        count = (labels[:, self._ahead:] != IGNORED).sum()
+        return (loss * count if count else logits.flatten()[:0].sum()), count
+
+
+def _part(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+def _are_of_tokens(labels: Any, logits: Any) -> bool:
+    """Whether there is a whole-number label for each token's logits, (samples, tokens) and (samples, tokens, V)."""
+    import torch
+
+    return (type(labels) is torch.Tensor and isinstance(logits, torch.Tensor) and not labels.is_floating_point()
+            and labels.dim() == 2 and logits.dim() == 3 and logits.shape[:2] == labels.shape)
+
+
+def _ahead(loss: Any, logits: Any, labels: Any) -> int | None:
+    """For which shift of the labels the loss is their mean cross-entropy; None for neither, or if it can't be told."""
+    import torch
+
+    if type(loss) is not torch.Tensor or type(logits) is not torch.Tensor:  # without values
+        return None
+    with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
+        for ahead in AHEAD:
+            kept = labels[:, ahead:].flatten()
+            if not bool((kept != IGNORED).any()):
+                continue
+            given = logits[:, :logits.shape[1] - ahead].flatten(0, 1)
+            mean = torch.nn.functional.cross_entropy(given.double(), kept, ignore_index=IGNORED)
+            if abs(float(mean) - float(loss)) <= AS_NEAR * abs(float(mean)):
+                return ahead
+    return None
