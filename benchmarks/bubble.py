@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.plans import SCHEDULES, Plan
+from paceline.plans import Plan
+from paceline.strategies.pipeline.keys import SCHEDULES
 from paceline.strategies.pipeline.schedule import bubble, in_flight, schedule
 
 STEPS = 4

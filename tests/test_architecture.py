@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -33,6 +34,15 @@ def test_each_folder_with_a_strategy_is_in_the_registry():
     from paceline.strategies.registry import BUILT_IN
 
     assert len(BUILT_IN) == len(STRATEGY_FOLDERS) == len({strategy.name for strategy in BUILT_IN})
+
+
+def test_each_folder_with_keys_of_plans_has_them_read():
+    """Plans are read by `key_registry.py`, and a strategy's value has the same keys."""
+    from paceline.strategies import key_registry, modifiers, registry
+
+    of_folders = {id(importlib.import_module(f"paceline.strategies.{name}.keys").KEYS) for name in STRATEGY_FOLDERS}
+    assert {id(keys) for keys in key_registry.BUILT_IN} == {*of_folders, id(modifiers.KEYS)}
+    assert {id(strategy.keys) for strategy in registry.BUILT_IN} == of_folders
 
 
 def test_no_public_class_name_stands_for_two_ideas():

@@ -15,8 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import PlanError
-from paceline.plans import COMPRESSIONS, OUTERS, SCHEDULES, AllReduce, Axes, Local, Modifiers, Plan, Schedule
+from paceline.plans import AllReduce, Axes, Modifiers, Plan, Schedule
+from paceline.strategies.compress.keys import COMPRESSIONS
 from paceline.strategies.conflicts import check
+from paceline.strategies.local.keys import OUTERS, Local
+from paceline.strategies.pipeline.keys import SCHEDULES
 
 PLACES = ("auto", "parts.toml", "/a/b-c.toml")
 

@@ -17,7 +17,8 @@ import paceline
 from paceline.cluster import Cluster
 from paceline.errors import ClusterError, PlanError, UsageError
 from paceline.planner.rank import RankedPlans
-from paceline.plans import Plan, Servers
+from paceline.plans import Plan
+from paceline.strategies.server.keys import Servers
 
 WIDTH = 64
 

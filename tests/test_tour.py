@@ -22,8 +22,9 @@ def rows() -> dict[str, int]:
     """The number of each module's or folder's row, from the lowest."""
     found: dict[str, int] = {}
     for number, line in enumerate(line for line in TOUR.read_text().splitlines() if line.startswith("| `")):
-        for name in re.findall(r"`([^`]+)`", line.split("|")[1]):
-            found[name.removesuffix("/").removesuffix(".py").replace("/", ".")] = number
+        for pattern in re.findall(r"`([^`]+)`", line.split("|")[1]):
+            for name in [str(path.relative_to(PACKAGE)) for path in PACKAGE.glob(pattern)] or [pattern]:
+                found[name.removesuffix("/").removesuffix(".py").replace("/", ".")] = number
     return found
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plans import Plan, Servers
+from paceline.plans import Plan
 from paceline.runtime.order import Order, split
 from paceline.runtime.servers.turns import UpdateOrder
+from paceline.strategies.server.keys import Servers
 
 
 def _turns(num_samples: int, batch: int, workers: int, staleness: str, drop_last: bool = False) -> UpdateOrder:

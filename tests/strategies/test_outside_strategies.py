@@ -212,8 +212,10 @@ def test_the_page_shows_the_code_of_the_example():
 
 def test_a_key_that_is_built_in_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "taking.py").write_text(
-        "from paceline.strategies.axes import Axis\nfrom paceline.strategies.strategy import Strategy\n"
-        "STRATEGY = Strategy(name='taking', is_active=lambda plan: False, axes=(Axis('data', cuts_samples=True),))\n")
+        "from paceline.strategies.axes import Axis\nfrom paceline.strategies.keys import PlanKeys\n"
+        "from paceline.strategies.strategy import Strategy\n"
+        "STRATEGY = Strategy(name='taking', is_active=lambda plan: False,\n"
+        "                    keys=PlanKeys(axes=(Axis('data', cuts_samples=True),)))\n")
     install(tmp_path, "taking", "taking:STRATEGY")
     monkeypatch.syspath_prepend(tmp_path)
     extensions.cache_clear()

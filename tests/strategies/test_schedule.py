@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plans import SCHEDULES
+from paceline.strategies.pipeline.keys import SCHEDULES
 from paceline.strategies.pipeline.schedule import Action, blocked, bubble, in_flight, schedule, stages_of
 
 

@@ -7,7 +7,8 @@
     shard      samples and weights  each holds parts of tensors; gradients are summed
     tensor     weights              each holds parts of tensors; all compute the same loss
 
-A strategy from outside brings axes of its own; see `paceline.strategies.extensions`.
+Each is declared in the folder of its strategy. A strategy from outside brings axes of its own; see
+`paceline.strategies.extensions`.
 """
 
 from __future__ import annotations
@@ -42,13 +43,3 @@ class Axis:
     def computes_same_loss(self) -> bool:
         """Whether all ranks along it come to the same output: of the same samples, by all modules."""
         return not (self.cuts_samples or self.cuts_modules)
-
-
-# Outermost first: neighbours along the last axis are neighbours among the ranks.
-BUILT_IN: tuple[Axis, ...] = (
-    Axis("pipeline", cuts_modules=True, place="stage"),
-    Axis("parts", cuts_modules=True, place="part"),
-    Axis("data", cuts_samples=True),
-    Axis("shard", cuts_samples=True, cuts_weights=True),
-    Axis("tensor", cuts_weights=True),
-)

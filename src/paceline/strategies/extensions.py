@@ -33,4 +33,4 @@ def extensions() -> tuple[Strategy, ...]:
 
 def axes() -> dict[str, Axis]:
     """What strategies from outside add to the mesh, by name."""
-    return {axis.name: axis for strategy in extensions() for axis in strategy.axes}
+    return {axis.name: axis for strategy in extensions() for axis in strategy.keys.axes}

@@ -9,7 +9,8 @@ from functools import cached_property
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from paceline.strategies.axes import BUILT_IN, Axis
+from paceline.strategies.axes import Axis
+from paceline.strategies.key_registry import AXES
 
 if TYPE_CHECKING:
 
@@ -32,7 +33,7 @@ class Mesh:
 
     sizes: dict[str, int]
     rank: int
-    axes: tuple[Axis, ...] = BUILT_IN
+    axes: tuple[Axis, ...] = AXES
     _groups: dict[str, ProcessGroup] = field(default_factory=dict, compare=False)
     _devices: dict[str, DeviceMesh] = field(default_factory=dict, compare=False)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from paceline.strategies.axes import Axis
+from paceline.strategies.keys import PlanKeys
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,7 @@ class Strategy:
 
     Of a plan:
         name: as messages call it.
+        keys: what it brings to the text of plans, with checks of its values.
         is_active: whether a plan uses it.
         conflicts: what it doesn't compose with. precision_conflicts: the same of a job's precision.
         family: what it adds to the words by which plans of one kind are told from others.
@@ -104,15 +105,11 @@ class Strategy:
         no_edits, no_closure: why a forward can't edit parameters in place, and an optimizer can't evaluate the loss
             itself; "" where they can.
         lines: what a user is told of the plan when a run begins.
-
-    Of strategies from outside (see `paceline.strategies.extensions`):
-        axes: what they bring to the mesh; each is a key of plans, a whole number.
-        problems: what is wrong with the values of a plan, in words.
-        relaxes: what a plan gives up against one device; "" for an exact one. exact: the plan without that.
     """
 
     name: str
     is_active: Callable[[Plan], bool]
+    keys: PlanKeys = field(default_factory=PlanKeys)
     conflicts: tuple[Conflict, ...] = ()
     precision_conflicts: Mapping[Precision, tuple[Conflict, ...]] = field(default_factory=dict)
     family: Callable[[Plan], str] = no_words
@@ -134,7 +131,3 @@ class Strategy:
     no_edits: str = ""
     no_closure: str = ""
     lines: Callable[[Plan], Iterable[str]] = no_lines
-    axes: tuple[Axis, ...] = ()
-    problems: Callable[[Plan], list[str]] = lambda plan: []
-    relaxes: Callable[[Plan], str] = no_words
-    exact: Callable[[Plan], Plan] = lambda plan: plan

@@ -15,6 +15,7 @@ from paceline.plans import Plan
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event
 from paceline.strategies.axes import Axis
 from paceline.strategies.costs import CostModel, HookPoint, Hooks, Step
+from paceline.strategies.keys import PlanKeys
 from paceline.strategies.strategy import Conflict, Strategy
 
 if TYPE_CHECKING:
@@ -65,14 +66,12 @@ def exact(plan: Plan) -> Plan:
 STRATEGY = Strategy(
     name="gossip=N",
     is_active=lambda plan: num_replicas(plan) > 1,
-    axes=(AXIS,),
-    problems=problems,
+    keys=PlanKeys(axes=(AXIS,), problems=problems, exact=exact, relaxes=lambda plan: (
+        "replicas take steps on their own samples and average with two neighbours after each")),
     precision_conflicts={"fp16": (
         Conflict("gossip=N", "each replica would skip steps of its own, at a loss scale of its own",
                  'data=N, or precision="bf16" in the job', lambda plan: num_replicas(plan) > 1),
     )},
-    relaxes=lambda plan: "replicas take steps on their own samples and average with two neighbours after each",
-    exact=exact,
     relaxed_plans=relaxed_plans,
     cost=CostModel(enter),
     run="paceline_gossip.run",

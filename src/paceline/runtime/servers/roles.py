@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from paceline.launch.context import RankContext
 from paceline.launch.fault_policy import FaultPolicy
-from paceline.plans import Plan, Servers
+from paceline.plans import Plan
+from paceline.strategies.server.keys import Servers
 from paceline.waiting import waiting
 
 RESTARTS = 3  # of ranks in a run, if the user doesn't say

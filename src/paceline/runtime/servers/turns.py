@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.plans import Servers
 from paceline.runtime.order import Order
+from paceline.strategies.server.keys import Servers
 
 
 class UpdateOrder:

@@ -1,12 +1,14 @@
 """Repeated blocks that torch.compile compiles."""
 
 from paceline.strategies.compile.cost import enter, narrow, start_s
+from paceline.strategies.compile.keys import KEYS
 from paceline.strategies.costs import CostModel
 from paceline.strategies.strategy import Conflict, Strategy
 
 STRATEGY = Strategy(
     name="compile",
     is_active=lambda plan: plan.modifiers.compile == "blocks",
+    keys=KEYS,
     conflicts=(
         Conflict("compile=blocks with tensor=N",
                  "split layers run programs that are recorded when the model is built, and those are not compiled yet",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from paceline.plans import COMPRESSIONS, Plan
+from paceline.plans import Plan
+from paceline.strategies.compress.keys import COMPRESSIONS, KEYS
 from paceline.strategies.strategy import Conflict, Strategy
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def _relaxed_plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
 STRATEGY = Strategy(
     name="compress",
     is_active=lambda plan: plan.modifiers.compress != "none",
+    keys=KEYS,
     conflicts=(
         Conflict("compress=powersgd with shard=N or tensor=N",
                  "it approximates whole matrices, and ranks hold parts of them",

@@ -37,7 +37,8 @@ from paceline.strategies.step_sync import STEP_FIGURES, SyncedFigures
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.plans import Local, Plan
+    from paceline.plans import Plan
+    from paceline.strategies.local.keys import Local
     from paceline.strategies.mesh import Mesh
 MOMENTUM, LEARNING_RATE = 0.9, 0.7  # Douillard et al. 2023, section 3
 OWN_PART = 0.5  # of its own weights, when a fragment arrives

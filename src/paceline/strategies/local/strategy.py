@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from paceline.plans import Local, Plan
+from paceline.plans import Plan
 from paceline.strategies.costs import CostModel
 from paceline.strategies.local.cost import enter
+from paceline.strategies.local.keys import KEYS, Local
 from paceline.strategies.strategy import Conflict, Strategy
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def _relaxed_plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
 STRATEGY = Strategy(
     name="local=H",
     is_active=lambda plan: plan.outer_steps is not None,
+    keys=KEYS,
     conflicts=(
         Conflict("local=H with shard=N, tensor=N, pipeline=N or parts=N",
                  "a local step is taken by one rank alone; ranks that hold parts of a replica would have to meet in it",

@@ -12,10 +12,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from paceline.errors import PlanError
-from paceline.plans import Plan, ScheduleName
+from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment
 from paceline.software import Software
 from paceline.strategies.pipeline.cut import balance
+from paceline.strategies.pipeline.keys import ScheduleName
 from paceline.strategies.pipeline.schedule import Action, schedule, stages_of
 from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
 

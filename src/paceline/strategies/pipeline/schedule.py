@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from paceline.plans import ScheduleName
+from paceline.strategies.pipeline.keys import ScheduleName
 
 # F forward, B backward, I the gradients of inputs alone, W those of weights.
 ActionKind = Literal["F", "B", "I", "W"]

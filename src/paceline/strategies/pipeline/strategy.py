@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from paceline.errors import PlanError
-from paceline.plans import SCHEDULES, Plan
+from paceline.plans import Plan
+from paceline.strategies.pipeline.keys import KEYS, SCHEDULES
 from paceline.strategies.pipeline.schedule import bubble, schedule
 from paceline.strategies.strategy import Conflict, Strategy
 
@@ -47,6 +48,7 @@ def _lines(plan: Plan) -> Iterable[str]:
 STRATEGY = Strategy(
     name="pipeline=N",
     is_active=lambda plan: plan.axes.pipeline > 1,
+    keys=KEYS,
     conflicts=(
         Conflict("schedule=zero-bubble with shard=N",
                  "FSDP2 reduces gradients in hooks of a whole backward, and a backward in two parts passes them by: "

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from paceline.plans import ScheduleName
 from paceline.strategies.pipeline.cost import orders_of
+from paceline.strategies.pipeline.keys import ScheduleName
 from paceline.strategies.pipeline.schedule import ActionKind
 
 ROUNDS = 2  # that are played before one is taken to be as long as the one before

@@ -2,11 +2,13 @@
 
 from paceline.strategies.costs import CostModel
 from paceline.strategies.recompute.cost import enter
+from paceline.strategies.recompute.keys import KEYS
 from paceline.strategies.strategy import Conflict, Strategy
 
 STRATEGY = Strategy(
     name="recompute",
     is_active=lambda plan: plan.modifiers.recompute != "none",
+    keys=KEYS,
     conflicts=(
         Conflict("compile=blocks with recompute=selective",
                  "what a compiled block keeps for its backward is chosen when it is compiled, by torch.compile",

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from paceline.plans import Plan, Servers
+from paceline.plans import Plan
 from paceline.profile.profile import Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, CollectiveName, Compute, Event
 from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step
+from paceline.strategies.server.keys import Servers
 from paceline.strategies.server.shards import CHUNKS
 
 # Reading a gradient from the wire, adding it, and writing the weights to the wire: what a server's memory moves for

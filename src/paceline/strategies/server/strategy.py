@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from paceline.plans import Plan, Servers
+from paceline.plans import Plan
 from paceline.strategies.costs import CPU_RUNTIME_BYTES, CostModel
 from paceline.strategies.server.cost import enter, hold, server_ledger
+from paceline.strategies.server.keys import KEYS, Servers
 from paceline.strategies.strategy import Conflict, Strategy
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def _held_elsewhere(model: nn.Module) -> Iterable[torch.Tensor]:
 STRATEGY = Strategy(
     name="server=S",
     is_active=_is_served,
+    keys=KEYS,
     conflicts=(
         Conflict("server=S with compress=int8, topk or powersgd",
                  "workers fetch weights, not sums of gradients, and these forms are too coarse for weights",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline.strategies.costs import CostModel
 from paceline.strategies.shard.cost import enter, hold
+from paceline.strategies.shard.keys import KEYS
 from paceline.strategies.strategy import Observation, Strategy
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def _observes(plan: Plan) -> frozenset[Observation]:
 STRATEGY = Strategy(
     name="shard=N",
     is_active=lambda plan: plan.axes.shard > 1,
+    keys=KEYS,
     code=lambda plan: (plan.zero,),
     cost=CostModel(enter, hold=hold),
     run="paceline.strategies.shard.run",

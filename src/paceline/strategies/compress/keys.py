@@ -1,0 +1,34 @@
+"""The plan key `compress`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+from paceline.strategies.keys import PlanKeys, choice
+from paceline.strategies.server.keys import Servers
+
+if TYPE_CHECKING:
+    from paceline.plans import Plan
+
+CompressName = Literal["none", "bf16", "int8", "topk", "powersgd"]
+COMPRESSIONS: tuple[CompressName, ...] = get_args(CompressName)
+COMPRESS = choice("compress", "modifiers", COMPRESSIONS, default="none")
+
+
+def _problems(plan: Plan) -> list[str]:
+    if plan.modifiers.compress == "none" or plan.axes.data != 1 or isinstance(plan.sync, Servers):
+        return []
+    return [f"compress={plan.modifiers.compress} is about what replicas send each other, and the plan has none: add "
+            "data=N"]
+
+
+def _relaxes(plan: Plan) -> str:
+    if plan.modifiers.compress == "none":
+        return ""
+    who = "workers and servers" if isinstance(plan.sync, Servers) else "replicas"
+    return f"what {who} send each other is compressed to {plan.modifiers.compress}"
+
+
+KEYS = PlanKeys(keys=(COMPRESS,), problems=_problems, relaxes=_relaxes, exact=lambda plan: replace(
+    plan, modifiers=replace(plan.modifiers, compress="none")))

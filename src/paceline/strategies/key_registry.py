@@ -1,0 +1,47 @@
+"""The keys of all strategies, without what their ranks or prices need: plans are read from them."""
+
+from __future__ import annotations
+
+from paceline.errors import PlanError
+from paceline.strategies import extensions, modifiers
+from paceline.strategies.axes import Axis
+from paceline.strategies.compile.keys import KEYS as COMPILE
+from paceline.strategies.compress.keys import KEYS as COMPRESS
+from paceline.strategies.data.keys import KEYS as DATA
+from paceline.strategies.keys import Key, PlanKeys, of_axis
+from paceline.strategies.local.keys import KEYS as LOCAL
+from paceline.strategies.pipeline.keys import KEYS as PIPELINE
+from paceline.strategies.place.keys import KEYS as PLACE
+from paceline.strategies.recompute.keys import KEYS as RECOMPUTE
+from paceline.strategies.server.keys import KEYS as SERVER
+from paceline.strategies.shard.keys import KEYS as SHARD
+from paceline.strategies.tensor.keys import KEYS as TENSOR
+
+# In the order of messages. Axes outermost first: neighbours along the last one are neighbours among the ranks.
+BUILT_IN: tuple[PlanKeys, ...] = (
+    PIPELINE, PLACE, DATA, SHARD, TENSOR, LOCAL, SERVER, COMPRESS, RECOMPUTE, COMPILE, modifiers.KEYS)
+AXES: tuple[Axis, ...] = tuple(axis for plan_keys in BUILT_IN for axis in plan_keys.axes)
+# In the order of a plan's text: axes, then synchronisation, schedule and modifiers.
+_ORDER = ("pipeline", "place", "parts", "data", "shard", "tensor", "zero", "local", "outer", "fragments", "server",
+          "workers", "staleness", "colocate", "damping", "schedule", "microbatches", "virtual", "accumulate",
+          "recompute", "compile", "shares", "compress", "deterministic")
+KEYS: dict[str, Key] = dict(sorted(((key.name, key) for plan_keys in BUILT_IN for key in plan_keys.all()),
+                                   key=lambda entry: _ORDER.index(entry[0])))
+
+
+def key(name: str) -> Key | None:
+    """The key of that name. Strategies from outside are looked at for keys that are not built in."""
+    return KEYS.get(name) or keys().get(name)
+
+
+def keys() -> dict[str, Key]:
+    """All keys in the order of a plan's text, those from outside first.
+
+    Raises:
+        PlanError: a strategy from outside brings a key that is built in.
+    """
+    outside = extensions.axes()
+    if taken := sorted(outside.keys() & KEYS.keys()):
+        raise PlanError(f"a strategy that is installed brings the plan key '{taken[0]}', which is built in",
+                        hint="its axis needs another name; entry points of the group paceline.strategies name it")
+    return {**{name: of_axis(axis) for name, axis in outside.items()}, **KEYS}

@@ -1,0 +1,41 @@
+"""The plan keys `accumulate`, `shares` and `deterministic`, which any plan can carry and which are no strategy's."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import nearest
+from paceline.strategies.keys import Key, PlanKeys, as_text, choice, count_or, is_count, whole_number
+
+if TYPE_CHECKING:
+    from paceline.plans import Plan
+
+SHARES_BY = ("equal", "speed", "memory")
+ALLOWED_SHARES = f"{'|'.join(SHARES_BY)}|A:B:..."
+
+
+def _read_shares(name: str, text: str) -> str | tuple[int, ...]:
+    if re.fullmatch(r"[a-zA-Z_-]+", text):
+        return text
+    return tuple(whole_number(name, part, allowed=ALLOWED_SHARES) for part in text.split(":"))
+
+
+def _problem_of_shares(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "" if all(map(is_count, value)) else f"shares={as_text(value)} must be whole numbers of at least 1"
+    return "" if value in SHARES_BY else f"shares={value}: {nearest(str(value), SHARES_BY)}"
+
+
+def _problems(plan: Plan) -> list[str]:
+    shares = plan.modifiers.shares
+    if not isinstance(shares, tuple) or len(shares) == plan.replicas or not is_count(plan.replicas):
+        return []
+    return [f"shares={as_text(shares)} has {len(shares)} parts and the plan has {plan.replicas} replicas"]
+
+
+ACCUMULATE = count_or("auto", "accumulate", "modifiers", default=1, allowed="K|auto")
+SHARES = Key("shares", "modifiers", "equal", ALLOWED_SHARES, _read_shares, _problem_of_shares)
+DETERMINISTIC = choice("deterministic", "modifiers", ("yes", "no"), default="no")
+
+KEYS = PlanKeys(keys=(ACCUMULATE, SHARES, DETERMINISTIC), problems=_problems)

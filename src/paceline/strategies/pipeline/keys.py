@@ -1,0 +1,47 @@
+"""The plan keys `pipeline`, `schedule`, `microbatches` and `virtual`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from paceline.errors import PlanError
+from paceline.strategies.axes import Axis
+from paceline.strategies.keys import PlanKeys, choice, count, count_or
+
+if TYPE_CHECKING:
+    from paceline.plans import Plan
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+SCHEDULE = choice("schedule", "schedule", SCHEDULES, default="1f1b")
+MICROBATCHES = count_or("auto", "microbatches", "schedule", default="auto", allowed="M|auto")
+VIRTUAL = count("virtual", "schedule", "V")
+LEAST_VIRTUAL = 2  # stages a rank, of the interleaved schedule
+
+
+def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in (SCHEDULE, MICROBATCHES, VIRTUAL):
+        if key.name in values and values.get("pipeline", 1) == 1:
+            raise PlanError(f"{key.name}={values[key.name]} is about a pipeline, and the plan has none",
+                            hint="add pipeline=N" + ("; accumulate=K cuts the steps of other plans"
+                                                     if key is MICROBATCHES else ""))
+    return {"virtual": LEAST_VIRTUAL, **values} if values.get("schedule") == "interleaved" else values
+
+
+def _problems(plan: Plan) -> list[str]:
+    order, problems = plan.schedule, []
+    if (order.virtual > 1) != (order.schedule == "interleaved"):
+        problems.append(f"virtual={order.virtual} contradicts schedule={order.schedule}: several stages a rank is what "
+                        "schedule=interleaved means")
+    if plan.axes.pipeline == 1 and any(getattr(order, key.name) != key.default
+                                       for key in (SCHEDULE, MICROBATCHES, VIRTUAL)):
+        problems.append("schedule, microbatches and virtual are about a pipeline, and the plan has none: add "
+                        "pipeline=N")
+    if plan.axes.pipeline != 1 and plan.modifiers.accumulate != 1:
+        problems.append(f"accumulate={plan.modifiers.accumulate} and a pipeline: its steps are cut by microbatches=M")
+    return problems
+
+
+KEYS = PlanKeys(axes=(Axis("pipeline", cuts_modules=True, place="stage"),), keys=(SCHEDULE, MICROBATCHES, VIRTUAL),
+                complete=_complete, problems=_problems)

@@ -1,0 +1,36 @@
+"""The plan keys `place` and `parts`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import PlanError
+from paceline.strategies.axes import Axis
+from paceline.strategies.keys import Key, PlanKeys
+
+if TYPE_CHECKING:
+    from paceline.plans import Plan
+
+PLACE = Key("place", "schedule", "", "auto|FILE", lambda name, text: text,
+            lambda value: "" if isinstance(value, str) else f"place={value} must be auto or a file")
+
+
+def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "place" in values and "parts" not in values:
+        raise PlanError(f"place={values['place']} needs the number of parts", hint="add parts=N, one a device")
+    return values
+
+
+def _problems(plan: Plan) -> list[str]:
+    problems = []
+    if (plan.schedule.place != "") != (plan.axes.parts != 1):
+        problems.append(f"parts={plan.axes.parts} and place={plan.schedule.place or 'nothing'}: modules are placed "
+                        "with place=auto|FILE and parts=N of at least 2")
+    if plan.axes.parts != 1 and plan.axes.pipeline != 1:
+        problems.append("pipeline=N and parts=N: both say where the model's modules go")
+    return problems
+
+
+KEYS = PlanKeys(axes=(Axis("parts", cuts_modules=True, place="part"),), keys=(PLACE,), complete=_complete,
+                problems=_problems)

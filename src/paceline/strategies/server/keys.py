@@ -1,0 +1,110 @@
+"""The plan keys `server`, `workers`, `staleness`, `colocate` and `damping`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.errors import PlanError
+from paceline.strategies.keys import PlanKeys, as_text, choice, count, count_or
+from paceline.strategies.synchronisation import AllReduce, Synchronisation
+
+if TYPE_CHECKING:
+    from paceline.plans import Axes, Plan
+
+SERVER = count("server", "sync", "S", default=0, counts_ranks=True)
+WORKERS = count("workers", "sync", "W", default=0, counts_ranks=True)
+STALENESS = count_or("inf", "staleness", "sync", default=0, allowed="0|K|inf", least=0)
+COLOCATE = choice("colocate", "sync", ("yes", "no"), default="no")
+DAMPING = choice("damping", "sync", ("none", "inverse"), default="none")
+OF_SERVERS = (SERVER, WORKERS, STALENESS, COLOCATE, DAMPING)
+
+
+@dataclass(frozen=True, slots=True)
+class Servers(Synchronisation):
+    """Parameters and optimizer state live on servers; workers send them gradients and fetch weights.
+
+    server: how many servers, each with a part of the parameters.
+    workers: ranks that compute gradients.
+    staleness: every step's batch is divided over the workers. With 0 the parts of the gradient are summed to one
+        update, and each worker waits for it. Above 0 each part is an update of its own, and a worker starts the next
+        one when it has done at most so many more than the slowest; "inf" never waits.
+    colocate: "yes" puts the servers into the first workers' processes, "no" gives each a rank of its own.
+    damping: "inverse" divides the learning rate of an update by its staleness in steps: by the updates it has not
+        seen, over the workers.
+    """
+
+    server: int = SERVER.default
+    workers: int = WORKERS.default
+    staleness: int | Literal["inf"] = STALENESS.default
+    colocate: Literal["yes", "no"] = COLOCATE.default
+    damping: Literal["none", "inverse"] = DAMPING.default
+
+    def num_ranks(self, axes: Axes) -> int:
+        return self.workers + self.num_cpu_ranks
+
+    def num_replicas(self, axes: Axes) -> int:
+        return self.workers
+
+    def num_copies(self, axes: Axes) -> int:
+        return self.workers
+
+    def num_workers(self, axes: Axes) -> int:
+        return self.workers
+
+    @property
+    def num_cpu_ranks(self) -> int:
+        """Servers with a rank of their own, which come first."""
+        return 0 if self.colocate == "yes" else self.server
+
+    def of_forwards(self, plan: Plan) -> Plan:
+        """Workers of servers are replicas."""
+        return replace(plan, axes=replace(plan.axes, data=self.workers), sync=AllReduce())
+
+
+def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = [f"{key.name}={values[key.name]}" for key in OF_SERVERS if key.name in values]
+    if not given:
+        return values
+    if missing := [name for name in ("server", "workers") if name not in values]:
+        raise PlanError(f"{' '.join(given)} is about servers, and the plan lacks {' and '.join(missing)}",
+                        hint="server=S workers=W, each at least 1")
+    if "local" in values:
+        raise PlanError(f"local={values['local']} and server={values['server']} don't compose: replicas meet in outer "
+                        "steps or through servers", hint="staleness=K lets workers of servers meet less")
+    if "zero" in values:
+        raise PlanError(f"zero={values['zero']} splits the shard axis, and servers hold the state of this plan")
+    return values
+
+
+def _problems(plan: Plan) -> list[str]:
+    if not isinstance(sync := plan.sync, Servers):
+        return []
+    problems = []
+    if sync.damping != "none" and sync.staleness == 0:
+        problems.append(f"damping={sync.damping} is by staleness, and staleness=0 has none")
+    if sync.colocate == "yes" and sync.server > sync.workers:
+        problems.append(f"colocate=yes puts server={sync.server} servers into workers={sync.workers} processes, at "
+                        "most one in each")
+    if split := [f"{axis}={size}" for axis, size in plan.axes.sizes().items() if size != 1]:
+        problems.append(f"server={sync.server} and {' '.join(split)}: workers hold the whole model, and servers bring "
+                        "their gradients together")
+    if plan.modifiers.shares != "equal" and sync.staleness != 0:
+        problems.append(f"shares={as_text(plan.modifiers.shares)} and staleness={sync.staleness}: with staleness a "
+                        "part of a batch is for whichever worker is free, so a faster one takes more of them by itself")
+    return problems
+
+
+def _relaxes(plan: Plan) -> str:
+    stale = isinstance(plan.sync, Servers) and plan.sync.staleness != 0
+    return "gradients are of weights that miss updates made meanwhile by other workers" if stale else ""
+
+
+def _exact(plan: Plan) -> Plan:
+    if not isinstance(plan.sync, Servers):
+        return plan
+    return replace(plan, sync=replace(plan.sync, staleness=0, damping="none"))
+
+
+KEYS = PlanKeys(keys=OF_SERVERS, sync=Servers, complete=_complete, problems=_problems, relaxes=_relaxes, exact=_exact)
