@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.contenders.wires.rounds import ELEMENTS, PATIENCE_S, PushPull, Seat, echo, main
-from paceline.strategies.server.arrive import WeightArrivals
-from paceline.strategies.server.run import ServerConnection, held
-from paceline.strategies.server.serve import Acceptor, ShardService, bytes_of
+from paceline.strategies.server.exchange.arrive import WeightArrivals
+from paceline.strategies.server.exchange.connection import ServerConnection, held
+from paceline.strategies.server.exchange.serve import Acceptor, ShardService, bytes_of
+from paceline.strategies.server.exchange.wire import Peer, Role, Uplink, connect, listen
 from paceline.strategies.server.shards import Shard, assign, fingerprint
-from paceline.strategies.server.wire import Peer, Role, Uplink, connect, listen
 
 SUM = "sum"
 LAYERS = 16

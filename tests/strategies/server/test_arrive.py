@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from paceline.strategies.server.arrive import WeightArrivals
-from paceline.strategies.server.run import held
-from paceline.strategies.server.serve import bytes_of
+from paceline.strategies.server.exchange.arrive import WeightArrivals
+from paceline.strategies.server.exchange.connection import held
+from paceline.strategies.server.exchange.serve import bytes_of
 from paceline.strategies.server.shards import Shard, assign
 
 

@@ -21,13 +21,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.strategies.server import shared as memory
-from paceline.strategies.server import wire
-from paceline.strategies.server.arrive import WeightArrivals
-from paceline.strategies.server.run import Pusher, ServerConnection
-from paceline.strategies.server.serve import Acceptor, ShardService, bytes_of
+from paceline.strategies.server.exchange import shared as memory
+from paceline.strategies.server.exchange import wire
+from paceline.strategies.server.exchange.arrive import WeightArrivals
+from paceline.strategies.server.exchange.connection import Pusher, ServerConnection
+from paceline.strategies.server.exchange.serve import Acceptor, ShardService, bytes_of
+from paceline.strategies.server.exchange.wire import (
+    Connection,
+    Header,
+    Kind,
+    Peer,
+    Role,
+    Uplink,
+    WireError,
+    connect,
+    listen,
+)
 from paceline.strategies.server.shards import ServedParameter, assign, fingerprint
-from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, connect, listen
 
 SECRET = b"s" * 32
 MODEL = [ServedParameter("a", (7, 3), "float32", 4), ServedParameter("b", (5,), "float64", 8),

@@ -25,7 +25,7 @@ from paceline.runtime.optimizers.closure import requires_closure
 from paceline.runtime.optimizers.kept import OptimizerState, load_snapshot, snapshot
 from paceline.runtime.optimizers.parts import parts_of
 from paceline.runtime.streams import kept_streams, seed_streams
-from paceline.strategies.server.run import ELEMENTWISE
+from paceline.strategies.server.exchange.connection import ELEMENTWISE
 
 LONGEST_DIM = 4  # of a stand-in
 UPDATES, FEWEST_STEPS, MOST_STEPS = 600, 4, 30  # of parameters in a trial; optimizers may begin some of their work late

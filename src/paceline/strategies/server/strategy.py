@@ -64,7 +64,7 @@ def _ranks_apart(profile: Profile, plan: Plan) -> Mapping[str, Mapping[str, int]
 
 def _held_elsewhere(model: nn.Module) -> Iterable[torch.Tensor]:
     """Tables whose rows lie on servers."""
-    from paceline.strategies.server.rows import tables
+    from paceline.strategies.server.exchange.rows import tables
 
     return [module.weight for module in tables(model).values()]
 
@@ -94,8 +94,8 @@ STRATEGY = Strategy(
     relaxed_plans=_relaxed_plans,
     cost=CostModel(enter, hold=hold),
     ranks_apart=_ranks_apart,
-    trainer="paceline.runtime.servers.train",
-    fault_policy="paceline.runtime.servers.roles:fault_policy",
+    trainer="paceline.strategies.server.ranks.train",
+    fault_policy="paceline.strategies.server.ranks.roles:fault_policy",
     keeps_weights_elsewhere=True,
     held_elsewhere=_held_elsewhere,
     observes=lambda plan: frozenset({"writes"}),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline
-from paceline.strategies.server.serve import ShardMemory, ShardService
+from paceline.strategies.server.exchange.serve import ShardMemory, ShardService
 
 STEPS = 12
 

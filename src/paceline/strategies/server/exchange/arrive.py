@@ -18,12 +18,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from paceline.strategies.compile.run import is_compiled
-from paceline.strategies.server.serve import bytes_of
+from paceline.strategies.server.exchange.serve import bytes_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.strategies.server.run import ServerConnection
+    from paceline.strategies.server.exchange.connection import ServerConnection
 
 
 _SET_GRADIENT: Any = torch.Tensor.grad.__set__  # type: ignore[union-attr]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.strategies.server.wire import Role, WireError
+from paceline.strategies.server.exchange.wire import Role, WireError
 
 _Check = Callable[[Any], bool]
 

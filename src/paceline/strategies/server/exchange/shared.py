@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from paceline.strategies.server.wire import Connection, Header, Kind, WireError
+from paceline.strategies.server.exchange.wire import Connection, Header, Kind, WireError
 
 if sys.platform == "linux":
     import fcntl

@@ -11,14 +11,14 @@ import torch
 from paceline.job import Job
 from paceline.plans import Plan
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure, refuse_coupled
-from paceline.runtime.servers.roles import servers_of
 from paceline.runtime.state import persistent_buffers
 from paceline.runtime.stepper import build_in_files, build_schedule
 from paceline.strategies.layout import Extent
 from paceline.strategies.mesh import Mesh
-from paceline.strategies.server.rows import tables
-from paceline.strategies.server.run import held, is_elementwise, rows
-from paceline.strategies.server.serve import ShardService
+from paceline.strategies.server.exchange.connection import held, is_elementwise, rows
+from paceline.strategies.server.exchange.rows import tables
+from paceline.strategies.server.exchange.serve import ShardService
+from paceline.strategies.server.ranks.roles import servers_of
 from paceline.strategies.server.shards import Shard, assign
 from paceline.strategies.step_sync import SyncEveryStep
 

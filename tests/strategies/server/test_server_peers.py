@@ -24,13 +24,13 @@ from paceline.launch.context import RankContext
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.plans import Plan
 from paceline.runtime.loop import Settings
-from paceline.runtime.servers.coordinator import Coordinator
-from paceline.runtime.servers.messages import checked
-from paceline.runtime.servers.roles import Rendezvous
-from paceline.runtime.servers.server_state import build
-from paceline.runtime.servers.worker import Worker
-from paceline.strategies.server.serve import bytes_of
-from paceline.strategies.server.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, connect
+from paceline.strategies.server.exchange.serve import bytes_of
+from paceline.strategies.server.exchange.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, connect
+from paceline.strategies.server.ranks.coordinator import Coordinator
+from paceline.strategies.server.ranks.messages import checked
+from paceline.strategies.server.ranks.roles import Rendezvous
+from paceline.strategies.server.ranks.server_state import build
+from paceline.strategies.server.ranks.worker import Worker
 
 SECRET = b"s" * 32
 STEPS = 6

@@ -20,13 +20,13 @@ from paceline.runtime.checkpoint.write import Writer
 from paceline.runtime.loop import Settings
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order
-from paceline.runtime.servers.roles import Rendezvous, servers_of
-from paceline.runtime.servers.server_state import ServerState
-from paceline.runtime.servers.turns import UpdateOrder
+from paceline.strategies.server.exchange.serve import Acceptor, ShardService, listen_to
+from paceline.strategies.server.exchange.wire import Connection, Peer, Role, Uplink, WireError, connect, listen
 from paceline.strategies.server.history import History
-from paceline.strategies.server.serve import Acceptor, ShardService, listen_to
+from paceline.strategies.server.ranks.roles import Rendezvous, servers_of
+from paceline.strategies.server.ranks.server_state import ServerState
+from paceline.strategies.server.ranks.update_order import UpdateOrder
 from paceline.strategies.server.shards import Shard, fingerprint
-from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError, connect, listen
 from paceline.waiting import waiting
 
 Event = tuple[Peer, "dict[str, Any] | Exception"]  # what a peer said, why it says no more, or what went wrong here

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from paceline.plans import Plan
 from paceline.runtime.order import Order, split
-from paceline.runtime.servers.turns import UpdateOrder
 from paceline.strategies.server.keys import Servers
+from paceline.strategies.server.ranks.update_order import UpdateOrder
 
 
 def _turns(num_samples: int, batch: int, workers: int, staleness: str, drop_last: bool = False) -> UpdateOrder:

@@ -23,15 +23,15 @@ from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
 from paceline.runtime.folder import EVENTS, METRICS
 from paceline.runtime.loop import Settings, Speed, cut_metrics, learning_rate, predicted_step_s
-from paceline.runtime.servers.losses import Losses, staleness_of, updates_after
-from paceline.runtime.servers.messages import checked
-from paceline.runtime.servers.roles import Rendezvous, Roles, servers_of
-from paceline.runtime.servers.server import Server
 from paceline.runtime.stepper import check_loss, check_used
 from paceline.strategies.server.clock import LEASES, Clock
-from paceline.strategies.server.serve import listen_to
+from paceline.strategies.server.exchange.serve import listen_to
+from paceline.strategies.server.exchange.wire import Connection, Peer, Role, Uplink, WireError
+from paceline.strategies.server.ranks.losses import Losses, staleness_of, updates_after
+from paceline.strategies.server.ranks.messages import checked
+from paceline.strategies.server.ranks.roles import Rendezvous, Roles, servers_of
+from paceline.strategies.server.ranks.server import Server
 from paceline.strategies.server.shards import Shard
-from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError
 from paceline.waiting import waiting
 
 _LOOK_S = 0.5  # between looks for a request to stop

@@ -25,16 +25,16 @@ from paceline.runtime.loop import Settings
 from paceline.runtime.loss import Tally
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
-from paceline.runtime.servers.roles import Rendezvous, servers_of
-from paceline.runtime.servers.server_state import deal_out
 from paceline.runtime.stepper import Stepper, check_loss
 from paceline.strategies.layout import Extent
 from paceline.strategies.mesh import Mesh
-from paceline.strategies.server.arrive import WeightArrivals
-from paceline.strategies.server.rows import Rows, tables
-from paceline.strategies.server.run import Pusher, ServerConnection
+from paceline.strategies.server.exchange.arrive import WeightArrivals
+from paceline.strategies.server.exchange.connection import Pusher, ServerConnection
+from paceline.strategies.server.exchange.rows import Rows, tables
+from paceline.strategies.server.exchange.wire import Connection, Peer, Role, Uplink, WireError, connect
+from paceline.strategies.server.ranks.roles import Rendezvous, servers_of
+from paceline.strategies.server.ranks.server_state import deal_out
 from paceline.strategies.server.shards import fingerprint
-from paceline.strategies.server.wire import Connection, Peer, Role, Uplink, WireError, connect
 from paceline.waiting import waiting
 
 _CONNECT_S = 60.0

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.strategies.data.arrivals import GradientArrivals as GradientArrivals
-from paceline.strategies.server.serve import bytes_of
+from paceline.strategies.server.exchange.serve import bytes_of
+from paceline.strategies.server.exchange.shared import offer
+from paceline.strategies.server.exchange.wire import Connection, Header, Kind, Uplink, WireError
 from paceline.strategies.server.shards import RowSlice, ServedParameter, Shard
-from paceline.strategies.server.shared import offer
-from paceline.strategies.server.wire import Connection, Header, Kind, Uplink, WireError
 from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.waiting import waiting
 

@@ -20,7 +20,7 @@ from paceline.strategies.state_tensors import SavedState, StateTensor
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.strategies.server.run import ServerConnection
+    from paceline.strategies.server.exchange.connection import ServerConnection
 
     Table = nn.Embedding | nn.EmbeddingBag
 

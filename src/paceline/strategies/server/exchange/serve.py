@@ -15,9 +15,19 @@ from typing import Any
 import torch
 
 from paceline.strategies.server.clock import LEASES
+from paceline.strategies.server.exchange.shared import Shared, accept_offer
+from paceline.strategies.server.exchange.wire import (
+    BULK,
+    Connection,
+    Header,
+    Kind,
+    Peer,
+    Role,
+    Uplink,
+    WireError,
+    accept,
+)
 from paceline.strategies.server.shards import Chunk, Shard
-from paceline.strategies.server.shared import Shared, accept_offer
-from paceline.strategies.server.wire import BULK, Connection, Header, Kind, Peer, Role, Uplink, WireError, accept
 
 _HANDSHAKES = 64  # at a time
 _NORMED = 2**17  # elements at a time

@@ -13,13 +13,13 @@ from paceline.launch.heartbeats import HeartbeatTable
 from paceline.plans import Plan
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.loop import Observer, Settings
-from paceline.runtime.servers.coordinator import Coordinator
-from paceline.runtime.servers.roles import Rendezvous, Roles
-from paceline.runtime.servers.server import Follower
-from paceline.runtime.servers.server_state import ServerState, build
-from paceline.runtime.servers.worker import Worker
 from paceline.runtime.state import StateOwner
-from paceline.strategies.server.wire import Uplink, WireError
+from paceline.strategies.server.exchange.wire import Uplink, WireError
+from paceline.strategies.server.ranks.coordinator import Coordinator
+from paceline.strategies.server.ranks.roles import Rendezvous, Roles
+from paceline.strategies.server.ranks.server import Follower
+from paceline.strategies.server.ranks.server_state import ServerState, build
+from paceline.strategies.server.ranks.worker import Worker
 from paceline.waiting import waiting
 
 _REASON_S = 5.0
