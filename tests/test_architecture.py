@@ -12,6 +12,11 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "paceline"
 STRATEGY_FOLDERS = sorted(path.parent.name for path in SRC.glob("strategies/*/strategy.py"))
 
+# Tests of a strategy's value outside its folder that are left. None may be added.
+VALUES_TESTED = {
+    'planner/fit.py: kinds = [[plan.with_(recompute="full")] if plan.modifiers.recompute == "none" else [],',
+}
+
 
 def lines(pattern: str, *, but: str) -> list[str]:
     """FILE: LINE of each line that matches, of files whose path doesn't."""
@@ -28,6 +33,19 @@ def lines(pattern: str, *, but: str) -> list[str]:
 def test_no_strategy_is_named_outside_strategies(pattern: str):
     """An axis or a kind of synchronisation is asked for by what it does: `paceline/strategies/axes.py`, `Strategy`."""
     assert lines(pattern, but=r"strategies/|plans\.py") == []
+
+
+@pytest.mark.parametrize(("pattern", "its_own"), [
+    (r"schedule ==|\bschedule=\"|\"(gpipe|1f1b|interleaved|zero-bubble)\"", "pipeline/"),
+    (r"modifiers\.recompute\b", "recompute/|pipeline/strategy|compile/strategy|tensor/cost"),
+    (r"modifiers\.compile\b", "compile/|recompute/strategy|shard/cost"),
+    (r"modifiers\.compress\b", "compress/|local/|data/|server/"),
+    (r"(sync|plan|self)\.(staleness|damping|colocate)\b", "server/"), (r"plan\.zero\b", "shard/"),
+])
+def test_the_values_of_a_strategy_are_tested_in_its_folder(pattern: str, its_own: str):
+    """Conflicts of two strategies stand in either's folder, and data, local and server send compressed messages."""
+    tested = set(lines(pattern, but=f"strategies/({its_own})|plans\\.py"))
+    assert tested - VALUES_TESTED == set()
 
 
 def test_each_folder_with_a_strategy_is_in_the_registry():

@@ -18,7 +18,7 @@ from paceline.cluster import Cluster, Device, Network
 from paceline.errors import PlanError
 from paceline.job import Precision
 from paceline.planner.program import Item, LoweredStep, fill, step_program
-from paceline.plans import Plan
+from paceline.plans import Plan, Schedule
 from paceline.profile.profile import Profile
 from paceline.simulate.accelerator import AcceleratorRates
 from paceline.simulate.play import Player, Timeline, play
@@ -26,6 +26,7 @@ from paceline.simulate.program import COMPUTE, HOST, NETWORK, Allocate, Event
 from paceline.software import Software
 from paceline.strategies.costs import HookPoint
 from paceline.strategies.pipeline.cost import ranks
+from paceline.strategies.pipeline.schedule import kinds_of
 from paceline.strategies.pipeline.timing import FIRST, LAST, MIDDLE, ActionSeconds, Key, rank_ends, shortened, which
 from paceline.strategies.stages.cost import (
     ENDING,
@@ -252,7 +253,7 @@ def _stages_on(cluster: Cluster, count: int, apart: int, precision: Precision, s
 def _place(rank: RankCost, plan: Plan, where: _Where, precision: Precision, software: Software) -> _Place:
     filling = fill(rank.profile, plan, where.device.kind, (rank.samples,) * plan.num_microbatches, snapshot=False,
                    software=software)
-    alike = replace(plan, schedule=replace(plan.schedule, schedule="1f1b", virtual=1))
+    alike = replace(plan, schedule=Schedule(microbatches=plan.schedule.microbatches))
     return _Place(rank, filling, rates_of(_accelerator(where.device), software), where.network, precision,
                   plan.num_microbatches, _blocks(rank.profile, alike, where, rank.samples, precision, software))
 
@@ -276,7 +277,7 @@ def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float,
     places = [known[id(rank.profile), id(where)] for rank, where in zip(costs, on, strict=True)]
     devices = [where.device for where in on]
 
-    kinds = ("F", "I", "W") if plan.schedule.schedule == "zero-bubble" else ("F", "B")
+    kinds = kinds_of(plan)
     taken = _taken(costs, places, kinds, apart, software)
     ends = rank_ends(plan.schedule.schedule, taken, num_ranks=plan.num_stage_ranks, num_microbatches=count,
                      virtual=plan.schedule.virtual)

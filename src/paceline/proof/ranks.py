@@ -179,7 +179,9 @@ def cut_reference(proof: Proof, *, shares: Sequence[int], microbatches: int) -> 
 
 def recomputed_forwards(plan: Plan) -> int | None:
     """Forwards of the whole model on a rank in a step, if the plan computes some again; None if not, or not known."""
-    return plan.num_microbatches if plan.modifiers.recompute == "full" and not plan.splits_model else None
+    from paceline.strategies.compose import runs_again
+
+    return plan.num_microbatches if runs_again(plan) else None
 
 
 def cut_folder(folder: Path, shares: Sequence[int], microbatches: int) -> Path:

@@ -25,13 +25,15 @@ from paceline.runtime.optimizers.closure import requires_closure
 from paceline.runtime.optimizers.kept import OptimizerState, load_snapshot, snapshot
 from paceline.runtime.optimizers.parts import parts_of
 from paceline.runtime.streams import kept_streams, seed_streams
-from paceline.strategies.server.exchange.connection import ELEMENTWISE
 
 LONGEST_DIM = 4  # of a stand-in
 UPDATES, FEWEST_STEPS, MOST_STEPS = 600, 4, 30  # of parameters in a trial; optimizers may begin some of their work late
 SPLITS = 3  # two parameters, or two elements, are in different halves of at least one of 2 * SPLITS with odds of 63/64
 ROUNDING = 1e-12  # relative; an update of one element alone is the same to the last bit, but for the order of vectors
 REAL_SIZES = 1_000_000  # elements of all parameters that are tried in full, if the job's function wants their shapes
+# torch's own optimizers whose update of an element depends on that element's history alone.
+ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta",
+                         "ASGD", "SparseAdam"})
 
 Build = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 
@@ -62,6 +64,12 @@ class Behaviour:
     through_state_dict: bool = False
     unkept: str = ""
     needs_closure: bool = False
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether rows of a tensor can be updated without the others."""
+    kind = type(optimizer)
+    return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim.")
 
 
 def known_reach(optimizer: Optimizer) -> Reach | None:

@@ -3,6 +3,7 @@
 from paceline.strategies.compile.cost import enter, narrow, start_s
 from paceline.strategies.compile.keys import KEYS
 from paceline.strategies.costs import CostModel
+from paceline.strategies.pipeline.keys import splits_backward
 from paceline.strategies.strategy import Conflict, Strategy
 
 STRATEGY = Strategy(
@@ -17,7 +18,7 @@ STRATEGY = Strategy(
         Conflict("compile=blocks with schedule=zero-bubble",
                  "the backward of a compiled block is one operator, and this schedule runs each backward in two parts",
                  "schedule=1f1b or interleaved",
-                 lambda plan: plan.modifiers.compile == "blocks" and plan.schedule.schedule == "zero-bubble"),
+                 lambda plan: plan.modifiers.compile == "blocks" and splits_backward(plan)),
     ),
     code=lambda plan: (plan.modifiers.compile,),
     cost=CostModel(enter, narrow=narrow, start_s=start_s),

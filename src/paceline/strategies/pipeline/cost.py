@@ -16,7 +16,7 @@ from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment
 from paceline.software import Software
 from paceline.strategies.pipeline.cut import balance
-from paceline.strategies.pipeline.keys import ScheduleName
+from paceline.strategies.pipeline.keys import ScheduleName, splits_backward
 from paceline.strategies.pipeline.schedule import Action, schedule, stages_of
 from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
 
@@ -64,7 +64,7 @@ def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float, f
     for place in range(num_ranks):
         stages = stages_of(place, num_ranks=num_ranks, virtual=virtual)
         own, spans = _part(profile, tuple(runs[stage] for stage in stages),
-                           halves=2 if plan.schedule.schedule == "zero-bubble" else 1)
+                           halves=2 if splits_backward(plan) else 1)
         tied = [p for p in own.parameters if len(homes.get(p.name, ())) > 1]
         found.append(RankCost(
             own, {stage: _stage(stage, span, num_ranks, num_ranks * virtual, sent)

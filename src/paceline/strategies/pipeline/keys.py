@@ -20,6 +20,11 @@ VIRTUAL = count("virtual", "schedule", "V")
 LEAST_VIRTUAL = 2  # stages a rank, of the interleaved schedule
 
 
+def splits_backward(plan: Plan) -> bool:
+    """Whether a stage's backward is two actions: the gradients of inputs, and those of weights."""
+    return plan.schedule.schedule == "zero-bubble"
+
+
 def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in (SCHEDULE, MICROBATCHES, VIRTUAL):
         if key.name in values and values.get("pipeline", 1) == 1:

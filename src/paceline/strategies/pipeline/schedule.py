@@ -10,9 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from paceline.strategies.pipeline.keys import ScheduleName
+from paceline.strategies.pipeline.keys import ScheduleName, splits_backward
+
+if TYPE_CHECKING:
+    from paceline.plans import Plan
 
 # F forward, B backward, I the gradients of inputs alone, W those of weights.
 ActionKind = Literal["F", "B", "I", "W"]
@@ -45,6 +48,11 @@ class Action:
             return [Action("I", stage, microbatch)]
         after = [Action(self.kind, stage + 1, microbatch)] if stage + 1 < num_stages else []
         return [Action("F", stage, microbatch), *after]
+
+
+def kinds_of(plan: Plan) -> tuple[ActionKind, ...]:
+    """What a rank does for each micro-batch of a stage, in order."""
+    return ("F", "I", "W") if splits_backward(plan) else ("F", "B")
 
 
 def stages_of(rank: int, *, num_ranks: int, virtual: int) -> list[int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import PlanError
 from paceline.plans import Plan
-from paceline.strategies.pipeline.keys import KEYS, SCHEDULES
+from paceline.strategies.pipeline.keys import KEYS, SCHEDULES, splits_backward
 from paceline.strategies.pipeline.schedule import bubble, schedule
 from paceline.strategies.strategy import Conflict, Strategy
 
@@ -54,13 +54,13 @@ STRATEGY = Strategy(
                  "FSDP2 reduces gradients in hooks of a whole backward, and a backward in two parts passes them by: "
                  "gradients come out wrong without an error",
                  "schedule=1f1b or interleaved, or data=N in place of shard=N",
-                 lambda plan: plan.schedule.schedule == "zero-bubble" and plan.axes.shard > 1),
+                 lambda plan: splits_backward(plan) and plan.axes.shard > 1),
         Conflict("schedule=zero-bubble with recompute=full",
                  "each half of the backward would compute the forward again",
                  "schedule=1f1b, which recomputes once",
-                 lambda plan: plan.schedule.schedule == "zero-bubble" and plan.modifiers.recompute == "full"),
+                 lambda plan: splits_backward(plan) and plan.modifiers.recompute == "full"),
     ),
-    code=lambda plan: (plan.schedule.schedule == "zero-bubble",),
+    code=lambda plan: (splits_backward(plan),),
     variants=_variants,
     lines=_lines,
 )

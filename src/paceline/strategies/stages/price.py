@@ -23,6 +23,7 @@ from paceline.profile.fakes import convertible
 from paceline.profile.profile import Affine, Core, Fused, Parameter, Profile, Segment, TensorCut, Work
 from paceline.profile.recorder import StepPosition, Tallied, WorkRecorder
 from paceline.profile.trace import as_the_job_takes, autocast, build, first_items, kept_generators, state_factor
+from paceline.strategies.pipeline.keys import splits_backward
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, Assignment, assigned
 from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
 from paceline.strategies.stages.engine import Staged, cut
@@ -98,7 +99,7 @@ class SplitJob:
         stages: dict[int, StageCost] = {}
         pieces: list[Piece] = []
         taken: set[str] = set()
-        halves = 2 if plan.schedule.schedule == "zero-bubble" else 1
+        halves = 2 if splits_backward(plan) else 1
         for stage in staged.stages:
             if stage.rank != place:
                 continue

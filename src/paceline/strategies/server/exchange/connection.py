@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.strategies.data.arrivals import GradientArrivals as GradientArrivals
+from paceline.strategies.data.arrivals import GradientArrivals
 from paceline.strategies.server.exchange.serve import bytes_of
 from paceline.strategies.server.exchange.shared import offer
 from paceline.strategies.server.exchange.wire import Connection, Header, Kind, Uplink, WireError
@@ -22,17 +22,6 @@ from paceline.waiting import waiting
 
 if TYPE_CHECKING:
     from torch import nn
-
-# torch's own optimizers whose update of an element depends on that element's history alone. Others are given whole
-# tensors.
-ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta",
-                         "ASGD", "SparseAdam"})
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether rows of a tensor can be updated without the others."""
-    kind = type(optimizer)
-    return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim.")
 
 
 def held(parameters: Mapping[str, nn.Parameter]) -> list[ServedParameter]:

@@ -11,11 +11,12 @@ import torch
 from paceline.job import Job
 from paceline.plans import Plan
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure, refuse_coupled
+from paceline.runtime.optimizers.probe import is_elementwise
 from paceline.runtime.state import persistent_buffers
 from paceline.runtime.stepper import build_in_files, build_schedule
 from paceline.strategies.layout import Extent
 from paceline.strategies.mesh import Mesh
-from paceline.strategies.server.exchange.connection import held, is_elementwise, rows
+from paceline.strategies.server.exchange.connection import held, rows
 from paceline.strategies.server.exchange.rows import tables
 from paceline.strategies.server.exchange.serve import ShardService
 from paceline.strategies.server.ranks.roles import servers_of
