@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.models.decoder import Decoder
 from paceline.profile.trace import cast_parameters, cast_parameters_of_rank, profile_job
-from paceline.runtime import stepper
 from paceline.sizes import DecoderSize
+from paceline.strategies.shard import strategy
 
 SIZE = DecoderSize(layers=2, hidden=32, heads=2, ffn=64, vocab=50, sequence=12)
 
@@ -141,7 +141,7 @@ def test_bits_are_those_of_float32_gathers(model: Callable[[], nn.Module], plan:
     gathered = _count_gathers(tmp_path / "bytes", monkeypatch)
     losses, weights = trained(made, plan, tmp_path / "cast")
     cast_bytes = gathered()
-    monkeypatch.setattr(stepper, "gathers_cast", lambda plan: False)
+    monkeypatch.setattr(strategy, "gathers_cast", lambda plan: False)
     expected_losses, expected = trained(made, plan, tmp_path / "float32")
 
     assert losses == expected_losses

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import paceline
 from paceline.profile import profile_job
 from paceline.runtime.feed import example_batch
-from paceline.strategies.data.run import local
+from paceline.strategies.mesh import local_part
 from paceline.strategies.stages.price import SplitJob
 from paceline.strategies.tensor import run as tensor_run
 from paceline.strategies.tensor.cut import Cut, cut_of_placement
@@ -171,11 +171,11 @@ def test_dropout_masks(run_ranks: Callable[..., Any]) -> None:
 
 def kept_bytes(stepper: Any) -> int:
     """What a rank keeps between forward and backward of four samples, without weights."""
-    weights = {local(p).untyped_storage().data_ptr() for p in stepper.held.values()}
+    weights = {local_part(p).untyped_storage().data_ptr() for p in stepper.held.values()}
     seen: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = local(tensor.detach()).untyped_storage()
+        storage = local_part(tensor.detach()).untyped_storage()
         seen[storage.data_ptr()] = 0 if storage.data_ptr() in weights else storage.nbytes()
         kept.append(tensor)
         return tensor
@@ -290,7 +290,7 @@ def test_a_price_counts_what_ranks_run_and_send(run_ranks: Callable[..., Any], m
             output = stepper.layout.forward(batch)
         with torch.autograd.set_multithreading_enabled(False), _Counted() as backward:
             output.square().mean().backward()
-        held = sum(local(p).numel() * 4 for p in stepper.held.values())
+        held = sum(local_part(p).numel() * 4 for p in stepper.held.values())
         return [forward.exchanges, backward.exchanges, held]
 
     profile = profile_job(job)

@@ -18,8 +18,7 @@ import paceline
 from paceline.cluster import Device
 from paceline.errors import PlanError
 from paceline.runtime.stepper import Stepper
-from paceline.strategies.data.run import local
-from paceline.strategies.mesh import Mesh
+from paceline.strategies.mesh import Mesh, local_part
 from paceline.strategies.stages.engine import Engine
 from paceline.strategies.stages.layout import Stages
 
@@ -81,7 +80,7 @@ def test_a_rank_holds_a_part(name: str, plan: str, most: float, run_ranks: Calla
         mesh.connect()
         stepper = Stepper(split_job(name), asked, mesh, context.device)
         whole = sum(p.numel() for p in stepper.model.parameters())
-        return sum(local(p).numel() for p in stepper.held.values()) / whole
+        return sum(local_part(p).numel() for p in stepper.held.values()) / whole
 
     assert max(run_ranks(body, asked.world_size)) <= most
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from paceline.errors import DriftError
 from paceline.runtime.upload import uploaded
-from paceline.strategies.data.run import local
-from paceline.strategies.mesh import Mesh
+from paceline.strategies.mesh import Mesh, local_part
 
 if TYPE_CHECKING:
     from paceline.runtime.stepper import Stepper
@@ -22,7 +21,7 @@ EVERY_STEPS = 100  # reading 13 MB of weights takes 3 ms, 1/10,000 of a hundred 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Depends on every bit of a tensor: the sum of its words, and of its words weighted by their place. A whole number
     on the tensor's device, which the host need not wait for."""
-    raw = local(tensor.detach()).contiguous().flatten().view(torch.uint8)
+    raw = local_part(tensor.detach()).contiguous().flatten().view(torch.uint8)
     if raw.storage_offset() % 4:  # a view into an odd place of a 2-byte buffer can't be read as words
         raw = raw.clone()
     words = raw[: raw.numel() // 4 * 4].view(torch.int32)

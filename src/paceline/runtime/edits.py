@@ -15,7 +15,7 @@ import torch.distributed as dist
 from paceline.capture.written import SeenValue, address
 from paceline.errors import PlanRefused, TrainingError
 from paceline.runtime.buffers import union_of_names
-from paceline.strategies.data.run import local
+from paceline.strategies.mesh import local_part
 
 _version = attrgetter("_version")
 _ROUNDING = 16  # units in the last place that equal edits may differ by: devices may not add in one order
@@ -33,7 +33,8 @@ class Edits:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         # Of a split parameter this rank's part: comparing distributed tensors would be a collective.
-        self._parameters = {name: local(p.detach()) if hasattr(p, "to_local") else p for name, p in parameters.items()}
+        self._parameters = {name: local_part(p.detach()) if hasattr(p, "to_local") else p
+                            for name, p in parameters.items()}
         self._seen: dict[str, SeenValue] = {}
         self._versions: list[tuple[int, int]] = []
         self._changed: list[str] = []
@@ -79,8 +80,8 @@ class Edits:
         unknown = [name for name in union_of_names(self._changed, group) if name not in self.names] if news else []
         for name in [*self.names, *unknown]:
             if name in self._parameters:
-                tensor = local(self._parameters[name].detach())
-                before = local(self._seen[name].value) if name in self._seen else (
+                tensor = local_part(self._parameters[name].detach())
+                before = local_part(self._seen[name].value) if name in self._seen else (
                     None if name in self._changed else tensor)
                 _merge(name, tensor, before, group, agree=name in unknown, step=step)
         self.names += unknown

@@ -27,9 +27,8 @@ from paceline.runtime.optimizers.own_parts import as_plain
 from paceline.runtime.optimizers.parts import groups_of
 from paceline.runtime.scaling import LossScale
 from paceline.strategies.compose import Synchroniser
-from paceline.strategies.data.run import local
 from paceline.strategies.layout import Extent, Ownership
-from paceline.strategies.mesh import Mesh, axes_cut
+from paceline.strategies.mesh import Mesh, axes_cut, local_part
 from paceline.strategies.state_tensors import StateTensor
 from paceline.strategies.step_sync import StepSync
 from paceline.waiting import waiting
@@ -341,7 +340,7 @@ class _Saved:
         held = self.stepper.held[like]
         for piece in pieces_of(like, held.detach()):
             return self.checkpoint.read(name, piece.offsets, tuple(piece.tensor.shape))
-        return torch.zeros(local(held).shape)
+        return torch.zeros(local_part(held).shape)
 
 
 def restore(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:

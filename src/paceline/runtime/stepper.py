@@ -62,12 +62,10 @@ from paceline.strategies.compose import (
     runs_again,
     step_sync_of,
 )
-from paceline.strategies.data.run import local
 from paceline.strategies.data.sparse import with_dense_gradient
 from paceline.strategies.layout import Layout
-from paceline.strategies.mesh import Mesh, axes_cut
-from paceline.strategies.shard.cost import gathers_cast
-from paceline.strategies.shard.run import is_about_shards, is_sharded, writes_to_shards
+from paceline.strategies.mesh import Mesh, axes_cut, is_about_parts, local_part
+from paceline.strategies.shard.run import is_sharded
 from paceline.strategies.spill import CannotSpill, Spill
 from paceline.strategies.state_tensors import StateTensor
 from paceline.strategies.step_sync import STEP_FIGURES, SyncedFigures
@@ -174,7 +172,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         del spill, model
         spill, model = build()
     observed = replace(observed, sparse=sparsely_trained(model))
-    if gathers_cast(plan) and job.precision in AUTOCAST:
+    if "casts" in observed_of(plan) and job.precision in AUTOCAST:
         observed = replace(observed, cast=cast_parameters_of_rank(job, device),
                            cast_dtype=getattr(torch, AUTOCAST[job.precision]))
     forwards_may_write = device.type == "cpu" or bool(limited_by_norm(model)) or may_write(model)
@@ -241,7 +239,7 @@ def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
         with suppress(Exception), autocast(job, device), running():  # what fails here fails in the first step, too
             edited |= written_by(lambda: batches[0].call(model.train()), model, is_elsewhere)
             in_memory = [name for name, p in model.named_parameters() if name in edited and not is_elsewhere(p)]
-            if in_memory and writes_to_shards(plan):
+            if in_memory and "writes to parts" in observed_of(plan):
                 edited -= followers(in_memory, model, find_units(model),
                                     (partial(batches[0].call, model), partial(batches[1].call, model)))
             if compares:
@@ -345,7 +343,7 @@ class _Window:
         try:
             value = self.stepper.job.criterion(output, target)
         except (RuntimeError, NotImplementedError) as error:
-            if not is_about_shards(error):
+            if not is_about_parts(error):
                 raise
             raise _reads_shards(str(error).splitlines()[0]) from error
         for part in value if isinstance(value, tuple | list) else [value]:
@@ -480,7 +478,7 @@ class Stepper:
         self._look()
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
         overflow = None if self.scaling is None else self.scaling.unscale(
-            [local(p.grad) for p in self.parameters.values() if p.grad is not None], self.device)
+            [local_part(p.grad) for p in self.parameters.values() if p.grad is not None], self.device)
         squares = self._squared_norm()
         figures = self.step_sync.all_reduce_figures(self._figures(tallies, used, stop(), overflow))
         together = torch.cat([figures, squares.reshape(1)])
@@ -650,7 +648,7 @@ class Stepper:
         check_used(dict(zip(self.trainable, users, strict=True)))
 
     def _scale_gradients(self, factor: float) -> None:
-        gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+        gradients = [local_part(p.grad) for p in self.parameters.values() if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
@@ -666,7 +664,7 @@ class Stepper:
         parameters = {name: with_dense_gradient(p) for name, p in self.parameters.items()}
         for name, p in parameters.items():
             if p.grad is not None and name in self.layout.owned:
-                gradient = local(p.grad)
+                gradient = local_part(p.grad)
                 cut.setdefault(axes_cut(p), []).append(
                     torch.view_as_real(gradient) if gradient.is_complex() else gradient)
         # Ranks that hold parts of the model have other parameters, but cut them along the same axes.
@@ -704,7 +702,7 @@ class Stepper:
             else:  # other ranks update all; schedules look whether a step was taken
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]
         except (RuntimeError, NotImplementedError) as error:
-            if not is_about_shards(error):
+            if not is_about_parts(error):
                 raise
             raise JobError(f"{type(self.optimizer).__name__} can't update sharded parameters: "
                            f"{str(error).splitlines()[0]}",
@@ -762,7 +760,7 @@ class Stepper:
 
     def _refuse_weights_that_are_not_finite(self, losses: Sequence[float], step: int) -> None:
         """Collective over all ranks. losses: of the step's evaluations, of which some are not finite."""
-        is_finite = all(bool(local(p.detach()).isfinite().all()) for p in self.parameters.values())
+        is_finite = all(bool(local_part(p.detach()).isfinite().all()) for p in self.parameters.values())
         is_bad = torch.tensor(float(not is_finite), device=self.device)
         if self.mesh.world_size > 1:
             dist.all_reduce(is_bad, dist.ReduceOp.MAX)

@@ -13,7 +13,7 @@ from paceline.strategies.axes import Axis
 from paceline.strategies.key_registry import AXES
 
 if TYPE_CHECKING:
-
+    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -223,3 +223,13 @@ def axes_cut(tensor: Any) -> tuple[str, ...]:
         return ()
     return tuple(axis for axis, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True)
                  if not placement.is_replicate())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds; the tensor itself if it is not distributed."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def is_about_parts(error: Exception) -> bool:
+    """Whether torch failed because a rank holds a part of a tensor."""
+    return any(words in str(error) for words in ("DTensor", "sharding strategy", "Sharding propagation"))

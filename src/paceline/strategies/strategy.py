@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from paceline.profile.profile import Profile
     from paceline.strategies.costs import CostModel
 
-Observation = Literal["writes", "choices"]
+# Which parameters a forward writes to, and which of them only while their block isn't running, so that the parts that
+# ranks hold can be written to; whether its values choose between blocks; which parameters autocast casts.
+Observation = Literal["writes", "writes to parts", "choices", "casts"]
 
 
 @dataclass(frozen=True, slots=True)

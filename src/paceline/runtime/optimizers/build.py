@@ -20,8 +20,7 @@ from paceline.runtime.optimizers.kept import OptimizerState
 from paceline.runtime.optimizers.own_parts import OwnParts
 from paceline.runtime.optimizers.parts import groups_of
 from paceline.runtime.optimizers.probe import Behaviour, Reach, is_exact_in_parts, observe
-from paceline.strategies.data.run import local
-from paceline.strategies.mesh import Mesh, axes_cut
+from paceline.strategies.mesh import Mesh, axes_cut, local_part
 from paceline.strategies.registry import active
 
 
@@ -133,13 +132,13 @@ def _is_exact_in_parts(job: Job, parameters: Mapping[str, torch.nn.Parameter], m
 
     def distribute(name: str, whole: torch.Tensor) -> torch.Tensor:
         parameter: Any = parameters[name]
-        moved = whole.to(local(parameter).device)
+        moved = whole.to(local_part(parameter).device)
         if not axes_cut(parameter):
             return moved
         return distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
     exact = torch.tensor(int(is_exact_in_parts(job.optimizer, parameters, distribute)),
-                         device=local(next(iter(parameters.values()))).device)
+                         device=local_part(next(iter(parameters.values()))).device)
     dist.all_reduce(exact, dist.ReduceOp.MIN)
     return bool(exact)
 

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.runtime.checkpoint.pieces import Region, TensorPiece, pieces_of
-from paceline.strategies.data.run import local
-from paceline.strategies.mesh import Mesh
+from paceline.strategies.mesh import Mesh, local_part
 
 ROUND_BYTES = 64 * 2**20  # of whole tensors whose parts travel at a time; a larger one travels alone
 
@@ -59,7 +58,7 @@ class GatheredTensors:
         ranks hold parts of the same ones, and each owns some."""
         self.parameters, self.group, self.place, self.size = dict(parameters), group, place, size
         self.is_together, like = every is not None, dict(parameters if every is None else every)
-        self.device = next(local(p).device for p in (*parameters.values(), *like.values()))
+        self.device = next(local_part(p).device for p in (*parameters.values(), *like.values()))
         owners = deal_out({name: p.numel() * p.element_size() for name, p in like.items()},
                           1 if self.is_together else self.size)
         regions = self._regions_everywhere(like)

@@ -22,6 +22,7 @@ from paceline.strategies.data.arrivals import GradientArrivals
 from paceline.strategies.data.buckets import assign
 from paceline.strategies.data.reduce import Reduction, reduction
 from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
+from paceline.strategies.mesh import local_part
 from paceline.strategies.state_tensors import SavedState, StateTensor
 
 if TYPE_CHECKING:
@@ -38,11 +39,6 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
         logger.info("sparse gradients are not compressed: %s", ", ".join(apart))
     return GradientBuckets(trainable, mesh.group("data"), compress=plan.modifiers.compress,
                            replica=mesh.coordinates["data"], sparse=observed.sparse)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds; the tensor itself if it is not distributed."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class GradientBuckets:
@@ -63,14 +59,14 @@ class GradientBuckets:
         self.group, self.replica, self.sparse = group, replica, SparseGradients(list(apart.values()), group)
         self.names, self.parameters = list(parameters), list(parameters.values())
         held, self.is_part = self.parameters, [_is_distributed(p) for p in self.parameters]
-        sizes = [local(p).numel() * p.element_size() for p in held]
+        sizes = [local_part(p).numel() * p.element_size() for p in held]
         # Shards come on the stream on which they were reduced, whole gradients on that of backward: one that waits for
         # the last to come must not hold the other kind.
         kinds = [(p.dtype, p.device, is_part) for p, is_part in zip(held, self.is_part, strict=True)]
         self.indices = assign(sizes, kinds)
         self.buckets = [[held[index] for index in bucket] for bucket in self.indices]
         self.bucket_of = {index: number for number, bucket in enumerate(self.indices) for index in bucket}
-        self.reduction = reduce_buckets([[local(p) for p in bucket] for bucket in self.buckets], group,
+        self.reduction = reduce_buckets([[local_part(p) for p in bucket] for bucket in self.buckets], group,
                                         compress=compress)
         self.memory = self.reduction.memory
         of_index = {index: view for indices, bucket, flat in zip(self.indices, self.buckets, self.memory, strict=True)
@@ -158,7 +154,7 @@ class GradientBuckets:
                 view.zero_()
             elif gradient is not view:
                 filled.append(view)
-                gradients.append(local(gradient) if gradient.layout is torch.strided else gradient.to_dense())
+                gradients.append(local_part(gradient) if gradient.layout is torch.strided else gradient.to_dense())
                 if not self.is_part[index]:
                     parameter.grad = view
         if filled:
@@ -190,7 +186,7 @@ class GradientBuckets:
             for parameter, _ in self.parts:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                gradients.append(local(parameter.grad))
+                gradients.append(local_part(parameter.grad))
             torch._foreach_copy_(gradients, [view for _, view in self.parts])
         self.sparse.finish()
 
@@ -217,6 +213,6 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
 def views(bucket: Sequence[torch.Tensor], flat: torch.Tensor) -> Iterator[torch.Tensor]:
     """A part of the bucket for each gradient, with the strides of its parameter, as backward gives them: fused
     optimizers walk through both alike."""
-    for parameter, part in zip(bucket, flat.split([local(p).numel() for p in bucket]), strict=True):
-        strides = torch.empty_like(local(parameter), device="meta").stride()
-        yield part.as_strided(local(parameter).shape, strides, part.storage_offset())
+    for parameter, part in zip(bucket, flat.split([local_part(p).numel() for p in bucket]), strict=True):
+        strides = torch.empty_like(local_part(parameter), device="meta").stride()
+        yield part.as_strided(local_part(parameter).shape, strides, part.storage_offset())

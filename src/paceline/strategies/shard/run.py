@@ -26,6 +26,7 @@ from paceline.errors import JobError, PlanRefused
 from paceline.launch.logs import logger
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.layout import tensors_in
+from paceline.strategies.mesh import is_about_parts
 from paceline.strategies.shard.hooks import Hooks, hooks_of
 from paceline.strategies.shard.inputs import WritableInputs
 from paceline.strategies.shard.order_check import OrderCheck
@@ -39,15 +40,6 @@ if TYPE_CHECKING:
 
     from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
-
-
-def writes_to_shards(plan: Plan) -> bool:
-    """Whether what a forward writes to the parameters of a block that is not running goes to its shards.
-
-    Below stage 3 a block stays gathered between the micro-batches of a step; and of several micro-batches some may be
-    stand-ins on all ranks, whose writes must leave nothing behind.
-    """
-    return plan.axes.shard > 1 and not plan.splits_model and plan.num_microbatches == 1
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
@@ -377,7 +369,7 @@ def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return forward(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            if not is_about_shards(error):
+            if not is_about_parts(error):
                 raise
             raise JobError("the model uses a parameter of one of its blocks without calling the block, and shard=N "
                            f"gathers a block's parameters when it is called ({str(error).splitlines()[0]})",
@@ -385,8 +377,3 @@ def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
                                 "block.weight, or use a data=N plan") from error
 
     return explained
-
-
-def is_about_shards(error: Exception) -> bool:
-    """Whether torch failed because a tensor is a shard."""
-    return any(words in str(error) for words in ("DTensor", "sharding strategy", "Sharding propagation"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.strategies.costs import CostModel
-from paceline.strategies.shard.cost import enter, hold
+from paceline.strategies.shard.cost import enter, gathers_cast, hold
 from paceline.strategies.shard.keys import KEYS
 from paceline.strategies.strategy import Observation, Strategy
 
@@ -15,8 +15,15 @@ if TYPE_CHECKING:
 
 def _observes(plan: Plan) -> frozenset[Observation]:
     """What a forward writes to parameters; and, where whole blocks are gathered, whether its values choose between
-    them."""
-    return frozenset({"writes"} if plan.splits_model else {"writes", "choices"})
+    them, and what is cast before it is gathered.
+
+    Below stage 3 a block stays gathered between the micro-batches of a step; and of several micro-batches some may be
+    stand-ins on all ranks, whose writes must leave nothing behind. So parts are written to with one micro-batch alone.
+    """
+    if plan.splits_model:
+        return frozenset({"writes"})
+    more: dict[Observation, bool] = {"writes to parts": plan.num_microbatches == 1, "casts": gathers_cast(plan)}
+    return frozenset({"writes", "choices", *(what for what, is_seen in more.items() if is_seen)})
 
 
 STRATEGY = Strategy(
