@@ -81,14 +81,15 @@ def test_an_accelerator_of_ones_own(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("", r"it has no \[\[nodes\]\]"), ("[[nodes]]\ncount = 1\n", "'devices' is missing"),
+    ("", r"'nodes' is missing: tables \[\[nodes\]\]"), ("[[nodes]]\ncount = 1\n", "'devices' is missing"),
     (NODES + "colour = 1\n", "unknown field 'colour'"), (NODES.replace("2", "-2", 1), "count = -2 must be"),
     (NODES + "network_bytes_per_s = -1.0\n", "network_bytes_per_s = -1.0 must be a number above 0"),
     (NODES + "price_per_hour = -2\n", "price_per_hour = -2 must be a number above 0"),
     (NODES + "price_per_hour = 2\n[[nodes]]\ndevices = ['4xT4']\n", "some nodes have a price_per_hour and others"),
     (NODES.replace("V100", "V10"), "unknown accelerator 'V10', did you mean 'V100'"),
     (NODES + 'link = "nvlink9"\n', "unknown link 'nvlink9'"), (NODES + 'memory = "much"\n', "can't read the size"),
-    (NODES + "[other]\n", "unknown field 'other'"), ("nodes = 3", r"it has no \[\[nodes\]\]"), ("[[", "can't read"),
+    (NODES + "[other]\n", "unknown field 'other'"), ("nodes = 3", "nodes = 3 must be tables"),
+    ("[[", "can't read"), (MINE + "colours = 1\n[other]\n", "unknown field 'other'(?s:.*)nodes 0: unknown field 'col"),
     (MINE.replace("multiprocessors = 64\n", ""), "'multiprocessors' is missing"),
     (MINE.replace("= 64", "= 0"), "multiprocessors = 0 must be a number above 0"),
 ])

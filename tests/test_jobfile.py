@@ -371,7 +371,7 @@ REFUSED = [
     ("x: tuple[int, int] = (1, 2)", "1,2,3", "2 values parted by commas: a whole number, a whole number"),
     ("x: list[int] = []", "1,a", "values parted by commas, each a whole number"),
     ("x: Annotated[float, 1] = 1.0", "a", "a number"), ("x=1", "0.5", "a whole number"),
-    ("x: complex = 1j", "1", "set in Python: complex can't be read from text"),
+    ("x: complex = 1j", "1", "of type complex, which only Python can set"),
 ]
 
 

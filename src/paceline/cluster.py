@@ -6,13 +6,12 @@ import math
 import os
 import re
 import sys
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from paceline.accelerators import CONTEXT_BYTES, cards, gpus, refusal, room, unusable
 from paceline.catalogue import Accelerator, LinkKind, named_by_driver
@@ -229,7 +228,9 @@ class Cluster:
         if text == "local":
             return cls.local()
         if text.endswith(".toml"):
-            return cls.of(_nodes_of_file(Path(text)))
+            from paceline.cluster_file import read  # msgspec takes a moment to load
+
+            return cls.of(read(Path(text)))
         match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w .-]*)", text.strip())
         if match is None:
             raise ClusterError(f"can't read the cluster '{text}'",
@@ -369,106 +370,6 @@ def usual_nodes(accelerator: Accelerator, count: int, each: int) -> Nodes:
 
 
 _NAMING = "devices are named cpu:0,cpu:1 or cuda:0-3; 4xcuda:0 is four ranks that share a GPU, for tests"
-_NODE_FIELDS = ("count", "devices", "memory", "link", "network", "link_bytes_per_s", "link_latency_s",
-                "network_bytes_per_s", "network_latency_s", "price_per_hour")
-
-
-def _nodes_of_file(path: Path) -> tuple[Nodes, ...]:
-    """See docs/prediction.md for the format."""
-    try:
-        document = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ClusterError(f"can't read the cluster {path}: {error}",
-                           hint='[[nodes]] with count = 2 and devices = ["8xH100"]') from error
-    problems = [f"unknown field '{name}', {nearest(name, ['nodes', 'accelerator'])}" for name in document
-                if name not in ("nodes", "accelerator")]
-    own: dict[str, Accelerator] = {}
-    for name, given in _tables(document.get("accelerator", {}), "accelerator", problems):
-        problems += [f"accelerator.{name}: {problem}" for problem in _accelerator_problems(given)]
-        if not problems:
-            own[name.lower()] = Accelerator(name=name, **{"source": str(path), **given})
-    listed = document.get("nodes", [])
-    if not isinstance(listed, list) or not listed or not all(isinstance(one, dict) for one in listed):
-        problems.append("it has no [[nodes]]")
-        listed = []
-    found = []
-    for number, given in enumerate(listed):
-        if wrong := _node_problems(given):
-            problems += [f"nodes {number}: {problem}" for problem in wrong]
-            continue
-        try:
-            found.append(_nodes(given, own))
-        except ClusterError as error:
-            problems.append(f"nodes {number}: {str(error).splitlines()[0]}")
-    if len({kind.price_per_hour is None for kind in found}) > 1:
-        problems.append("some nodes have a price_per_hour and others have none")
-    if problems:
-        raise ClusterError(f"the cluster {path} can't be used: {'; '.join(problems)}",
-                           hint=f"fields of [[nodes]]: {', '.join(_NODE_FIELDS)}")
-    return tuple(found)
-
-
-def _tables(given: Any, what: str, problems: list[str]) -> list[tuple[str, dict[str, Any]]]:
-    if isinstance(given, dict) and all(isinstance(one, dict) for one in given.values()):
-        return list(given.items())
-    problems.append(f"{what} is not a table of tables")
-    return []
-
-
-def _accelerator_problems(given: dict[str, Any]) -> list[str]:
-    kinds = {f.name: f.type for f in fields(Accelerator) if f.name not in ("name", "aliases")}
-    may_be_left_out = {f.name for f in fields(Accelerator) if f.default is not MISSING} | {"source"}
-    found = [f"unknown field '{name}', {nearest(name, kinds)}" for name in given if name not in kinds]
-    found += [f"'{name}' is missing" for name in kinds if name not in given and name not in may_be_left_out]
-    return found + [f"{name} = {given[name]!r} must be a {'word' if kind == 'str' else 'number above 0'}"
-                    for name, kind in kinds.items() if name in given
-                    and not (isinstance(given[name], str) if kind == "str" else _is_above_0(given[name]))]
-
-
-def _is_above_0(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-
-
-def _node_problems(given: dict[str, Any]) -> list[str]:
-    found = [f"unknown field '{name}', {nearest(name, _NODE_FIELDS)}" for name in given if name not in _NODE_FIELDS]
-    if "devices" not in given:
-        found.append("'devices' is missing, such as [\"8xH100\"]")
-    elif not isinstance(given["devices"], list) or not all(isinstance(one, str) for one in given["devices"]):
-        found.append(f"devices = {given['devices']!r} must be a list of words such as \"8xH100\"")
-    count = given.get("count", 1)
-    if not _is_above_0(count) or not isinstance(count, int):
-        found.append(f"count = {count!r} must be a whole number of at least 1")
-    for name in ("memory", "link", "network"):
-        if name in given and not isinstance(given[name], str):
-            found.append(f"{name} = {given[name]!r} must be a word")
-    for name in ("link_bytes_per_s", "link_latency_s", "network_bytes_per_s", "network_latency_s", "price_per_hour"):
-        if name in given and not _is_above_0(given[name]):
-            found.append(f"{name} = {given[name]!r} must be a number above 0")
-    return found
-
-
-def _nodes(given: dict[str, Any], own: dict[str, Accelerator]) -> Nodes:
-    memory_bytes = _size_bytes(given["memory"]) if "memory" in given else None
-    devices: list[Device] = []
-    for word in given["devices"]:
-        match = re.fullmatch(r"(?:(\d+)x)?([A-Za-z][\w .-]*)", word.strip())
-        if match is None or match[1] == "0":
-            raise ClusterError(f"can't read the devices '{word}', such as 8xH100")
-        found = own.get(match[2].lower()) or known_accelerator(match[2])
-        devices += [described(found, memory_bytes=memory_bytes)] * int(match[1] or 1)
-    if not devices:
-        raise ClusterError("devices is empty")
-    first = devices[0].accelerator
-    assert first is not None
-    return Nodes(given.get("count", 1), tuple(devices), Network(
-        _link(given, "link", given.get("link", first.link)),
-        _link(given, "network", given.get("network", first.network)), len(devices)), given.get("price_per_hour"))
-
-
-def _link(given: dict[str, Any], which: str, name: str) -> Link:
-    """A link of the catalogue, with the figures that a file states itself; those are what messages reach."""
-    stated = {key: given[f"{which}_{key}"] for key in ("bytes_per_s", "latency_s") if f"{which}_{key}" in given}
-    return replace(link_of(known_link(name)), **stated)
 
 
 def usable_cores() -> int:
@@ -506,7 +407,7 @@ def _shared(device: Device, num_ranks: int) -> Device:
 
 def _limited(devices: tuple[Device, ...], text: str) -> tuple[Device, ...]:
     """The devices with the limits that a user sets."""
-    sizes = [_size_bytes(word) for word in filter(None, re.split(r"[\s,]+", text))]
+    sizes = [size_bytes(word) for word in filter(None, re.split(r"[\s,]+", text))]
     if len(sizes) not in (1, len(devices)):
         raise ClusterError(f"memory '{text}' names {len(sizes)} limits for {len(devices)} devices",
                            hint="one limit for each of them, or one a device in their order")
@@ -523,9 +424,9 @@ _UNITS = {"": 1, "B": 1, **{f"{prefix}iB": 1024**power for power, prefix in enum
           **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}}
 
 
-def _size_bytes(text: str) -> int:
+def size_bytes(text: str) -> int:
     """
-    >>> _size_bytes("1.5GiB")
+    >>> size_bytes("1.5GiB")
     1610612736
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", text)

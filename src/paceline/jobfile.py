@@ -11,7 +11,6 @@ import difflib
 import importlib.util
 import inspect
 import json
-import numbers
 import re
 import sys
 import types
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_origin
 
 from paceline.choices import chosen
 from paceline.errors import JobError, PacelineError, nearest
@@ -395,6 +394,8 @@ def _indefinite(value: Any) -> str:
 
 def _values(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, converted to what the function's parameters are; all that is wrong is said at once."""
+    from paceline.schema import allowed, convert  # msgspec takes a moment to load
+
     named = _parameters(function)
     kinds = {name: _kind(parameter, function) for name, parameter in named.items()}
     values, problems = {}, []
@@ -404,8 +405,8 @@ def _values(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[s
             continue
         try:
             values[name] = convert(given, kinds[name])
-        except (ValueError, OverflowError):
-            problems.append(f"{name}={given} must be {_allowed(kinds[name])}")
+        except ValueError:
+            problems.append(f"{name}={given} must be {allowed(kinds[name])}")
     problems += [f"hyperparameter '{name}' has no default and is not set" for name, parameter in named.items()
                  if parameter.default is parameter.empty and name not in settings]
     if problems:
@@ -438,125 +439,3 @@ def _kind_of_default(default: Any) -> Any:
         element = kinds[0] if all(kind == kinds[0] for kind in kinds) else Any
         return types.GenericAlias(*((list, element) if isinstance(default, list) else (tuple, (element, ...))))
     return next((kind for kind in (bool, int, float, str, tuple, list) if isinstance(default, kind)), Any)
-
-
-def convert(value: Any, kind: Any) -> Any:
-    """The value as `kind`; text is read, other values are checked.
-
-    Raises:
-        ValueError, OverflowError: the value isn't of that kind.
-    """
-    origin, options = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return convert(value, options[0])
-    if origin is Literal:
-        return _option(value, options)
-    if origin in (Union, types.UnionType):
-        return _first_that_fits(value, options)
-    if (origin or kind) in (tuple, list):
-        return _sequence(value, origin or kind, options)
-    if kind in _SCALARS:
-        return _SCALARS[kind](value)
-    if not isinstance(value, str):
-        return value  # the user's own code gave it for a type that is not known here
-    if kind is Any:
-        return _first_that_fits(value, list(_SCALARS))
-    raise ValueError(value)
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            value = float(value)  # 1e6
-    number = _real(value)
-    if number != int(number):
-        raise ValueError(value)
-    return int(value)
-
-
-def _real(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, str | numbers.Real):
-        raise ValueError(value)
-    return float(value)
-
-
-def _truth(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    if not isinstance(value, str) or value.lower() not in words:
-        raise ValueError(value)
-    return words[value.lower()]
-
-
-def _words(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(value)
-    return value
-
-
-def _nothing(value: Any) -> None:
-    if value is not None and not (isinstance(value, str) and value.lower() in ("none", "null")):
-        raise ValueError(value)
-
-
-_SCALARS: dict[Any, Callable[[Any], Any]] = {
-    types.NoneType: _nothing, int: _whole, float: _real, bool: _truth, str: _words,
-}
-# In this order a union tries its members: from those that take little to text, which takes everything.
-_EAGERNESS = [Literal, types.NoneType, int, float, bool, tuple, list, str]
-
-
-def _option(value: Any, options: Sequence[Any]) -> Any:
-    for option in options:
-        if option == value and type(option) is type(value):
-            return option
-    for option in options:
-        if isinstance(value, str) and not isinstance(option, str) and str(option).lower() == value.lower():
-            return option
-    raise ValueError(value)
-
-
-def _first_that_fits(value: Any, kinds: Sequence[Any]) -> Any:
-    if type(value) in kinds and not isinstance(value, str):
-        return value
-    def eagerness(kind: Any) -> int:
-        plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-        outer = get_origin(plain) or plain
-        return _EAGERNESS.index(outer) if outer in _EAGERNESS else 0
-
-    for kind in sorted(kinds, key=eagerness):
-        with contextlib.suppress(ValueError, OverflowError):
-            return convert(value, kind)
-    raise ValueError(value)
-
-
-def _sequence(value: Any, kind: type, elements: Sequence[Any]) -> Any:
-    if isinstance(value, str):
-        inner = value.strip().strip("()[]").rstrip(",")
-        value = [part.strip() for part in inner.split(",")] if inner else []
-    if not isinstance(value, tuple | list):
-        raise ValueError(value)
-    if kind is tuple and elements and elements[-1] is not Ellipsis:
-        return tuple(convert(part, element) for part, element in zip(value, elements, strict=True))
-    element = elements[0] if elements else Any
-    return kind(convert(part, element) for part in value)
-
-
-def _allowed(kind: Any) -> str:
-    """What `convert` takes, in words."""
-    origin, options = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return _allowed(options[0])
-    if origin is Literal:
-        return " or ".join(map(str, options))
-    if origin in (Union, types.UnionType):
-        return " or ".join(map(_allowed, options))
-    if (origin or kind) in (tuple, list):
-        if origin is tuple and options[-1] is not Ellipsis:
-            return f"{len(options)} values parted by commas: {', '.join(map(_allowed, options))}"
-        return f"values parted by commas, each {_allowed(options[0]) if options else 'a value'}"
-    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "none"}
-    return plain.get(kind) or f"set in Python: {getattr(kind, '__name__', kind)} can't be read from text"

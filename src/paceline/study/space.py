@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from paceline.errors import JobError, UsageError, nearest
-from paceline.jobfile import JobFunction, convert
+from paceline.jobfile import JobFunction
 
 SPECIFICATION = "LOW..HIGH, LOW..HIGH:STEP, LOW..HIGH:log or OPTION,OPTION,..."
 
@@ -161,11 +161,13 @@ def parse(text: str, kind: Any) -> Domain:
 
 
 def _options(text: str, plain: Any) -> Options:
+    from paceline.schema import convert
+
     options = []
     for word in (word.strip() for word in text.split(",")):
         try:
             options.append(convert(word, plain))
-        except (ValueError, OverflowError):
+        except ValueError:
             raise ValueError(f"'{word}' is not a value of the parameter; it must be {SPECIFICATION}") from None
     if len(set(map(str, options))) < len(options):
         raise ValueError("an option is given twice")
