@@ -2,80 +2,53 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypedDict
+
+import msgspec
+from msgspec import Meta
 
 from paceline.strategies.server.exchange.wire import Role, WireError
 
-_Check = Callable[[Any], bool]
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]  # a worker says what isn't, and ends
+_Pair = Annotated[list[float], Meta(min_length=2, max_length=2)]
+_True = Literal[True]
 
 
-def _is_true(value: Any) -> bool:
-    return value is True
+class _ServerLeft(TypedDict):
+    peak_memory_bytes: float
 
 
-def _is_bool(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _is_figure(value: Any) -> bool:
-    """A number of any kind; sums over a model's outputs need not be finite."""
-    return type(value) is float or (type(value) is int and abs(value) < 2**63)
-
-
-def _is_loss(value: Any) -> bool:
-    """A worker whose loss is not finite says so and ends."""
-    return _is_figure(value) and math.isfinite(value)
-
-
-def _is_squares(value: Any) -> bool:
-    return _is_figure(value) and not value < 0
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str
-
-
-def _are_names(value: Any) -> bool:
-    return type(value) is list and all(map(_is_text, value))
-
-
-def _are_sums(value: Any) -> bool:
-    return type(value) is list and all(type(pair) is list and len(pair) == 2 and all(map(_is_figure, pair))
-                                       for pair in value)
-
-
-def _has(*names: str) -> _Check:
-    return lambda value: type(value) is dict and value.keys() == set(names) and all(map(_is_figure, value.values()))
+class _WorkerLeft(_ServerLeft):
+    waited_for_step_s: float
+    waited_for_weights_s: float
+    pushed_bytes: float
+    pulled_bytes: float
 
 
 # By who speaks, and by the first key, which names the kind.
-_SHAPES: Mapping[Role, Mapping[str, Mapping[str, _Check]]] = {
+_SHAPES: Mapping[Role, Mapping[str, Mapping[str, Any]]] = {
     Role.CONTROL: {
-        "idle": {"idle": _is_true, "deaths": _is_count},
-        "alive": {"alive": _is_true},
-        "told": {"told": _is_count, "loss": _is_loss, "count": _is_figure, "is_mean": _is_bool},
-        "finished": {"finished": _is_count, "version": _is_count, "unused": _are_names, "stop": _is_bool},
-        "sums": {"sums": _is_count, "values": _are_sums, "stop": _is_bool},
-        "left": {"left": _has("peak_memory_bytes", "waited_for_step_s", "waited_for_weights_s", "pushed_bytes",
-                              "pulled_bytes")},
+        "idle": {"idle": _True, "deaths": _Count},
+        "alive": {"alive": _True},
+        "told": {"told": _Count, "loss": _Finite, "count": float, "is_mean": bool},
+        "finished": {"finished": _Count, "version": _Count, "unused": list[str], "stop": bool},
+        "sums": {"sums": _Count, "values": list[_Pair], "stop": bool},
+        "left": {"left": _WorkerLeft},
     },
     Role.SERVER: {
-        "held": {"held": _is_count, "squares": _is_squares},
-        "lost": {"lost": _is_count, "incarnation": _is_count, "why": _is_text},
-        "alive": {"alive": _is_true},
-        "left": {"left": _has("peak_memory_bytes")},
+        "held": {"held": _Count, "squares": float},
+        "lost": {"lost": _Count, "incarnation": _Count, "why": str},
+        "alive": {"alive": _True},
+        "left": {"left": _ServerLeft},
     },
 }
 
 
 def checked(role: Role, message: dict[str, Any]) -> dict[str, Any]:
-    """A message as it is, if a peer in this role may say it.
+    """A message, if a peer in this role may say it.
 
     Raises:
         WireError: it is of no known kind, lacks something, has something else, or a value of the wrong type.
@@ -87,7 +60,10 @@ def checked(role: Role, message: dict[str, Any]) -> dict[str, Any]:
     if message.keys() != shape.keys():
         raise WireError(f"it sent a message '{kind}' with {', '.join(sorted(message))[:200]} where "
                         f"{', '.join(shape)} are due")
-    for key, is_right in shape.items():
-        if not is_right(message[key]):
-            raise WireError(f"it sent a message '{kind}' whose '{key}' is {repr(message[key])[:40]}")
-    return message
+    values = {}
+    for key, type_ in shape.items():
+        try:
+            values[key] = msgspec.convert(message[key], type_)
+        except msgspec.ValidationError as error:
+            raise WireError(f"it sent a message '{kind}' whose '{key}' is {repr(message[key])[:40]}: {error}") from None
+    return values
