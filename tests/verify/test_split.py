@@ -319,5 +319,5 @@ def test_the_ledger_of_a_placement() -> None:
     from paceline.strategies.place.ledger import MIB, PieceMemory
 
     needs = {"a": PieceMemory(MIB, MIB, 2 * MIB, 3 * MIB), "b": PieceMemory(MIB, MIB, 2 * MIB, 0)}
-    with pytest.raises(PlanError, match=r"doesn't fit:(?s:.)*rank 0 .* 7\.0 .* 6  too much"):
+    with pytest.raises(PlanError, match=r"doesn't fit:(?s:.)*rank 0 .* 7\.0 .* 6 too much"):
         refuse_overfull(needs, {"a": 0, "b": 1}, [6 * MIB, 6 * MIB], ["rank 0", "rank 1"])

@@ -12,6 +12,7 @@ from paceline.planner.corrections import MEASURED
 from paceline.planner.estimate import ANY_RATES, Estimate, MemoryNeed, SplitPrices, estimate
 from paceline.plans import Plan
 from paceline.profile.profile import Profile
+from paceline.tables import aligned
 
 MIB = 2**20
 MOST_CPU_RANKS = 8  # that are tried where a plan doesn't fit; ranks on one machine may outnumber its cores
@@ -108,14 +109,12 @@ def ledger(needs: Sequence[MemoryNeed]) -> str:
     """What each kind of rank holds at its peak, in MiB, a line each."""
     columns = {name: keys for name, keys in _COLUMNS.items()
                if name != SET_ASIDE or any(key in need.ledger for need in needs for key in keys)}
-    rows = [["MiB", *columns, "sum", "limit"]]
+    rows = []
     for need in needs:
         figures = [sum(need.ledger.get(key, 0) for key in keys) for keys in columns.values()]
         rows.append([need.name, *(f"{figure / MIB:,.1f}" for figure in (*figures, need.total_bytes)),
                      f"{need.device.memory_bytes / MIB:,.0f}" + (" too little" if need.missing_bytes > 0 else "")])
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]) - 1)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:]), row[-1]])
-                     for row in rows)
+    return aligned(["MiB", *columns, "sum", "limit"], rows)
 
 
 def _plans_that_fit(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,

@@ -16,6 +16,7 @@ from paceline.jobfile import JobFile
 from paceline.launch.fork import apart_from_cuda
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank import Candidate, amount
+from paceline.tables import aligned
 from paceline.values import plain, value_of
 
 MOST_DEVICES = 1_000_000
@@ -74,7 +75,7 @@ class Scaling:
                 "problem": point.problem or None}
 
     def describe(self) -> str:
-        """For people: at most 100 columns."""
+        """For people."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -82,14 +83,14 @@ class Scaling:
         if self.first is not None:
             yield f"efficiency: of each device, against {self.first.num_devices} of them"
         yield ""
-        yield f"{'devices':>7} {'s/step':>9} {'samples/s':>10} {'efficiency':>10}  plan"
-        for point in self.points:
-            speed, part = self.samples_per_s(point), self.efficiency(point)
-            if point.best is None or speed is None or part is None:
-                yield f"{point.num_devices:>7}  {point.problem}"[:100]
-                continue
-            yield (f"{point.num_devices:>7} {point.best.estimate.step_s:>9.3g} {speed:>10.4g} {100 * part:>8.0f} %  "
-                   f"{point.best.plan}")[:100]
+        yield aligned(["devices", "s/step", "samples/s", "efficiency", "plan"], map(self._cells, self.points))
+
+    def _cells(self, point: Point) -> list[str]:
+        speed, part = self.samples_per_s(point), self.efficiency(point)
+        if point.best is None or speed is None or part is None:
+            return [str(point.num_devices), "", "", "", point.problem]
+        return [str(point.num_devices), f"{point.best.estimate.step_s:.3g}", f"{speed:.4g}", f"{100 * part:.0f} %",
+                str(point.best.plan)]
 
     def plot(self, path: str | Path) -> Path:
         """Draw throughput and efficiency over devices.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.tables import aligned
+
 MIB = 2**20
 
 
@@ -40,10 +42,7 @@ def by_device(needs: Mapping[str, PieceMemory], part_of: Mapping[str, int], num_
 
 def table(needs: Sequence[PieceMemory], names: Sequence[str], memory_bytes: Sequence[float]) -> str:
     """The ledger for people, a line a device, in MiB."""
-    rows = [f"{'device':<10} {'weights':>9} {'gradients':>9} {'optimizer':>9} {'activations':>11} {'sum':>9} "
-            f"{'has':>9} MiB"]
-    for need, name, has in zip(needs, names, memory_bytes, strict=True):
-        over = "  too much" if need.total > has else ""
-        rows.append(f"{name:<10} {need.weights / MIB:>9.1f} {need.gradients / MIB:>9.1f} {need.optimizer / MIB:>9.1f} "
-                    f"{need.activations / MIB:>11.1f} {need.total / MIB:>9.1f} {has / MIB:>9.0f}{over}")
-    return "\n".join(rows)
+    return aligned(["device", "weights", "gradients", "optimizer", "activations", "sum", "has MiB"], [
+        [name, *(f"{size / MIB:.1f}" for size in (need.weights, need.gradients, need.optimizer, need.activations,
+                                                  need.total)), f"{has / MIB:.0f}{' too much' * (need.total > has)}"]
+        for need, name, has in zip(needs, names, memory_bytes, strict=True)])
