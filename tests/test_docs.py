@@ -1,0 +1,91 @@
+"""What README and docs promise: links lead somewhere, and the worked example gives the figures that the page shows."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import PlanError
+from paceline.planner.program import step_program
+from paceline.plans import Plan
+from paceline.simulate.play import Player
+from paceline.simulate.program import Collective, Compute
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+# A command writes these pages, and a tree that has not run it has none.
+GENERATED = {ROOT / "docs" / "accuracy.md"}
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub names the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links of a page that lead to no file, or to no heading of it."""
+    broken = []
+    for link in LINK.findall(re.sub(r"`[^`]*`", "", page.read_text(encoding="utf-8"))):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if re.match(r"[a-z]+:", link) or target in GENERATED:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page: Path):
+    """A link names a file that is there, and a heading that the file has."""
+    assert broken_links(page) == []
+
+
+def test_every_page_is_linked_from_the_readme():
+    """A reader who starts at the README can reach every page."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in PAGES if page.parent.name == "docs" and f"docs/{page.name}" not in readme] == []
+
+
+def test_pages_that_the_code_names_are_there():
+    """A message or a comment that sends a reader to a page names one that exists."""
+    files = [path for folder in ("src", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
+    named = {name for path in files for name in re.findall(r"docs/([\w-]+\.md)", path.read_text(encoding="utf-8"))}
+    assert {name for name in named if not (ROOT / "docs" / name).exists()} <= {page.name for page in GENERATED}
+
+
+def test_the_worked_example_gives_its_figures():
+    """The code in docs/prediction.md prints what the page says, and its table has the simulator's times."""
+    page = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
+    example = doctest.DocTestParser().get_doctest(page, {}, "prediction.md", "prediction.md", 0)
+    assert len(example.examples) > 10
+    runner = doctest.DocTestRunner()
+    runner.run(example, clear_globs=False)
+    assert runner.summarize(verbose=False).failed == 0
+
+    table = re.findall(r"\| (?:compute|network) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, flags=re.MULTILINE)
+    player = Player(example.globs["rates"], example.globs["gpus"].link)
+    ends_ms = []
+    for event in step_program(example.globs["profile"], Plan.parse("data=2"), "cuda", (4,)):
+        before = dict(player.clock)
+        player.play(event)
+        takes = isinstance(event, Compute) and (event.flops or event.moved_bytes or event.fixed_s)
+        if takes or isinstance(event, Collective):
+            ends_ms += [end_s * 1000 for stream, end_s in player.clock.items() if end_s != before[stream]]
+    assert [float(end) for _, _, end in table] == pytest.approx(ends_ms, abs=0.05)
+    assert all(float(start) + float(takes) == pytest.approx(float(end)) for start, takes, end in table)
+
+
+def test_every_plan_key_is_explained():
+    """The table of docs/plans.md has each key that a plan may have."""
+    table = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8").split("## Keys")[1].split("\n## ")[0]
+    keys = re.findall(r"(\w+)=", " ".join(re.findall(r"^\| (.*?) \| ", table, flags=re.MULTILINE)))
+    with pytest.raises(PlanError) as caught:
+        Plan.parse("data=0")
+    assert set(keys) == set(re.findall(r"(\w+)=", str(caught.value).rpartition("keys of a plan are")[2]))
