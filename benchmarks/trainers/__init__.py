@@ -1,1 +1,1 @@
-"""The same six jobs through eight trainers on two CPU ranks, each against one device: `docs/who-is-right.md`."""
+"""The same six jobs through seven trainers on two CPU ranks, each against one device: `docs/who-is-right.md`."""

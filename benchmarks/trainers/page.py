@@ -18,36 +18,42 @@ INTRODUCTION = f"""# Who is right
 
 <!-- Written by `python -m benchmarks.trainers`; change the text in benchmarks/trainers/. -->
 
-Six small jobs that are easy to get wrong on more than one device, through seven trainers. Each trainer's script in
-`benchmarks/trainers/` is written as that trainer's own documentation tells a user to write it. It trains on {RANKS}
-CPU ranks with gloo, one thread a rank, in float32, with a global batch of {BATCH}. A plain PyTorch loop on one device
-starts from the same weights and takes the same samples in the same order. Both are compared.
+This page shows which trainers compute on two ranks what one device computes, for six small jobs that are easy to get
+wrong. Seven trainers run each job. Each trainer's script in `benchmarks/trainers/` is written as that trainer's own
+documentation tells a user to write it.
+
+    python -m benchmarks.trainers        # measures all of them and writes this page
+
+Each script trains on {RANKS} CPU ranks with gloo, one thread a rank, in float32, with a global batch of {BATCH}. A
+plain PyTorch loop on one device starts from the same weights and takes the same samples in the same order. The page
+compares both:
 
 - **weights** is the greatest difference of a final weight, **buffers** of a running statistic, **loss** of a step's
   training loss (averaged over the ranks). **off by** gives the greatest of the three. The weights are about 0.3 in
   size.
-- **exact** means that no figure is above {EXACT:.0e}, which is the rounding of float32, and that as many steps were
-  taken.
-- **mended** means that the job as documented differs or fails, and that a setting or a few lines, shown below, make it
-  exact.
+- **exact** means that no figure is above {EXACT:.0e}, which is the rounding of float32, and that both took the same
+  number of steps.
+- **mended** means that the job as documented differs or fails, and that a setting or a few lines make it exact. The
+  tables below show them.
 - **fails** means an error, or no end within {TIMEOUT_S:.0f} seconds.
 
-`SyncBatchNorm`, which most trainers offer for BatchNorm, needs GPUs: its effect is not on this page.
-
-Samples are taken in each trainer's own order: in sequence by DDP, Accelerate, Transformers and Keras; permuted with
-a fixed seed by DeepSpeed, Lightning (which permutes them even if the loader says `shuffle=False`) and Paceline. One
-device takes them in that order too, so the order is no part of any difference.
+Each trainer takes samples in its own order: DDP, Accelerate, Transformers and Keras in sequence; DeepSpeed, Lightning
+(even if the loader says `shuffle=False`) and Paceline in a permutation with a fixed seed. One device takes them in that
+order too, so the order causes no difference. `SyncBatchNorm`, which most trainers offer for BatchNorm, needs GPUs, so
+this page does not show its effect.
 """
 
-LIMITS = """## What this page leaves out
+LIMITS = """## Limits
 
-- Steps with two optimizers, such as a GAN's. Paceline can't express them: a `Job` has one loss and one optimizer. All
-  other trainers here can.
+This page leaves out:
+
+- Steps with two optimizers, such as a GAN's. Paceline can't express them, because a `Job` has one loss and one
+  optimizer. All other trainers here can.
 - Networks, GPUs, mixed precision, sharded weights, and clipping, in which trainers differ too.
-- Speed: see [benchmarks](benchmarks.md).
+- Speed: see [results](results.md#throughput-beside-other-trainers).
 
-The jobs were chosen by the authors of Paceline, for what they had seen go wrong. What each script does is a few dozen
-lines of code; if one of them isn't what that trainer's documentation says today, please report it.
+The authors of Paceline chose the jobs, for what they had seen go wrong. Each script is a few dozen lines. If one of
+them isn't what that trainer's documentation says today, please report it.
 """
 
 

@@ -3,48 +3,48 @@
 from __future__ import annotations
 
 DESCRIPTIONS = {
-    "short": "45 samples in global batches of 16: the last batch of an epoch has 13 samples. Three epochs, SGD with "
+    "short": "45 samples in global batches of 16, so the last batch of an epoch has 13 samples. Three epochs, SGD with "
              "momentum.",
     "ignored": "48 samples of six targets each. A target of -100 is not counted, and the ranks get unequal numbers of "
                "those that are. One device divides by the count of the whole batch.",
     "custom": "A step makes two forward passes. Its loss adds the distance between both outputs, and a penalty on the "
               "slope of the output by the input (`torch.autograd.grad` with `create_graph=True`). Lightning runs it "
-              "with manual optimization and Transformers through `compute_loss`. For Paceline it is written as a "
-              "module that returns both outputs and the slope, and a loss of them, since a `Job` takes no step.",
+              "with manual optimization and Transformers through `compute_loss`. A `Job` of Paceline takes no step, so "
+              "the job is a module that returns both outputs and the slope, and a loss of these.",
     "idle": "Four experts; each sample names its own. The last expert gets one sample in every other batch, so it is "
-            "idle on one rank or on both. AdamW with weight decay: on one device an expert without samples has no "
-            "gradient, and AdamW leaves it alone.",
-    "batchnorm": "A BatchNorm after the first layer. One device takes its statistics over 16 samples, a rank over 8. "
-                 "PyTorch's `SyncBatchNorm` takes them over all ranks; it refuses to run on CPUs, so this page can't "
+            "idle on one rank or on both. The optimizer is AdamW with weight decay. On one device an expert without "
+            "samples has no gradient, and AdamW leaves it alone.",
+    "batchnorm": "A BatchNorm follows the first layer. One device takes its statistics over 16 samples, a rank over 8. "
+                 "PyTorch's `SyncBatchNorm` takes them over all ranks. It refuses to run on CPUs, so this page can't "
                  "show how near it comes on GPUs. GroupNorm does not couple the samples of a batch. It is another "
                  "model, so it does not count as a mended job; one device trains that model too.",
     "resume": "48 shuffled samples, three steps an epoch, AdamW. A first launch ends after step {stop_after}, one step "
               "into the second epoch, and leaves a checkpoint; a second launch goes on to the end. They are compared "
-              "with the same trainer's run on two ranks that was not stopped.",
+              "with the same trainer's uninterrupted run on two ranks.",
 }
 
 _PADDED = ("`DistributedSampler` repeats the first sample of its order so that both ranks get equally many. The last "
-           "batch has 14 samples for 13, and one sample counts twice in each epoch.")
+           "batch has 14 samples instead of 13, and one sample counts twice in each epoch.")
 _DROPPED = ("`DistributedSampler` leaves out a sample so that both ranks get equally many. The last batch has 12 "
-            "samples for 13.")
+            "samples instead of 13.")
 _FILLED = ("`even_batches` fills the second rank's last batch with the first samples of the data. The last batch has "
-           "16 samples for 13, and three samples count twice in each epoch.")
+           "16 samples instead of 13, and three samples count twice in each epoch.")
 _UNEVEN = ("The ranks have 8 and 5 samples in the last batch, each rank divides by its own number, and the gradients "
-           "are averaged: one of the 5 weighs more than one of the 8.")
-_RANK_MEANS = ("Each rank divides by its own count, and the gradients are averaged: a target on a rank with few of "
-               "them weighs more than one on a rank with many.")
+           "are averaged. Each of the 5 samples then weighs more than each of the 8.")
+_RANK_MEANS = ("Each rank divides by its own count, and the gradients are averaged. A target on a rank with few "
+               "targets then weighs more than one on a rank with many.")
 _UNUSED = ("DistributedDataParallel waits for a gradient of every parameter, and a rank has none for its idle expert. "
-           "`find_unused_parameters` is off by default; the error names it.")
+           "`find_unused_parameters` is off by default, and the error names it.")
 _RANK_STATISTICS = "Each rank normalises by the statistics of its own 8 samples."
 _ONLY_GPUS = "`SyncBatchNorm` is not written for CPUs."
 _NO_PLACE = ("The tutorial's checkpoint has the weights, the optimizer and the epoch, and not the place in the epoch. "
-             "The second launch begins the second epoch anew and takes its first batch once more.")
+             "The second launch starts the second epoch again and takes its first batch twice.")
 
 REASONS = {
     ("Paceline", "ignored", "scalar"):
-        "Paceline takes a scalar loss as the mean over samples, which this one is not. Its documentation asks for "
-        "`(sum, count)` here, and `paceline verify` refuses the job with that advice; `paceline train` notes "
-        "before it starts that cutting the batch changes this job.",
+        "Paceline treats a scalar loss as the mean over samples, which this one is not. Its documentation asks for "
+        "`(sum, count)` here. `paceline verify` refuses the job with that advice, and `paceline train` notes before "
+        "it starts that cutting the batch changes this job.",
     ("Paceline", "batchnorm", ""):
         f"{_RANK_STATISTICS} Paceline has no synchronised BatchNorm. `paceline train` says before the first step that "
         "samples are coupled, and the documentation advises GroupNorm or a plan that splits the model, not the batch.",
@@ -62,10 +62,10 @@ REASONS = {
     ("Accelerate", "batchnorm", ""): _RANK_STATISTICS,
     ("Accelerate", "batchnorm", "sync_batchnorm"): _ONLY_GPUS,
     ("Accelerate", "resume", ""):
-        "The sampler's own random state is not in the checkpoint. The second launch goes on in the order of the first "
-        "epoch, and each later epoch takes the order of the one before it.",
+        "The sampler's random state is not in the checkpoint. The second launch goes on in the order of the first "
+        "epoch, and each later epoch takes the order of the epoch before it.",
     ("Accelerate", "resume", "seedable"):
-        "The order follows from the number of the epoch, and the second launch counts epochs from 0: it goes on in the "
+        "The order follows from the number of the epoch. The second launch counts epochs from 0, so it goes on in the "
         "order of the first epoch.",
     ("Lightning", "short", ""): _PADDED,
     ("Lightning", "ignored", ""): _RANK_MEANS,
@@ -73,28 +73,28 @@ REASONS = {
     ("Lightning", "batchnorm", ""): _RANK_STATISTICS,
     ("Lightning", "batchnorm", "sync_batchnorm"): _ONLY_GPUS,
     ("Lightning", "resume", ""):
-        "Lightning counts the batches of the epoch that are done, but the loader begins at its first batch: that one "
-        "is taken twice, and the last one of the epoch never. A warning says so, and asks for a loader with "
+        "Lightning counts the batches of the epoch that are done, but the loader starts at its first batch. The run "
+        "takes that batch twice and the last batch of the epoch never. A warning says so, and asks for a loader with "
         "`state_dict` and `load_state_dict`.",
     ("Transformers", "short", ""): _FILLED,
     ("Transformers", "short", "uneven_batches"): _UNEVEN,
     ("Transformers", "ignored", ""):
-        f"{_RANK_MEANS} Trainer counts the targets of all ranks, and gives the number to a model that takes "
-        "`num_items_in_batch`; a module that returns a mean does not use it.",
+        f"{_RANK_MEANS} Trainer counts the targets of all ranks and passes the number to a model that takes "
+        "`num_items_in_batch`. A module that returns a mean does not use it.",
     ("Transformers", "batchnorm", ""): _RANK_STATISTICS,
     ("Transformers", "batchnorm", "sync_batchnorm"): _ONLY_GPUS,
     ("DeepSpeed", "short", ""): _PADDED,
     ("DeepSpeed", "short", "drop_last"):
-        "Every last batch is left out: its ranks would have less than 8 samples.",
+        "DeepSpeed leaves out every last batch, because its ranks would have fewer than 8 samples.",
     ("DeepSpeed", "ignored", ""): _RANK_MEANS,
     ("DeepSpeed", "custom", ""):
-        "DeepSpeed watches the backward pass through the engine's outputs, and takes `torch.autograd.grad` for a "
-        "backward pass that it was not told of.",
+        "DeepSpeed watches the backward pass through the engine's outputs. It mistakes `torch.autograd.grad` for a "
+        "backward pass that it was not told about.",
     ("DeepSpeed", "custom", "zero_1"):
         "The step fails inside the reduction of gradients. The job with ignored labels runs under this setting.",
     ("DeepSpeed", "idle", ""):
         "Without ZeRO, DeepSpeed makes a gradient of zeros for a parameter that has none. AdamW then moves the idle "
-        "expert by its momentum and its weight decay. One device that is given zeros gets the same weights.",
+        "expert by its momentum and its weight decay. One device with gradients of zeros gets the same weights.",
     ("DeepSpeed", "batchnorm", ""): _RANK_STATISTICS,
     ("DeepSpeed", "batchnorm", "sync_batchnorm"): _ONLY_GPUS,
     ("Keras", "short", ""): _PADDED,
@@ -102,18 +102,18 @@ REASONS = {
     ("Keras", "ignored", ""): _RANK_MEANS,
     ("Keras", "idle", ""): _UNUSED,
     ("Keras", "batchnorm", ""):
-        "The guide's loop calls `model(inputs)`, which Keras takes for inference: the layer normalises by its running "
-        "statistics and never changes them, on any number of devices. One device here trains with `training=True`, as "
-        "Keras's `fit` does.",
+        "The guide's loop calls `model(inputs)`, which Keras treats as inference. The layer then normalises by its "
+        "running statistics and never changes them, on any number of devices. The one device trains "
+        "with `training=True`, as Keras's `fit` does.",
     ("Keras", "batchnorm", "in_training"): _RANK_STATISTICS,
-    ("Keras", "batchnorm", "synchronized"): "Keras offers it with the TensorFlow backend alone.",
+    ("Keras", "batchnorm", "synchronized"): "Keras offers it only with the TensorFlow backend.",
     ("Keras", "resume", ""):
-        f"The guide saves nothing; PyTorch's tutorial on checkpoints is followed. {_NO_PLACE}",
+        f"The guide saves nothing, so the script follows PyTorch's tutorial on checkpoints. {_NO_PLACE}",
 }
 
 NOTES: dict[tuple[str, str], str] = {
     ("Transformers", "idle"): "Trainer sets `find_unused_parameters=True` for a module that is not one of its own.",
     ("DeepSpeed", "resume"):
-        "Its tutorial leaves it to the user to bring the loader to its place (`dataloader_to_step`); the script skips "
-        "the batches that are done. The loader permutes every epoch alike.",
+        "Its tutorial leaves it to the user to advance the loader (`dataloader_to_step`), so the script skips the "
+        "batches that are done. The loader permutes every epoch alike.",
 }

@@ -19,16 +19,23 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m tests.corpus --write docs/what-works.md`. Do not edit. -->
 
-{jobs} small jobs, each with one idea, were trained under {plans} plans on CPU ranks and held against a plain loop on
-one device: the final weights and buffers, the loss of every step, and the validation loss where there is one. The plain
-loop shares nothing with Paceline but the job's fields and the order of data. The jobs are in `tests/corpus/`.
+This page shows which kinds of jobs are exact under which plans. Use it to see whether a plan suits a model like yours;
+`paceline verify` then proves it for your own job.
 
-- `=` exact: equal to one device up to rounding. In float64 that is 1e-9 relative to the largest number of a tensor;
-  more is allowed where a job computes in float32 or less.
+    paceline verify job.py --plan "data=2 shard=2"
+
+{jobs} small jobs, each with one idea, trained under {plans} plans on CPU ranks. Each run was compared with a plain loop
+on one device: the final weights and buffers, the loss of every step, and the validation loss if there is one. The
+plain loop shares nothing with Paceline but the job's fields and the order of data. The jobs are in `tests/corpus/`.
+
+- `=` exact: equal to one device up to rounding. In float64 that is 1e-9, relative to the largest number of a tensor. If
+  a job computes in float32 or less, more is allowed.
 - `~` coupled: the job's samples depend on each other (BatchNorm, batch statistics, state that changes with each
   forward) and the plan cuts the batch. The run equals one device that cuts each batch alike.
 - `-` refused before the first update, with a reason.
-- `X` wrong: other numbers, a hang, or an error that is no refusal.
+- `X` wrong: other numbers, a hang, or an error that is not a refusal.
+
+The page does not cover GPUs, several hosts, speed, or relaxed plans, which are not meant to equal one device.
 """
 
 
@@ -73,8 +80,8 @@ def _refusals(cells: Sequence[Cell]) -> str:
         if cell.verdict == REFUSED:
             groups[kind_of(cell.reason)].append(cell)
     ordered = sorted(groups.values(), key=len, reverse=True)
-    lines = ["## The commonest refusals\n", f"{sum(map(len, ordered))} of {len(cells)} cells are refused, for "
-             f"{len(ordered)} kinds of reasons. The commonest, each with one example and its hint:\n",
+    lines = ["## The most common refusals\n", f"{sum(map(len, ordered))} of {len(cells)} cells are refused, for "
+             f"{len(ordered)} kinds of reasons. Each row is one kind, with one example and its hint:\n",
              "| cells | example | reason | what to do |", "|---|---|---|---|"]
     for group in ordered[:COMMONEST]:
         example = group[0]
