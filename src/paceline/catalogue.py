@@ -78,7 +78,7 @@ def accelerator(name: str) -> Accelerator:
     found = known.get(_plain(name))
     if found is None:
         raise ClusterError(f"unknown accelerator '{name}', {nearest(name, [a.name for a in _listed()])}",
-                           hint="a TOML file describes any other: see docs/prediction.md")
+                           hint="a TOML file describes any other: see docs/planning.md")
     return found
 
 

@@ -78,7 +78,7 @@ class Network:
 
 
 # Two processes over loopback with gloo: 2.4-3.9 GB/s for 25 MB messages, measured on 2 cores; latency of a
-# small all-reduce is some 100 us. See docs/prediction.md.
+# small all-reduce is some 100 us. See docs/formulas.md.
 LOOPBACK = Link(bytes_per_s=3e9, latency_s=1e-4)
 # What a core of an ordinary CPU multiplies in float32 (90 GFLOP/s) for what it moves (8 GB/s). Measured on 2 cores with
 # AVX-512, one thread each.

@@ -123,7 +123,7 @@ LAB = replace(PROFILE, parameters=(replace(PROFILE.parameters[0], num_bytes=25 *
     ("data=8", 0.752), ("server=1 workers=8", 0.195), ("server=8 workers=8 colocate=yes", 0.861),
     ("server=8 workers=8 colocate=yes compress=bf16", 0.935), ("server=8 workers=8 colocate=yes staleness=1", 0.988)])
 def test_servers_are_what_the_cluster_lab_measured(text: str, efficiency: float):
-    """Within 10 % of the efficiencies in docs/benchmarks.md, one run each."""
+    """Within 10 % of the efficiencies in docs/results.md, one run each."""
     hosts = cluster(8, inside=47.6e6, across=47.6e6, each=1)
     found = estimate(LAB, Plan.parse(text), hosts, batch=8, precision="bf16", software=PLAIN)
 
@@ -243,7 +243,7 @@ print("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
 
-    assert float(done[0]) < 0.06  # on a machine that is shared; docs/prediction.md has a quiet one's
+    assert float(done[0]) < 0.06  # on a machine that is shared; docs/planning.md has a quiet one's
     assert int(done[1]) < 500_000
     assert done[2] == "False"
 

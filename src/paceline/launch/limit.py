@@ -19,7 +19,7 @@ from paceline.errors import ClusterError, OutOfMemory
 from paceline.launch.failure import is_about_memory
 
 # Stacks of threads that start while the limit holds: the checkpoint's writer, those of further process groups and of
-# parallel operators. A stack counts with its greatest size and takes next to nothing. Measured: see docs/prediction.md.
+# parallel operators. A stack counts with its greatest size and takes next to nothing. Measured: see docs/memory.md.
 STACKS_BYTES = 64 * 2**20
 
 

@@ -19,7 +19,7 @@ from paceline.plans import Plan
 from paceline.strategies.registry import active
 
 # Half the width of an 80 % interval around a step's time, as a natural logarithm: of a plan that was rehearsed, of
-# one whose kind was, and of others. Fitted on `benchmarks.regret`; see docs/prediction.md.
+# one whose kind was, and of others. Fitted on `benchmarks.regret`; see docs/formulas.md.
 SPREAD = {"itself": 0.075, "kind": 0.13, "nothing": 0.5}
 FAR = 4  # times as many micro-batches, or as few, from which a plan of the same kind is worth a rehearsal of its own
 COMMUNICATION = "communication"

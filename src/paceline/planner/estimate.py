@@ -24,12 +24,12 @@ from paceline.strategies.registry import active
 from paceline.strategies.stages.cost import RankCost
 
 # Holes in the C library's heap, as a part of the most bytes of activations, which come and go in many sizes.
-# Measured with glibc 2.36; see docs/prediction.md.
+# Measured with glibc 2.36; see docs/memory.md.
 CPU_HOLES = 0.4
 CPU_HOLES_LEAN = 0.1  # of a rank with a memory limit, whose large tensors have pages of their own
 ROUNDED_BYTES = 16  # a ledger's entries are whole bytes, and may be less than their sum before
 # Half the width of an 80 % interval around a step that is predicted from this machine's rates alone, as a natural
-# logarithm. Fitted on `benchmarks.regret`; see docs/prediction.md.
+# logarithm. Fitted on `benchmarks.regret`; see docs/formulas.md.
 RATES_SPREAD = 1.05
 # Rates that only stand in where nothing but memory is asked for.
 ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)

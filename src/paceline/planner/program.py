@@ -27,10 +27,10 @@ from paceline.strategies.registry import active
 from paceline.strategies.stages.cost import RankCost, course
 
 # Python around a micro-batch that no operator accounts for: hooks, seeds, the loss's bookkeeping. Measured on a
-# model of one small layer, one core; see docs/prediction.md.
+# model of one small layer, one core; see docs/formulas.md.
 MICROBATCH_S = 0.6e-3
 # Holes that a gradient leaves in a heap that is kept, when it was added to another and is given back: smaller things
-# are put into its place. Measured with glibc 2.36; see docs/prediction.md. They have a name of their own, as ranks with
+# are put into its place. Measured with glibc 2.36; see docs/memory.md. They have a name of their own, as ranks with
 # a limit keep no heap.
 HOLES_ADDED = "holes of gradients"
 CPU_HOLES_ADDED = 0.1

@@ -27,7 +27,7 @@ STREAM_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 # A tensor of this many values costs nothing but its operator's launch.
 TINY = 64
 MEASURED_S = 0.04  # of each of the seven kernels that are timed
-# What a second thread brings of what a first one does; see docs/prediction.md.
+# What a second thread brings of what a first one does; see docs/formulas.md.
 THREAD_EFFICIENCY = 0.9
 ITEM_BYTES: Mapping[Precision, int] = {"float32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "float64": 8}
 

@@ -16,7 +16,7 @@ from paceline.software import Software
 TILES: tuple[tuple[int, int], ...] = ((256, 128), (128, 128), (128, 64), (64, 64))
 LARGEST_REUSE = 256 * 128 / (256 + 128)
 # A tile's products start once its first slices are there and end with its result being written: as long as so many
-# of its inner side take. Fitted; see docs/prediction.md.
+# of its inner side take. Fitted; see docs/formulas.md.
 INNER_START = 40.0
 # Tensor cores take sides of whole 16 bytes (NVIDIA, as above); other kernels reach this part. Fitted on BLOOM's heads
 # of 108 and 150 values, which make a step 1.3 to 1.45 times as long.

@@ -36,7 +36,7 @@ from paceline.simulate.program import Compute, Event, Part
 from paceline.software import PACELINE, Software
 
 # What a rank's resident size grows by besides tensors, once it runs: library pages that it touches for the first
-# time, kernels that are compiled for its shapes, threads, the network's buffers. Measured; see docs/prediction.md.
+# time, kernels that are compiled for its shapes, threads, the network's buffers. Measured; see docs/formulas.md.
 CPU_RUNTIME_BYTES = 40 * 2**20
 
 # Of a GPU that is here, beside its tensors and its context. NCCL keeps buffers for each channel of each connection that

@@ -13,7 +13,7 @@ from paceline.simulate.program import Allocate, Event, free
 from paceline.strategies.costs import HookPoint, Hooks, Step, compute
 
 # What the C library's heap keeps of the bytes let go, in holes too small for what comes next. Measured with glibc
-# 2.36 on byte GPTs of 4 and 12 layers; see docs/prediction.md.
+# 2.36 on byte GPTs of 4 and 12 layers; see docs/memory.md.
 CPU_HOLES_LEFT = 0.5
 
 

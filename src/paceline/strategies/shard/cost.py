@@ -14,7 +14,7 @@ from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Co
 from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step
 
 # What an operator on a sharded tensor costs above one on a plain tensor, in Python: it is looked up and unwrapped.
-# Measured on AdamW's operators, one core; see docs/prediction.md.
+# Measured on AdamW's operators, one core; see docs/formulas.md.
 DTENSOR_OPERATOR_S = 25e-6
 # What FSDP2's hooks cost around one gathering or reduction of a unit, in Python. Measured likewise.
 HOOK_S = 800e-6
