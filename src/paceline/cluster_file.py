@@ -1,4 +1,4 @@
-"""A cluster that a TOML file describes; see docs/prediction.md for the format."""
+"""A cluster that a TOML file describes; see docs/planning.md for the format."""
 
 from __future__ import annotations
 
