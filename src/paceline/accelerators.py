@@ -1,7 +1,7 @@
-"""The GPUs of this machine: which torch can use, and why it can't use the others.
+"""Which GPUs of this machine torch can use, and why it can't use the others.
 
-Driver nodes are looked at first, so that a machine without GPUs pays no import of torch. What needs a driver is asked
-in a fork: ranks are forks of this process, and can't use CUDA if it has.
+The driver's device files are checked first, so a machine without GPUs does not import torch. Questions to the driver
+are asked in a fork: ranks are forks of this process, and can't use CUDA if this process has used it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Choices inside a model: `choice("block3.op", ["conv", "pool"])` is a hyperparameter that needs no parameter.
+"""Choices inside a model: `choice("block3.op", ["conv", "pool"])` is a hyperparameter without a function parameter.
 
-Outside a search it gives its default, or what `--set block3.op=pool` says. In a search each rank asks the controller,
-so that all ranks of a trial build the same model.
+Outside a search it returns its default, or the value of `--set block3.op=pool`. In a search each rank asks the
+controller, so all ranks of a trial build the same model.
 """
 
 from __future__ import annotations

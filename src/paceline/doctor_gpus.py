@@ -1,7 +1,7 @@
-"""What will not work on this machine's GPUs, said before it is tried.
+"""Problems with this machine's GPUs, reported before a run meets them.
 
-Questions to CUDA are asked in forks of this process, with a deadline; NVML is asked here. Judgements are functions of
-what was seen, so that they can be tried without a GPU.
+CUDA is asked in forks of this process, with a deadline; NVML is asked here. Verdicts are functions of the answers, so
+they can be tested without a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""JSON as others can read it: without NaN and infinity, which it doesn't have."""
+"""JSON that every parser can read: without NaN and infinity, which JSON does not have."""
 
 from __future__ import annotations
 

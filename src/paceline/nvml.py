@@ -1,8 +1,8 @@
-"""What NVIDIA's management library, NVML, says of the cards in this machine.
+"""What NVIDIA's management library, NVML, reports about the cards of this machine.
 
-Asking it begins no use of CUDA: this process may do so before it forks ranks. It comes with the driver; Python reaches
-it by the package nvidia-ml-py (`pip install "paceline[gpu]"`). NVML numbers cards by their places on the bus, with no
-regard to CUDA_VISIBLE_DEVICES; cards and CUDA's devices are brought together by their UUIDs.
+NVML does not start CUDA, so this process may ask it before it forks ranks. It comes with the driver; Python reaches it
+through the package nvidia-ml-py (`pip install "paceline[gpu]"`). NVML numbers cards by their places on the bus and
+ignores CUDA_VISIBLE_DEVICES, so cards and CUDA's devices are matched by their UUIDs.
 """
 
 from __future__ import annotations

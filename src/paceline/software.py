@@ -1,8 +1,8 @@
 """What a training program makes of its hardware: which kernels it runs, what it hides, how fast its host launches.
 
-Hardware alone does not say how long a step takes. The same layer on the same devices takes twice as long under one
+Hardware alone does not determine a step's time. The same layer on the same devices takes twice as long under one
 program as under another, because one launches 40 small operators from Python and the other 12. `catalogue.toml` has the
-programs that published measurements come from, each figure with its source or its fit.
+programs of published measurements; each figure has its source or its fit.
 """
 
 from __future__ import annotations

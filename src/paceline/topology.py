@@ -1,4 +1,4 @@
-"""How two GPUs of this machine are wired, and what that carries: from what NVML says of both, never assumed."""
+"""How two GPUs of this machine are wired, and what their link carries: from NVML's report on both, never assumed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Values of this package as JSON, and back: what a fork of this process tells it. Nothing is pickled.
+"""Values of this package as JSON and back: how a fork of this process returns them. Nothing is pickled.
 
-Dataclasses of this package are told by name, with their fields; tuples stay tuples.
+Dataclasses of this package are written by name, with their fields; tuples stay tuples.
 """
 
 from __future__ import annotations

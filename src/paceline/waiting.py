@@ -1,7 +1,7 @@
 """A rank's own word that it waits for others.
 
-Who ends a run that hangs looks at every rank's main thread: one that waits is not the one that the others wait for. A
-collective of torch can be seen on the stack. All other waits say so themselves:
+The watchdog of a hanging run looks at every rank's main thread: a rank that waits is not the one that the others wait
+for. A collective of torch can be seen on the stack. All other waits say so themselves:
 
     with waiting:
         work.wait()

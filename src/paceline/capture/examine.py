@@ -1,7 +1,7 @@
 """What a recorded graph of a model's forward would lose, found by running the model itself before it is recorded.
 
-Such a module is taken whole: its own code runs, on one rank, and what it keeps in attributes lives there. Where it is
-the model's own forward, the plan is refused.
+A module that would lose something is taken whole: its own code runs on one rank, and its attributes live there. If the
+model's own forward would lose something, the plan is refused.
 """
 
 from __future__ import annotations

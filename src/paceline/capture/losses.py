@@ -1,4 +1,4 @@
-"""Losses and metrics that look at the model behind its output, which no rank has where the model is split."""
+"""Losses and metrics that use more than the model's output, which no rank has if the model is split."""
 
 from __future__ import annotations
 

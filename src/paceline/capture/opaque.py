@@ -1,8 +1,8 @@
-"""What export can't record or would change, taken as one operator each: modules, and autograd functions of the user's.
+"""Calls that export can't record or would change, as one operator each: modules, and the user's autograd functions.
 
-While the model is captured such a call gives stand-ins of the right shapes; where the captured graph runs, the module
-or the function itself runs, whole, in one piece. A module's shapes are learned from running the model on two and on
-three samples, a function's from running it on the fake tensors of the capture.
+While the model is captured, such a call returns stand-ins of the right shapes. When the captured graph runs, the module
+or the function itself runs whole, in one piece. Paceline learns a module's shapes by running the model on two and on
+three samples, and a function's shapes by running it on the fake tensors of the capture.
 """
 
 from __future__ import annotations

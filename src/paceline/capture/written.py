@@ -1,8 +1,8 @@
 """A tensor's value at one moment, kept without a copy until something writes to the tensor.
 
-torch keeps two tensors on one memory until one of them is written to (copy on write). So a look at a tensor costs a
-microsecond and no memory, and a write is seen however it was made: version counters don't count what goes through
-`tensor.data`. Of a distributed tensor (DTensor) this rank's part is looked at, so that nothing here is a collective.
+torch keeps two tensors in one memory until one of them is written to (copy on write). Keeping a value therefore costs a
+microsecond and no memory, and every write is seen, even one through `tensor.data`, which version counters miss. Of a
+distributed tensor (DTensor) only this rank's part is kept, so nothing here is a collective.
 """
 
 from __future__ import annotations

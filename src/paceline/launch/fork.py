@@ -1,7 +1,7 @@
-"""What a fork of this process may not inherit, and forks that are asked for what this process must not touch.
+"""Forks of this process: what they may not inherit, and work that this process must not do itself.
 
-That is CUDA, which forks can't share once it is in use. torch begins to use CUDA in more places than one thinks of: any
-backward starts a thread for each GPU, of fake tensors and of the CPU's, too, and fake tensors look for GPUs when their
+The reason is CUDA: once a process uses it, its forks can't. torch starts to use CUDA in unexpected places. Any backward
+starts a thread for each GPU, even a backward of fake tensors or on the CPU, and fake tensors look for GPUs when their
 mode is entered.
 """
 

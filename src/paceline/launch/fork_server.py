@@ -1,7 +1,7 @@
-"""A process that forks others when asked, as this one was when the nursery was made: one thread, all imports done.
+"""A process that forks others on request: it has one thread, and all imports done, as this process had at its start.
 
-Whoever searches comes to have threads and open connections (databases, samplers with linear algebra), and a fork of
-that process could wait for ever for a lock that nobody opens. The nursery never does anything but fork.
+The controller of a search gets threads and open connections (databases, samplers with linear algebra). A fork of the
+controller could wait for ever for a lock that no thread releases. The fork server only forks.
 """
 
 from __future__ import annotations

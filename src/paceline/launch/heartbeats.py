@@ -1,4 +1,4 @@
-"""Signs of life: which step and phase every local rank is in, in memory that outlives any of them."""
+"""Heartbeats: the step and phase of every local rank, in memory that outlives each rank."""
 
 from __future__ import annotations
 

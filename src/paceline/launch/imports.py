@@ -1,4 +1,4 @@
-"""Imports without Python's cycle collector, which would look at all modules again and again while they are loaded."""
+"""Imports without Python's cycle collector, which would go through all modules again and again while they load."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Holds a CPU rank to the memory that its device is given, by the kernel's limit on a process's data (RLIMIT_DATA).
+"""Limits a CPU rank to the memory of its device, by the kernel's limit on a process's data (RLIMIT_DATA).
 
-The limit counts what a process writes to for itself: heap, large tensors, stacks. It leaves out what processes share,
-such as libraries, and it counts memory when it is asked for, not when it is first used. A cgroup would count pages, but
-takes rights that a user of a shared machine doesn't have, and kills without a word.
+The limit counts private writable memory: heap, large tensors, stacks. It does not count shared memory, such as
+libraries. It counts memory when it is requested, not when it is first used. A cgroup would count pages, but needs
+rights that a user of a shared machine doesn't have, and kills without a message.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Connections by which ranks that a launcher started learn which of them died.
+"""Connections by which ranks of a launcher learn that another rank died.
 
 Each rank keeps a connection to rank 0, which passes on what it sees. The kernel closes the connections of a process
-that dies, also where its peers wait in a collective of NCCL that shows nothing of it. A host that is gone closes none:
+that dies, even if its peers wait in a collective of NCCL, which does not notice. A host that vanishes closes none;
 TCP's keepalive probes find it after a minute.
 """
 

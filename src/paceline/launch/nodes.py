@@ -1,7 +1,6 @@
-"""Warm ranks of several nodes as one pool: each node has a `Pool`, and says and hears lines of JSON.
+"""Warm ranks of several nodes as one pool: each node has a `Pool` and exchanges lines of JSON.
 
-`NodesPool` is the end where tasks are started, `serve` the other end, in a node. What carries the lines between them is
-a `NodeTransport`.
+`NodesPool` is the end that starts tasks, `serve` the other end, in a node. A `NodeTransport` carries the lines.
 """
 
 from __future__ import annotations

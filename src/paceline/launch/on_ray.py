@@ -1,7 +1,7 @@
-"""Nodes of a Ray cluster: Ray places one actor on each, and carries lines of text between it and this process.
+"""Nodes of a Ray cluster: Ray places one actor on each, which carries lines of text to and from this process.
 
-An actor only starts a process beside it and hands lines on: ranks are forks, and Ray's workers have threads. All that
-is sent are texts; Ray packs its own calls with pickle, which is Ray's business and not under our control.
+An actor only starts a process beside it and passes lines on, because ranks are forks and Ray's workers have threads.
+Paceline sends only text. Ray packs its own calls with pickle, which Paceline does not control.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Process groups of ranks that share a GPU: messages are copied to the CPU and travel over gloo.
 
-NCCL refuses two ranks on one GPU, and gloo takes few kinds of messages from GPUs. So gloo gets tensors of the CPU
-alone: the group that it works for knows no other device and refuses them. Every copy holds up the host. Such runs are
-for tests: they show what a plan computes, not how fast it is.
+NCCL refuses two ranks on one GPU, and gloo takes few kinds of messages from GPUs. So gloo gets only CPU tensors: the
+group that it works for knows no other device and refuses them. Every copy makes the host wait. Such runs are for tests:
+they show what a plan computes, not how fast it is.
 
-As with NCCL, the result of a message is there once its work was waited for, for the stream that waits; a message does
-not count as a change of its tensors for autograd.
+As with NCCL, the result of a message exists for the stream that waited for its work, and a message does not count as a
+change of its tensors for autograd.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Ends a run whose ranks wait for each other, and names the one they wait for.
+"""Ends a run whose ranks wait for each other, and names the rank they wait for.
 
-Each rank watches itself from a thread outside the collectives. When its main thread has shown no sign of life for
-the timeout, it tells the others where it is: waiting in a collective, or stuck in code of its own. The rank that
-is stuck in its own code, or that says nothing at all, is the culprit.
+Each rank watches itself from a thread outside the collectives. If its main thread has shown no sign of life for the
+timeout, it tells the others where it is: waiting in a collective, or stuck in its own code. The culprit is the rank
+that is stuck in its own code, or that says nothing at all.
 
-A rank that is known to have died ends the others some seconds later, if their main threads don't notice it themselves:
-a collective of NCCL never returns then.
+If a rank is known to have died, the others end some seconds later even if their main threads don't notice: a collective
+of NCCL never returns then.
 """
 
 from __future__ import annotations

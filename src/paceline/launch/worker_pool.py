@@ -1,6 +1,6 @@
-"""Warm ranks as a controller sees them: slots of one node or of several, tasks in some of them, and what happens there.
+"""Warm ranks as a controller sees them: the slots of one node or of several, their tasks, and what happens there.
 
-`Pool` has those of this machine; `NodesPool` those of several nodes.
+`Pool` has the slots of this machine, `NodesPool` those of several nodes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The cost of a plan on devices that are described and need not be here: the same rooms, played in milliseconds.
+"""The price of a plan on described devices: the same strategies, played in milliseconds.
 
-Replicas are alike, so one is played. A model that is not split is played as it would be here. Of a pipeline, what a
-rank does for one micro-batch of one stage is played once for every kind of stage (a block), and the schedule is played
-with the blocks' seconds (`strategies/pipeline/timing.py`).
+Replicas are equal, so one is played. A model that is not split is played as on this machine. Of a pipeline, the work of
+a rank for one micro-batch of one stage (a block) is played once for every kind of stage. Then the schedule is played
+with the seconds of these blocks (`strategies/pipeline/timing.py`).
 """
 
 from __future__ import annotations

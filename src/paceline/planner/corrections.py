@@ -1,8 +1,8 @@
-"""What steps that were really taken say of predictions: of the plans themselves, and of plans like them.
+"""Corrects prices by rehearsals: those of the rehearsed plans, and those of plans like them.
 
-A rehearsed plan is as fast as it was found to be. A plan that runs the same code on as many ranks is off by the same
-factor, and its memory by the same bytes: between two that were rehearsed, by what lies between, as its number of
-micro-batches does. Any other plan is as far off as those that are most like it.
+The step time of a rehearsed plan is the measured one. A plan that runs the same code on as many ranks gets the same
+factor on its time and the same bytes on its memory, interpolated by the number of micro-batches between two rehearsed
+plans. Any other plan gets the correction of the plans that are most like it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a plan fares over a long run on devices that fail: what is written how often, and what part of the time lasts."""
+"""How a plan fares in a long run on devices that fail: how often to save, and which part of the time is useful."""
 
 from __future__ import annotations
 

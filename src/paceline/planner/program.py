@@ -1,4 +1,4 @@
-"""The program of one rank's step: the work of one device, and what each room of the plan adds to it."""
+"""The program of one rank's step: the work of one device, and what each strategy of the plan adds to it."""
 
 from __future__ import annotations
 

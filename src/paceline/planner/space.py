@@ -1,4 +1,4 @@
-"""The plans that a job and a number of devices allow, as families: all of a family split the work alike."""
+"""The plans that a job and a number of devices allow, in families: the plans of a family split the work alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What selective recomputation would spare in each place of a traced step, and what it would compute again."""
+"""What selective recomputation would save in each place of a traced step, and what it would compute again."""
 
 from __future__ import annotations
 

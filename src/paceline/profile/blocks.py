@@ -1,4 +1,4 @@
-"""Blocks of a model that are alike: while a step is traced each kind runs once, and later calls give stand-ins."""
+"""Equal blocks of a model: while a step is traced, one of each kind runs, and later calls return stand-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured of this machine, kept between runs."""
+"""Measurements of this machine, kept between runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiler spares that fuses operators: bytes that they hand each other through memory, and launches."""
+"""What a compiler saves by fusing operators: bytes that they exchange through memory, and launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planned ranks compute, held against one device, and the verdict."""
+"""Compares what the planned ranks compute with one device, and gives the verdict."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""One device's first step, for the check before a run: limits that cost nothing first, measured ones where they matter.
+"""One device's first step, for the check before a run: limits without a cost first, measured limits only if needed.
 
-Each variation of a yardstick costs a forward and a backward. A first update can be judged without: by the rounding of
-the job's precision, and by how far the update goes from gradients that were shaken by a unit in the last place. These
-limits are never above those of `write_reference`, so what is within them needs no more. Only for what is beyond them is
-the yardstick measured, and the batch cut as the plan cuts it.
+Each variation of a yardstick costs a forward and a backward. A first update can be judged without them: by the rounding
+of the job's precision, and by how far gradients shaken by a unit in the last place move the update. These limits are
+never above those of `write_reference`, so figures within them need nothing more. Only for figures beyond them is the
+yardstick measured, and the batch cut as the plan cuts it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether a plan's first update is one device's: what a run asks before it trains.
+"""Whether a plan's first update is one device's: the check that a run makes before it trains.
 
-A process of its own takes the first step on one device; ranks of their own take it under the plan. Both end before the
-run's ranks start, so the run is as if nothing had happened.
+A separate process takes the first step on one device, and separate ranks take it under the plan. Both end before the
+run's ranks start, so the check leaves no trace in the run.
 """
 
 from __future__ import annotations

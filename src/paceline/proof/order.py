@@ -1,7 +1,7 @@
-"""The order of data once more, written plainly: the second implementation that the first one is held against.
+"""The order of data once more, written plainly: a second implementation to compare the first one with.
 
-It follows the contract (docs/tour.md, "The order of data") with whole numbers and loops, and shares with
-`runtime/order.py` and `runtime/feed.py` nothing but the seeds of keys.
+It follows the contract (docs/tour.md, "The order of data") with whole numbers and loops. It shares with
+`runtime/order.py` and `runtime/feed.py` only the seeds of keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One device: a plain training loop that shares nothing with the distributed path but the seeds of random streams.
 
-It can train as one would by hand, or cut every batch as a plan would cut it over replicas and micro-batches. Where the
-samples of a batch are coupled the two differ, and that is the job's own doing.
+It can train as a loop by hand would, or cut every batch as a plan would cut it over replicas and micro-batches. If the
+samples of a batch are coupled, the two differ, and the job itself causes that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What in a job keeps plans that cut the batch from equalling one device: found on one device, named, with a way out.
 
-A model must be built alike twice, a loss must be a mean or a (sum, count), and no layer and no loss may let the
-samples of a batch see each other.
+A model must be built alike twice. A loss must be a mean or a (sum, count). No layer and no loss may let the samples of
+a batch influence each other.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The reference of a proof: one device's figures on disk, and the yardstick, how far mere rounding moves each of them.
+"""The reference of a proof: one device's figures on disk, and the yardstick: how far rounding moves each figure.
 
-The same loop runs again with its gradients shaken and its initial weights nudged by a unit in the last place, with the
+The same loop runs again with shaken gradients and with initial weights nudged by a unit in the last place, with the
 samples of each batch in another order, and with every batch cut into 2 and 4 micro-batches. Shaking shows what the
 optimizer makes of rounding: Adam turns the noise of a gradient that is zero in exact arithmetic into steps of the
-learning rate. A reordered or cut batch may be computed by other kernels; where it moves a figure much further than
-rounding does, the samples of the batch are coupled, and that is no yardstick: such variations count up to a bound.
+learning rate. Other kernels may compute a reordered or cut batch. If such a variation moves a figure much further than
+rounding does, the samples of the batch are coupled, and that is no yardstick: these variations count only up to a
+bound.
 """
 
 from __future__ import annotations

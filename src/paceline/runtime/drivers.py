@@ -1,4 +1,4 @@
-"""Who runs a plan on a rank: the usual loop, or what a strategy of the plan has in its place."""
+"""What runs a plan on a rank: the usual loop, or the loop that a strategy of the plan brings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Parameters that forwards edit in place: the norm limit of an embedding, a target that follows another layer.
 
-On one device a forward sees the whole batch, on a replica a part of it. So before the update the replicas put their
-edits together, element by element.
+On one device a forward sees the whole batch, on a replica a part of it. Before the update, the replicas therefore put
+their edits together, element by element.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The run folder: one run, one folder, one writer; what it holds says how it came to be."""
+"""The run folder: one run, one folder, one writer. Its files say how the run came to be."""
 
 from __future__ import annotations
 

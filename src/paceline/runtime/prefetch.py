@@ -1,8 +1,8 @@
-"""Batches of a GPU, one step ahead: made, pinned and copied while it computes the step before.
+"""Batches of a GPU, one step ahead: made, pinned and copied while the GPU computes the step before.
 
-The rank's main thread makes them, when it has launched a step and before it waits for the device: data sets may draw
-from the process's generators, which a thread beside the step would do in another order each time. Generators are left
-as they were. A CPU rank computes itself, so its batches are made when they are needed.
+The rank's main thread makes them after it has launched a step and before it waits for the device. Data sets may draw
+from the process's generators, and a thread beside the step would do that in another order each time. Generators are
+left as they were. A CPU rank computes itself, so its batches are made when they are needed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Dynamic loss scaling of fp16 jobs: the rules of `torch.amp.GradScaler`, decided alike on every rank.
 
-Gradients in float16 vanish below 6e-8. So the loss is multiplied before backward, and gradients are divided again
-before anything looks at them. A step in which one of them is infinite or NaN on any rank updates nothing, and the next
-ones are scaled by less.
+Gradients below 6e-8 vanish in float16. The loss is therefore multiplied before backward, and gradients are divided
+again before anything looks at them. If a gradient is infinite or NaN on any rank, the step updates nothing, and the
+next steps use a smaller scale.
 
 Source: Micikevicius et al. 2018, Mixed Precision Training; figures of torch.amp.GradScaler.
 """

@@ -1,4 +1,4 @@
-"""From the host to a device, without the host waiting for it."""
+"""Copies from the host to a device, without the host waiting for them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What failures cost a long run: how often to write a checkpoint, and how much of the time is progress.
+"""What failures cost a long run: how often to write a checkpoint, and which part of the time is progress.
 
-Failures come at any time with the same probability, and stop everything: work since the last checkpoint is done again.
+Failures come at any time with the same probability and stop everything. Work since the last checkpoint is done again.
 """
 
 from __future__ import annotations

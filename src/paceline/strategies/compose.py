@@ -1,6 +1,6 @@
 """How the strategies of a plan change a model together, in the order of the registry.
 
-Each changes the model in place and may answer with a `Synchroniser`, which says when its collectives run. Each sees
+Each strategy changes the model in place and may return a `Synchroniser`, which says when its collectives run. Each sees
 only what the one before left.
 """
 

@@ -1,8 +1,8 @@
-"""Every strategy, innermost first: what `data` reduces is what `shard` leaves to a rank, and so on.
+"""Every strategy, innermost first: `data` reduces what `shard` leaves to a rank, and so on.
 
-The order is that of the running side, from the innermost change of a model to the outermost meeting: blocks are first
-compiled, then told to recompute, then split and sharded, and what gradients a rank then holds are reduced over the
-replicas. Strategies from outside come last.
+The order is that of a run, from the innermost change of a model to the outermost exchange: blocks are first compiled,
+then told to recompute, then split and sharded, and the gradients that a rank then holds are reduced over the replicas.
+Strategies of other packages come last.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Builds a whole model without its whole memory, for a rank that will hold a part of it.
+"""Builds a whole model without memory for all of it, for a rank that will hold a part of it.
 
-Only a model's own program knows its initial weights, and any of them may depend on all that came before. So every rank
-runs all of it, for real, but large tensors lie in files without a name that are mapped into memory: the system keeps
-what it has room for, and this process lets go of their pages as it goes. A rank then copies out what it holds.
+Only a model's own program knows its initial weights, and each may depend on all that came before. Every rank therefore
+runs the whole program, but large tensors lie in nameless files that are mapped into memory. The system keeps what it
+has room for, and this process lets go of their pages as it goes. A rank then copies out what it holds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""State that a room keeps from step to step besides weights and optimizer; it belongs into checkpoints."""
+"""State that a strategy keeps from step to step besides weights and optimizer; checkpoints hold it."""
 
 from __future__ import annotations
 

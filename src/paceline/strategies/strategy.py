@@ -1,6 +1,6 @@
-"""What a strategy is to the rest of the program: one value a folder, read by checks, search, prices and runs alike.
+"""What a strategy is to the rest of the program: one value a folder, read by checks, search, prices and runs.
 
-The code that ranks run is named and not imported here, so that plans are parsed and priced without torch.
+The code that ranks run is named here and not imported, so plans are parsed and priced without torch.
 """
 
 from __future__ import annotations

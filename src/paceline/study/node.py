@@ -1,9 +1,10 @@
-"""A node of a search: a process that keeps this node's warm ranks, and does what the controller says in lines of JSON.
+"""A node of a search: a process that keeps this node's warm ranks and follows the controller's lines of JSON.
 
     python -m paceline.study.node
 
-The first line says which job and how many ranks; the end of stdin ends all. Whoever starts it carries the lines
-(`launch/on_ray.py`). It is a process of its own, as ranks are forks and a fork wants a process with one thread.
+The first line names the job and the number of ranks; the end of stdin ends everything. Whoever starts this process
+carries the lines (`launch/on_ray.py`). It is a separate process because ranks are forks, and a fork needs a process
+with one thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a search makes small or large, and what it refuses before training."""
+"""What a search minimises or maximises, and what it refuses before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a study came to, from Optuna's storage alone: study.json, the best configuration, and figures."""
+"""The results of a study, from Optuna's storage alone: study.json, the best configuration, and figures."""
 
 from __future__ import annotations
 

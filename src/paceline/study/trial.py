@@ -1,4 +1,4 @@
-"""A trial in its ranks: they price or train what the controller says, and choose nothing by themselves."""
+"""A trial in its ranks: they price or train what the controller says, and choose nothing themselves."""
 
 from __future__ import annotations
 

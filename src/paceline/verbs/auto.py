@@ -1,4 +1,4 @@
-"""`plan auto`: the fastest exact plan that fits, found before a run in a small part of the run's own time."""
+"""`--plan auto`: the fastest exact plan that fits, found before a run in a small part of the run's own time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check before a run: whether the plan's first update is one device's, and what is known of it from before."""
+"""The check before a run: whether the plan's first update is one device's, and what an earlier check already says."""
 
 from __future__ import annotations
 

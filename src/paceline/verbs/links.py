@@ -1,7 +1,7 @@
 """How long ranks of this machine wait for each other: measured with as many as there will be, kept in a cache.
 
-CPU ranks compute and meet in turns, because they share cores. GPU ranks gather and sum over NCCL: what they reach
-through bridges, switches, both processors of a host or its memory is what counts, whatever the cards are made for.
+CPU ranks compute and meet in turns, because they share cores. GPU ranks gather and sum over NCCL, because only the
+speed that they reach counts, through bridges, switches, both processors of a host or its memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a verb that leaves a run folder came to."""
+"""The outcome of a verb that leaves a run folder."""
 
 from __future__ import annotations
 

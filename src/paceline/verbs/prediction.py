@@ -1,4 +1,4 @@
-"""What was predicted of a run, beside what it came to."""
+"""The prediction for a run beside what the run measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short runs of plans on the devices that are here, which correct what was predicted."""
+"""Short runs of plans on the devices that are here, which correct their prices."""
 
 from __future__ import annotations
 

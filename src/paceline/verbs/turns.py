@@ -1,4 +1,4 @@
-"""Steps of a rehearsal that are taken with and without a part of the plan, in turns: what that part brings."""
+"""Steps of a rehearsal that run with and without a part of the plan, in turns: what that part gains."""
 
 from __future__ import annotations
 

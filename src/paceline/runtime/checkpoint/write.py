@@ -1,7 +1,7 @@
 """Writes checkpoints in the background: every rank its pieces, rank 0 the index and, last of all, COMMIT.
 
-Ranks meet through files alone, so a save never waits inside a collective and can't disturb one. All of a save
-happens in a hidden folder that gets its real name when it is complete; docs/checkpoints.md describes the result.
+Ranks meet only through files, so a save never waits inside a collective and can't disturb one. A save happens in a
+hidden folder that gets its real name when it is complete; docs/checkpoints.md describes the result.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Steps of optimizers that evaluate the loss themselves: L-BFGS and its line search, SAM, extragradient.
 
-Such an optimizer is given a closure, as in a plain loop: it zeroes gradients, runs the whole window again and returns
-the window's loss. Under a plan every rank takes part in an evaluation. Ranks that hold all parameters call the closure
-alike, for they see equal losses and gradients. Where one rank updates what several hold in parts, it tells the others
-when to evaluate.
+Such an optimizer gets a closure, as in a plain loop. The closure zeroes gradients, runs the whole window again and
+returns the window's loss. Under a plan every rank takes part in an evaluation. Ranks that hold all parameters call the
+closure equally often, because they see equal losses and gradients. If one rank updates what several hold in parts, it
+tells the others when to evaluate.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Updates of tensors that must be seen whole, where ranks hold parts of them (Muon, Adafactor, Shampoo's kind).
+"""Updates of tensors that must be seen whole, if ranks hold parts of them (Muon, Adafactor, Shampoo's kind).
 
-Each such tensor has an owner among the ranks that hold its parts. In every step the parts of its value and gradient
-go to the owner, whose optimizer updates it as one device would, and the parts of the new value come back. The owner
-alone has its optimizer state. Tensors are dealt out to owners by size. An optimizer that must see all tensors together
-(L-BFGS, a norm over all of them) runs on the first of the ranks that hold a model's parts, which owns all tensors, also
-those of other stages.
+Each such tensor has an owner among the ranks that hold its parts. In every step the parts of its value and gradient go
+to the owner, the owner's optimizer updates it as one device would, and the parts of the new value come back. Only the
+owner has its optimizer state. Tensors are dealt out to owners by size. An optimizer that must see all tensors together
+(L-BFGS, a norm over all of them) runs on the first of the ranks that hold a model's parts. That rank owns all tensors,
+with those of other stages.
 
-What it costs, of N ranks and B bytes of such tensors, spread evenly: a rank sends 3 B (N - 1) / N^2 in a step, two
-thirds of it before the update. It holds B / N twice more, for values and (in a step) gradients, besides the same part
-of the state that it would have had. Messages take up to 4 / N of what travels at a time.
+Cost, for N ranks and B bytes of such tensors, spread evenly: a rank sends 3 B (N - 1) / N^2 in a step, two thirds of it
+before the update. It holds B / N twice more, for values and (in a step) gradients, besides as much state as it would
+have had. Messages take up to 4 / N of what travels at a time.
 """
 
 from __future__ import annotations

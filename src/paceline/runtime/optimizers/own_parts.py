@@ -1,7 +1,7 @@
 """A rank's own parts of distributed tensors as plain ones, for optimizers that update each element by its own history.
 
-torch's distributed tensors take such updates, too, but not all of them: fused and foreach updates want one kind of
-tensor in a group, and Rprop writes to masked elements. On plain tensors an update is the one of a single device.
+torch's distributed tensors allow such updates, but not all of them: fused and foreach updates need one kind of tensor
+in a group, and Rprop writes to masked elements. On plain tensors, an update is that of a single device.
 """
 
 from __future__ import annotations

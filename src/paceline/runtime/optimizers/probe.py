@@ -1,7 +1,7 @@
-"""Finds out what an optimizer does, by steps of it on small stand-ins of the parameters with drawn gradients.
+"""Finds out what an optimizer does, by running it on small stand-ins of the parameters with drawn gradients.
 
-What an update looks at: one element's history, its whole tensor, or other parameters. And whether an optimizer that is
-built anew goes on like the one that was saved.
+It finds what an update looks at: one element's history, its whole tensor, or other parameters. It also finds whether an
+optimizer that is built anew goes on like the one that was saved.
 """
 
 from __future__ import annotations

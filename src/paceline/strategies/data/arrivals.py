@@ -1,8 +1,8 @@
-"""When a gradient is complete: backward tells of each time that it adds to one, and may add again.
+"""When a gradient is complete: backward reports each time that it adds to a gradient, and may add to it again.
 
-A layer that is used several times in one backward is told of once, unless reentrant checkpoints run a backward of
-their own for each use, or stages of one rank share it. So nothing leaves early in the first window, which shows which
-parameters are added to again, and those never leave early afterwards.
+If a layer is used several times in one backward, backward reports it once, with two exceptions: reentrant checkpoints
+run a separate backward for each use, and stages of one rank may share the layer. Nothing therefore leaves early in the
+first window. That window shows which parameters are added to again, and these never leave early afterwards.
 """
 
 from __future__ import annotations

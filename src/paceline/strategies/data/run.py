@@ -1,8 +1,8 @@
 """Replicas whose gradients are summed in buckets: over the network while backward goes on, or in shared memory.
 
 Why not DistributedDataParallel: it rebuilds its buckets after the first backward, which moves a resumed run by a
-rounding, and it is wrong or refused together with tensor and pipeline axes. The buckets here are fixed before
-the first step and hold whatever gradients the rank has, whole or a shard, so any axis can stand inside.
+rounding, and it is wrong or refused together with tensor and pipeline axes. The buckets here are fixed before the first
+step and hold whatever gradients the rank has, whole or a shard, so any axis can stand inside.
 """
 
 from __future__ import annotations

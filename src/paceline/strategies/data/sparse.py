@@ -1,7 +1,7 @@
-"""Sparse gradients of replicas: the rows that occur travel, and every rank makes the same sparse sum of them.
+"""Sparse gradients of replicas: only rows that occur travel, and every rank makes the same sparse sum of them.
 
-A gradient has its rows along dim 0, as those of `nn.Embedding` and `nn.EmbeddingBag` do with `sparse=True`. Sums are
-sparse, too: SparseAdam and Adagrad update the rows that occur in the window, and no others.
+A gradient has its rows along dim 0, like those of `nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`. Sums are
+sparse too: SparseAdam and Adagrad update the rows that occur in the window, and no others.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Replicas that take steps of their own and meet in outer steps.
+"""Replicas that take local steps and meet in outer steps.
 
-A replica takes `local` steps on its part of each global batch, with its own optimizer. Then the way that the replicas
-went from the shared weights, averaged by what each of them counted, becomes one outer step:
+A replica takes `local` steps on its part of each global batch, with its own optimizer. Then the replicas average how
+far they went from the shared weights, each weighted by what it counted, and that average becomes one outer step:
 
     outer     shared weights                                         source
     average   go the whole way                                       Stich 2019, local SGD
     diloco    SGD, Nesterov momentum 0.9, learning rate 0.7          Douillard et al. 2023
 
-With fragments=F the parameters are in F groups whose outer steps are spread over the local ones (Douillard et al.
-2025). A group travels while some local steps go on; when it arrives, a replica takes the middle between its own
-weights, which went on meanwhile, and the shared ones.
+With fragments=F the parameters are in F groups whose outer steps are spread over the local steps (Douillard et al.
+2025). A group travels while some local steps go on. When it arrives, a replica takes the middle between the shared
+weights and its own, which have gone on meanwhile.
 
-`local=1 outer=average` is not done here: it means that replicas meet after every step, and for an optimizer that is
-not linear in the gradient only meeting gradients gives what one device would get. So it is `data=N`.
+`local=1 outer=average` is not done here. It means that replicas meet after every step. For an optimizer that is not
+linear in the gradient, only summed gradients give what one device would get, so it is `data=N`.
 """
 
 from __future__ import annotations

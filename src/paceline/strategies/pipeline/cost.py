@@ -1,7 +1,7 @@
-"""How a profile by dimensions is cut into stages, and dealt out to ranks as the running side would.
+"""Cuts a profile by dimensions into stages, and deals these out to ranks as a run would.
 
-A captured model is cut by `stages/price.py`; here the model is nothing but segments that repeat, so that the cut takes
-no time, and stages that are alike share one profile.
+A captured model is cut by `stages/price.py`. Here the model is only segments that repeat, so the cut takes no time, and
+equal stages share one profile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How long a schedule takes whose actions take as long as they are said to: rounds that are alike are counted.
+"""How long a schedule takes, given the seconds of its actions. Equal rounds are played once and counted.
 
-Once a pipeline is full, as many micro-batches as it has ranks take as long as the ones before. Two plays that differ by
-one such round say how long it takes, and how long any number of micro-batches would.
+Once a pipeline is full, a round of as many micro-batches as ranks takes as long as the round before. Two plays that
+differ by one round give the length of a round, and so the time for any number of micro-batches.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Selective recomputation: what lies between attention's two products is not kept for backward, but computed again.
+"""Selective recomputation: values between attention's two products are not kept for backward, but computed again.
 
-The operators of a forward are watched below autograd. What is made of a product of two activations by elementwise
-operators and a softmax, and then kept by autograd, is the inside of an attention: its scores, normalised, and after
-dropout. In its place autograd is given the operators that make it again from queries, keys and masks, which are kept
-anyway. The user's code does not run a second time, and numbers that were drawn are kept. Fused attention keeps no
-scores, and nothing changes.
+The operators of a forward are watched below autograd. The inside of an attention is what elementwise operators and a
+softmax make of a product of two activations, if autograd then keeps it: scores, normalised scores, and scores after
+dropout. Instead, autograd gets the operators that make it again from queries, keys and masks, which are kept anyway.
+The user's code does not run a second time, and drawn numbers are kept. Fused attention keeps no scores, and nothing
+changes.
 Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models, section 5.
 """
 

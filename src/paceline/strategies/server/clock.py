@@ -1,14 +1,14 @@
 """Who may start which turn, and when an update is complete: the protocol of bounded staleness, without any effects.
 
 A turn leads to one update, however stale. With staleness 0 every turn is cut into one part for each worker, and the
-next begins when its update is made. With more, a turn is one part, and each worker takes the next one that nobody has;
-it may do so while it has finished at most `staleness` more than the slowest worker.
+next turn begins when the update is made. With more, a turn is one part, and each worker takes the next free one. It may
+do so while it has finished at most `staleness` more than the slowest worker.
 
-An update is made once: when every server holds all of its gradient and its workers have told their losses. What a
-worker leaves behind before that is dropped on all servers, and its turn is given out again under another number.
+An update is made once: when every server holds all of its gradient and its workers have reported their losses. If a
+worker dies before that, all servers drop what it left, and its turn is given out again under another number.
 
-A worker has up to two parts: one that it computes and the next one, so that it can fetch the weights of that one in the
-meantime.
+A worker has up to two parts, the one that it computes and the next one, so that it can fetch the weights of the next
+one meanwhile.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What parameter servers add to a worker's step: gradients on their way to them, and weights on their way back.
 
 Gradients leave while backward goes on. A server updates what has come from all workers and sends it back on the other
-direction of the same links, so that weights travel beside later gradients; what a step shows is the slower direction
-as far as computing does not hide it, and then the last chunk's way back, which the next forward begins with. With
-staleness a worker computes while its weights and gradients are under way, and a step takes the longest of the three.
+direction of the same links, so weights travel beside later gradients. A step shows the slower direction, as far as
+computing does not hide it, and then the way back of the last chunk, with which the next forward begins. With staleness
+a worker computes while its weights and gradients are under way, and a step takes the longest of the three.
 """
 
 from __future__ import annotations

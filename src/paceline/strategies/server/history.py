@@ -1,4 +1,4 @@
-"""Which updates are in the weights, so that it can be said that each is there once."""
+"""Which updates are in the weights, as evidence that each is there once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Gathers parameters in the precision that autocast casts them to, in half of the bytes and with the same bits.
 
-FSDP2 gathers a unit in one dtype and reduces gradients of one. Its own parameters with another dtype of each are told
-apart here: a unit may have weights of products beside those of norms, which autocast leaves in float32. Gradients are
-cast to float32 as soon as they are made, as the backward of autocast's own cast does.
+FSDP2 gathers a unit in one dtype and reduces its gradients in one. Here each parameter has its own dtype: a unit may
+have weights of products beside those of norms, which autocast leaves in float32. Gradients are cast to float32 as soon
+as they are made, as in the backward of autocast's own cast.
 """
 
 from __future__ import annotations

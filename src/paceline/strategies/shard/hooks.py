@@ -1,4 +1,4 @@
-"""The user's hooks on parameters: FSDP2 puts other parameters in the place of those that they were registered on."""
+"""The user's hooks on parameters: FSDP2 replaces the parameters that they were registered on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Units that change what they are given.
+"""Units that change their inputs.
 
-FSDP2 hands a unit views of its tensors, which torch lets nobody write to, in lists and dicts that are copies.
+FSDP2 passes a unit views of its tensors, which torch does not allow to be written to, in copies of lists and dicts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Ranks that share parameters must call the same units in the same order: a roll call before each gathering.
+"""Ranks that share parameters must call the same units in the same order; they compare this before each gathering.
 
-Without it, ranks whose data take different branches of a model would gather different units together: they would
+Without the check, ranks whose data take different branches of a model would gather different units together: they would
 hang, or go on with each other's weights.
 
-On GPUs a roll call holds up the host, and a gathering does not. So ranks there call the roll only where the last
-forwards did not all go on alike. A rank that goes another way finds itself alone at its roll call, and says so.
+On GPUs the check makes the host wait, and a gathering does not. Ranks there therefore compare only if the last forwards
+did not all go the same way. A rank that goes another way is alone at its check, and reports that.
 """
 
 from __future__ import annotations

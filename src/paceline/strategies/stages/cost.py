@@ -1,6 +1,6 @@
 """What a rank of a split model does in a step: its own pieces in its schedule's order, and messages to other ranks.
 
-The order of actions is the one that the engine carries out; the simulator plays the ranks together.
+The engine carries out the same order of actions; the simulator plays the ranks together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Carries out a model cut into stages: each on its rank, values and gradients going straight to who needs them.
+"""Runs a model that is cut into stages, each on its rank; values and gradients go straight to the ranks that need them.
 
-A stage takes values from any earlier stage, on any rank, and gives values to any later one, so skips over stages and
-branches are nothing special. Ranks follow their own order of actions and wait only for what an action needs.
+A stage takes values from any earlier stage on any rank, and gives values to any later one, so skips over stages and
+branches need nothing special. Ranks follow their own order of actions and wait only for what an action needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks that are like others, in a capture that is made to be priced: each is one call there, and not looked into."""
+"""Blocks that equal others, in a capture that is made for a price: each is one call there and is not looked into."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A rank's part of a split parameter as a plain leaf of autograd's graph, which costs the host less than a DTensor.
 
-Forwards read the leaf. Its gradient becomes the parameter's as soon as it is there, and whoever waits for that of the
-parameter is told.
+Forwards read the leaf. When its gradient exists, it becomes the parameter's gradient, and whoever waits for that is
+told.
 """
 
 from __future__ import annotations

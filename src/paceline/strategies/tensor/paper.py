@@ -1,7 +1,7 @@
 """Layers split on paper: what one rank of a tensor axis would run and send, found on fake tensors and without ranks.
 
-Pieces are cut by the same rules as in a run (`run.py`). What a run finds out beside it, that a split piece computes
-something else than the whole one, is not seen here.
+Pieces are cut by the same rules as in a run (`run.py`). A run also finds pieces whose split computes something else
+than the whole; this is not seen here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What one rank runs of a split piece: operators on its own parts and exchanges, recorded once as plain Python.
 
-A recording runs on fake tensors, so that it computes and sends nothing. The program it leaves is run eagerly under
-ordinary autograd: its host time is that of the operators.
+A recording runs on fake tensors, so it computes and sends nothing. The resulting program runs eagerly under ordinary
+autograd; its host time is that of the operators.
 """
 
 from __future__ import annotations

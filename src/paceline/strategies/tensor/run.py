@@ -1,6 +1,6 @@
 """Layers split over ranks, derived from the captured graph of each piece, which is recorded on parts (`piece.py`).
 
-Every piece that is split is first held against the whole one, outputs and gradients. One that differs, or that DTensor
+Every split piece is first compared with the whole one, outputs and gradients. A piece that differs, or that DTensor
 can't run, stays whole.
 """
 

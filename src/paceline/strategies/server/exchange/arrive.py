@@ -1,8 +1,9 @@
-"""Weights that come in while a forward goes on: each is put in place when something first looks at it.
+"""Weights that arrive during a forward: each is put in place when something first looks at it.
 
-A forward meets parameters as arguments of torch's functions and as what modules hold, and both are watched
-(`torch.overrides`, a hook before every module's forward). Arguments are known by their memory, so a view of a parameter
-or its data counts as it. What runs out of torch's sight, TorchScript and compiled modules, gets all weights first.
+A forward meets parameters as arguments of torch's functions and as contents of modules, and both are watched
+(`torch.overrides`, a hook before every module's forward). Arguments are recognised by their memory, so a view of a
+parameter or its data counts as the parameter. Code that torch does not see (TorchScript, compiled modules) gets all
+weights first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tables of which a step touches a few rows: workers hold none of them and fetch what a forward looks up.
+"""Tables of which a step touches a few rows: workers hold none of the table and fetch the rows of a forward.
 
 A table is the weight of an `nn.Embedding` or `nn.EmbeddingBag` with `sparse=True`. Its rows lie on the servers, in one
-run on each. Before a worker's module looks rows up, each that it needs is fetched once, and the module works on these
-alone; gradients of rows leave when the step's backward is done.
+run on each. Before a worker's module looks rows up, each row that it needs is fetched once, and the module works on
+these alone. Gradients of rows leave when the step's backward is done.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Memory that a worker and a server of one host share: what they send each other is copied once, and into its place.
+"""Memory that a worker and a server of one host share: messages are copied once, straight into their place.
 
-The worker makes it and offers it as the first thing it says. A server that can't reach it (another host, a container, a
-system without memfd) declines, and elements travel in frames. Of what lies in this memory the frame has the head alone.
+The worker makes the memory and offers it in its first message. A server that can't reach it (another host, a container,
+a system without memfd) declines, and elements travel in frames. A frame of shared memory carries only its head.
 """
 
 from __future__ import annotations

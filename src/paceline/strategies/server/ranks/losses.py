@@ -1,4 +1,4 @@
-"""Who was lost in a run and who came back, kept where it outlives the coordinator."""
+"""Which ranks a run lost and which came back, kept where it outlives the coordinator."""
 
 from __future__ import annotations
 

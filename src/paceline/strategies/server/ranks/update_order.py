@@ -1,4 +1,4 @@
-"""How steps are cut into updates: a turn is what leads to one of them."""
+"""How steps are cut into updates: a turn is the work for one update."""
 
 from __future__ import annotations
 
