@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import doctest
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import PlanError
+from paceline.job import Job
 from paceline.planner.program import step_program
 from paceline.plans import Plan
 from paceline.simulate.play import Player
@@ -89,3 +91,10 @@ def test_every_plan_key_is_explained():
     with pytest.raises(PlanError) as caught:
         Plan.parse("data=0")
     assert set(keys) == set(re.findall(r"(\w+)=", str(caught.value).rpartition("keys of a plan are")[2]))
+
+
+def test_job_fields_on_the_page_exist():
+    """The table of docs/job.md names fields that a Job has."""
+    table = (ROOT / "docs" / "job.md").read_text(encoding="utf-8").split("## Fields")[1].split("\n## ")[0]
+    names = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \| ", table, flags=re.MULTILINE))))
+    assert {"model", "epochs", "steps"} <= names <= {field.name for field in fields(Job)}
