@@ -1,7 +1,7 @@
 """How long the ranks of a pipeline idle under each schedule, beside the schedule's own bubble.
 
-Stages are paced: a forward, the gradient of the input and that of the weight each sleep, in place of an accelerator
-that computes while the CPU waits, so that four ranks can be measured on two cores.
+Stages are paced: a forward, the gradient of the input and the gradient of the weight each sleep, in place of an
+accelerator that computes while the CPU waits. Four ranks can so be measured on two cores.
 
     python -m benchmarks.bubble [--ranks 4] [--microbatches 8] [--pace-ms 20] [--json]
 """

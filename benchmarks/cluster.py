@@ -1,8 +1,8 @@
-"""How each way of bringing updates together scales over hosts whose links are slow, on a cluster of namespaces.
+"""How each way of synchronising updates scales over hosts with slow links, on a cluster of network namespaces.
 
-Every host runs the same `paceline train` under the plan; the model is paced (`benchmarks/lab/paced.py`), so that two
-cores are enough for eight hosts. Efficiency is samples a second by what so many hosts would do without a network, each
-at its own speed: one may be slower than the others, or all may stand still in turn.
+Every host runs the same `paceline train` under the plan. The model is paced (`benchmarks/lab/paced.py`), so two cores
+are enough for eight hosts. Efficiency is samples a second, divided by what the hosts would reach without a network,
+each at its own speed: one may be slower than the others, or all may stand still in turn.
 
     python -m benchmarks.cluster [--hosts 1 2 4 8] [--mbit-s 400] [--ways NAME...] [--json FILE] [--plot FILE]
                                  [--slower 3] [--pause-s 2]

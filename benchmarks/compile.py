@@ -1,15 +1,15 @@
-"""A small GPT with compile=blocks and without: its speed, what compiling costs, and when that is paid back.
+"""A small GPT with and without compile=blocks: its speed, the time of compiling, and when that time is paid back.
 
     python -m benchmarks.compile [--form gpt|llama] [--pairs 100] [--batch 32] [--json]
 
-The byte GPT of the examples, or one of its size in Llama's form: RMS norms, rotary positions and SwiGLU, which are
-chains of small operators. Each part runs in a process of its own with one thread, which keeps its heap as ranks do, and
-compiles from nothing: torch's cache and its precompiled headers are empty.
+The model is the byte GPT of the examples, or one of its size in Llama's form: RMS norms, rotary positions and SwiGLU,
+which are chains of small operators. Each part runs in a separate process with one thread, which keeps its heap as ranks
+do. It compiles from nothing: torch's cache and its precompiled headers are empty.
 
-measured: a step with compiled blocks and one without in turns, on the same samples, in CPU seconds of the process and
-    of the compilers that it starts, which others on the machine change least. The gain of a step is the median over
-    pairs, with its 95 % interval. The break-even number of steps is what compiling takes by what a step gains.
-rehearsed: what `plan` knows of both plans after it has tried them. priced: what it says before anything runs.
+measured: a step with compiled blocks and one without, in turns, on the same samples, in CPU seconds of the process and
+    of the compilers that it starts, which other load changes least. The gain of a step is the median over pairs, with
+    its 95 % interval. The break-even number of steps is the time of compiling divided by the gain of a step.
+rehearsed: what `plan` knows of both plans after it has rehearsed them. priced: what it says before anything runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What it costs in loss to meet less often, in fewer bytes or without waiting: every way beside the synchronous one.
+"""What it costs in loss to synchronise less often, in fewer bytes or without waiting, beside the synchronous way.
 
-All train the same job from the same seed on equally many samples with equal settings of the job, on ranks of this
-machine; none was tuned by itself, but that an asynchronous way may leave out momentum, for it has its own.
+All ways train the same job from the same seed on equally many samples with equal settings, on ranks of this machine. No
+way was tuned, with one exception: an asynchronous way may leave out momentum, because asynchrony adds momentum.
 
     python -m benchmarks.quality [--job gpt|digits] [--workers 4] [--ways NAME...] [--set NAME=VALUE...] [--json FILE]
                                  [--synchronous-first STEPS]

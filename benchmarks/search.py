@@ -1,11 +1,12 @@
-"""Trials an hour beside Optuna with a process a trial and Ray Tune; and how soon a search is where random search ends.
+"""Trials an hour beside Optuna with a process a trial and Ray Tune; and how soon a search equals random search.
 
     python -m benchmarks.search rate [--rounds 3] [--trials 16] [--json]
     python -m benchmarks.search sooner [--seeds 5] [--trials 60] [--json]
 
-`rate`: the same trials of `examples/05_search.py`, which differ in the learning rate alone, on two CPU processes, in
-turns; the time is of the whole command, start and figures included. `sooner`: the whole space; random search without
-pruning uses up its budget, and TPE with the median's pruning is timed to the validation loss that it found.
+`rate`: the same trials of `examples/05_search.py`, which differ only in the learning rate, on two CPU processes, in
+turns. The time is that of the whole command, with its start and its figures. `sooner`: the whole space. Random search
+without pruning uses its whole budget; then TPE with the median's pruning is timed until it reaches the same validation
+loss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What two ways of splitting a model win on two CPU ranks, each beside the same work split otherwise, in turns.
+"""What two ways of splitting a model gain on two CPU ranks, each beside the same work split otherwise, in turns.
 
 branches: two equal towers on two parts, beside the same placement with the second tower waiting for the first.
 balance: a pipeline of a lopsided model cut by cost, beside one with equally many layers a stage.

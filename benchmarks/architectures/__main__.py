@@ -3,9 +3,9 @@
     python -m benchmarks.architectures table [--run DIR]
     python -m benchmarks.architectures compare [--seeds 20] [--trials 192] [--plot FILE.svg] [--json]
 
-`table` trains all 192 nets of `net.py` with 3 seeds each, and writes `table.csv`; that is a search over a grid, which
-goes on where it was stopped. `compare` looks up in the table what a trial would have come to, with one of the seeds by
-chance, and counts trials until one is of a net among the best 5 % by mean validation loss.
+`table` trains all 192 nets of `net.py` with 3 seeds each and writes `table.csv`. It is a search over a grid and goes on
+where it was stopped. `compare` looks up in the table what a trial would have reached, with one of the seeds at random,
+and counts trials until one is of a net among the best 5 % by mean validation loss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same trials as Paceline's in the hands of others: Optuna with one process a trial, and Ray Tune.
+"""The same trials as Paceline's, run by others: Optuna with one process a trial, and Ray Tune.
 
     python -m benchmarks.contenders.search_trials optuna|ray TRIALS PROCESSES     # prints JSON
 

@@ -1,4 +1,4 @@
-"""What comes of runs that can't go on: too little memory, a rank that is killed."""
+"""Runs that can't go on, and how they end: too little memory, a rank that is killed."""
 
 from __future__ import annotations
 

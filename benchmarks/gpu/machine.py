@@ -1,4 +1,4 @@
-"""What the machine is, in the words of its own tools. As a module it prints what torch sees, as JSON."""
+"""A description of the machine by its own tools. As a module it prints what torch sees, as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that was predicted of a rank beside the most that torch allocated on its GPU, for each kind of plan."""
+"""The predicted memory of a rank beside the peak of torch's allocator on its GPU, for each kind of plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Throughput beside a loop written by hand, and what was predicted of time and memory beside what came."""
+"""Throughput beside a hand-written loop, and predicted time and memory beside the measured ones."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Host time of a step on two GPUs that pretend, beside loops written by hand, in turns.
+"""Host time of a step on two pretended GPUs, beside hand-written loops, in turns.
 
     python -m benchmarks.host [--rounds 7] [--steps 40] [--plans PLAN...] [--json]
 
-The model is so small that a step is what Python and torch do to launch it. The pretended device runs its kernels on the
-host, so their time is in every figure alike, and ratios are nearer to 1 than on a GPU. What ranks send each other goes
-through gloo, whose threads' time is in the first figures and left out of the second ones.
+The model is so small that a step is only the launching by Python and torch. The pretended device runs its kernels on
+the host, so their time is in every figure alike, and ratios are nearer to 1 than on a GPU. Messages go through gloo;
+the time of its threads is in the first figures and left out of the second ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A job whose layers take the time that an accelerator would, asleep, and release gradients of a real size as they go.
+"""A job whose layers sleep while an accelerator would compute, and release gradients of a real size meanwhile.
 
-A worker's step of `step_s` seconds is a third forward and two thirds backward, in equal parts over the layers. As with
-an accelerator the host runs ahead: a layer begins when the one before it is computed and its weights have come.
-Batches are cut over replicas, so each layer sleeps in proportion to the samples it is given: `step_s` is what one host
+A worker's step of `step_s` seconds is one third forward and two thirds backward, in equal parts over the layers. As
+with an accelerator the host runs ahead: a layer begins when the one before it is computed and its weights have arrived.
+Batches are cut over replicas, so each layer sleeps in proportion to the samples that it gets: `step_s` is what one host
 needs for `samples` samples. A host may be slower than the others, or be held up now and then: see `Pace`.
 
     paceline train benchmarks/lab/paced.py --plan "server=8 workers=8 colocate=yes" --set step_s=1.0

@@ -1,4 +1,4 @@
-"""What the planner says of a case: the same `estimate` as for any job."""
+"""The planner's prediction for a case: the same `estimate` as for any job."""
 
 from __future__ import annotations
 

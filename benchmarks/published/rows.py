@@ -1,7 +1,7 @@
 """Rows of a file of published measurements, as jobs, plans and clusters, with the conventions of each source.
 
-What a row leaves out is taken from its source's convention (`sources.py`) or from the model's public configuration; a
-row with something that a plan can't express is skipped, and says why.
+Figures that a row lacks come from its source's convention (`sources.py`) or from the model's public configuration. A
+row with something that a plan can't express is skipped, with the reason.
 """
 
 from __future__ import annotations

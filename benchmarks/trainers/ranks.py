@@ -1,5 +1,5 @@
 """Runs a trainer's script on two ranks again and again. The ranks are forks of one process that has imported the
-script, so that a run of a second does not begin with ten seconds of imports.
+script, so a run of a second does not begin with ten seconds of imports.
 
     python -m benchmarks.trainers.ranks SCRIPT NUM_PROCESSES
 

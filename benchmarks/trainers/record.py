@@ -1,4 +1,4 @@
-"""What a trainer's script is asked, and what it leaves: the losses of its steps and its final weights, in two files."""
+"""What a trainer's script is asked for, and what it leaves: the losses of its steps and its final weights."""
 
 from __future__ import annotations
 

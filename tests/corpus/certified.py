@@ -1,7 +1,7 @@
-"""What `paceline verify` says of the corpus: on plans that are exact it must not say that they fail.
+"""What `paceline verify` says of the corpus: it must not fail exact plans.
 
-Jobs are in float32, as those of most users; verify judges them in float64, too. A few have numbers of float64 in their
-loss or their data, and are judged in that alone.
+Jobs are in float32, as those of most users; verify judges them in float64 too. A few have float64 numbers in their loss
+or their data, and are judged only in float64.
 """
 
 from __future__ import annotations

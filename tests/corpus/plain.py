@@ -1,6 +1,6 @@
-"""A plain training loop on one device: what every plan is held against.
+"""A plain training loop on one device: every plan is compared with it.
 
-Nothing here is Paceline's but a job's fields, the order of data and the keys of random streams, which are contracts.
+It uses only a job's fields, the order of data and the keys of random streams from Paceline, which are contracts.
 """
 
 from __future__ import annotations

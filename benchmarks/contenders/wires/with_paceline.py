@@ -1,7 +1,7 @@
-"""Paceline's own: what a run's servers and workers talk by, from the handshake on; with `sum`, as without staleness.
+"""Paceline's own wire: what a run's servers and workers use, from the handshake on; with `sum`, as without staleness.
 
-Then a layer's weights leave as soon as all have pushed its gradient. Else a gradient is an update of its own, which
-nothing is added to, and weights leave when all is there. The optimizer is left out.
+With `sum`, a layer's weights leave as soon as all clients have pushed its gradient. Otherwise a gradient is a separate
+update, to which nothing is added, and weights leave when all of it is there. The optimizer is left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plain sockets: a thread for each peer, preallocated memory, eight bytes of length before each message.
 
-Nothing is checked and nobody proves anything: what the link and Python allow.
+Nothing is checked and no peer proves who it is: this is what the link and Python allow.
 """
 
 from __future__ import annotations
