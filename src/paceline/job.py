@@ -29,6 +29,9 @@ class Job:
             anything else (ignored targets, tokens). The whole window's count normalises once. None takes the model's
             own: `output.loss`, weighted by its tokens where the batch has 'labels' of tokens.
         optimizer: Builds the optimizer from (name, parameter) pairs.
+        sampler: Draws the indices of an epoch, as torch's samplers do; its length is that of an epoch. It must draw the
+            same for an epoch each time: from torch's global generator or from its attribute `generator`, which are
+            seeded by the epoch, or by `set_epoch`. By default each epoch is another shuffle of all samples.
         collate: Makes a batch of a list of samples: (input, target), or an input alone. It is called for each
             micro-batch, so padding may depend on what is in it; samples lie along dim 0. By default they are stacked.
         batch: Samples an optimizer step, over all devices.
@@ -55,6 +58,7 @@ class Job:
     optimizer: Callable[[Any], Any]
     batch: int
     loss: Callable[[Any, Any], Any] | None = None
+    sampler: Any = None
     collate: Callable[[list[Any]], Any] | None = None
     epochs: int | None = None
     steps: int | None = None
@@ -80,7 +84,7 @@ class Job:
     @property
     def num_samples(self) -> int | None:
         """Samples an epoch; None for a stream of unknown length."""
-        return _length(self.data)
+        return _length(self.data if self.sampler is None else self.sampler)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -97,6 +101,20 @@ class Job:
             return self.steps
         assert self.epochs is not None
         return None if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
+
+
+def _sampler_problems(job: Job) -> Iterator[str]:
+    if not hasattr(job.sampler, "__iter__") or _length(job.sampler) is None:
+        yield ("sampler must have __iter__ and __len__, as torch.utils.data.Sampler has, got "
+               f"{type(job.sampler).__name__}")
+    elif hasattr(job.sampler, "batch_size"):
+        yield (f"sampler must draw samples one by one, and a {type(job.sampler).__name__} draws batches; batch= cuts "
+               "them")
+    elif hasattr(job.sampler, "num_replicas"):
+        yield (f"sampler must draw for all devices together, and a {type(job.sampler).__name__} draws one rank's part; "
+               "leave it out, each rank takes its own part")
+    if _length(job.data) is None:
+        yield "sampler draws indices, and the data is a stream"
 
 
 def _length(data: Any) -> int | None:
@@ -144,6 +162,8 @@ def _problems(job: Job) -> Iterator[str]:
             yield "data has no samples"
         elif job.num_samples is not None and job.steps_per_epoch == 0:
             yield f"drop_last leaves nothing: data has {job.num_samples} samples and batch is {job.batch}"
+    if job.sampler is not None:
+        yield from _sampler_problems(job)
     for name, value in optional.items():
         if _length(value) == 0:
             yield f"{name} has no samples: leave it out, or give some"

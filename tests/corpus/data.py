@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 import paceline
 
@@ -58,6 +58,12 @@ def padded_tokens() -> paceline.Job:
 def own_target() -> paceline.Job:
     return make_job(lambda: nn.Sequential(nn.Linear(FEATURES, 3), nn.Tanh(), nn.Linear(3, FEATURES)), loss=F.mse_loss,
                     data=TensorDataset(numbers(SAMPLES, FEATURES)), optimizer=adamw)
+
+
+@entry("a sampler that draws some samples more often, and fewer an epoch")
+def weighted_sampler() -> paceline.Job:
+    weights = torch.arange(1.0, SAMPLES + 1)
+    return make_job(sampler=WeightedRandomSampler(weights, 2 * BATCH + 3), optimizer=adamw)
 
 
 @dataclass

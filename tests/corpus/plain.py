@@ -123,7 +123,7 @@ def _windows(job: Job) -> Iterator[list[Any]]:
     if isinstance(job.data, IterableDataset) or not hasattr(job.data, "__getitem__"):
         yield from _stream_windows(job)
         return
-    order = Order(len(job.data), job.batch, job.seed, job.drop_last)
+    order = Order.of(job)
     for step in count():
         window = order.window(step)
         items = []
@@ -220,7 +220,7 @@ def _ends_epoch(job: Job, step: int) -> bool:
     """Whether an epoch is over after so many steps."""
     if isinstance(job.data, IterableDataset) or not hasattr(job.data, "__getitem__"):
         return False  # no job of the corpus evaluates in a stream's course
-    order = Order(len(job.data), job.batch, job.seed, job.drop_last)
+    order = Order.of(job)
     return order.window(step).epoch != order.window(step - 1).epoch
 
 

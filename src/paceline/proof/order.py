@@ -16,7 +16,7 @@ from paceline.batches import collated
 from paceline.job import Job
 from paceline.proof.device import one_device
 from paceline.runtime.feed import MicroBatch, is_stream
-from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
+from paceline.runtime.streams import kept_streams, key_to_seed, seed_sample, seed_streams
 
 _WORD = (1 << 64) - 1
 _ROUNDS = 8
@@ -51,17 +51,30 @@ def _mixed(value: int, key: int) -> int:
     return value ^ (value >> 31)
 
 
-def windows(num_samples: int, job: Job) -> Iterator[tuple[int, list[int], list[int]]]:
+def windows(job: Job) -> Iterator[tuple[int, list[int], list[int]]]:
     """For every optimizer step its epoch, the positions of its samples in the epoch, and their indices; endless."""
-    epoch = 0
+    num_samples, epoch = len(job.data) if job.sampler is None else len(job.sampler), 0
     while True:
         start, seed = 0, key_to_seed(job.seed, "order", epoch)
+        drawn = _drawn(job, epoch) if job.sampler is not None else None
         while start < num_samples:
             positions = [position for position in range(start, start + job.batch) if position < num_samples]
             if len(positions) == job.batch or not job.drop_last:
-                yield epoch, positions, [shuffled(position, num_samples, seed) for position in positions]
+                yield epoch, positions, [shuffled(position, num_samples, seed) if drawn is None else drawn[position]
+                                         for position in positions]
             start += job.batch
         epoch += 1
+
+
+def _drawn(job: Job, epoch: int) -> list[int]:
+    """The sampler's indices of an epoch, drawn from generators that the seed and the epoch fix."""
+    with kept_streams():
+        seed_streams(job.seed, "sampler", epoch)
+        if isinstance(getattr(job.sampler, "generator", None), torch.Generator):
+            job.sampler.generator.manual_seed(key_to_seed(job.seed, "sampler", epoch))
+        if hasattr(job.sampler, "set_epoch"):
+            job.sampler.set_epoch(epoch)
+        return [int(index) for index in job.sampler]
 
 
 def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
@@ -72,7 +85,7 @@ def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
 
 
 def _indexed(job: Job) -> Iterator[tuple[Any, Any, int]]:
-    for epoch, positions, indices in windows(len(job.data), job):
+    for epoch, positions, indices in windows(job):
         items = []
         for position, index in zip(positions, indices, strict=True):
             seed_sample(key_to_seed(job.seed, "sample", epoch), position)
@@ -110,10 +123,10 @@ def order_difference(job: Job, *, steps: int) -> str | None:
 
     if is_stream(job.data):
         return None
-    order = Order(len(job.data), job.batch, job.seed, job.drop_last)
+    order = Order.of(job)
     last = order.steps_per_epoch
     wanted = sorted({*range(min(steps, last + 1)), *((last - 1, last) if last * job.batch <= _FEW else ())})
-    for step, (epoch, positions, indices) in enumerate(islice(windows(len(job.data), job), wanted[-1] + 1)):
+    for step, (epoch, positions, indices) in enumerate(islice(windows(job), wanted[-1] + 1)):
         if step not in wanted:
             continue
         window = order.window(step)

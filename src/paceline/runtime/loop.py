@@ -243,7 +243,7 @@ def cut_metrics(path: Path, step: int) -> None:
 def _steps(run: _Run) -> bool:
     """Take every step that is left. Returns whether the run was asked to stop."""
     job, context = run.job, run.context
-    order = None if is_stream(job.data) else Order(len(job.data), job.batch, job.seed, job.drop_last)
+    order = None if is_stream(job.data) else Order.of(job)
     recorder, stepper = run.stepper.trace, run.stepper
     feed = Prefetch(iter(_feed(run, order)), context.device, torch.float64 if job.precision == "float64" else None)
 

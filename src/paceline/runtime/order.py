@@ -1,8 +1,9 @@
 """The order of data: which sample is used when and by whom, known from the seed and a global cursor alone.
 
-An epoch is a permutation of the samples. An optimizer step uses a window of consecutive positions of it; each
-replica takes a run of the window, and each micro-batch a run of that. Nothing here depends on the ranks but
-the last two cuts, so every index is used exactly once an epoch on any number of ranks, without padding.
+An epoch is a permutation of the samples, or what the job's sampler draws. An optimizer step uses a window of
+consecutive positions of it; each replica takes a run of the window, and each micro-batch a run of that. Nothing here
+depends on the ranks but the last two cuts, so every position is used exactly once an epoch on any number of ranks,
+without padding.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.job import Job
+from paceline.runtime.sampling import DrawnEpochs
 from paceline.runtime.streams import key_to_seed
 
 _ROUNDS = 8  # four already hide the structure of a Feistel network from a learner; eight cost 30 us a batch
@@ -84,6 +87,14 @@ class Order:
     batch: int
     seed: int
     drop_last: bool = False
+    drawn: DrawnEpochs | None = None  # by the job's sampler, in place of the seed's shuffle
+
+    @classmethod
+    def of(cls, job: Job) -> Order:
+        """The order of a job whose data has a length."""
+        assert job.num_samples is not None
+        drawn = DrawnEpochs(job.sampler, job.seed, len(job.data)) if job.sampler is not None else None
+        return cls(job.num_samples, job.batch, job.seed, job.drop_last, drawn)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -97,7 +108,14 @@ class Order:
         return Window(epoch, start, min(self.batch, self.num_samples - start))
 
     def indices(self, epoch: int, positions: Sequence[int] | range) -> list[int]:
-        """Sample indices at these positions of the epoch."""
+        """Sample indices at these positions of the epoch.
+
+        Raises:
+            JobError: the sampler draws what it can't.
+        """
+        if self.drawn is not None:
+            whole = self.drawn.indices(epoch)
+            return [whole[position] for position in positions]
         shuffle = Permutation(self.num_samples, key_to_seed(self.seed, "order", epoch))
         return [int(index) for index in shuffle(np.asarray(positions, dtype=np.int64))]
 

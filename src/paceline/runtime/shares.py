@@ -35,7 +35,7 @@ def refuse_single_samples(job: Job, plan: Plan, shares: tuple[int, ...], device:
     if is_stream(job.data) or job.total_steps is None:
         return
     part = DataShard(shares, 0, plan.num_microbatches)
-    order = Order(len(job.data), job.batch, job.seed, job.drop_last)
+    order = Order.of(job)
     fewest, window = smallest_cut(order, job.total_steps, part)
     if fewest > 1 or window == 1:  # one device gets a window of one sample, too
         return

@@ -196,7 +196,9 @@ def _shortened(job: Job, steps: int) -> Job:
     job = replace(job, steps=steps, epochs=None)
     rest = 0 if job.num_samples is None or job.drop_last else job.num_samples % job.batch
     samples = (min(steps, 3) - 1) * job.batch + rest
-    if rest and steps > 1 and not is_stream(job.data) and job.num_samples is not None and samples < job.num_samples:
+    if job.sampler is not None or job.num_samples is None or is_stream(job.data):
+        return job
+    if rest and steps > 1 and samples < job.num_samples:
         return replace(job, data=Subset(job.data, range(samples)))
     return job
 

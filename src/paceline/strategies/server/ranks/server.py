@@ -45,7 +45,7 @@ class Server:
             raise JobError("the data is a stream, and servers hand out samples by their place",
                            hint="a data set with __len__ and __getitem__, or a data=N plan")
         assert job.total_steps is not None
-        self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
+        self.order = Order.of(job)
         self.turns = UpdateOrder(self.order, sync)
         self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
         self.memory = PeakMemory(context.device)

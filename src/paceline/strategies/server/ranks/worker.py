@@ -69,8 +69,7 @@ class Worker:
         self.arrivals = WeightArrivals(self.stepper.parameters, self.links, lambda: self.inbox.settled())
         self.pusher = Pusher(self.stepper.parameters, self.links, self.arrivals.settle)
         self.stepper.synchronisers += [self.rows, self.pusher]
-        assert job.num_samples is not None
-        self.order = Order(job.num_samples, job.batch, job.seed, job.drop_last)
+        self.order = Order.of(job)
         self.windows: Iterator[tuple[Window, list[MicroBatch]]] | None = None
         self.inbox = _Inbox(self.control, self.arrivals, takes_any=servers_of(plan).staleness != 0,
                             alive=partial(context.beat, "input"))
