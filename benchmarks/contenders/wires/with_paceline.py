@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.contenders.wires.rounds import ELEMENTS, PATIENCE_S, PushPull, Seat, echo, main
 from paceline.strategies.server.exchange.arrive import WeightArrivals
 from paceline.strategies.server.exchange.connection import ServerConnection, held
-from paceline.strategies.server.exchange.serve import Acceptor, ShardService, bytes_of
+from paceline.strategies.server.exchange.serve import Acceptor, ShardEvents, ShardService, ShardTerms, bytes_of
 from paceline.strategies.server.exchange.wire import Peer, Role, Uplink, connect, listen
 from paceline.strategies.server.shards import Shard, assign, fingerprint
 
@@ -62,10 +62,8 @@ def server(seat: Seat) -> Iterator[None]:
     def failed(error: Exception) -> None:
         raise error
 
-    exchange = ShardService(shard, num_parts=seat.clients if sums else 1, keeps_sending=False, version=0,
-                            measures=False, end=2**63, on_held=complete, on_lost=lambda peer, error: None,
-                            on_failed=failed,
-                            on_ready=ready, uplink=Uplink())
+    exchange = ShardService(shard, ShardTerms(seat.clients if sums else 1, end=2**63), ShardEvents(
+        held=complete, ready=ready, lost=lambda peer, error: None, failed=failed), Uplink())
     if sums:
         exchange.open(0, 1.0)
     secret = secrets.token_bytes(32)

@@ -27,6 +27,7 @@ from paceline.proof.reference import (
     EPSILON,
     Dtypes,
     Kinds,
+    PlainFigures,
     floors_of,
     limits_of,
     save_kind,
@@ -95,7 +96,7 @@ class FirstStep:
 
     def _reference(self, epsilon: float, variations: Sequence[Variation]) -> dict[str, Any]:
         floors = [{**floors_of(self.record, epsilon, largest_loss=abs(self.record.loss)), "evaluation": {}}]
-        spreads = spreads_of(self.job, self.folder, self.figures["losses"], floors, {}, None, variations, epsilon)
+        spreads = spreads_of(self.job, PlainFigures(self.folder, self.figures["losses"], floors), variations, epsilon)
         with self.random if self.random.is_needed else nullcontext(), suppress(Exception):
             # An optimizer that can't be made a second time for one model is judged without.
             for kind, moved in self._shaken(epsilon).items():

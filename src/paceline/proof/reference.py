@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,9 @@ def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandom
     with random:
         epsilon = coarsest(job)
         floors, figures = _write_plain(job, folder, reference, steps, random, evaluation, epsilon)
+    plain = PlainFigures(folder, reference["losses"], floors, figures, evaluation)
     with random if random.is_needed else nullcontext():
-        rounding, reordered = (spreads_of(job, folder, reference["losses"], floors, figures, evaluation, group, epsilon)
-                               for group in (ROUNDING, REORDERED))
+        rounding, reordered = (spreads_of(job, plain, group, epsilon) for group in (ROUNDING, REORDERED))
     spreads = [{kind: {name: _spread(rounding[step][kind][name], reordered[step][kind][name], least)
                        for name, least in named.items()} for kind, named in floor.items()}
                for step, floor in enumerate(floors)]
@@ -171,20 +171,34 @@ def _eps(tensor: torch.Tensor, epsilon: float) -> float:
     return max(torch.finfo(tensor.dtype).eps, epsilon if tensor.dtype != torch.float64 else 0.0)
 
 
-def spreads_of(job: Job, folder: Path, losses: list[float], floors: list[Kinds], figures: Named,
-               evaluation: Any, variations: Sequence[Variation], epsilon: float, *, shares: Sequence[int] = (1,),
-               microbatches: int = 1) -> list[Kinds]:
+@dataclass(frozen=True)
+class PlainFigures:
+    """What the plain loop gave, for its variations to be compared with.
+
+    folder: where its tensors are. losses: of each step. floors: the least that figures may differ by, of each step.
+    figures: of an evaluation on the data `evaluation`, by name.
+    """
+
+    folder: Path
+    losses: list[float]
+    floors: list[Kinds]
+    figures: Named = field(default_factory=dict)
+    evaluation: Any = None
+
+
+def spreads_of(job: Job, plain: PlainFigures, variations: Sequence[Variation], epsilon: float, *,
+               shares: Sequence[int] = (1,), microbatches: int = 1) -> list[Kinds]:
     """How far the variations move each figure at most, by step, kind and name.
 
     shares, microbatches: how the run that is varied cuts its batches.
     """
     spreads: list[Kinds] = [{kind: dict.fromkeys(names, 0.0) for kind, names in floor.items()}
-                                       for floor in floors]
+                            for floor in plain.floors]
     for variation in variations:
         scaled = replace(variation, shake=variation.shake * epsilon, nudge=variation.nudge * epsilon)
         try:
             run = PlainRun(job, variation=scaled, shares=shares, microbatches=microbatches)
-            _vary(run, folder, losses, figures, evaluation, spreads)
+            _vary(run, plain, spreads)
         except Exception:
             if variation not in REORDERED:
                 raise
@@ -192,9 +206,9 @@ def spreads_of(job: Job, folder: Path, losses: list[float], floors: list[Kinds],
     return spreads
 
 
-def _vary(run: PlainRun, folder: Path, losses: list[float], figures: Named, evaluation: Any,
-          spreads: list[Kinds]) -> None:
+def _vary(run: PlainRun, plain: PlainFigures, spreads: list[Kinds]) -> None:
     """Widen the spreads by what one more run gives."""
+    folder, losses = plain.folder, plain.losses
     for step, batch in enumerate(whole_batches(run.job, len(losses))):
         record = run.step(batch)
         if run.variation in REORDERED and bool(record.gradients) != bool(load_kind(folder, "gradient", step)):
@@ -204,8 +218,8 @@ def _vary(run: PlainRun, folder: Path, losses: list[float], figures: Named, eval
             theirs = record.tensors(kind)
             widen(spreads[step][kind], {name: distance(tensor, theirs.get(name))
                                          for name, tensor in load_kind(folder, kind, step).items()})
-    moved = run.evaluate(evaluation) if figures else {}
-    widen(spreads[-1]["evaluation"], {name: abs(moved[name] - value) for name, value in figures.items()})
+    moved = run.evaluate(plain.evaluation) if plain.figures else {}
+    widen(spreads[-1]["evaluation"], {name: abs(moved[name] - value) for name, value in plain.figures.items()})
 
 
 def _spread(rounding: float, reordered: float, least: float) -> float:
@@ -291,7 +305,7 @@ def write_cut(job: Job, folder: Path, whole: Mapping[str, Any], *, beside: Path,
              "coupling": coupling, "overflow": overflow}
     if coupling is None and overflow is None:
         return found
-    spreads = spreads_of(job, folder, losses, floors, {}, None, variations, whole["epsilon"], shares=shares,
+    spreads = spreads_of(job, PlainFigures(folder, losses, floors), variations, whole["epsilon"], shares=shares,
                          microbatches=microbatches)
     limits = [_wider(limit, whole, step) for step, limit in enumerate(limits_of(floors, spreads))]
     return {**with_limits(found, limits), **({"power": _power(job, beside, limits)} if "power" in whole else {})}

@@ -63,7 +63,7 @@ from paceline.strategies.compose import (
     step_sync_of,
 )
 from paceline.strategies.data.sparse import with_dense_gradient
-from paceline.strategies.layout import Layout
+from paceline.strategies.layout import CutBasis, Layout, ModelUse
 from paceline.strategies.mesh import Mesh, axes_cut, is_about_parts, local_part
 from paceline.strategies.shard.run import is_sharded
 from paceline.strategies.spill import CannotSpill, Spill
@@ -177,15 +177,13 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
                            cast_dtype=getattr(torch, AUTOCAST[job.precision]))
     forwards_may_write = device.type == "cpu" or bool(limited_by_norm(model)) or may_write(model)
     running, attributes = spill.running if spill is not None else nullcontext, ChangingAttributes(model)
-    layout = lay_out(model, plan=plan, mesh=mesh, device=device, devices=devices, running=running,
-                     example=lambda samples: example_batch(job, samples).to(device, dtype),
-                     context=lambda: autocast(job, device),
-                     microbatch_samples=-(-job.batch // (plan.replicas * plan.num_microbatches)),
-                     functions={"the loss": job.criterion,
-                                **{f"metric '{name}'": metric for name, metric in job.metrics.items()}},
-                     state_factor=lambda: state_factor(job, model), precision=job.precision,
-                     evaluated=partial(_evaluation_batch, job, plan, mesh, device) if job.validation is not None
-                     else None)
+    use = ModelUse(
+        lambda samples: example_batch(job, samples).to(device, dtype), lambda: autocast(job, device),
+        {"the loss": job.criterion, **{f"metric '{name}'": metric for name, metric in job.metrics.items()}},
+        partial(_evaluation_batch, job, plan, mesh, device) if job.validation is not None else None, running)
+    basis = CutBasis(-(-job.batch // (plan.replicas * plan.num_microbatches)), lambda: state_factor(job, model),
+                     devices, job.precision)
+    layout = lay_out(model, use, basis, plan=plan, mesh=mesh, device=device)
     with running():
         synchronisers = prepare(layout.module, plan=plan, mesh=mesh, observed=observed,
                                 device=device if may_be_elsewhere(plan, model) else None)

@@ -7,14 +7,13 @@ only what the one before left.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from paceline.capture.compare import is_comparable
 from paceline.capture.probe import NOTHING, Observed
 from paceline.plans import Plan
-from paceline.strategies.layout import Batch, Layout, Whole
+from paceline.strategies.layout import CutBasis, Layout, ModelUse, Whole
 from paceline.strategies.registry import active
 from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.step_sync import StepSync, SyncEveryStep
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from paceline.cluster import Device
-    from paceline.job import Precision
     from paceline.strategies.mesh import Mesh
 
 
@@ -189,31 +186,14 @@ def step_sync_of(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> StepSync:
     return said[0] if said else SyncEveryStep(mesh.world_size)
 
 
-def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device, example: Callable[[int], Batch],
-            context: Callable[[], Any], microbatch_samples: int,
-            state_factor: Callable[[], float], devices: Sequence[Device], precision: Precision,
-            functions: Mapping[str, Callable[[Any, Any], Any]], evaluated: Callable[[], Batch] | None,
-            running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Layout:
-    """What this rank runs of the model. Collective.
-
-    Args:
-        microbatch_samples: Most samples of a micro-batch.
-        state_factor: Gives bytes of optimizer state a byte of parameters.
-        devices, precision: Of each rank, and of the job.
-        example: Makes a batch of so many samples, for plans that must see the model's forward.
-        context: The numeric context of a forward.
-        functions: The job's loss and metrics, from (output, target), by what they are called in a message.
-        evaluated: Makes a batch as the model is evaluated on; None if it isn't.
-        running: Entered where the whole model's weights are used.
-    """
+def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mesh: Mesh,
+            device: torch.device) -> Layout:
+    """What this rank runs of the model. Collective."""
     if plan.splits_model or (_gathers_weights(plan) and _reads_past_modules(model)):
         from paceline.strategies.stages.build import lay_out as lay_out_stages
 
-        return lay_out_stages(model, plan=plan, mesh=mesh, device=device, example=example, context=context,
-                              microbatch_samples=microbatch_samples, state_factor=state_factor,
-                              devices=devices, precision=precision, functions=functions, evaluated=evaluated,
-                              running=running)
-    return Whole(model, context, meets_in_forward=_gathers_weights(plan))
+        return lay_out_stages(model, use, basis, plan=plan, mesh=mesh, device=device)
+    return Whole(model, use.context, meets_in_forward=_gathers_weights(plan))
 
 
 def _gathers_weights(plan: Plan) -> bool:

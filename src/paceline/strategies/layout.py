@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from paceline.cluster import Device
+    from paceline.job import Precision
+
 
 class Batch(Protocol):
     """A micro-batch, as far as a model and its loss are concerned. samples: that count; 0 for a stand-in."""
@@ -30,6 +33,39 @@ class Batch(Protocol):
 
     def to(self, device: torch.device) -> Batch:
         """On the device."""
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """How a job runs its model, for plans that must see the forward.
+
+    example: makes a batch of so many samples; where a model is cut does not depend on their values.
+    context: the numeric context of a forward.
+    functions: the job's loss and metrics, from (output, target), by what they are called in a message.
+    evaluated: makes a batch as the model is evaluated on; None if it isn't.
+    running: entered where the whole model's weights are used.
+    """
+
+    example: Callable[[int], Batch]
+    context: Callable[[], Any]
+    functions: Mapping[str, Callable[[Any, Any], Any]]
+    evaluated: Callable[[], Batch] | None = None
+    running: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True)
+class CutBasis:
+    """What says which cut of a model is even.
+
+    microbatch_samples: most samples of a micro-batch.
+    state_factor: gives bytes of optimizer state a byte of trainable parameters.
+    devices: of each rank. precision: of the job.
+    """
+
+    microbatch_samples: int
+    state_factor: Callable[[], float]
+    devices: Sequence[Device]
+    precision: Precision
 
 
 class MicrobatchWork(Protocol):

@@ -28,7 +28,7 @@ from paceline.strategies.server.exchange.serve import bytes_of
 from paceline.strategies.server.exchange.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, connect
 from paceline.strategies.server.ranks.coordinator import Coordinator
 from paceline.strategies.server.ranks.messages import checked
-from paceline.strategies.server.ranks.roles import Rendezvous
+from paceline.strategies.server.ranks.roles import RankTask, Rendezvous
 from paceline.strategies.server.ranks.server_state import build
 from paceline.strategies.server.ranks.worker import Worker
 
@@ -106,15 +106,16 @@ class Run:
         self.contexts = [RankContext(rank, world, world, torch.device("cpu"), store, HeartbeatTable(1), 0, "try",
                                      secret=SECRET, timeout_s=timeout_s, deaths=(0,) * world, restarts=3)
                          for rank in range(world)]
-        self.meeting = Rendezvous(self.contexts[0], "servers/1")
         model, shards = build(self.job, self.plan)
-        self.coordinator = Coordinator(
-            self.contexts[0], self.job, self.plan, Settings(None, self.shares), number=0, model=model, shards=shards,
-            meeting=self.meeting, uplink=Uplink())
+        self.coordinator = Coordinator(self.task(0), number=0, model=model, shards=shards)
         self.shard = shards[0]
         self.ended: queue.Queue[Any] = queue.Queue()
         self.opened: list[Connection] = []
         self._start(self.coordinator.run)
+
+    def task(self, rank: int) -> RankTask:
+        return RankTask(self.contexts[rank], self.job, self.plan, Settings(None, self.shares),
+                        Rendezvous(self.contexts[rank], "servers/1"), Uplink())
 
     def _start(self, work: Callable[[], Any]) -> None:
         def ends() -> None:
@@ -133,8 +134,7 @@ class Run:
 
     def work(self, number: int) -> None:
         """A worker that behaves begins, on a thread."""
-        worker = Worker(self.contexts[number + 1], self.job, self.plan, Settings(None, self.shares), number=number,
-                        meeting=Rendezvous(self.contexts[number + 1], "servers/1"), uplink=Uplink())
+        worker = Worker(self.task(number + 1), number=number)
         threading.Thread(target=worker.run, daemon=True).start()
 
     def end(self) -> Any:

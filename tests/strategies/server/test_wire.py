@@ -25,7 +25,7 @@ from paceline.strategies.server.exchange import shared as memory
 from paceline.strategies.server.exchange import wire
 from paceline.strategies.server.exchange.arrive import WeightArrivals
 from paceline.strategies.server.exchange.connection import Pusher, ServerConnection
-from paceline.strategies.server.exchange.serve import Acceptor, ShardService, bytes_of
+from paceline.strategies.server.exchange.serve import Acceptor, ShardEvents, ShardService, ShardTerms, bytes_of
 from paceline.strategies.server.exchange.wire import (
     Connection,
     Header,
@@ -70,11 +70,10 @@ class Served:
         self.held: queue.Queue[tuple[int, float]] = queue.Queue()
         self.lost: queue.Queue[tuple[Peer, WireError]] = queue.Queue()
         self.failed: queue.Queue[Exception] = queue.Queue()
-        self.exchange = ShardService(SHARD, num_parts=num_parts, keeps_sending=True, version=0, measures=True, end=100,
-                                     on_held=lambda *told: self.held.put(told),
-                                     on_lost=lambda *told: self.lost.put(told),
-                                     on_failed=self.failed.put,
-                                     on_ready=lambda gradients, scale: None, uplink=Uplink())
+        self.exchange = ShardService(
+            SHARD, ShardTerms(num_parts, end=100, keeps_sending=True, measures=True),
+            ShardEvents(held=lambda *told: self.held.put(told), ready=lambda gradients, scale: None,
+                        lost=lambda *told: self.lost.put(told), failed=self.failed.put), Uplink())
         self.door = Acceptor(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=LAYOUT)
         for view in self.exchange.views.values():
             view.fill_(1.5)
@@ -369,10 +368,10 @@ class Attacked:
         self.held: queue.Queue[int] = queue.Queue()
         self.failed: queue.Queue[Exception] = queue.Queue()
         self.exchange = ShardService(
-            TABLED, num_parts=1, keeps_sending=True, version=0, measures=True, end=100,
-            on_held=lambda update, squares: self.held.put(update),
-            on_lost=lambda peer, error: self.exchange.dismiss(peer.number, peer.incarnation, keeps=[]),
-            on_failed=self.failed.put, on_ready=lambda gradients, scale: None, uplink=Uplink())
+            TABLED, ShardTerms(1, end=100, keeps_sending=True, measures=True), ShardEvents(
+                held=lambda update, squares: self.held.put(update), ready=lambda gradients, scale: None,
+                lost=lambda peer, error: self.exchange.dismiss(peer.number, peer.incarnation, keeps=[]),
+                failed=self.failed.put), Uplink())
         for view in self.exchange.views.values():
             view.fill_(1.0)
         self.door = Acceptor(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=fingerprint([TABLED]))

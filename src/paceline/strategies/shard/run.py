@@ -52,7 +52,6 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     Parameters that autocast casts in any case are gathered cast; see `gathers.py`.
     """
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
 
     from paceline.strategies.shard.gathers import gather_in
 
@@ -76,34 +75,16 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPPieceModule\) returned a view")
     sharded = {name: module for name, module in {**units, **outermost}.items()
                if module is model or any(p not in whole for p in module.parameters())}
-    cast: frozenset[str] = frozenset()
-    if observed.cast_dtype is not None:
-        cast = _agreed(observed.cast - hooks.keys(), model, along)
-        if mesh.rank == 0:
-            numbers = {name: p.numel() for name, p in model.named_parameters()}
-            logger.info("of all parameters %.1f %% are gathered in %s: what autocast casts before anything uses it",
-                        100 * sum(numbers[name] for name in cast) / sum(numbers.values()),
-                        str(observed.cast_dtype).removeprefix("torch."))
+    cast = _gathered_cast(model, observed, hooks.keys(), along)
     for path, unit in sharded.items():
-        uncut = [p for p in unit.parameters() if p not in whole and not is_sharded(p)] if device is not None else []
-        if device is not None:  # FSDP2 brings the others
-            _bring(device, [p for p in uncut if hasattr(p, "device_mesh")])
-        module = fully_shard(unit, mesh=along, reshard_after_forward=plan.zero == 3, ignored_params=whole)
-        while uncut:
-            _let_go_of(uncut.pop())
+        module = _shard_unit(unit, along, whole, stays_gathered=plan.zero < 3, device=device)
         if unit is not model:
             WritableInputs(unit, path)
-        # Gradients are sums: the loss is already divided by the whole window's count.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
         if plan.zero == 3:
             unit.register_forward_hook(_let_go_without_gradients)
-        # Ranks may use different parameters of a unit (experts): all take part in its reduction.
-        if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
-            module.set_reduce_scatter_unused_params(True, recurse=False)
-            if observed.cast_dtype is not None:
-                gather_in(observed.cast_dtype, module, {
-                    p for name, p in unit.named_parameters(prefix=path) if name in cast and is_sharded(p)})
+        if observed.cast_dtype is not None and hasattr(module, "set_reduce_scatter_unused_params"):
+            gather_in(observed.cast_dtype, module, {
+                p for name, p in unit.named_parameters(prefix=path) if name in cast and is_sharded(p)})
     if device is not None:
         _bring(device, [*(p for p in model.parameters() if not is_sharded(p)), *model.buffers()])
     running = _Running()
@@ -113,6 +94,39 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
     return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard"), sparse=observed.sparse),
                     zero=plan.zero, hooks=hooks, running=running)
+
+
+def _shard_unit(unit: nn.Module, along: DeviceMesh, whole: set[nn.Parameter], *, stays_gathered: bool,
+                device: torch.device | None) -> FSDPModule:
+    """Hand a unit to FSDP2, but for what stays whole, and bring it to the device, where one is given."""
+    from torch.distributed.fsdp import fully_shard
+
+    uncut = [p for p in unit.parameters() if p not in whole and not is_sharded(p)] if device is not None else []
+    if device is not None:  # FSDP2 brings the others
+        _bring(device, [p for p in uncut if hasattr(p, "device_mesh")])
+    module = fully_shard(unit, mesh=along, reshard_after_forward=not stays_gathered, ignored_params=whole)
+    while uncut:
+        _let_go_of(uncut.pop())
+    # Gradients are sums: the loss is already divided by the whole window's count.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    # Ranks may use different parameters of a unit (experts): all take part in its reduction.
+    if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+    return module
+
+
+def _gathered_cast(model: nn.Module, observed: Observed, hooked: Collection[str], along: DeviceMesh) -> frozenset[str]:
+    """Parameters that are gathered in the dtype that autocast casts them to. Collective."""
+    if observed.cast_dtype is None:
+        return frozenset()
+    cast = _agreed(observed.cast.difference(hooked), model, along)
+    if dist.get_rank() == 0:
+        numbers = {name: p.numel() for name, p in model.named_parameters()}
+        logger.info("of all parameters %.1f %% are gathered in %s: what autocast casts before anything uses it",
+                    100 * sum(numbers[name] for name in cast) / sum(numbers.values()),
+                    str(observed.cast_dtype).removeprefix("torch."))
+    return cast
 
 
 def _agreed(names: Collection[str], model: nn.Module, mesh: DeviceMesh) -> frozenset[str]:

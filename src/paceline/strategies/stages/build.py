@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,37 +20,25 @@ from paceline.capture.state import state_kept
 from paceline.errors import PacelineError, PlanRefused
 from paceline.launch.logs import logger
 from paceline.strategies.compile.run import refuse_compiled
-from paceline.strategies.layout import Batch
+from paceline.strategies.layout import Batch, CutBasis, ModelUse
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
-from paceline.strategies.stages.layout import Stages, first_names, hollow, kept_whole, renamed
+from paceline.strategies.stages.layout import CapturedModel, Stages, first_names, hollow, kept_whole, renamed
+from paceline.strategies.tensor.piece import CutRules
 from paceline.strategies.tensor.published import published
 from paceline.strategies.tensor.run import TensorSplit, derive
 from paceline.strategies.units import refuse_scripted
 
 if TYPE_CHECKING:
-    from paceline.cluster import Device
-    from paceline.job import Precision
     from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
 
 
-def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
-            example: Callable[[int], Batch], context: Callable[[], Any], microbatch_samples: int,
-            state_factor: Callable[[], float], devices: Sequence[Device], precision: Precision,
-            functions: Mapping[str, Callable[[Any, Any], Any]], evaluated: Callable[[], Batch] | None,
-            running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Stages:
+def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mesh: Mesh,
+            device: torch.device) -> Stages:
     """This rank's part of a model that is cut into stages, or whose layers are split, or both. Collective.
 
     Args:
         model: Whole, with its initial weights; it is left hollow. It need not be on the device.
-        example: Makes a batch of so many samples; where the model is cut does not depend on their values.
-        context: The numeric context of a forward.
-        microbatch_samples: Most samples of a micro-batch.
-        state_factor: Gives bytes of optimizer state a byte of trainable parameters.
-        devices, precision: Of each rank, and of the job: they say which cut is even.
-        functions: The job's loss and metrics, from (output, target), by what they are called in a message.
-        evaluated: Makes a batch as the model is evaluated on; None if it isn't.
-        running: Entered where the whole model's weights are used.
 
     Raises:
         PlanRefused: the model can't be captured, or its capture would compute something else, or it can't be evaluated
@@ -59,10 +48,37 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
     model.train()
     refuse_scripted(model, "a plan that splits the model")
     refuse_compiled(model, "a plan that splits the model")
+    captured, here = _captured(model, use, device)
+    assignment = assigned(model, captured.example, plan, samples=basis.microbatch_samples,
+                          state_factor=basis.state_factor(), devices=basis.devices, precision=basis.precision)
+    if here != device:
+        captured = replace(captured, example=_captured_on(device, model, use, captured.opaque))
+    split = TensorSplit()
+    if plan.axes.tensor > 1:
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        with use.context(), use.running(), state_kept(model):
+            inputs = captured.example.bind(*use.example(EXAMPLE_SAMPLES).arguments())
+            split = derive(captured.example, dict(model.named_parameters()), buffers, inputs,
+                           mesh.devices(device.type)["tensor"], batches=basis.microbatch_samples / EXAMPLE_SAMPLES,
+                           rules=CutRules(published(model), kept_whole(model, captured.example), plan.axes.shard > 1))
+    with use.running():
+        stages = Stages(model, hollow(model, device), captured, assignment, mesh=mesh, device=device,
+                        context=use.context, split=split)
+    if use.evaluated is not None:
+        stages.prepare_evaluation(use.evaluated())
+    return stages
+
+
+def _captured(model: nn.Module, use: ModelUse, device: torch.device) -> tuple[CapturedModel, torch.device]:
+    """The model's forward, and where it was captured: where the weights are, if the model's own code runs there.
+
+    Raises:
+        PlanRefused: the model can't be captured, or a function uses more of the model than its output.
+    """
     opaque, here = OpaqueModules(), next(model.parameters()).device
-    with context():
+    with use.context():
         try:
-            found, findings = faithful_capture(model, _nearby(example, here), opaque, running)
+            example, findings = faithful_capture(model, _nearby(use.example, here), opaque, use.running)
         except Exception as error:
             if here == device or isinstance(error, PacelineError):
                 raise
@@ -70,35 +86,17 @@ def lay_out(model: nn.Module, *, plan: Plan, mesh: Mesh, device: torch.device,
                         type(error).__name__, (str(error).splitlines() or [""])[0], device)
             model.to(device)
             opaque, here = OpaqueModules(), device
-            found, findings = faithful_capture(model, example, opaque, running)
+            example, findings = faithful_capture(model, use.example, opaque, use.running)
         notes = () if is_comparable(model) else (
             f"not compared with the model itself before the first step: it has more than {MAX_BYTES / 2**20:.0f} MiB",)
-        batch = _nearby(example, here)(EXAMPLE_SAMPLES)
+        batch = _nearby(use.example, here)(EXAMPLE_SAMPLES)
         refuse_readers(model, *batch.arguments(), functions={
-            name: partial(_of_output, function, batch.target) for name, function in functions.items()}, running=running)
-    cut = assigned(model, found, plan, samples=microbatch_samples, state_factor=state_factor(), devices=devices,
-                   precision=precision)
-    if here != device:
-        found = _captured_on(device, model, example, context, opaque)
-    split = TensorSplit()
-    if plan.axes.tensor > 1:
-        buffers = dict(model.named_buffers(remove_duplicate=False))
-        with context(), running(), state_kept(model):
-            inputs = found.bind(*example(EXAMPLE_SAMPLES).arguments())
-            split = derive(found, dict(model.named_parameters()), buffers, inputs,
-                           mesh.devices(device.type)["tensor"], batches=microbatch_samples / EXAMPLE_SAMPLES,
-                           wishes=published(model), sharded=plan.axes.shard > 1, whole=kept_whole(model, found))
-    with running():
-        stages = Stages(model, hollow(model, device), example=found, stage_of=cut.stage_of,
-                      ranks=cut.ranks, orders=cut.orders, mesh=mesh, axis=mesh.stage_axis, device=device,
-                      context=context, split=split, opaque=opaque, changing=findings.changing, notes=notes)
-    if evaluated is not None:
-        stages.prepare_evaluation(evaluated())
-    return stages
+            name: partial(_of_output, function, batch.target) for name, function in use.functions.items()},
+            running=use.running)
+    return CapturedModel(example, opaque, findings.changing, notes), here
 
 
-def _captured_on(device: torch.device, model: nn.Module, example: Callable[[int], Batch], context: Callable[[], Any],
-                 opaque: OpaqueModules) -> Capture:
+def _captured_on(device: torch.device, model: nn.Module, use: ModelUse, opaque: OpaqueModules) -> Capture:
     """The capture of a model as it runs on a device that its weights are not on. Its buffers are brought there.
 
     Raises:
@@ -107,9 +105,9 @@ def _captured_on(device: torch.device, model: nn.Module, example: Callable[[int]
     held = [(module, dict(module._parameters)) for module in model.modules()]
     tensors = hollow(model, device)
     try:
-        with context():
-            found = capture(model, *example(EXAMPLE_SAMPLES).arguments(), opaque=opaque, tensors=tensors)
-            return renamed(found, first_names(model))
+        with use.context():
+            example = capture(model, *use.example(EXAMPLE_SAMPLES).arguments(), opaque=opaque, tensors=tensors)
+            return renamed(example, first_names(model))
     except CaptureFailed as failed:
         raise _refused(failed) from failed
     finally:

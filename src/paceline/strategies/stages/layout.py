@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from paceline.errors import JobError, PlanRefused
 from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
 from paceline.strategies.layout import Batch, Extent, MicrobatchWork
 from paceline.strategies.pipeline.schedule import Action
+from paceline.strategies.stages.assignment import Assignment
 from paceline.strategies.stages.engine import Engine, Links, Stage, Staged, cut
 from paceline.strategies.stages.module import PieceModule, PieceModules
 from paceline.strategies.tensor.leaf import leaf_of
@@ -81,25 +82,38 @@ def hollow(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
     return found
 
 
+@dataclass(frozen=True)
+class CapturedModel:
+    """A model's forward.
+
+    example: of a training batch. opaque: modules that are taken whole. changing: buffers that a forward changes, by
+    name. notes: to show when a run begins.
+    """
+
+    example: Capture
+    opaque: OpaqueModules
+    changing: Collection[str] = ()
+    notes: Sequence[str] = ()
+
+
 class Stages:
     """Stages of a model on their ranks; see `Layout`.
 
-    template: the model, hollow. tensors: its parameters, real ones until `let_go`. stage_of: the stage of each piece by
-    key, of the training capture, `example`. ranks: where along `axis` each stage runs. orders: of actions, for each
-    rank. split: of layers over the tensor axis. opaque: modules that are taken whole. changing: buffers that a forward
-    changes, by name. notes: to show when a run begins.
+    template: the model, hollow. tensors: its parameters, real ones until `let_go`. assignment: of the pieces of the
+    captured model. split: of layers over the tensor axis.
 
     Raises:
         PlanRefused: several ranks would use what a forward changes.
     """
 
-    def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter], *, example: Capture,
-                 stage_of: Mapping[str, int], ranks: Sequence[int], orders: Sequence[Sequence[Action]], mesh: Mesh,
-                 axis: str, device: torch.device, context: Callable[[], Any], split: TensorSplit,
-                 opaque: OpaqueModules, changing: Collection[str] = (), notes: Sequence[str] = ()) -> None:
+    def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter], captured: CapturedModel,
+                 assignment: Assignment, *, mesh: Mesh, device: torch.device, context: Callable[[], Any],
+                 split: TensorSplit) -> None:
+        stage_of, ranks, axis = assignment.stage_of, assignment.ranks, mesh.stage_axis
+        example, changing = captured.example, captured.changing
         self.template, self.stage_of, self.ranks, self.context = template, stage_of, ranks, context
         self.captures: dict[Any, Staged] = {}
-        self.opaque, self.tensors, self.example, self.split = opaque, tensors, example, split
+        self.opaque, self.tensors, self.example, self.split = captured.opaque, tensors, example, split
         self.is_sharded = mesh.sizes["shard"] > 1
         own = mesh.coordinates[axis]
         self.links = Links(mesh.ranks_along(axis), own, device, ahead=None,
@@ -129,7 +143,7 @@ class Stages:
             raise PlanRefused(f"'{hooked}' has a hook on its accumulated gradient, and shards of stages would run it "
                               "for micro-batches without samples, too", hint="data=N, shard=N and tensor=N plans don't")
         report = split.report(tensors)
-        self.report = replace(report, lines=(*report.lines, *notes))
+        self.report = replace(report, lines=(*report.lines, *captured.notes))
         _refuse_spread(example, holders, lambda piece: ranks[stage_of[piece.key]], changing, tensors)
         here = split.apply({name: tensors[name] for name, at in holders.items() if own in at},
                            None if self.is_sharded else device)
@@ -143,7 +157,7 @@ class Stages:
             for piece in example.pieces if piece.parameters and ranks[stage_of[piece.key]] == own}
         lone = {name: p for name, p in here.items() if name in (*unused, *apart)}
         self.module: PieceModules = PieceModules(pieces, lone, template, split)
-        self.engine = Engine(orders, self.links, self.module.run, self._weights)
+        self.engine = Engine(assignment.orders, self.links, self.module.run, self._weights)
         self.has_output, self.meets_in_forward = ranks[-1] == own, mesh.sizes["shard"] > 1
         self.ties = [(name, at) for name, at in holders.items() if len(at) > 1]
         self.groups = {members: _group(mesh, axis, members) for members in

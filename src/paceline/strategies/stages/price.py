@@ -29,6 +29,7 @@ from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
 from paceline.strategies.stages.engine import Staged, cut
 from paceline.strategies.stages.layout import first_names, kept_whole, renamed
 from paceline.strategies.stages.repeats import RepeatedBlocks
+from paceline.strategies.tensor.piece import CutRules
 from paceline.strategies.tensor.published import published
 from paceline.strategies.tensor.run import TensorSplit
 
@@ -178,8 +179,8 @@ class SplitJob:
                 self._splits[key] = split_on_paper(
                     self.example, dict(self.model.named_parameters()),
                     dict(self.model.named_buffers(remove_duplicate=False)), inputs, plan.axes.tensor,
-                    batches=samples / EXAMPLE_SAMPLES, wishes=published(self.model), sharded=plan.axes.shard > 1,
-                    whole=kept_whole(self.model, self.example))
+                    batches=samples / EXAMPLE_SAMPLES, rules=CutRules(
+                        published(self.model), kept_whole(self.model, self.example), plan.axes.shard > 1))
         return self._splits[key]
 
     def priced(self, samples: int, split: TensorSplit = WHOLE) -> tuple[Capture, dict[str, Segment]]:

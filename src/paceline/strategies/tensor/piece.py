@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,12 +32,23 @@ aten = torch.ops.aten
 SEQUENCE = 1  # the dim of (samples, sequence, features)
 
 
+@dataclass(frozen=True, slots=True)
+class CutRules:
+    """What says how parameters may be cut.
+
+    wishes: how the model itself wants them cut, by name; see `published.py`.
+    forbidden: those that must stay whole, by name, and why. sharded: FSDP2 will cut what this leaves along dim 0.
+    """
+
+    wishes: Mapping[str, Direction] = field(default_factory=dict)
+    forbidden: Mapping[str, str] = field(default_factory=dict)
+    sharded: bool = False
+
+
 class SplitPiece:
     """Runs one piece on parts. Where `derive` is set its first run finds how its parameters are cut; later ones follow.
 
     cuts: of each parameter that is cut, by its name in the model; found where `derive` is set, else given.
-    wishes: how the model itself wants parameters cut, by name.
-    forbidden: parameters that must not be cut, and why. sharded: FSDP2 will cut what this leaves along dim 0.
     sequence: whether what lies between products is cut along the sequence, where that divides. cuts_sequence: whether
     anything was.
     reasons: why parameters could not be cut, by name. notes: what every rank computes whole.
@@ -46,14 +57,12 @@ class SplitPiece:
     """
 
     def __init__(self, piece: Piece, mesh: DeviceMesh, cuts: dict[str, Cut], *, derive: bool = False,
-                 wishes: Mapping[str, Direction] = MappingProxyType({}),
-                 forbidden: Mapping[str, str] = MappingProxyType({}),
-                 sharded: bool = False, sequence: bool = False, exchanges: Exchanges | None = None) -> None:
+                 rules: CutRules | None = None, sequence: bool = False, exchanges: Exchanges | None = None) -> None:
         self.piece, self.mesh, self.cuts, self.derive = piece, mesh, cuts, derive
         self.exchanges = exchanges or Exchanges(mesh)
         self.sequence, self.cuts_sequence = sequence, False
         self.inputs = set(placeholders_of(piece)[-len(piece.inputs):] if piece.inputs else ())
-        self.wishes, self.forbidden, self.sharded = wishes, forbidden, sharded
+        self.rules = rules or CutRules()
         self.graph: fx.Graph = piece.run.graph  # type: ignore[attr-defined]
         self.parameter_of = dict(zip(placeholders_of(piece), piece.parameters, strict=False))
         self.turned = _turned(self.graph, self.parameter_of)
@@ -214,17 +223,17 @@ class SplitPiece:
         if name not in self.cuts:
             dim = _dim_before(turns, wanted.dim % value.ndim, value.ndim)
             # FSDP2 would say of rows of blocks that they are rows of the whole.
-            found = Cut(dim, 1 if self.sharded and dim == 0 else wanted.blocks)
+            found = Cut(dim, 1 if self.rules.sharded and dim == 0 else wanted.blocks)
             if not self.derive or not self._may_cut(name, value.shape[found.dim], found):
                 return None
             self.cuts[name] = found
         return self._turn(self.recorder.moved(value, self.cuts[name]), turns)
 
     def _may_cut(self, name: str, length: int, cut: Cut) -> bool:
-        if self.wishes.get(name) == "whole":
+        if self.rules.wishes.get(name) == "whole":
             self.reasons[name] = "the model's own plan keeps it whole"
-        elif name in self.forbidden:
-            self.reasons[name] = self.forbidden[name]
+        elif name in self.rules.forbidden:
+            self.reasons[name] = self.rules.forbidden[name]
         elif not cut.divides(length, self.mesh.size()):
             self.reasons[name] = f"its dim of {length} doesn't divide by {self.mesh.size()}"
         else:
@@ -234,7 +243,7 @@ class SplitPiece:
     def wish(self, weight: Any) -> Direction | None:
         """How the model itself wants a weight of a product cut."""
         source, _ = self.turned.get(weight, (weight, ()))
-        return self.wishes.get(self.parameter_of.get(source, ""))
+        return self.rules.wishes.get(self.parameter_of.get(source, ""))
 
     def used_by(self, name: str) -> str:
         """Why a parameter was not cut that nothing tried to: the operators that take it."""
@@ -280,10 +289,22 @@ class SplitPiece:
 # --- Operators that take weights ----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _WeightProduct:
+    """How an operator multiplies with a weight. outer, inner: the weight's dims of the outputs' and inputs' features.
+    rest, options: its other arguments."""
+
+    operator: Callable[..., Any]
+    outer: int
+    inner: int
+    rest: Sequence[Any] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
 def _linear(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """x @ weight.T + bias, weight (out, in)."""
     x, weight, bias = (*node.args, None)[:3]
-    return _product(run, node, values, x, weight, bias, outer=0, inner=1, product=aten.linear.default)
+    return _product(run, node, values, x, weight, bias, _WeightProduct(aten.linear.default, outer=0, inner=1))
 
 
 def _addmm(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
@@ -291,13 +312,13 @@ def _addmm(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     if node.kwargs:
         return None
     bias, x, weight = node.args
-    return _product(run, node, values, x, weight, bias, outer=1, inner=0, product=aten.mm.default)
+    return _product(run, node, values, x, weight, bias, _WeightProduct(aten.mm.default, outer=1, inner=0))
 
 
 def _matmul(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """x @ weight, weight (..., in, out): one matrix, or one for each expert."""
-    (x, weight), product = node.args, _operator(node)
-    return _product(run, node, values, x, weight, None, outer=-1, inner=-2, product=product)
+    x, weight = node.args
+    return _product(run, node, values, x, weight, None, _WeightProduct(_operator(node), outer=-1, inner=-2))
 
 
 def _grouped(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
@@ -305,18 +326,17 @@ def _grouped(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     x, weight, *_ = node.args
     rest, options = fx.map_arg((node.args[2:], node.kwargs),
                                lambda n: run.recorder.moved(run.value(n, values), None))  # type: ignore
-    return _product(run, node, values, x, weight, None, outer=-1, inner=-2, product=_operator(node),
-                    rest=rest, options=options)
+    return _product(run, node, values, x, weight, None, _WeightProduct(_operator(node), -1, -2, rest, options))
 
 
-def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, weight: Any, bias: Any, *,
-             outer: int, inner: int, product: Callable[..., Any], rest: Sequence[Any] = (),
-             options: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """A product with a weight, split by columns (outer) or rows (inner).
+def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, weight: Any, bias: Any,
+             kind: _WeightProduct) -> Any:
+    """A product with a weight, split by columns (the outer dim) or rows (the inner one).
 
     By rows where the features of x are cut already, the model wants it so, or the weight is known to be.
     """
-    record = run.recorder
+    record, outer, inner = run.recorder, kind.outer, kind.inner
+    product, rest, options = kind.operator, kind.rest, kind.options
     given: Placed = run.value(x, values)
     before, wish = cut_of(given), run.wish(weight)
     features = before if before is not None and before.dim == given.ndim - 1 else None

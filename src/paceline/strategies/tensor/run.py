@@ -6,10 +6,9 @@ can't run, stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,8 +20,7 @@ from paceline.capture.randomness import WithoutRandomness
 from paceline.strategies.layout import Report
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.leaf import give_leaf
-from paceline.strategies.tensor.piece import SplitPiece
-from paceline.strategies.tensor.published import Direction
+from paceline.strategies.tensor.piece import CutRules, SplitPiece
 from paceline.strategies.tensor.report import pattern, report
 
 if TYPE_CHECKING:
@@ -114,20 +112,19 @@ def _distributed(own: torch.Tensor, mesh: DeviceMesh, cut: Cut, device: torch.de
 
 
 def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-           inputs: Mapping[str, torch.Tensor], mesh: DeviceMesh, *, batches: float = 1.0,
-           wishes: Mapping[str, Direction] = MappingProxyType({}), sharded: bool = False,
-           whole: Mapping[str, str] = MappingProxyType({}), tried: Tried | None = None) -> TensorSplit:
+           inputs: Mapping[str, torch.Tensor], mesh: DeviceMesh, *, rules: CutRules, batches: float = 1.0,
+           tried: Tried | None = None) -> TensorSplit:
     """How the model's pieces are split over a mesh of one dim, each checked on the example. Collective.
 
     tensors: the model's parameters, whole; brought piece by piece to the device of the inputs, for a moment.
-    inputs: the example's, by name. batches: as large as the example that a micro-batch has. wishes: see `published.py`;
-    a piece that can't run as they say is split without them. sharded: replicas will share them out too. whole:
-    parameters that stay whole, by name, and why. tried: in the place of running a split piece beside the whole one.
+    inputs: the example's, by name. rules: a piece that can't run as the model wishes is split without that.
+    batches: as large as the example that a micro-batch has. tried: in the place of running a split piece beside the
+    whole one.
     """
-    forbidden, tried = dict(whole), tried or _compare
+    forbidden, tried = dict(rules.forbidden), tried or _compare
     while True:
-        found = _derive(capture, tensors, buffers, inputs, partial(
-            SplitPiece, mesh=mesh, derive=True, forbidden=forbidden, sharded=sharded), wishes, batches, tried)
+        found = _derive(capture, tensors, buffers, inputs, partial(SplitPiece, mesh=mesh, derive=True),
+                        replace(rules, forbidden=forbidden), batches, tried)
         # A parameter that one piece cuts and another can't take cut (a tied one) stays whole in both.
         clash = {name for piece in found.unsplit for name in piece.parameters if name in found.cuts}
         if not clash:
@@ -150,7 +147,7 @@ class _Found:
 
 def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
             inputs: Mapping[str, torch.Tensor], split: Callable[..., SplitPiece],
-            wishes: Mapping[str, Direction], batches: float, tried: Tried) -> _Found:
+            rules: CutRules, batches: float, tried: Tried) -> _Found:
     found = _Found()
     values = dict(inputs)
     device = next(iter(inputs.values())).device
@@ -170,8 +167,8 @@ def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapp
                        for name in piece.inputs]
             between = [capture.values[name] for name in (*piece.inputs, *piece.outputs) if name in capture.values]
             large = max(map(_bytes_along_sequence, between), default=0) * batches >= SEQUENCE_BYTES
-            for way in _ways(wishes.keys() & set(piece.parameters), with_sequence=large):
-                run = split(piece, cuts=dict(found.cuts), **{"wishes": wishes, **way})
+            for way in _ways(rules, piece, with_sequence=large):
+                run = split(piece, cuts=dict(found.cuts), **way)
                 outputs, reason = tried(run, held, also, given, trained)
                 if reason is None:
                     break
@@ -197,10 +194,11 @@ def _bytes_along_sequence(value: Value) -> int:
     return value.num_bytes if len(value.shape) == 3 and value.dtype.is_floating_point else 0
 
 
-def _ways(wishes: Collection[str], *, with_sequence: bool) -> list[dict[str, Any]]:
+def _ways(rules: CutRules, piece: Piece, *, with_sequence: bool) -> list[dict[str, Any]]:
     """How a piece is split, the best first: as the model wishes, and with a sequence that is cut too."""
-    asked: list[dict[str, Any]] = [{"sequence": True}, {}] if with_sequence else [{}]
-    return [*asked, *({"wishes": {}, **way} for way in asked)] if wishes else asked
+    asked = [rules, replace(rules, wishes={})] if rules.wishes.keys() & set(piece.parameters) else [rules]
+    return [{"rules": followed, "sequence": sequence}
+            for followed in asked for sequence in ((True, False) if with_sequence else (False,))]
 
 
 def _compare(run: SplitPiece, held: list[torch.Tensor], buffers: list[torch.Tensor],

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -170,33 +170,49 @@ class _Wanted:
         self.is_gone = False
 
 
+@dataclass(frozen=True, slots=True)
+class ShardTerms:
+    """How workers and a server exchange gradients and weights.
+
+    num_parts: that an update's gradient comes in; they are summed in their order. With one part, an update is one
+        worker's.
+    end: no version after this one will ever come.
+    keeps_sending: whether updates are made while weights are sent, so that each chunk must be copied first.
+    measures: whether the sum of a gradient's squares is wanted; else it is told as 0.
+    """
+
+    num_parts: int
+    end: int
+    keeps_sending: bool = False
+    measures: bool = False
+    compress: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEvents:
+    """What a service calls when something happens.
+
+    held: on some thread, with an update whose gradient is all here, and the sum of its squares.
+    ready: on some thread, while `making` is held, with the summed gradients of slices of an update that is open, and
+        their scale; to be applied at once.
+    lost: on some thread, when a peer is gone or sent what it may not.
+    failed: on the thread in which anything else went wrong.
+    """
+
+    held: Callable[[int, float], None]
+    ready: Callable[[Mapping[str, torch.Tensor], float], None]
+    lost: Callable[[Peer, WireError], None]
+    failed: Callable[[Exception], None]
+
+
 class ShardService:
     """One server's share of the parameters, and what workers send to it and fetch from it.
 
     weights: its memory; slices are views of it. version: updates made to it.
-
-    Args:
-        num_parts: Parts that an update's gradient comes in; they are summed in their order. With one part, an
-            update is one worker's.
-        end: No version after this one will ever come.
-        keeps_sending: Whether updates are made while weights are sent, so that each chunk must be copied first.
-        measures: Whether the sum of a gradient's squares is wanted; else it is told as 0.
-        on_held: Called on some thread with an update whose gradient is all here, and the sum of its squares.
-        on_lost: Called on some thread when a peer is gone or sent what it may not.
-        on_failed: Called on the thread in which anything else went wrong.
-        on_ready: Called on some thread, while `making` is held, with the summed gradients of slices of an update that
-            is open, and their scale; to be applied at once.
     """
 
-    def __init__(self, shard: Shard, *, num_parts: int, keeps_sending: bool, version: int, measures: bool,
-                 end: int, on_held: Callable[[int, float], None], on_lost: Callable[[Peer, WireError], None],
-                 on_failed: Callable[[Exception], None],
-                 on_ready: Callable[[Mapping[str, torch.Tensor], float], None], uplink: Uplink,
-                 compress: str = "none") -> None:
-        self.shard, self.num_parts, self.keeps_sending = shard, num_parts, keeps_sending
-        self.on_held, self.on_lost, self.on_failed = on_held, on_lost, on_failed
-        self.on_ready, self.uplink = on_ready, uplink
-        self.compress, self.measures, self.end = compress, measures, end
+    def __init__(self, shard: Shard, terms: ShardTerms, events: ShardEvents, uplink: Uplink) -> None:
+        self.shard, self.terms, self.events, self.uplink = shard, terms, events, uplink
         self.slices_of = [sorted({span.slice for span in chunk.spans}) for chunk in shard.chunks]
         self.chunks_of: list[list[int]] = [[] for _ in shard.slices]
         for number, slices in enumerate(self.slices_of):
@@ -206,7 +222,7 @@ class ShardService:
         self.tables = [torch.empty(part.local_shape, dtype=getattr(torch, part.dtype)) for part in shard.tables]
         self.views = {**self._views(self.weights),
                       **{part.name: table for part, table in zip(shard.tables, self.tables, strict=True)}}
-        self.begin_at(version)
+        self.begin_at(0)
         self.changed = threading.Condition()  # of versions, over, and what is gathered
         self.making = threading.Lock()  # held while weights change, and until their version says so
         self.gatherings: dict[int, _Gathering] = {}
@@ -228,7 +244,7 @@ class ShardService:
                 connection.close()
                 return
             self.connections[peer] = connection
-        if not self.keeps_sending:  # all wait for the last gradient; else weights would starve
+        if not self.terms.keeps_sending:  # all wait for the last gradient; else weights would starve
             connection.prioritise(BULK)
         wanted = _Wanted()
         for work in (self._receive, self._send):
@@ -254,7 +270,7 @@ class ShardService:
         """The gradients of tables as sparse tensors; none of a table that nobody looked into."""
         found = {}
         for number, (part, table) in enumerate(zip(self.shard.tables, self.tables, strict=True)):
-            parts = [gathering.rows[number, k] for k in range(self.num_parts)]
+            parts = [gathering.rows[number, k] for k in range(self.terms.num_parts)]
             if any(len(places) for places, _ in parts):
                 found[part.name] = torch.sparse_coo_tensor(
                     torch.cat([places for places, _ in parts])[None], torch.cat([values for _, values in parts]),
@@ -283,7 +299,8 @@ class ShardService:
             self.dismissed.add(peer)
             connection = self.connections.get(peer)
             for update, gathering in list(self.gatherings.items()):
-                if gathering.sender == peer and self.num_parts == 1 and not (gathering.unfinished or update in keeps):
+                is_kept = gathering.unfinished or update in keeps
+                if gathering.sender == peer and self.terms.num_parts == 1 and not is_kept:
                     self._forget(update)
         if connection is not None:
             connection.close()
@@ -321,13 +338,13 @@ class ShardService:
             work(connection, peer, wanted)
         except WireError as error:
             if not self.over:
-                self.on_lost(peer, error)  # before the peer learns of it, and others of its end
+                self.events.lost(peer, error)  # before the peer learns of it, and others of its end
             connection.close()
             with self.changed:
                 wanted.is_gone = True
                 self.changed.notify_all()
         except Exception as error:
-            self.on_failed(error)
+            self.events.failed(error)
         finally:
             if work == self._receive:  # nothing more of it comes, and nothing writes what is there
                 self._leave(peer)
@@ -337,7 +354,7 @@ class ShardService:
         with self.changed:
             self.connections.pop(peer, None)
             for update, gathering in list(self.gatherings.items()):
-                if gathering.sender == peer and self.num_parts == 1 and gathering.unfinished:
+                if gathering.sender == peer and self.terms.num_parts == 1 and gathering.unfinished:
                     self._forget(update)
 
     def _receive(self, connection: Connection, peer: Peer, wanted: _Wanted) -> None:
@@ -416,8 +433,8 @@ class ShardService:
         return places
 
     def _check_version(self, version: int) -> None:
-        if version > self.end:
-            raise WireError(f"a worker asks for version {version}, and the last one of this run is {self.end}")
+        if version > self.terms.end:
+            raise WireError(f"a worker asks for version {version}, and the last one of this run is {self.terms.end}")
 
     def _table(self, number: int) -> torch.Tensor:
         if number >= len(self.tables):
@@ -428,8 +445,8 @@ class ShardService:
         """Which part of an update a worker's gradient is."""
         if header.step < 0:
             raise WireError(f"worker {peer.number} sent a gradient of update {header.step}")
-        part = header.worker if self.num_parts > 1 else 0
-        if part >= self.num_parts or header.worker != peer.number or header.incarnation != peer.incarnation:
+        part = header.worker if self.terms.num_parts > 1 else 0
+        if part >= self.terms.num_parts or header.worker != peer.number or header.incarnation != peer.incarnation:
             raise WireError(f"worker {peer.number} sent a gradient as worker {header.worker}")
         return part
 
@@ -444,7 +461,7 @@ class ShardService:
             gathering = self._gathering(header.step)
             if gathering is not None:
                 gathering.sender = gathering.sender or peer
-                if self.num_parts == 1 and gathering.sender != peer:
+                if self.terms.num_parts == 1 and gathering.sender != peer:
                     self._part_with(gathering.sender, peer, header.step)
                 if (part, number) in gathering.arrived:
                     raise WireError(f"a worker sent chunk {number} of update {header.step} twice")
@@ -456,7 +473,8 @@ class ShardService:
     def _part_with(self, first: Peer, second: Peer, update: int) -> None:
         """Two workers send one update. Which of them was given it is not known here, so neither is heard any more."""
         error = WireError(f"workers {first.number} and {second.number} both sent update {update}, which one was given")
-        threading.Thread(target=self.on_lost, args=(first, error), daemon=True).start()  # not while `changed` is held
+        # Not while `changed` is held.
+        threading.Thread(target=self.events.lost, args=(first, error), daemon=True).start()
         if first in self.connections:
             self.connections[first].close()
         raise error
@@ -467,7 +485,7 @@ class ShardService:
             return None
         if update not in self.gatherings:
             buffers = [self.spare.pop() if self.spare else ShardMemory(self.shard.numels())
-                       for _ in range(self.num_parts)]
+                       for _ in range(self.terms.num_parts)]
             self.gatherings[update] = _Gathering(buffers, self._views(buffers[0]), self.chunks_of, self.slices_of,
                                                   len(self.tables))
         return self.gatherings[update]
@@ -485,10 +503,10 @@ class ShardService:
             if gathering.unfinished or update in self.closed:
                 return
         squares = 0.0
-        if self.measures:
+        if self.terms.measures:
             squares = sum(map(_squares, (*gathering.buffers[0].flat.values(), *(
                 gradient.values() for gradient in self._of_tables(gathering).values()))))
-        self.on_held(update, squares)
+        self.events.held(update, squares)
 
     def _sum(self, gathering: _Gathering, number: int) -> None:
         """All parts of a chunk are here."""
@@ -520,7 +538,7 @@ class ShardService:
         assert gathering.scale is not None
         names = [self.shard.slices[index].name for index in slices]
         with self.making:
-            self.on_ready({name: gathering.gradients[name] for name in names}, gathering.scale)
+            self.events.ready({name: gathering.gradients[name] for name in names}, gathering.scale)
         with self.changed:
             for number in (number for index in slices for number in self.chunks_of[index]):
                 gathering.unmade[number] -= 1
@@ -553,7 +571,7 @@ class ShardService:
         version, place = wanted.version, copy[:chunk.num_bytes]
         if wanted.shared is not None:
             place = wanted.shared.weights[number]
-        if self.keeps_sending:
+        if self.terms.keeps_sending:
             with self.making:  # also while they are rounded for the wire
                 version, place[:] = self.version, self.weights.sent(chunk)
             data = place
@@ -580,7 +598,7 @@ class ShardService:
     def _send_rows(self, connection: Connection, version: int, number: int, places: torch.Tensor) -> None:
         with self.making:
             version, rows = self.version, self.tables[number][places]
-        if self.compress == "bf16" and rows.is_floating_point():
+        if self.terms.compress == "bf16" and rows.is_floating_point():
             rows = rows.bfloat16()
         data = bytes_of(rows)
         connection.send(Header(Kind.ROWS, len(data), str(rows.dtype).removeprefix("torch."), step=version,

@@ -15,21 +15,18 @@ from typing import Any
 import torch
 
 from paceline.errors import JobError, PeerLost, Preempted
-from paceline.job import Job
-from paceline.launch.context import RankContext
-from paceline.plans import Plan
 from paceline.runtime import state
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
 from paceline.runtime.folder import EVENTS, METRICS
-from paceline.runtime.loop import Settings, Speed, cut_metrics, learning_rate, predicted_step_s
+from paceline.runtime.loop import Speed, cut_metrics, learning_rate, predicted_step_s
 from paceline.runtime.stepper import check_loss, check_used
 from paceline.strategies.server.clock import LEASES, Clock
 from paceline.strategies.server.exchange.serve import listen_to
-from paceline.strategies.server.exchange.wire import Connection, Peer, Role, Uplink, WireError
+from paceline.strategies.server.exchange.wire import Connection, Peer, Role, WireError
 from paceline.strategies.server.ranks.losses import Losses, staleness_of, updates_after
 from paceline.strategies.server.ranks.messages import checked
-from paceline.strategies.server.ranks.roles import Rendezvous, Roles, servers_of
+from paceline.strategies.server.ranks.roles import RankTask, Roles, servers_of
 from paceline.strategies.server.ranks.server import Server
 from paceline.strategies.server.shards import Shard
 from paceline.waiting import waiting
@@ -72,8 +69,7 @@ class _Step:
 class Coordinator(Server):
     """See the module. Everything happens on the thread that calls `run`, as messages come in."""
 
-    def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Rendezvous, uplink: Uplink) -> None:
+    def __init__(self, task: RankTask, *, number: int, model: torch.nn.Module, shards: tuple[Shard, ...]) -> None:
         self.workers: dict[int, _Worker] = {}
         self.joined: set[Peer] = set()  # every worker that ever was
         self.lost_early: dict[int, tuple[int, WireError]] = {}  # whose gradients were at fault before they had joined
@@ -100,8 +96,8 @@ class Coordinator(Server):
         self.speed = Speed()
         self.display = Display(shown=True)
         self.started_s = self.update_s = time.monotonic()
-        super().__init__(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting,
-                         uplink=uplink)
+        super().__init__(task, number=number, model=model, shards=shards)
+        context, job, plan, settings = task.context, task.job, task.plan, task.settings
         self.metrics = settings.run_dir / METRICS if settings.run_dir is not None else None
         self.losses = Losses(settings.run_dir / EVENTS if settings.run_dir is not None else None,
                              goes_on=context.num_starts > 1)

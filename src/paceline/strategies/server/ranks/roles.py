@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paceline.launch.context import RankContext
 from paceline.launch.fault_policy import FaultPolicy
 from paceline.plans import Plan
 from paceline.strategies.server.keys import Servers
 from paceline.waiting import waiting
+
+if TYPE_CHECKING:
+    from paceline.job import Job
+    from paceline.runtime.loop import Settings
+    from paceline.strategies.server.exchange.wire import Uplink
 
 RESTARTS = 3  # of ranks in a run, if the user doesn't say
 
@@ -44,6 +50,18 @@ def fault_policy(plan: Plan) -> FaultPolicy:
     return FaultPolicy(uses_process_group=False,
                        optional_ranks=frozenset(r for r in ranks if Roles.of(plan, r).server is None),
                        restarts=RESTARTS)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """What a rank is to do in a run, and how it reaches the others. uplink: whose turn it is to send."""
+
+    context: RankContext
+    job: Job
+    plan: Plan
+    settings: Settings
+    rendezvous: Rendezvous
+    uplink: Uplink
 
 
 @dataclass(slots=True)

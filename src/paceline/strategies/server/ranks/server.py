@@ -11,19 +11,15 @@ from typing import Any
 import torch
 
 from paceline.errors import JobError, TrainingError
-from paceline.job import Job
-from paceline.launch.context import RankContext
-from paceline.plans import Plan
 from paceline.runtime import state
 from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.checkpoint.write import Writer
-from paceline.runtime.loop import Settings
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order
-from paceline.strategies.server.exchange.serve import Acceptor, ShardService, listen_to
-from paceline.strategies.server.exchange.wire import Connection, Peer, Role, Uplink, WireError, connect, listen
+from paceline.strategies.server.exchange.serve import Acceptor, ShardEvents, ShardService, ShardTerms, listen_to
+from paceline.strategies.server.exchange.wire import Connection, Peer, Role, WireError, connect, listen
 from paceline.strategies.server.history import History
-from paceline.strategies.server.ranks.roles import Rendezvous, servers_of
+from paceline.strategies.server.ranks.roles import RankTask, servers_of
 from paceline.strategies.server.ranks.server_state import ServerState
 from paceline.strategies.server.ranks.update_order import UpdateOrder
 from paceline.strategies.server.shards import Shard, fingerprint
@@ -38,8 +34,8 @@ class Server:
     inbox: what peers said.
     """
 
-    def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Rendezvous, uplink: Uplink) -> None:
+    def __init__(self, task: RankTask, *, number: int, model: torch.nn.Module, shards: tuple[Shard, ...]) -> None:
+        context, job, plan, settings = task.context, task.job, task.plan, task.settings
         sync = servers_of(plan)
         if job.num_samples is None:
             raise JobError("the data is a stream, and servers hand out samples by their place",
@@ -51,11 +47,11 @@ class Server:
         self.memory = PeakMemory(context.device)
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.layout = fingerprint(shards)
-        self.exchange = ShardService(shards[number], num_parts=sync.workers if sync.staleness == 0 else 1,
-                                     keeps_sending=sync.staleness != 0, version=0, measures=job.clip is not None,
-                                     end=self.turns.before(job.total_steps),
-                                     on_held=self._held, on_lost=self._lost, on_failed=self._failed,
-                                     on_ready=self._ready, uplink=uplink, compress=plan.modifiers.compress)
+        terms = ShardTerms(sync.workers if sync.staleness == 0 else 1, self.turns.before(job.total_steps),
+                           keeps_sending=sync.staleness != 0, measures=job.clip is not None,
+                           compress=plan.modifiers.compress)
+        events = ShardEvents(held=self._held, ready=self._ready, lost=self._lost, failed=self._failed)
+        self.exchange = ShardService(shards[number], terms, events, task.uplink)
         self.shelf = ServerState(job, plan, number, shards, model, self.exchange)
         self.writer = None
         if settings.run_dir is not None:
@@ -66,7 +62,7 @@ class Server:
         self.history = History(self.version)
         self.door = Acceptor(listen(context.host), self.welcome, secret=context.secret, layout=self.layout,
                              check=self.check)
-        meeting.announce(number, self.door.address)
+        task.rendezvous.announce(number, self.door.address)
 
     @property
     def step(self) -> int:
@@ -175,14 +171,12 @@ class Server:
 class Follower(Server):
     """A server that another one coordinates."""
 
-    def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-                 model: torch.nn.Module, shards: tuple[Shard, ...], meeting: Rendezvous, uplink: Uplink,
+    def __init__(self, task: RankTask, *, number: int, model: torch.nn.Module, shards: tuple[Shard, ...],
                  timeout_s: float = 60.0) -> None:
         self.coordinator: Connection | None = None
-        super().__init__(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting,
-                         uplink=uplink)
+        super().__init__(task, number=number, model=model, shards=shards)
         own = Peer(Role.SERVER, number, 0)
-        self.coordinator = connect(meeting.address(0), own, secret=context.secret, layout=self.layout,
+        self.coordinator = connect(task.rendezvous.address(0), own, secret=self.context.secret, layout=self.layout,
                                    timeout_s=timeout_s)
         self.is_over = threading.Event()
         threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()

@@ -16,7 +16,7 @@ from paceline.runtime.loop import Observer, Settings
 from paceline.runtime.state import StateOwner
 from paceline.strategies.server.exchange.wire import Uplink, WireError
 from paceline.strategies.server.ranks.coordinator import Coordinator
-from paceline.strategies.server.ranks.roles import Rendezvous, Roles
+from paceline.strategies.server.ranks.roles import RankTask, Rendezvous, Roles
 from paceline.strategies.server.ranks.server import Follower
 from paceline.strategies.server.ranks.server_state import ServerState, build
 from paceline.strategies.server.ranks.worker import Worker
@@ -33,59 +33,54 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
         TrainingError, JobError, CheckpointError: see the message.
     """
     context.num_trained += 1
-    meeting = Rendezvous(context, f"servers/{context.num_trained}")
-    uplink = Uplink()
+    task = RankTask(context, job, plan, settings, Rendezvous(context, f"servers/{context.num_trained}"), Uplink())
     roles = Roles.of(plan, context.rank)
     if roles.worker is None:
         assert roles.server is not None
         with context.stoppable(), cuda_left_alone():  # beside workers with GPUs, whose memory is theirs
-            return _server(context, job, plan, settings, number=roles.server, meeting=meeting, uplink=uplink).run()
+            return _server(task, roles.server).run()
     if roles.server is None:
-        _work(context, job, plan, settings, number=roles.worker, meeting=meeting, uplink=uplink)
+        _work(task, roles.worker)
         return None
-    return _serve_and_work(context, job, plan, settings, roles=roles, meeting=meeting, uplink=uplink)
+    return _serve_and_work(task, roles)
 
 
-def _work(context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int, meeting: Rendezvous,
-          uplink: Uplink) -> None:
-    with context.stoppable():
-        Worker(context, job, plan, settings, number=number, meeting=meeting, uplink=uplink).run()
+def _work(task: RankTask, number: int) -> None:
+    with task.context.stoppable():
+        Worker(task, number=number).run()
 
 
-def _server(context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-            meeting: Rendezvous, uplink: Uplink) -> Coordinator | Follower:
-    context.beat("build")
-    model, shards = build(job, plan)
+def _server(task: RankTask, number: int) -> Coordinator | Follower:
+    task.context.beat("build")
+    model, shards = build(task.job, task.plan)
     kind = Coordinator if number == 0 else Follower
-    return kind(context, job, plan, settings, number=number, model=model, shards=shards, meeting=meeting, uplink=uplink)
+    return kind(task, number=number, model=model, shards=shards)
 
 
-def _serve_and_work(context: RankContext, job: Job, plan: Plan, settings: Settings, *, roles: Roles,
-                    meeting: Rendezvous, uplink: Uplink) -> dict[str, Any] | None:
+def _serve_and_work(task: RankTask, roles: Roles) -> dict[str, Any] | None:
     """Both in one process: the server on a thread. Signs of life and requests to stop are the worker's business."""
     assert roles.server is not None and roles.worker is not None
-    observer = settings.observer
-    beside = replace(context, board=HeartbeatTable(1), slot=0)
-    serving, working = settings, settings
+    context, observer = task.context, task.settings.observer
+    serving, working = replace(task, context=replace(context, board=HeartbeatTable(1), slot=0)), task
     if observer is not None:
-        serving = replace(settings, observer=_OfServer(observer, roles.worker))
+        serving = replace(serving, settings=replace(task.settings, observer=_OfServer(observer, roles.worker)))
     # Built first and here, as the worker builds its model from the same random streams.
-    server = _server(beside, job, plan, serving, number=roles.server, meeting=meeting, uplink=uplink)
+    server = _server(serving, roles.server)
     if observer is not None:
-        working = replace(settings, observer=_OfWorker(observer, server.shelf))
-    found: list[dict[str, Any] | None] = []
+        working = replace(task, settings=replace(task.settings, observer=_OfWorker(observer, server.shelf)))
+    summaries: list[dict[str, Any] | None] = []
     failed: list[BaseException] = []
 
     def serve() -> None:
         try:
-            found.append(server.run())
+            summaries.append(server.run())
         except BaseException as error:
             failed.append(error)
 
     thread = threading.Thread(target=serve, name="paceline-server", daemon=True)
     thread.start()
     try:
-        _work(context, job, plan, working, number=roles.worker, meeting=meeting, uplink=uplink)
+        _work(working, roles.worker)
     except WireError:
         thread.join(timeout=_REASON_S)  # what the worker ran into may be that its own server failed
         if failed:
@@ -96,7 +91,7 @@ def _serve_and_work(context: RankContext, job: Job, plan: Plan, settings: Settin
         thread.join(timeout=1.0)
     if failed:
         raise failed[0]
-    return found[0]
+    return summaries[0]
 
 
 class _OfServer:

@@ -15,13 +15,9 @@ import torch
 
 from paceline.capture.written import SeenValue
 from paceline.errors import JobError
-from paceline.job import Job
-from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
-from paceline.plans import Plan
 from paceline.runtime.evaluate import evaluation_sums
 from paceline.runtime.feed import DataShard, MicroBatch, training_feed
-from paceline.runtime.loop import Settings
 from paceline.runtime.loss import Tally
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
@@ -31,8 +27,8 @@ from paceline.strategies.mesh import Mesh
 from paceline.strategies.server.exchange.arrive import WeightArrivals
 from paceline.strategies.server.exchange.connection import Pusher, ServerConnection
 from paceline.strategies.server.exchange.rows import Rows, tables
-from paceline.strategies.server.exchange.wire import Connection, Peer, Role, Uplink, WireError, connect
-from paceline.strategies.server.ranks.roles import Rendezvous, servers_of
+from paceline.strategies.server.exchange.wire import Connection, Peer, Role, WireError, connect
+from paceline.strategies.server.ranks.roles import RankTask, servers_of
 from paceline.strategies.server.ranks.server_state import deal_out
 from paceline.strategies.server.shards import fingerprint
 from paceline.waiting import waiting
@@ -44,8 +40,8 @@ _QUICK = 0.1  # of a step: weights that come in less time are worth being freshe
 class Worker:
     """One worker of a run. It holds the whole model and no optimizer state that matters."""
 
-    def __init__(self, context: RankContext, job: Job, plan: Plan, settings: Settings, *, number: int,
-                 meeting: Rendezvous, uplink: Uplink) -> None:
+    def __init__(self, task: RankTask, *, number: int) -> None:
+        context, job, plan, settings = task.context, task.job, task.plan, task.settings
         context.beat("build")
         self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
         self.memory = PeakMemory(context.device)
@@ -55,12 +51,12 @@ class Worker:
         layout, incarnation = fingerprint(shards), secrets.randbits(31)
 
         def reach(server: int, role: Role) -> Any:
-            return connect(meeting.address(server), Peer(role, number, incarnation), secret=context.secret,
+            return connect(task.rendezvous.address(server), Peer(role, number, incarnation), secret=context.secret,
                            layout=layout, timeout_s=_CONNECT_S)
 
         self.control = reach(0, Role.CONTROL)
         self.links = [ServerConnection(reach(server, Role.DATA), shard, worker=number, incarnation=incarnation,
-                                       uplink=uplink, compress=plan.modifiers.compress)
+                                       uplink=task.uplink, compress=plan.modifiers.compress)
                       for server, shard in enumerate(shards)]
         found = tables(self.stepper.model)
         for name in found:  # no rank that works holds them
