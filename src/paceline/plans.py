@@ -145,13 +145,13 @@ class Plan:
     @property
     def splits_model(self) -> bool:
         """Whether ranks hold different modules, or parts of layers."""
-        return self.axes.num_ranks(lambda axis: not axis.cuts_samples) > 1
+        return self.axes.num_ranks(lambda axis: not axis.cuts_batch) > 1
 
     @property
     def model_cut(self) -> tuple[int, ...]:
         """How the model itself is cut; plans that are alike in it have other replicas at most."""
         sizes = self.axes.sizes()
-        return tuple(sizes[axis.name] for axis in self.axes.facts() if not axis.cuts_samples)
+        return tuple(sizes[axis.name] for axis in self.axes.facts() if not axis.cuts_batch)
 
     @property
     def num_stage_ranks(self) -> int:

@@ -26,7 +26,9 @@ from paceline.plans import Plan
 from paceline.proof.reference import whole_batches
 from paceline.runtime.order import split
 from paceline.strategies import conflicts
+from paceline.strategies.axes import Axis
 from paceline.strategies.extensions import extensions
+from paceline.strategies.mesh import Mesh
 
 GOSSIP = Path(__file__).resolve().parents[2] / "examples" / "strategies" / "gossip"
 SAMPLES, BATCH = 25, 10  # the third step of an epoch has 5 samples: replicas count unlike numbers
@@ -101,6 +103,25 @@ def load_initial() -> dict[str, torch.Tensor]:
     from paceline.runtime.stepper import build_model
 
     return {name: tensor.clone() for name, tensor in build_model(make_job(), torch.device("cpu")).state_dict().items()}
+
+
+EXPERTS = Axis("experts", cuts_samples=True, cuts_weights=True)
+CONTEXT = Axis("context", cuts_sequence=True)
+
+
+@pytest.mark.parametrize(("axis", "dense", "cut", "replica", "is_alike"), [
+    (EXPERTS, [0, 1, 2, 3], [0, 2], [0, 1, 2, 3], False), (CONTEXT, [0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 1, 1], True),
+    (Axis("tensor", cuts_weights=True), [0, 2], [0, 2], [0, 0, 1, 1], False)])
+def test_what_an_axis_cuts_says_over_which_ranks_each_gradient_is_summed(
+        axis: Axis, dense: list[int], cut: list[int], replica: list[int], is_alike: bool):
+    """Two replicas, of two ranks along an axis that nothing but its facts is known of. Experts see samples of their own
+    and are cut, and what is dense is held alike; of a sequence all hold everything and see parts."""
+    meshes = [Mesh({"data": 2, axis.name: 2}, rank, (Axis("data", cuts_samples=True), axis)) for rank in range(4)]
+
+    assert meshes[0].summed_over() == meshes[0].replicas == dense
+    assert meshes[0].summed_over(["" if is_alike else axis.name]) == cut
+    assert [mesh.replica for mesh in meshes] == replica
+    assert meshes[0].holds_parts is not is_alike
 
 
 @pytest.mark.usefixtures("gossip")

@@ -22,6 +22,7 @@ class Axis:
 
     name: its key in a plan.
     cuts_samples: ranks along it see different samples of a step; else all see the same.
+    cuts_sequence: ranks along it see different positions of the same samples.
     cuts_weights: ranks along it hold different parts of some tensors; a tensor itself says which axes cut it. The rest
         of a tensor's elements, and what isn't cut, they hold alike.
     cuts_modules: ranks along it hold different modules, so that a parameter is on one of them alone.
@@ -30,9 +31,16 @@ class Axis:
 
     name: str
     cuts_samples: bool = False
+    cuts_sequence: bool = False
     cuts_weights: bool = False
     cuts_modules: bool = False
     place: str = ""
+
+    @property
+    def cuts_batch(self) -> bool:
+        """Whether ranks along it see different parts of a step's batch, so that gradients of what they hold alike are
+        summed. What it cuts, each rank has the whole gradient of its own part of."""
+        return self.cuts_samples or self.cuts_sequence
 
     @property
     def copies_weights(self) -> bool:
@@ -41,5 +49,5 @@ class Axis:
 
     @property
     def computes_same_loss(self) -> bool:
-        """Whether all ranks along it come to the same output: of the same samples, by all modules."""
-        return not (self.cuts_samples or self.cuts_modules)
+        """Whether all ranks along it come to the same output: of the same batch, by all modules."""
+        return not (self.cuts_batch or self.cuts_modules)

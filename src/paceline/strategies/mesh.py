@@ -107,10 +107,23 @@ class Mesh:
 
     @cached_property
     def replicas(self) -> list[int]:
-        """Ranks that hold the same part of the model and see other samples, in the order of their replicas."""
-        seeing = self._names(lambda axis: axis.cuts_samples)
-        ranks = [self.rank - sum(self.coordinates[axis] * self._stride(axis) for axis in seeing)]
-        for axis in seeing:
+        """Ranks that hold the same part of the model and see another part of the batch, in their order."""
+        return self.summed_over()
+
+    def summed_axes(self, cut_by: Iterable[str] = ()) -> tuple[str, ...]:
+        """Axes over which the gradient of a tensor that these axes cut is summed; see `axes_cut`.
+
+        >>> Mesh({"data": 2, "shard": 2, "tensor": 2}, rank=0).summed_axes(["shard"])
+        ('data',)
+        """
+        return tuple(name for name in self._names(lambda axis: axis.cuts_batch) if name not in cut_by)
+
+    def summed_over(self, cut_by: Iterable[str] = ()) -> list[int]:
+        """The ranks that hold what this rank holds of a tensor that these axes cut, and whose gradients of it are
+        summed, in order."""
+        axes = self.summed_axes(cut_by)
+        ranks = [self.rank - sum(self.coordinates[axis] * self._stride(axis) for axis in axes)]
+        for axis in axes:
             ranks = [rank + place * self._stride(axis) for rank in ranks for place in range(self.sizes[axis])]
         return ranks
 
@@ -161,8 +174,7 @@ class Mesh:
                         self._groups[axis] = group
 
         size = len(self.replicas)
-        seeing = self._names(lambda axis: axis.cuts_samples)
-        along = next((name for name in seeing if self.sizes[name] == size > 1), None)
+        along = next((name for name in self.summed_axes() if self.sizes[name] == size > 1), None)
         if along:
             self._groups["replicas"] = self._groups[along]
         elif size == self.world_size > 1:
