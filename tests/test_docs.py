@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import doctest
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from paceline.catalogue import software, software_names
+from paceline.cli import app
 from paceline.errors import PlanError
 from paceline.job import Job
-from paceline.planner.program import step_program
+from paceline.planner.corrections import SPREAD
+from paceline.planner.estimate import CPU_HOLES, CPU_HOLES_LEAN, RATES_SPREAD
+from paceline.planner.program import CPU_HOLES_ADDED, MICROBATCH_S, step_program
 from paceline.plans import Plan
+from paceline.profile.device import THREAD_EFFICIENCY
 from paceline.simulate.play import Player
 from paceline.simulate.program import Collective, Compute
 
@@ -98,3 +105,51 @@ def test_job_fields_on_the_page_exist():
     table = (ROOT / "docs" / "job.md").read_text(encoding="utf-8").split("## Fields")[1].split("\n## ")[0]
     names = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \| ", table, flags=re.MULTILINE))))
     assert {"model", "epochs", "steps"} <= names <= {field.name for field in fields(Job)}
+
+
+def commands(page: Path) -> list[str]:
+    """The `paceline` commands in a page's indented code, without comments."""
+    lines = re.findall(r"^ {4}(?:\$ |srun .*?|torchrun .*?-- )?paceline (.*)$", page.read_text(encoding="utf-8"),
+                       flags=re.MULTILINE)
+    return [line.partition("   #")[0] for line in lines if "[" not in line]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+def test_commands_on_the_pages_are_understood(page: Path):
+    """Every option that a page shows exists, and every plan can be read."""
+    for line in commands(page):
+        name, *words = shlex.split(line)
+        context = get_command(app).commands[name].make_context(name, words)
+        plan = context.params.get("plan")
+        for text in [plan] if isinstance(plan, str) else plan or []:
+            if text != "auto" and not text.endswith(".json") and "gossip" not in text:
+                Plan.parse(text)
+
+
+def test_the_reference_has_the_figures_of_the_code():
+    """The tables of docs/formulas.md give the programs of the catalogue and the measured constants as they are."""
+    page = (ROOT / "docs" / "formulas.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.split("### Programs")[1].splitlines() if line.startswith("| `")]
+    assert {row[0].strip("| `") for row in rows} == set(software_names())
+    for name, *figures, _ in rows:
+        program = software(name.strip("| `"))
+        assert [float(figure) for figure in figures] == pytest.approx([
+            program.product_rate, program.attention_rate, program.memory_rate, 1e6 * program.operator_s,
+            1e6 * program.kernel_s, 1e3 * program.microbatch_s, 1e3 * program.step_s, program.link_rate,
+            program.network_rate, program.spread]), name
+    constants = {
+        "`MICROBATCH_S` | {:g} ms": 1e3 * MICROBATCH_S, "`THREAD_EFFICIENCY` | {:g} ": THREAD_EFFICIENCY,
+        "`CPU_HOLES` | {:g} of": CPU_HOLES, "`CPU_HOLES_LEAN` | {:g} of": CPU_HOLES_LEAN,
+        "`CPU_HOLES_ADDED` | {:g} of": CPU_HOLES_ADDED, "alone | {:g} |": RATES_SPREAD,
+        "itself was rehearsed | {:g} |": SPREAD["itself"], "kind was rehearsed | {:g} |": SPREAD["kind"],
+        "other kinds only | {:g} |": SPREAD["nothing"]}
+    for words, value in constants.items():
+        assert words.format(value) in page
+
+
+def test_the_example_of_planning_prints_what_it_says(capsys: pytest.CaptureFixture[str]):
+    """The price of a 405B model in docs/planning.md."""
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    code, = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out.strip() == code.splitlines()[-1].removeprefix("# ")

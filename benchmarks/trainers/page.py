@@ -50,7 +50,7 @@ This page leaves out:
 - Steps with two optimizers, such as a GAN's. Paceline can't express them, because a `Job` has one loss and one
   optimizer. All other trainers here can.
 - Networks, GPUs, mixed precision, sharded weights, and clipping, in which trainers differ too.
-- Speed: see [results](results.md#throughput-beside-other-trainers).
+- Speed: see [results](results.md#throughput-compared-with-other-trainers).
 
 The authors of Paceline chose the jobs, for what they had seen go wrong. Each script is a few dozen lines. If one of
 them isn't what that trainer's documentation says today, please report it.
