@@ -161,7 +161,8 @@ def test_everything_wrong_with_a_plan_is_said_at_once():
 
 
 @pytest.mark.parametrize("values", [{"data": True}, {"data": 2.0}, {"data": "2"}, {"shard": 2, "zero": True},
-                                    {"shard": 2, "zero": 2.0}, {"data": 2, "shares": (True, 1)}, {"dta": 2}])
+                                    {"shard": 2, "zero": 2.0}, {"data": 2, "shares": (True, 1)}, {"dta": 2},
+                                    {"parts": 2, "place": 3}, {"parts": 2, "place": "two words.toml"}])
 def test_values_from_python_are_checked_too(values: dict[str, Any]):
     """A plan that could not be written down and read back can't be made."""
     with pytest.raises(PlanError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,16 @@ from paceline.strategies.keys import Key, PlanKeys
 if TYPE_CHECKING:
     from paceline.plans import Plan
 
-PLACE = Key("place", "schedule", "", "auto|FILE", lambda name, text: text,
-            lambda value: "" if isinstance(value, str) else f"place={value} must be auto or a file")
+
+def _problem(value: Any) -> str:
+    if not isinstance(value, str):
+        return f"place={value} must be auto or a file"
+    if re.search(r"[\s,]", value):
+        return f"place={value}: spaces and commas part a plan's keys, so the file's name can have none"
+    return ""
+
+
+PLACE = Key("place", "schedule", "", "auto|FILE", lambda name, text: text, _problem)
 
 
 def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
