@@ -35,13 +35,13 @@ def document(subject: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], *, 
         note: What the certificate does not cover.
     """
     judged = [plan for plan in plans if plan["refused"] is None or plan["asked_for"]]
-    found: dict[str, Any] = strict({
+    fields: dict[str, Any] = strict({
         "certificate": "paceline verify", "version": VERSION,
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "passed": bool(judged) and all(plan["passed"] for plan in judged),
         "job": job, **subject, "run": run, "yardstick": yardstick, "coupling": coupling, "note": note,
         "plans": list(plans)})
-    return found
+    return fields
 
 
 def write(folder: Path, found: Mapping[str, Any]) -> None:
@@ -106,9 +106,9 @@ def _random(randomness: Mapping[str, Any]) -> str:
     off, left = randomness["switched_off"], randomness["left_on"]
     names = list(off)
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    said = (f"compared switched off, in {shown}: random operators gave the mean of what they draw" if off
-            else "nothing that is random was called")
-    return f"{said}; left on: {', '.join(left)}" if left else said
+    sentence = (f"compared switched off, in {shown}: random operators gave the mean of what they draw" if off
+                else "nothing that is random was called")
+    return f"{sentence}; left on: {', '.join(left)}" if left else sentence
 
 
 def _yardstick(yardstick: Mapping[str, Any]) -> Iterator[str]:

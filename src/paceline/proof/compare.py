@@ -118,9 +118,9 @@ class DifferenceRecorder:
             differing = {name: p for name, p in stepper.held.items() if name not in known or self.digests[name] != [
                 _digest(_region(reference, piece)) for piece in pieces[name]]}
         self._compare("initial", 0, differing, stepper.layout.extents)
-        found = self.distances["initial"][-1]
+        distances = self.distances["initial"][-1]
         self.distances["initial"][-1] = {
-            name: found.get(name, 0.0) if name in differing else 0.0 for name in stepper.held}
+            name: distances.get(name, 0.0) if name in differing else 0.0 for name in stepper.held}
 
     def _compare_stored(self, step: int, pieces: Iterator[TensorPiece]) -> None:
         """What this rank would write into a checkpoint."""
@@ -149,9 +149,9 @@ class DifferenceRecorder:
 def _region(file: Any, piece: TensorPiece) -> torch.Tensor:
     """The reference's elements of a piece."""
     name = piece.name if piece.name in file.keys() else piece.name.partition("/")[2]  # noqa: SIM118  # no mapping
-    found: torch.Tensor = (file.get_slice(name)[piece.region.slices((0,) * piece.tensor.ndim)] if piece.tensor.ndim
-                           else file.get_tensor(name))
-    return from_stored(found, piece.tensor.dtype)
+    stored: torch.Tensor = (file.get_slice(name)[piece.region.slices((0,) * piece.tensor.ndim)] if piece.tensor.ndim
+                            else file.get_tensor(name))
+    return from_stored(stored, piece.tensor.dtype)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
@@ -268,10 +268,11 @@ def judge(reference: dict[str, Any], ranks: list[dict[str, Any]], *, precision: 
         nowhere = Furthest("", first, math.inf, 0.0)
         return Verdict(precision, 0, math.inf, math.inf, math.inf, math.inf, nowhere, nowhere, nowhere,
                        f"no step was taken by every rank, and one device took {steps - first}")
-    found = next((text for step in span if (text := "; ".join(_differences(reference, ranks, step)))), None)
-    if found is None and len(span) < steps - first:
-        found = f"the ranks took {len(span)} steps, and one device took {steps - first}"
-    found = found or _evaluation_difference(reference, ranks) or _stream_difference(reference, ranks, forwards)
+    difference = next((text for step in span if (text := "; ".join(_differences(reference, ranks, step)))), None)
+    if difference is None and len(span) < steps - first:
+        difference = f"the ranks took {len(span)} steps, and one device took {steps - first}"
+    difference = (difference or _evaluation_difference(reference, ranks)
+                  or _stream_difference(reference, ranks, forwards))
     furthest = {kind: max((_furthest(reference[f"{kind}_limit"][step], _at(ranks, kind, step), step)
                            for step in span), key=lambda item: item.excess) for kind in ("gradient", "weight")}
     losses = [Furthest("", step, _loss_off(reference, ranks, step), reference["loss_limit"][step]) for step in span]
@@ -279,7 +280,7 @@ def judge(reference: dict[str, Any], ranks: list[dict[str, Any]], *, precision: 
         precision=precision, steps=len(span), max_loss_diff=max(loss.off for loss in losses),
         max_gradient_diff=_most(ranks, "gradient"), max_param_diff=_most(ranks, "weight"),
         max_buffer_diff=_most(ranks, "buffer"), loss=max(losses, key=lambda item: item.excess), **furthest,
-        difference=found)
+        difference=difference)
 
 
 def _differences(reference: dict[str, Any], ranks: list[dict[str, Any]], step: int) -> Iterator[str]:
@@ -414,9 +415,9 @@ def _sample_difference(expected: list[float | None], ranks: list[dict[str, Any]]
             starts[rank["replica"]] = start
             start += len(rank["marks"][at])
     for number, rank in enumerate(ranks):
-        first, own = starts[rank["replica"]], rank["marks"][at]
-        theirs = expected[first:first + len(own)]
-        if len(theirs) < len(own) or not all(map(_same_mark, own, theirs)):
+        first, marks = starts[rank["replica"]], rank["marks"][at]
+        theirs = expected[first:first + len(marks)]
+        if len(theirs) < len(marks) or not all(map(_same_mark, marks, theirs)):
             return f"rank {number} was fed other samples in step {step + 1} than its part of the global batch"
     if start == len(expected):
         return None

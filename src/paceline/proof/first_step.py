@@ -88,11 +88,11 @@ class FirstStep:
         """A reference with measured limits. Tensors of a batch that is cut go to `cut_folder`; see `write_cut`."""
         epsilon = max(EPSILON[self.job.precision], self.dtypes.epsilon)
         with self.random if self.random.is_needed else nullcontext():
-            found = self._reference(epsilon, _NUDGED)
+            reference = self._reference(epsilon, _NUDGED)
             if len(shares) > 1 or microbatches > 1:
-                found = write_cut(self.job, cut_folder, found, beside=self.folder, shares=shares,
-                                  microbatches=microbatches, variations=_NUDGED)
-        return found
+                reference = write_cut(self.job, cut_folder, reference, beside=self.folder, shares=shares,
+                                      microbatches=microbatches, variations=_NUDGED)
+        return reference
 
     def _reference(self, epsilon: float, variations: Sequence[Variation]) -> dict[str, Any]:
         floors = [{**floors_of(self.record, epsilon, largest_loss=abs(self.record.loss)), "evaluation": {}}]

@@ -103,8 +103,8 @@ def _compared(job: Job, asked: Resolved, document: Path, tensors: Path, has_ende
 def _told(document: Path, *, over: bool) -> dict[str, Any]:
     """One device's figures or its error; nothing while it is at work. over: whether its process has ended."""
     if document.exists():
-        found: dict[str, Any] = json.loads(document.read_text())
-        return found
+        figures: dict[str, Any] = json.loads(document.read_text())
+        return figures
     return {"error": "its process was ended from outside, or ended itself"} if over else {}
 
 
@@ -212,9 +212,9 @@ def _write_references(job: Job, asked: Resolved, folder: Path) -> None:
 def _tell(document: Path, compute: Callable[[], dict[str, Any]]) -> None:
     """Write what is computed, or the error, in one move."""
     try:
-        found = compute()
+        figures = compute()
     except Exception as error:
-        found = {"error": f"{type(error).__name__}: {error}"}
+        figures = {"error": f"{type(error).__name__}: {error}"}
     part = document.with_suffix(".part")
-    part.write_text(json.dumps(found))
+    part.write_text(json.dumps(figures))
     part.replace(document)

@@ -249,8 +249,8 @@ def as_planned(batch: MicroBatch, shares: Sequence[int], microbatches: int) -> l
     if len(shares) == 1 and microbatches == 1:
         return [[batch]]
     replicas = []
-    for own in split(batch.samples, shares):
-        parts = [range(own.start + part.start, own.start + part.stop) for part in split(len(own), [1] * microbatches)]
+    for run in split(batch.samples, shares):
+        parts = [range(run.start + part.start, run.start + part.stop) for part in split(len(run), [1] * microbatches)]
         replicas.append([part_of_batch(batch, part) for part in parts if len(part)])
     return [replica for replica in replicas if replica]
 
@@ -343,8 +343,8 @@ class _Replicas:
                 if type(value) is int}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        found = dict(self.model.named_buffers())
-        return found | {f"attribute {name}": value for name, value in tensor_attributes(self.model)}
+        buffers = dict(self.model.named_buffers())
+        return buffers | {f"attribute {name}": value for name, value in tensor_attributes(self.model)}
 
     def begin(self) -> None:
         if self.is_first:

@@ -101,8 +101,8 @@ def _loss_problem(job: Job, *, steps: int) -> Problem | None:
             output = map_tensors(torch.Tensor.detach, unspoilt(batch).call(model))
         for check in (_comparing, _no_mean):
             with suppress(*_NOT_CUT):
-                if found := check(job, output, batch):
-                    return found
+                if problem := check(job, output, batch):
+                    return problem
     return None
 
 
@@ -126,8 +126,8 @@ def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
         total = value[0] if isinstance(value, tuple | list) else value
         if not leaves or not total.requires_grad:
             return []
-        found = torch.autograd.grad(total, leaves, allow_unused=True)
-        return [g[:half] for g in found if g is not None]
+        of_leaves = torch.autograd.grad(total, leaves, allow_unused=True)
+        return [g[:half] for g in of_leaves if g is not None]
 
     before, after = gradients(output), gradients(map_tensors(moved, output))
     off = max((distance(a, b) for a, b in zip(before, after, strict=True)), default=0.0)
@@ -220,17 +220,17 @@ def _group_norm(norm: nn.Module) -> str:
 
 def _outputs(job: Job, model: nn.Module, batch: MicroBatch) -> list[tuple[str, list[torch.Tensor]]]:
     """What every module returned, in the order in which they were done."""
-    found: list[tuple[str, list[torch.Tensor]]] = []
+    outputs: list[tuple[str, list[torch.Tensor]]] = []
 
     def note(path: str) -> Callable[..., None]:
-        return lambda module, given, output: found.append((path, [t.detach().clone() for t in _tensors(output)]))
+        return lambda module, given, output: outputs.append((path, [t.detach().clone() for t in _tensors(output)]))
 
     handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules()]
     with autocast(job):
         unspoilt(batch).call(model)
     for handle in handles:
         handle.remove()
-    return found
+    return outputs
 
 
 def _first_difference(job: Job, model: nn.Module, whole: Sequence[tuple[str, list[torch.Tensor]]],
@@ -253,6 +253,6 @@ def _by_sample(tensor: torch.Tensor, samples: int) -> bool:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(found.append, value)
-    return found or [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    tensors: list[torch.Tensor] = []
+    map_tensors(tensors.append, value)
+    return tensors or [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -74,8 +74,8 @@ def _alone(work: Callable[[Any], dict[str, Any]], devices: Sequence[str] | None,
             with deterministic_algorithms(strict=False) as missing:
                 return {**work(context), "nondeterministic": sorted(missing)}
 
-    found: dict[str, Any] = run_local(body, Cluster.local(devices_of(devices, 1)).devices, timeout_s=timeout_s)[0]
-    return found
+    result: dict[str, Any] = run_local(body, Cluster.local(devices_of(devices, 1)).devices, timeout_s=timeout_s)[0]
+    return result
 
 
 def in_precision(job: Job, precision: Precision, random: Any) -> Job:
@@ -136,13 +136,13 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float,
             _save_single(context, job, finest, folder, saved_step)
         return {"figures": figures, "problem": figures[finest]["problem"], "note": note, "subject": subject(job)}
 
-    found = _alone(work, devices, timeout_s=timeout_s)
-    if found["nondeterministic"]:
+    reference = _alone(work, devices, timeout_s=timeout_s)
+    if reference["nondeterministic"]:
         repeats = ("one device repeats its figures up to rounding alone: operators without a deterministic form are "
-                   f"used ({', '.join(found['nondeterministic'])})")
-        found["note"] = f"{found['note']}; {repeats}" if found["note"] else repeats
-    found["order"] = order_difference(job, steps=steps)
-    return found
+                   f"used ({', '.join(reference['nondeterministic'])})")
+        reference["note"] = f"{reference['note']}; {repeats}" if reference["note"] else repeats
+    reference["order"] = order_difference(job, steps=steps)
+    return reference
 
 
 def _save_single(context: Any, job: Job, precision: Precision, folder: Path, saved_step: int) -> None:
@@ -164,17 +164,18 @@ def cut_reference(proof: Proof, *, shares: Sequence[int], microbatches: int) -> 
     from paceline.proof.reference import write_cut
 
     def work(context: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        references: dict[str, Any] = {}
         for precision, whole in proof.figures.items():
             random = WithoutRandomness()
             with random if whole["is_random"] else nullcontext():
-                found[precision] = write_cut(in_precision(proof.job, precision, random),
-                                             cut_folder(proof.folder / precision, shares, microbatches), whole,
-                                             beside=proof.folder / precision, shares=shares, microbatches=microbatches)
-        return found
+                references[precision] = write_cut(
+                    in_precision(proof.job, precision, random),
+                    cut_folder(proof.folder / precision, shares, microbatches), whole,
+                    beside=proof.folder / precision, shares=shares, microbatches=microbatches)
+        return references
 
-    found = _alone(work, proof.devices, timeout_s=proof.timeout_s)
-    return {precision: found[precision] for precision in proof.figures}
+    references = _alone(work, proof.devices, timeout_s=proof.timeout_s)
+    return {precision: references[precision] for precision in proof.figures}
 
 
 def recomputed_forwards(plan: Plan) -> int | None:
@@ -213,16 +214,16 @@ def watched(proof: Proof, asked: Resolved, folders: Mapping[Precision, Path], *,
             (onward / step).symlink_to(resumed_from / step)
 
     def body(context: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        records: dict[str, Any] = {}
         for precision in proof.figures:
             is_finest = precision == proof.finest
-            found[precision] = _watch(context, proof, asked, folders[precision], precision,
-                                      run_dir if is_finest else None)
+            records[precision] = _watch(context, proof, asked, folders[precision], precision,
+                                        run_dir if is_finest else None)
             if is_finest and resumed_from is not None:
-                found["resumed"] = _watch(context, proof, asked, folders[precision], precision, onward, resume=True)
+                records["resumed"] = _watch(context, proof, asked, folders[precision], precision, onward, resume=True)
         if context.rank == 0 and proof.saved_step:
-            found["file"] = _file_difference(proof, run_dir, folders[proof.finest])
-        return found
+            records["file"] = _file_difference(proof, run_dir, folders[proof.finest])
+        return records
 
     return run_local(body, asked.cluster.devices, timeout_s=proof.timeout_s, fault_policy=fault_policy(asked.plan))
 

@@ -301,14 +301,14 @@ def write_cut(job: Job, folder: Path, whole: Mapping[str, Any], *, beside: Path,
         overflow = overflow or _overflow(step, skipped[-1], whole["skipped"][step])
         if coupling is None and overflow is None:  # after a step that one of them skips nothing is alike
             coupling = _coupled(beside, step, record, whole)
-    found = {**whole, "losses": losses, "rates": rates, "skipped": skipped, "state_sizes": sizes, "evaluation": {},
-             "coupling": coupling, "overflow": overflow}
+    cut = {**whole, "losses": losses, "rates": rates, "skipped": skipped, "state_sizes": sizes, "evaluation": {},
+           "coupling": coupling, "overflow": overflow}
     if coupling is None and overflow is None:
-        return found
+        return cut
     spreads = spreads_of(job, PlainFigures(folder, losses, floors), variations, whole["epsilon"], shares=shares,
                          microbatches=microbatches)
     limits = [_wider(limit, whole, step) for step, limit in enumerate(limits_of(floors, spreads))]
-    return {**with_limits(found, limits), **({"power": _power(job, beside, limits)} if "power" in whole else {})}
+    return {**with_limits(cut, limits), **({"power": _power(job, beside, limits)} if "power" in whole else {})}
 
 
 def state_sizes(record: StepRecord) -> dict[str, int]:

@@ -37,11 +37,11 @@ def subject(job: Job) -> dict[str, Any]:
 
 def weights_sha256(parameters: dict[str, nn.Parameter]) -> str:
     """A digest of names, dtypes, shapes and elements, in the order of the names."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, p in sorted(parameters.items()):
-        found.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
-        found.update(p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
+        digest.update(p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _packages(model: nn.Module) -> dict[str, str]:

@@ -55,19 +55,19 @@ class ChangingBuffers:
         """Names of what has changed and is not met yet, of attributes with a mark before them. No value is read of
         what nothing has written to."""
         known = set(self.names)
-        found = [name for name, seen in self._frozen.items() if name not in known and seen.is_written()]
+        news = [name for name, seen in self._frozen.items() if name not in known and seen.is_written()]
         if known:
             now = self._tensors()
-            found += [name for name in self.names if _kind(now.get(name)) != self._kinds.get(name)]
+            news += [name for name in self.names if _kind(now.get(name)) != self._kinds.get(name)]
         for prefix, module, attributes, buffers in self._modules:
             if (module._buffers or buffers.values) and not buffers.is_current():
-                found += [name for key, buffer in module._buffers.items() if (name := prefix + key) not in known
-                          and buffer is not None and _is_written(buffer, buffers.copies.get(key))]
+                news += [name for key, buffer in module._buffers.items() if (name := prefix + key) not in known
+                         and buffer is not None and _is_written(buffer, buffers.copies.get(key))]
             if not attributes.is_current():
-                found += [f"{_ATTRIBUTE}{name}" for key, value in vars(module).items()
-                          if (name := prefix + key) not in self.attributes and key not in OF_TORCH and is_plain(value)
-                          and _has_changed(key, value, attributes)]
-        return found
+                news += [f"{_ATTRIBUTE}{name}" for key, value in vars(module).items()
+                         if (name := prefix + key) not in self.attributes and key not in OF_TORCH and is_plain(value)
+                         and _has_changed(key, value, attributes)]
+        return news
 
     @torch.no_grad()
     def meet(self, weight: float, group: dist.ProcessGroup, *, news: bool | None = None) -> None:
@@ -127,18 +127,18 @@ class ChangingBuffers:
         kinds, figures = [_kind(value) for value in values], [_figure(value) for value in values]
         least_and_most = _greatest([x for figure in (*kinds, *figures) for x in (figure, -figure)], group)
         equal = [most == -least for most, least in zip(least_and_most[::2], least_and_most[1::2], strict=True)]
-        found = []
+        agreed = []
         for name, value, same_kind, same in zip(self.attributes, values, equal[:len(values)], equal[len(values):],
                                                 strict=True):
             is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
             if same_kind and (is_tensor or (_is_number(value) and not same)):
-                found.append(there[name])
+                agreed.append(there[name])
             if not (same_kind and same) and not isinstance(value, float) and name not in self._warned:
                 self._warned.add(name)
                 what = "all go on with the greatest" if same_kind and _is_number(value) else "each goes on with its own"
                 logger.warning("replicas hold different values of the attribute '%s', which forwards change: %s; "
                                "a buffer (register_buffer) of floats becomes the mean of all", name, what)
-        return found
+        return agreed
 
 
 def _is_number(value: Any) -> bool:

@@ -85,9 +85,9 @@ def _noting(missing: set[str]) -> Iterator[None]:
         show = warnings.showwarning
 
         def note(message: Warning | str, *where: Any, **options: Any) -> None:
-            found = _MISSING.match(str(message))
-            if found:
-                missing.add(found[1])
+            operator = _MISSING.match(str(message))
+            if operator:
+                missing.add(operator[1])
             else:
                 show(message, *where, **options)
 
@@ -99,7 +99,7 @@ def _named(error: BaseException) -> str | None:
     """The operator that an error, or what it came from, says has no deterministic form."""
     cause: BaseException | None = error
     while cause is not None:
-        if found := _MISSING.search(str(cause)):
-            return found[1]
+        if operator := _MISSING.search(str(cause)):
+            return operator[1]
         cause = cause.__cause__
     return None

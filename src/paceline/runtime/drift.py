@@ -57,14 +57,14 @@ def _check_along(axis: str, tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, 
                  outside: Collection[str]) -> None:
     group, ranks = mesh.group(axis), mesh.ranks_along(axis)
     device = next(iter(tensors.values())).device
-    own = torch.stack([uploaded(fingerprint(tensor), device) for tensor in tensors.values()])
-    least, most = own.clone(), own.clone()
+    fingerprints = torch.stack([uploaded(fingerprint(tensor), device) for tensor in tensors.values()])
+    least, most = fingerprints.clone(), fingerprints.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     if torch.equal(least, most):
         return
-    everyone = [torch.empty_like(own) for _ in ranks]
-    dist.all_gather(everyone, own, group=group)
+    everyone = [torch.empty_like(fingerprints) for _ in ranks]
+    dist.all_gather(everyone, fingerprints, group=group)
     at = int((least != most).nonzero()[0])
     values = [int(theirs[at]) for theirs in everyone]
     usual = max(set(values), key=lambda value: (values.count(value), value == values[0]))
@@ -75,7 +75,7 @@ def _check_along(axis: str, tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, 
     writers = [rank for rank, flag in zip(ranks, flags, strict=True) if int(flag)]
     raise DriftError(
         f"replicas differ {when}: '{name}' on rank {', '.join(map(str, odd))} is not what the others hold "
-        f"({int((least != most).sum())} of {len(own)} tensors differ)",
+        f"({int((least != most).sum())} of {len(fingerprints)} tensors differ)",
         hint=_cause(name, step, is_edited=name in edited, writers=writers))
 
 

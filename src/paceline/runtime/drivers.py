@@ -21,8 +21,8 @@ def fault_policy(plan: Plan) -> FaultPolicy:
     for strategy in active(plan):
         if strategy.fault_policy:
             module, _, name = strategy.fault_policy.partition(":")
-            own: FaultPolicy = getattr(importlib.import_module(module), name)(plan)
-            return own
+            policy: FaultPolicy = getattr(importlib.import_module(module), name)(plan)
+            return policy
     return ALL_NEEDED
 
 

@@ -88,8 +88,8 @@ class Edits:
         self._seen = {}
 
     def _versions_now(self) -> list[tuple[int, int]]:
-        held = self._parameters.values()
-        return list(zip(map(_version, held), map(address, held), strict=True))
+        parameters = self._parameters.values()
+        return list(zip(map(_version, parameters), map(address, parameters), strict=True))
 
 
 def _merge(name: str, tensor: torch.Tensor, before: torch.Tensor | None, group: dist.ProcessGroup, *, agree: bool,

@@ -226,9 +226,9 @@ def _restore(run: _Run) -> None:
     if checkpoint is None:
         run.display.say("no checkpoint to resume from: starting at step 0")
     else:
-        said = state.restore(run.stepper, checkpoint)
+        notes = state.restore(run.stepper, checkpoint)
         run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
-        run.display.say("; ".join([f"resumed from {checkpoint.path.name}", *said]))
+        run.display.say("; ".join([f"resumed from {checkpoint.path.name}", *notes]))
     if run.metrics is not None:
         cut_metrics(run.metrics, run.step)
 
@@ -468,6 +468,6 @@ def _greatest(run: _Run, value: int) -> int:
     """The greatest value over all ranks. Collective."""
     if run.context.world_size == 1:
         return value
-    held = torch.tensor(value, dtype=torch.int64, device=run.context.device)
-    torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX)
-    return int(held)
+    greatest = torch.tensor(value, dtype=torch.int64, device=run.context.device)
+    torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX)
+    return int(greatest)

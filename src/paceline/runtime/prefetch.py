@@ -68,10 +68,10 @@ class Prefetch:
         return ready
 
     def _made(self) -> Fed | None:
-        found = next(self.feed, None)
-        if found is None:
+        following = next(self.feed, None)
+        if following is None:
             return None
-        window, batches = found
+        window, batches = following
         if self.copies is None:
             return Fed(window, batches, batches)
         if tensors(batches):  # a data set that makes them there
@@ -82,12 +82,12 @@ class Prefetch:
 
 def tensors(batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
     """Those on a GPU."""
-    found: list[torch.Tensor] = []
+    flat: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> Any:
         if tensor.is_cuda:
-            found.append(tensor)
+            flat.append(tensor)
 
     for batch in batches:
         map_tensors(note, (batch.input, batch.target))
-    return found
+    return flat

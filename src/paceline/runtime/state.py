@@ -173,15 +173,15 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def stored_names(model: torch.nn.Module) -> dict[str, str]:
     """For every name that `model.state_dict()` has for a tensor the one in a checkpoint: ties are there once."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found[name] = first.setdefault(id(parameter), f"parameters/{name}")
+        names[name] = first.setdefault(id(parameter), f"parameters/{name}")
     kept = set(model.state_dict(keep_vars=True)) if list(model.buffers()) else set()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in kept:
-            found[name] = first.setdefault(id(buffer), f"buffers/{name}")
-    return found
+            names[name] = first.setdefault(id(buffer), f"buffers/{name}")
+    return names
 
 
 def export(model: torch.nn.Module, run_dir: Path, *, step: int) -> None:
@@ -268,14 +268,14 @@ def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None
     """Why a checkpoint's tensors are not this model's; None if they are."""
     wanted = {f"parameters/{name}": tuple(p.shape) for name, p in model.named_parameters()}
     wanted |= {f"buffers/{name}": tuple(b.shape) for name, b in persistent_buffers(model).items()}
-    found = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()
-             if name.startswith(("parameters/", "buffers/"))}
-    for kind, names in (("lacks", wanted.keys() - found.keys()), ("has unknown", found.keys() - wanted.keys())):
+    stored = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()
+              if name.startswith(("parameters/", "buffers/"))}
+    for kind, names in (("lacks", wanted.keys() - stored.keys()), ("has unknown", stored.keys() - wanted.keys())):
         if names:
             return f"it {kind} {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
     for name, shape in wanted.items():
-        if found[name] != shape:
-            return f"{name} has shape {found[name]} there and {shape} in this job"
+        if stored[name] != shape:
+            return f"{name} has shape {stored[name]} there and {shape} in this job"
     return None
 
 
@@ -300,10 +300,10 @@ def choose_checkpoint(context: RankContext, run_dir: Path,
         CheckpointError: there are some and none can be used.
     """
     if context.rank == 0:
-        found = newest_checkpoint(run_dir, accept=accept, warn=logger.warning)
+        newest = newest_checkpoint(run_dir, accept=accept, warn=logger.warning)
         if context.store is not None:
-            context.store.set("checkpoint", found.path.name if found else "")
-        return found
+            context.store.set("checkpoint", newest.path.name if newest else "")
+        return newest
     assert context.store is not None
     with waiting:
         name = context.store.get("checkpoint").decode()
@@ -331,16 +331,16 @@ class _Saved:
         return name in self.checkpoint.tensors
 
     def replicas(self, kind: str) -> int:
-        found = (name.split("/")[1] for name in self.checkpoint.tensors if name.startswith(f"{kind}/"))
-        return max((int(number) + 1 for number in found), default=0)
+        numbers = (name.split("/")[1] for name in self.checkpoint.tensors if name.startswith(f"{kind}/"))
+        return max((int(number) + 1 for number in numbers), default=0)
 
     def read(self, name: str, like: str = "") -> torch.Tensor:
         if not like:
             return self.checkpoint.read(name)
-        held = self.stepper.held[like]
-        for piece in pieces_of(like, held.detach()):
+        parameter = self.stepper.held[like]
+        for piece in pieces_of(like, parameter.detach()):
             return self.checkpoint.read(name, piece.offsets, tuple(piece.tensor.shape))
-        return torch.zeros(local_part(held).shape)
+        return torch.zeros(local_part(parameter).shape)
 
 
 def restore(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
@@ -450,14 +450,14 @@ def _optimizer_tensors(stepper: StateOwner, checkpoint: Checkpoint) -> dict[str,
     """For each tensor of the optimizer's state those of the checkpoint that it is read from: this replica's own, or
     those of all replicas where others went on."""
     replicas = checkpoint.document.get("replicas", 1)
-    own = stepper.step_sync.has_own_steps and replicas == stepper.mesh.num_copies
-    found: dict[str, list[str]] = {}
-    for replica in (stepper.mesh.copy,) if own else range(replicas):
+    is_local = stepper.step_sync.has_own_steps and replicas == stepper.mesh.num_copies
+    names: dict[str, list[str]] = {}
+    for replica in (stepper.mesh.copy,) if is_local else range(replicas):
         prefix = f"{_own_prefix(replica)}optimizer/"
         for name in checkpoint.tensors:
             if name.startswith(prefix):
-                found.setdefault(name.removeprefix(prefix), []).append(name)
-    return found
+                names.setdefault(name.removeprefix(prefix), []).append(name)
+    return names
 
 
 def _mean(values: list[torch.Tensor]) -> torch.Tensor:
@@ -466,17 +466,17 @@ def _mean(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _restore_rooms(stepper: StateOwner, saved: _Saved) -> list[str]:
-    replicas, own = saved.checkpoint.document.get("replicas", 1), stepper.step_sync.has_own_steps
-    said = []
-    if replicas > 1 and not (own and replicas == stepper.mesh.num_copies):
-        said.append(f"the optimizer states of {replicas} replicas are averaged")
-    if "outer/order" in saved and not own:
-        said.append("the outer steps' momentum is dropped")
-    said += [words for synchroniser in stepper.synchronisers for words in synchroniser.restore(saved)]
+    replicas, is_local = saved.checkpoint.document.get("replicas", 1), stepper.step_sync.has_own_steps
+    notes = []
+    if replicas > 1 and not (is_local and replicas == stepper.mesh.num_copies):
+        notes.append(f"the optimizer states of {replicas} replicas are averaged")
+    if "outer/order" in saved and not is_local:
+        notes.append("the outer steps' momentum is dropped")
+    notes += [words for synchroniser in stepper.synchronisers for words in synchroniser.restore(saved)]
     kinds = {kept.name.partition("/")[0] for kept in stepper.kept()}
     if saved.replicas("residuals") and "residuals" not in kinds:
-        said.append("what replicas had not sent yet of their gradients is dropped: this plan leaves nothing out")
-    return said
+        notes.append("what replicas had not sent yet of their gradients is dropped: this plan leaves nothing out")
+    return notes
 
 
 def _read_like(parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint, extent: Extent | None) -> torch.Tensor:

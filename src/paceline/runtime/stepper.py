@@ -263,9 +263,9 @@ def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.
         logger.warning("every rank takes memory for the whole model to begin with: it could not be built in files (%s)",
                        first if isinstance(error, CannotSpill) else f"{type(error).__name__}: {first}")
         return None, build_model(job, device)
-    held = [*model.parameters(), *model.buffers()]
-    if sum(tensor.nbytes for tensor in held) <= spill.resident_bytes:
-        spill.bring_in(held)
+    tensors = [*model.parameters(), *model.buffers()]
+    if sum(tensor.nbytes for tensor in tensors) <= spill.resident_bytes:
+        spill.bring_in(tensors)
         return None, model
     if (left := spill.in_memory_bytes(model.parameters())) > spill.resident_bytes:
         logger.warning("every rank takes %.0f MB for the whole model to begin with: that much of it was not made by "
@@ -275,10 +275,10 @@ def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.
 
 def _kinds(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Parameters that torch takes together: whole ones, and distributed ones of one mesh."""
-    found: dict[Any, list[torch.Tensor]] = {}
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
     for p in parameters:
-        found.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    return list(found.values())
+        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    return list(by_mesh.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -668,11 +668,11 @@ class Stepper:
         # Ranks that hold parts of the model have other parameters, but cut them along the same axes.
         for axes in self.mesh.cut_by:
             gradients = cut.get(axes, [])
-            own = (torch.nn.utils.get_total_norm(gradients).to(squares).square() if gradients
-                   else torch.zeros_like(squares))
+            squared = (torch.nn.utils.get_total_norm(gradients).to(squares).square() if gradients
+                       else torch.zeros_like(squares))
             for axis in axes if all(self.mesh.sizes[axis] > 1 for axis in axes) else ():
-                dist.all_reduce(own, group=self.mesh.group(axis))
-            squares += own
+                dist.all_reduce(squared, group=self.mesh.group(axis))
+            squares += squared
         if self.mesh.sizes[self.mesh.stage_axis] > 1:
             dist.all_reduce(squares, group=self.mesh.group(self.mesh.stage_axis))
         return squares

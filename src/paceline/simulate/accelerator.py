@@ -82,14 +82,14 @@ class AcceleratorRates:
         """Seconds, FLOPs, and how many need more operators around them. They are kept for the same products: a search
         asks for them thousands of times."""
         key = (id(products), precision)
-        found = self._known.get(key)
-        if found is None or found[0] is not products:
+        priced = self._known.get(key)
+        if priced is None or priced[0] is not products:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            found = (products, sum(self._product_s(p, precision) for p in products), sum(p.flops for p in products),
-                     sum(self._is_unfused(p) for p in products))
-            self._known[key] = found
-        return found[1:]
+            priced = (products, sum(self._product_s(p, precision) for p in products), sum(p.flops for p in products),
+                      sum(self._is_unfused(p) for p in products))
+            self._known[key] = priced
+        return priced[1:]
 
     def _is_unfused(self, product: Product) -> bool:
         return (product.kind in ATTENTION and self.software.kernels.attention == "plain"
@@ -135,7 +135,7 @@ def tile_part(rows: float, columns: float, inner: float, count: float, multiproc
     >>> round(tile_part(256, 128, 1e9, 108, 108), 3), round(tile_part(256, 128, 1e9, 109, 108), 3)
     (1.0, 0.505)
     """
-    found = 0.0
+    best = 0.0
     for high, wide in TILES:
         reuse = high * wide / (high + wide) / LARGEST_REUSE
         tiles = math.ceil(rows / high) * math.ceil(columns / wide) * count
@@ -144,5 +144,5 @@ def tile_part(rows: float, columns: float, inner: float, count: float, multiproc
                                                         max(1, int(inner / (4 * INNER_START))))
         waves = math.ceil(tiles * splits / multiprocessors)
         full = tiles * splits / (waves * multiprocessors)
-        found = max(found, reuse * filled * full * inner / splits / (inner / splits + INNER_START))
-    return found
+        best = max(best, reuse * filled * full * inner / splits / (inner / splits + INNER_START))
+    return best

@@ -72,8 +72,8 @@ def _with_servers_s(event: Collective, network: Network) -> float:
 
 def _by_processes_s(event: Collective, network: Network) -> float:
     """Of the busiest process: a server has the parts of all workers, a worker those of all servers."""
-    own = 1 if event.is_colocated else 0
-    parts = max((event.group - own) / event.servers, 1 - own / event.servers)
+    colocated = 1 if event.is_colocated else 0
+    parts = max((event.group - colocated) / event.servers, 1 - colocated / event.servers)
     return network.process_latency_s + event.num_bytes * parts / network.process_bytes_per_s
 
 

@@ -75,7 +75,8 @@ def play_together(programs: Sequence[Program], rates: Sequence[Rates], network: 
         ValueError: a rank waits for a message that nobody sends.
     """
     arrived: dict[tuple[int, int, str], float] = {}
-    ranks = [Player(own, network, precision=precision, number=number, apart=apart) for number, own in enumerate(rates)]
+    ranks = [Player(rates_of_rank, network, precision=precision, number=number, apart=apart)
+             for number, rates_of_rank in enumerate(rates)]
     pending = [_Pending(rank, program) for rank, program in zip(ranks, programs, strict=True)]
     while any(one.go_on(arrived) for one in pending):
         pass
@@ -165,8 +166,8 @@ class Player:
         before: tuple[dict[str, float], ...] = ()
         for _ in range(min(ROUNDS, event.count)):
             before = self._state()
-            for one in event.events:
-                self.play(one)
+            for repeated in event.events:
+                self.play(repeated)
             left -= 1
         if left > 1:
             after = self._state()
@@ -176,8 +177,8 @@ class Player:
                     figures[name] = figure + (left - 1) * (figure - old.get(name, figure))
             self.memory.settle()
         if left > 0:
-            for one in event.events:
-                self.play(one)
+            for repeated in event.events:
+                self.play(repeated)
 
     def _state(self) -> tuple[dict[str, float], ...]:
         return dict(self.clock), dict(self.ended), dict(self.busy), dict(self.memory.held)
@@ -187,8 +188,8 @@ class Player:
         return Timeline(
             step_s, breakdown={**self.busy, "communication": max(0.0, step_s - sum(self.busy.values()))},
             peak_memory_bytes=round(memory.peak),
-            ledger={name: round(held) for name, held in memory.at_peak.items()},
-            highest={name: round(held) for name, held in memory.highest.items()},
+            ledger={name: round(held_bytes) for name, held_bytes in memory.at_peak.items()},
+            highest={name: round(held_bytes) for name, held_bytes in memory.highest.items()},
         )
 
 
@@ -208,9 +209,9 @@ class MemoryLedger:
 
     def change(self, event: Allocate) -> None:
         ledger, num_bytes = event.ledger, event.num_bytes
-        held = self.held[ledger] = self.held[ledger] + num_bytes
-        if held > self.highest[ledger]:
-            self.highest[ledger] = held
+        held_bytes = self.held[ledger] = self.held[ledger] + num_bytes
+        if held_bytes > self.highest[ledger]:
+            self.highest[ledger] = held_bytes
         self.total += num_bytes
         if self.total > self.peak:
             self.peak, self.at_peak = self.total, dict(self.held)
@@ -218,7 +219,7 @@ class MemoryLedger:
     def settle(self) -> None:
         """After what is held was set from outside."""
         self.total = sum(self.held.values())
-        for ledger, held in self.held.items():
-            self.highest[ledger] = max(self.highest[ledger], held)
+        for ledger, held_bytes in self.held.items():
+            self.highest[ledger] = max(self.highest[ledger], held_bytes)
         if self.total > self.peak:
             self.peak, self.at_peak = self.total, dict(self.held)

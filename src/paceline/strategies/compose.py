@@ -182,8 +182,8 @@ def no_edits(plan: Plan) -> str:
 
 def step_sync_of(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> StepSync:
     """When ranks synchronise their steps: as a strategy of the plan says, or else every step."""
-    said = [synchroniser for synchroniser in synchronisers if isinstance(synchroniser, StepSync)]
-    return said[0] if said else SyncEveryStep(mesh.world_size)
+    syncs = [synchroniser for synchroniser in synchronisers if isinstance(synchroniser, StepSync)]
+    return syncs[0] if syncs else SyncEveryStep(mesh.world_size)
 
 
 def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mesh: Mesh,

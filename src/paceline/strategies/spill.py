@@ -106,9 +106,9 @@ class Spill:
     def in_memory_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of large tensors that are in no file: what was not made by torch's operators on this thread."""
         mapped = _mapped_files()
-        found = {storage.data_ptr(): storage.nbytes() for storage in _storages(list(tensors))
-                 if storage.nbytes() >= LEAST_BYTES and not self._owns(storage)}
-        return sum(count for start, count in found.items() if not any(a <= start < b for a, b in mapped))
+        storage_bytes = {storage.data_ptr(): storage.nbytes() for storage in _storages(list(tensors))
+                         if storage.nbytes() >= LEAST_BYTES and not self._owns(storage)}
+        return sum(count for start, count in storage_bytes.items() if not any(a <= start < b for a, b in mapped))
 
     def _make(self, num_bytes: int) -> torch.UntypedStorage:
         descriptor, path = tempfile.mkstemp(dir=self.folder, prefix=Path(self._prefix).name)
@@ -149,9 +149,9 @@ class Spill:
 
     def _let_go(self) -> None:
         """Drop the pages of storages that were used, from this process; files keep what is in them."""
-        others = [(start, start + count) for start, (count, own) in self._used.items() if own is None]
-        for start, (num_bytes, own) in self._used.items():
-            if own is not None:
+        others = [(start, start + count) for start, (count, owner) in self._used.items() if owner is None]
+        for start, (num_bytes, owner) in self._used.items():
+            if owner is not None:
                 self._advise(start, start + num_bytes, _MADV_DONTNEED)
         if others:
             for first, last in _mapped_files():
@@ -216,13 +216,13 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 def _mapped_files() -> list[tuple[int, int]]:
     """Where private mappings of files lie in this process's memory."""
-    found = []
+    ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, mode, _, _, inode = line.split()[:5]
         if inode != "0" and mode.endswith("p"):
             start, _, stop = place.partition("-")
-            found.append((int(start, 16), int(stop, 16)))
-    return found
+            ranges.append((int(start, 16), int(stop, 16)))
+    return ranges
 
 
 def _folder_on_disk() -> Path:

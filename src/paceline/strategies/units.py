@@ -63,24 +63,24 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """
     from torch import nn
 
-    found: dict[str, nn.Module] = {}
+    units: dict[str, nn.Module] = {}
 
     def visit(module: nn.Module, prefix: str) -> None:
         listed = isinstance(module, nn.ModuleList | nn.Sequential)
         for name, child in module.named_children():
             path = f"{prefix}{name}"
             if listed and is_callable(child) and any(True for _ in child.parameters()):
-                found[path] = child
+                units[path] = child
             else:
                 visit(child, f"{path}.")
 
     visit(model, "")
-    return {name: unit for name, unit in found.items() if not _is_tied(unit, model)}
+    return {name: unit for name, unit in units.items() if not _is_tied(unit, model)}
 
 
 def _is_tied(unit: nn.Module, model: nn.Module) -> bool:
     """Whether a parameter of the unit is also reached by a path outside it."""
-    own = {id(p) for p in unit.parameters()}
-    inside = sum(1 for _, p in unit.named_parameters(remove_duplicate=False) if id(p) in own)
-    everywhere = sum(1 for _, p in model.named_parameters(remove_duplicate=False) if id(p) in own)
+    parameters = {id(p) for p in unit.parameters()}
+    inside = sum(1 for _, p in unit.named_parameters(remove_duplicate=False) if id(p) in parameters)
+    everywhere = sum(1 for _, p in model.named_parameters(remove_duplicate=False) if id(p) in parameters)
     return everywhere != inside

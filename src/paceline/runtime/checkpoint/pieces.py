@@ -169,16 +169,16 @@ def _runs(tensor: torch.Tensor) -> list[list[range]] | None:
              if blocks[i] > 1 else 1 for i, p in enumerate(placements)]
     if blocks == later:
         return None
-    own = [torch.arange(length) for length in tensor.shape]
+    indices = [torch.arange(length) for length in tensor.shape]
     for placement, count, place, ranks in zip(placements, blocks, mesh.get_coordinate(), mesh.shape, strict=True):
         if not placement.is_replicate():
-            parts = own[placement.dim].chunk(count * ranks)
-            own[placement.dim] = torch.cat([parts[block * ranks + place] for block in range(count)])
-    found: list[list[range]] = []
-    for index in own:
+            parts = indices[placement.dim].chunk(count * ranks)
+            indices[placement.dim] = torch.cat([parts[block * ranks + place] for block in range(count)])
+    runs: list[list[range]] = []
+    for index in indices:
         breaks = (index.diff() != 1).nonzero().flatten() + 1
-        found.append([range(int(run[0]), int(run[-1]) + 1) for run in index.tensor_split(breaks)])
-    return found
+        runs.append([range(int(run[0]), int(run[-1]) + 1) for run in index.tensor_split(breaks)])
+    return runs
 
 
 def _pieces_of_runs(name: str, tensor: torch.Tensor, runs: list[list[range]]) -> list[TensorPiece]:
@@ -188,6 +188,6 @@ def _pieces_of_runs(name: str, tensor: torch.Tensor, runs: list[list[range]]) ->
         raise ValueError(f"'{name}': this rank holds {tuple(local.shape)} where its mesh says {shape}")
     parts: list[tuple[tuple[int, ...], torch.Tensor]] = [((), local)]
     for dim, along in enumerate(runs):
-        parts = [((*offsets, run.start), own) for offsets, part in parts
-                 for run, own in zip(along, part.split([len(run) for run in along], dim), strict=True)]
+        parts = [((*offsets, run.start), part_of_run) for offsets, part in parts
+                 for run, part_of_run in zip(along, part.split([len(run) for run in along], dim), strict=True)]
     return [TensorPiece(name, tuple(tensor.shape), offsets, part) for offsets, part in parts]

@@ -231,9 +231,9 @@ def _candidates(folder: Path) -> list[Path]:
     """What may be a checkpoint, highest step first; a replaced one after the one that took its place."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1] or match[2]), bool(match[1]), path)
-             for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))]
-    return [path for _, _, path in sorted(found, reverse=True)]
+    candidates = [(int(match[1] or match[2]), bool(match[1]), path)
+                  for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))]
+    return [path for _, _, path in sorted(candidates, reverse=True)]
 
 
 def _load_commit(path: Path) -> dict[str, Any]:
@@ -281,9 +281,9 @@ def _check_files(path: Path, files: Mapping[str, tuple[int, str]], checksums: bo
     if checksums:
         with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter free
             sums = pool.map(lambda name: _sha256(path, name), files)
-            for (name, (_, expected)), found in zip(files.items(), sums, strict=True):
-                if found != expected:
-                    raise CheckpointError(f"{path}: {name} is damaged: its sha256 is {found}, and {COMMIT} says "
+            for (name, (_, expected)), actual in zip(files.items(), sums, strict=True):
+                if actual != expected:
+                    raise CheckpointError(f"{path}: {name} is damaged: its sha256 is {actual}, and {COMMIT} says "
                                           f"{expected}")
 
 

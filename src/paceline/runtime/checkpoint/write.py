@@ -235,8 +235,8 @@ class _Save:
         try:
             if self.rank == 0 and document is not None:
                 self._document = json.dumps(document, indent=1)
-            for piece, held in ((piece, piece.tensor) for piece in pieces) if copies is None else copies(pieces):
-                self._take(piece, held)
+            for piece, copied in ((piece, piece.tensor) for piece in pieces) if copies is None else copies(pieces):
+                self._take(piece, copied)
             self._tensors = _apart(self._tensors)
         except Exception as error:
             raise self._give_up(error) from error

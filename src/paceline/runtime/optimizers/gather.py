@@ -117,10 +117,10 @@ class GatheredTensors:
             numbers += [len(pieces), *(number for piece in pieces for number in (*piece.offsets, *piece.tensor.shape))]
         length = torch.tensor(len(numbers), device=self.device)
         dist.all_reduce(length, dist.ReduceOp.MAX, group=self.group)
-        own = torch.zeros(int(length), dtype=torch.int64, device=self.device)
-        own[:len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        everyone = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(everyone, own, group=self.group)
+        padded = torch.zeros(int(length), dtype=torch.int64, device=self.device)
+        padded[:len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        everyone = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(everyone, padded, group=self.group)
         rows = [iter(row.tolist()) for row in everyone]
 
         return [[tuple(Region(tuple(islice(row, p.ndim)), tuple(islice(row, p.ndim))) for _ in range(next(row)))
@@ -136,11 +136,11 @@ class GatheredTensors:
             sent = [[piece.tensor.reshape(-1) for parts, _ in sets for t in tensors
                      if t.owner == place and t.copies[self.place] == self.place
                      for piece in self._pieces(t.name, parts)] for place in range(self.size)]
-            own = [t for t in tensors if t.owner == self.place]
-            expected = [len(sets) * sum(t.elements(place) for t in own if t.copies[place] == place)
+            owned = [t for t in tensors if t.owner == self.place]
+            expected = [len(sets) * sum(t.elements(place) for t in owned if t.copies[place] == place)
                         for place in range(self.size)]
             for place, received in enumerate(self._exchange(sent, expected, dtype)):
-                for whole, tensor in [(whole, t) for _, whole in sets for t in own if t.copies[place] == place]:
+                for whole, tensor in [(whole, t) for _, whole in sets for t in owned if t.copies[place] == place]:
                     for region in tensor.regions[place]:
                         whole[tensor.name][region.slices((0,) * len(region.shape))] = (
                             received[:region.numel].view(region.shape))
@@ -165,10 +165,10 @@ def deal_out(num_bytes: Mapping[str, int], places: int) -> dict[str, int]:
     >>> deal_out({"a": 4, "b": 3, "c": 2}, 2)
     {'a': 0, 'b': 1, 'c': 1}
     """
-    held, owners = [0] * places, {}
+    held_bytes, owners = [0] * places, {}
     for name in sorted(num_bytes, key=lambda name: -num_bytes[name]):
-        owners[name] = min(range(places), key=held.__getitem__)
-        held[owners[name]] += num_bytes[name]
+        owners[name] = min(range(places), key=held_bytes.__getitem__)
+        held_bytes[owners[name]] += num_bytes[name]
     return {name: owners[name] for name in num_bytes}
 
 
@@ -215,10 +215,10 @@ def connect(mesh: Mesh, *, stages: bool) -> tuple[dist.ProcessGroup, list[int]]:
     for rank in range(mesh.world_size):
         places = mesh.at(rank).coordinates
         rows.setdefault(tuple(place for axis, place in places.items() if axis not in axes), []).append(rank)
-    own: tuple[dist.ProcessGroup, list[int]] | None = None
+    connected: tuple[dist.ProcessGroup, list[int]] | None = None
     for ranks in rows.values():  # every rank makes every group, in one order
         group = dist.new_group(ranks)
         if mesh.rank in ranks:
-            own = group, ranks
-    assert own is not None
-    return own
+            connected = group, ranks
+    assert connected is not None
+    return connected

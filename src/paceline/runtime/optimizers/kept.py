@@ -96,12 +96,12 @@ class OptimizerState:
     def wrapped_groups(self) -> dict[str, list[dict[str, Any]]]:
         """Options of the groups of wrapped optimizers by path, for those that don't share them."""
         seen = {id(group) for group in self.optimizer.param_groups}
-        found: dict[str, list[dict[str, Any]]] = {}
+        groups: dict[str, list[dict[str, Any]]] = {}
         for path, optimizer in parts_of(self.optimizer).optimizers.items():
             if path and not all(id(group) in seen for group in optimizer.param_groups):
-                found[path] = optimizer.param_groups
+                groups[path] = optimizer.param_groups
             seen |= {id(group) for group in optimizer.param_groups}
-        return found
+        return groups
 
     def place(self, name: str, key: str) -> tuple[Any, Any] | None:
         """The mapping in which the value of a parameter's key lies, and its key there; None if there is none."""
@@ -171,8 +171,8 @@ def load_snapshot(state: OptimizerState, packed: Any, tensors: Mapping[str, torc
     state.load_attributes(packed["attributes"], read)
     for name, values in packed["parameters"].items():
         for key, value in values.items():
-            if (found := state.place(name, key)) is not None:
-                found[0][found[1]] = unpack(value, read, found[0].get(found[1]))
+            if (place := state.place(name, key)) is not None:
+                place[0][place[1]] = unpack(value, read, place[0].get(place[1]))
 
 
 def _options(group: Mapping[str, Any], tensors: dict[str, torch.Tensor], name: str) -> dict[str, Any]:

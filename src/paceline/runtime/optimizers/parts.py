@@ -86,9 +86,9 @@ def parts_of(optimizer: Optimizer) -> Parts:
 
     Modules, schedules and functions are not looked into.
     """
-    found = Parts({}, {}, {})
-    _visit(optimizer, "", found, set())
-    return found
+    parts = Parts({}, {}, {})
+    _visit(optimizer, "", parts, set())
+    return parts
 
 
 def groups_of(optimizer: Optimizer) -> Iterator[dict[str, Any]]:

@@ -52,8 +52,8 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     for name, unit in units.items():
         most_ways = MOST_WAYS * len(units)
         if (wrap_runs := getattr(unit, "wrap_runs", None)) is not None:  # pieces of a captured model
-            held = getattr(model, "buffers_at", {})
-            lost = {path for path, (module, key) in held.items() if _is_lost(module._buffers[key])}
+            buffers_at = getattr(model, "buffers_at", {})
+            lost = {path for path, (module, key) in buffers_at.items() if _is_lost(module._buffers[key])}
             wrap_runs(partial(_compiled_piece, watch=watch, most_ways=most_ways, lost=lost))
         elif lost := {path for path, buffer in unit.named_buffers() if _is_lost(buffer)}:
             watch.leave_out(name, _LOSES.format(min(lost)))
@@ -98,10 +98,10 @@ def _refuse_without_compiler(device: torch.device) -> None:
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        found = device.type != "cpu" or shutil.which(get_cpp_compiler()) is not None
+        has_compiler = device.type != "cpu" or shutil.which(get_cpp_compiler()) is not None
     except (InvalidCxxCompiler, RuntimeError):
-        found = False
-    if not found:
+        has_compiler = False
+    if not has_compiler:
         raise PlanRefused("compile=blocks needs a C++ compiler on the CPU, and there is none",
                           hint="install g++ (apt install g++) or name one in the environment variable CXX; or "
                                + WITHOUT)

@@ -95,10 +95,10 @@ class CompilationWatch:
         """What did not hold of code that was compiled before, in torch's words, since this was last asked."""
         from torch._dynamo.utils import guard_failures
 
-        found = [str(reason).partition("\n")[0].partition("  # ")[0] for code, reasons in guard_failures.items()
-                 for reason in reasons[self._heard.get(code, 0):]]
+        failures = [str(reason).partition("\n")[0].partition("  # ")[0] for code, reasons in guard_failures.items()
+                    for reason in reasons[self._heard.get(code, 0):]]
         self._heard = {code: len(reasons) for code, reasons in guard_failures.items()}
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(failures))
 
     def begin_compiling(self, compilation: CallbackArgs) -> None:
         """Waits until no other rank of this machine compiles."""
@@ -116,16 +116,16 @@ class CompilationWatch:
             self._lock.close()
             self._lock = None
         if compilation.compile_id in self.made:  # its backward, which is compiled when it is first run
-            found = self.made[compilation.compile_id]
-            found.seconds += seconds
-            logger.info("compiled the backward of '%s' in %.1f s", found.block, seconds)
+            compilation_of_block = self.made[compilation.compile_id]
+            compilation_of_block.seconds += seconds
+            logger.info("compiled the backward of '%s' in %.1f s", compilation_of_block.block, seconds)
         elif self._block:
             self.made[compilation.compile_id] = Compilation(self._block, seconds)
 
     def figures(self) -> dict[str, Any]:
         """This rank's."""
-        return {"seconds": sum(one.seconds for one in self.made.values()), "compiled": len(self.made),
-                "recompiled": [asdict(one) for one in self.made.values() if one.again],
+        return {"seconds": sum(compilation.seconds for compilation in self.made.values()), "compiled": len(self.made),
+                "recompiled": [asdict(compilation) for compilation in self.made.values() if compilation.again],
                 "uncompiled": self.uncompiled}
 
     def summary(self) -> Mapping[str, Any]:
@@ -134,7 +134,8 @@ class CompilationWatch:
         return {"compile": {
             "seconds": max(rank["seconds"] for rank in ranks),
             "compiled": max(rank["compiled"] for rank in ranks),
-            "recompiled": [{"rank": number, **one} for number, rank in enumerate(ranks) for one in rank["recompiled"]],
+            "recompiled": [{"rank": number, **compilation} for number, rank in enumerate(ranks)
+                           for compilation in rank["recompiled"]],
             "uncompiled": {block: why for rank in ranks for block, why in rank["uncompiled"].items()}}}
 
     def switch(self, *, on: bool) -> None:

@@ -40,7 +40,7 @@ def assign(sizes_bytes: Sequence[int], kinds: Sequence[Hashable]) -> list[list[i
             buckets.append(bucket)
         bucket.append(index)
         remaining -= sizes_bytes[index]
-        held = sum(sizes_bytes[i] for i in bucket)
-        if held >= enough_bytes or (remaining <= LAST_BUCKET_BYTES < held):
+        bucket_bytes = sum(sizes_bytes[i] for i in bucket)
+        if bucket_bytes >= enough_bytes or (remaining <= LAST_BUCKET_BYTES < bucket_bytes):
             del open_bucket[kinds[index]]
     return buckets

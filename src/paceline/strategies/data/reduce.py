@@ -125,19 +125,20 @@ def _share(like: Sequence[torch.Tensor], sizes: Sequence[int],
         starts.append(end)
         end += -(-size * tensor.element_size() // _ALIGNED_BYTES) * _ALIGNED_BYTES
     mark = secrets.randbits(62)
-    own = _create(end, mark)
+    descriptor = _create(end, mark)
     addresses = [torch.zeros(3, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(addresses, torch.tensor([os.getpid(), -1 if own is None else own, mark]), group=group)
+    dist.all_gather(addresses, torch.tensor([os.getpid(), -1 if descriptor is None else descriptor, mark]), group=group)
     maps = [_map(*map(int, address), num_bytes=end) for address in addresses]
-    missing = torch.tensor([float(any(found is None for found in maps))])
+    missing = torch.tensor([float(any(mapping is None for mapping in maps))])
     dist.all_reduce(missing, group=group)  # also: nobody closes before all have mapped
-    if own is not None:
-        os.close(own)
+    if descriptor is not None:
+        os.close(descriptor)
     if missing.item():
         logging.getLogger(__name__).info("gradients meet over the network: these ranks share no memory")
         return None
-    return [[torch.frombuffer(found, dtype=tensor.dtype, offset=start, count=size) if size else tensor.new_zeros(0)
-             for tensor, start, size in zip(like, starts, sizes, strict=True)] for found in maps if found is not None]
+    return [[torch.frombuffer(mapping, dtype=tensor.dtype, offset=start, count=size) if size else tensor.new_zeros(0)
+             for tensor, start, size in zip(like, starts, sizes, strict=True)]
+            for mapping in maps if mapping is not None]
 
 
 def _create(num_bytes: int, mark: int) -> int | None:

@@ -124,13 +124,13 @@ class GradientBuckets:
         """What was left out is owed to the model: other numbers of replicas share its sum."""
         replicas, there = dist.get_world_size(self.group), saved.replicas("residuals")
         kept = list(self.kept())
-        for one in kept:
-            if one.name in saved and (not one.replica or there == replicas):
-                one.tensor.copy_(saved.read(one.name, one.like))
-            elif one.replica and there:
-                sums = [saved.read(f"residuals/{number}/{one.like}", one.like) for number in range(there)]
-                one.tensor.copy_(torch.stack(sums).sum(0) / replicas)
-        if there in (0, replicas) or not any(one.replica for one in kept):
+        for residual in kept:
+            if residual.name in saved and (not residual.replica or there == replicas):
+                residual.tensor.copy_(saved.read(residual.name, residual.like))
+            elif residual.replica and there:
+                sums = [saved.read(f"residuals/{number}/{residual.like}", residual.like) for number in range(there)]
+                residual.tensor.copy_(torch.stack(sums).sum(0) / replicas)
+        if there in (0, replicas) or not any(residual.replica for residual in kept):
             return []
         return [f"what {there} replicas had not sent yet of their gradients is shared by {replicas}"]
 

@@ -60,23 +60,23 @@ class SparseGradients:
         lengths = [sum(_message_bytes(p, count) for p, count in zip(self.parameters, of_rank, strict=True))
                    for of_rank in counts]
         message = torch.zeros(max(lengths), dtype=torch.uint8, device=self.parameters[0].device)
-        own = [part for gradient in gradients if gradient is not None and gradient.is_sparse
-               for part in (gradient.indices()[0], gradient.values())]
-        if own:
-            flat = torch.cat([part.reshape(-1).view(torch.uint8) for part in own])
+        parts = [part for gradient in gradients if gradient is not None and gradient.is_sparse
+                 for part in (gradient.indices()[0], gradient.values())]
+        if parts:
+            flat = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
             message[:len(flat)] = flat
         return [list(self._unpacked(received, of_rank)) for received, of_rank in zip(
             self._gather(message) if len(message) else [message] * len(counts), counts, strict=True)]
 
     def _unpacked(self, message: torch.Tensor, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        found = []
+        gradients = []
         for p, count in zip(self.parameters, counts, strict=True):
             count = max(count, 0)
-            own, message = message[:_message_bytes(p, count)], message[_message_bytes(p, count):]
-            rows, values = own[:count * _ROW_NUMBER.itemsize], own[count * _ROW_NUMBER.itemsize:]
+            of_parameter, message = message[:_message_bytes(p, count)], message[_message_bytes(p, count):]
+            rows, values = of_parameter[:count * _ROW_NUMBER.itemsize], of_parameter[count * _ROW_NUMBER.itemsize:]
             # Copies: bytes of one dtype may begin where another one can't.
-            found.append((rows.clone().view(_ROW_NUMBER), values.clone().view(p.dtype).view(count, *p.shape[1:])))
-        return found
+            gradients.append((rows.clone().view(_ROW_NUMBER), values.clone().view(p.dtype).view(count, *p.shape[1:])))
+        return gradients
 
     def _dense_sum(self, p: nn.Parameter, gradient: torch.Tensor | None,
                    parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

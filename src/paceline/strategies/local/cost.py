@@ -41,10 +41,11 @@ def _buckets(step: Step) -> list[Bucket]:
     """Of all fragments."""
     order = step.plan.outer_steps
     trainable = [p for p in step.profile.parameters if p.trainable]
-    found = []
+    buckets = []
     for fragment in assign([p.num_bytes for p in trainable], min(order.fragments, len(trainable)) if order else 1):
-        held = [trainable[i] for i in fragment]
-        for bucket in assign_buckets([p.num_bytes for p in held], [p.dtype for p in held]):
-            found.append(Bucket(sum(held[i].num_bytes for i in bucket), tuple(shape_of(held[i]) for i in bucket),
-                                item_bytes(held[bucket[0]])))
-    return found
+        parameters = [trainable[i] for i in fragment]
+        for bucket in assign_buckets([p.num_bytes for p in parameters], [p.dtype for p in parameters]):
+            in_bucket = [parameters[i] for i in bucket]
+            buckets.append(Bucket(sum(p.num_bytes for p in in_bucket), tuple(map(shape_of, in_bucket)),
+                                  item_bytes(in_bucket[0])))
+    return buckets

@@ -64,12 +64,12 @@ class Fragment:
         self.outer = {name: p.detach().clone() for name, p in parameters.items()}
         self.momentum = ({name: torch.zeros_like(tensor) for name, tensor in self.outer.items()}
                          if order.outer == "diloco" else {})
-        names, held = list(self.outer), list(self.outer.values())
-        buckets = assign_buckets([tensor.nbytes for tensor in held],
-                                 [(tensor.dtype, tensor.device) for tensor in held])
-        self.reduction = reduce_buckets([[held[i] for i in bucket] for bucket in buckets], group, compress=compress)
+        names, tensors = list(self.outer), list(self.outer.values())
+        buckets = assign_buckets([tensor.nbytes for tensor in tensors],
+                                 [(tensor.dtype, tensor.device) for tensor in tensors])
+        self.reduction = reduce_buckets([[tensors[i] for i in bucket] for bucket in buckets], group, compress=compress)
         self.ways = {names[i]: view for bucket, flat in zip(buckets, self.reduction.memory, strict=True)
-                     for i, view in zip(bucket, views([held[i] for i in bucket], flat), strict=True)}
+                     for i, view in zip(bucket, views([tensors[i] for i in bucket], flat), strict=True)}
         self.steps, self.count = 0, 0.0
 
     def send(self, weight: float) -> None:
@@ -197,13 +197,14 @@ class OuterSync:
         if self.order.fragments == 1:
             yield  # a run is looked at when a round ends, and then they are there
             return
-        own = [{name: p.detach().clone() for name, p in fragment.parameters.items()} for fragment in self.fragments]
+        local_weights = [{name: p.detach().clone() for name, p in fragment.parameters.items()}
+                         for fragment in self.fragments]
         with torch.no_grad():
             for fragment in self.fragments:
                 fragment.take_over(0.0)
         yield
         with torch.no_grad():
-            for fragment, weights in zip(self.fragments, own, strict=True):
+            for fragment, weights in zip(self.fragments, local_weights, strict=True):
                 for name, p in fragment.parameters.items():
                     p.copy_(weights[name])
 

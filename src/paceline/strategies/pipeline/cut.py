@@ -54,8 +54,8 @@ def balance(seconds: Sequence[float], held_bytes: Sequence[float], kept_bytes: S
             return last, last * last, num_pieces
         choices = []
         for end in range(first + 1, num_pieces - (num_stages - stage - 1) + 1):
-            own, (longest, squares, _) = stage_s(stage, first, end), best(stage + 1, end)
-            choices.append((max(own, longest), own * own + squares, end))
+            first_s, (longest, squares, _) = stage_s(stage, first, end), best(stage + 1, end)
+            choices.append((max(first_s, longest), first_s * first_s + squares, end))
         return min(choices)
 
     if best(0, 0)[0] == float("inf"):

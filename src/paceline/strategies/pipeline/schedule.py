@@ -137,13 +137,13 @@ def _zero_bubble(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
         return latest
 
     def choice(rank: int) -> tuple[float, int, int, int, ActionKind]:
-        found = []
+        candidates = []
         for kind, order in best.items():
             microbatch = len(ended[kind][rank])
             is_full = kind == "F" and microbatch - len(ended["W"][rank]) >= num_ranks
             if microbatch < num_microbatches and not is_full:
-                found.append((ready_at(kind, rank, microbatch), order, microbatch, rank, kind))
-        return min(found, default=(math.inf, 0, 0, rank, "F"))
+                candidates.append((ready_at(kind, rank, microbatch), order, microbatch, rank, kind))
+        return min(candidates, default=(math.inf, 0, 0, rank, "F"))
 
     choices = [choice(rank) for rank in range(num_ranks)]
     while (first := min(choices))[0] < math.inf:
@@ -162,10 +162,10 @@ _NEEDED: dict[ActionKind, list[tuple[ActionKind, int]]] = {"F": [("F", -1)], "I"
 
 def in_flight(order: list[Action]) -> int:
     """The most forwards whose activations a rank holds at one time."""
-    held = most = 0
+    ahead = most = 0
     for action in order:
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        most = max(most, held)
+        ahead += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        most = max(most, ahead)
     return most
 
 

@@ -40,7 +40,7 @@ def rank_ends(name: ScheduleName, taken: Mapping[Key, ActionSeconds], *, num_ran
     shorter = _played(_course(name, num_ranks, fewer, virtual), taken)
     longer = _played(_course(name, num_ranks, fewer + num_ranks, virtual), taken)
     rounds = (num_microbatches - fewer) // num_ranks
-    return [one + rounds * (other - one) for one, other in zip(shorter, longer, strict=True)]
+    return [end_s + rounds * (later_s - end_s) for end_s, later_s in zip(shorter, longer, strict=True)]
 
 
 def shortened(num_ranks: int, num_microbatches: int) -> int:
@@ -96,7 +96,7 @@ def which(microbatch: int, num_microbatches: int) -> str:
 
 def _played(course: _Course, taken: Mapping[Key, ActionSeconds]) -> list[float]:
     figures: Sequence[ActionSeconds] = [taken[key] for key in course.keys]
-    own = [figure.own_s for figure in figures]
+    own_s = [figure.own_s for figure in figures]
     sent = [figure.sent_s for figure in figures]
     waited = [figure.sent_s if figure.waits else 0.0 for figure in figures]
     free, there = [0.0] * course.num_ranks, [0.0] * len(course.steps)
@@ -104,7 +104,7 @@ def _played(course: _Course, taken: Mapping[Key, ActionSeconds]) -> list[float]:
         start = free[rank]
         if needed >= 0 and there[needed] > start:
             start = there[needed]
-        end = start + own[key]
+        end = start + own_s[key]
         free[rank] = end + waited[key]
         there[position] = end + sent[key]
     return free

@@ -26,19 +26,19 @@ def place_automatically(found: Capture, seconds: Mapping[str, float], needs: Map
     Raises:
         PlanError: fewer pieces than parts, or a part that gets more than its device has; with the ledger.
     """
-    own = [piece for piece in found.pieces if piece.parameters]
-    if len(own) < len(memory_bytes):
-        raise PlanError(f"the model has {len(own)} pieces with parameters and {len(memory_bytes)} parts were asked for",
-                        hint=f"at most {len(own)} parts")
+    with_parameters = [piece for piece in found.pieces if piece.parameters]
+    if len(with_parameters) < len(memory_bytes):
+        raise PlanError(f"the model has {len(with_parameters)} pieces with parameters and {len(memory_bytes)} parts "
+                        "were asked for", hint=f"at most {len(with_parameters)} parts")
     whole = sum(need.total for need in needs.values())
     known = 0 < sum(memory_bytes) < float("inf")
     room = [whole * (memory / sum(memory_bytes) if known else 1 / len(memory_bytes)) for memory in memory_bytes]
     maker = {name: piece.key for piece in found.pieces for name in piece.outputs}
     ended: dict[str, float] = {}
     free = [0.0] * len(memory_bytes)
-    held = [0.0] * len(memory_bytes)
+    held_bytes = [0.0] * len(memory_bytes)
     part_of: dict[str, int] = {}
-    left = len(own)
+    left = len(with_parameters)
     for piece in found.pieces:
         sources = [maker[name] for name in piece.inputs if name in maker]
         need = needs[piece.key].total
@@ -47,17 +47,17 @@ def place_automatically(found: Capture, seconds: Mapping[str, float], needs: Map
             ready = max([0.0, *(ended[key] for key in sources)])
             apart = any(part_of[key] != part for key in sources)
             # Half a piece beyond the share still belongs here rather than to the next part.
-            return held[part] + need / 2 > room[part], max(ready, free[part]), apart, part
+            return held_bytes[part] + need / 2 > room[part], max(ready, free[part]), apart, part
 
         empty = [part for part in range(len(room)) if not any(
-            part_of.get(other.key) == part for other in own)] if piece.parameters else []
+            part_of.get(other.key) == part for other in with_parameters)] if piece.parameters else []
         choices = empty if piece.parameters and len(empty) >= left else range(len(room))
         part = min(choices, key=cost)
         if not piece.parameters and sources:
             part = part_of[sources[-1]]
         start = max([free[part], *(ended[key] for key in sources)])
         ended[piece.key] = free[part] = start + seconds[piece.key]
-        held[part] += need
+        held_bytes[part] += need
         part_of[piece.key] = part
         left -= bool(piece.parameters)
     refuse_overfull(needs, part_of, memory_bytes, names)
@@ -93,9 +93,9 @@ def _module_of(piece: Piece) -> str:
 def refuse_overfull(needs: Mapping[str, PieceMemory], part_of: Mapping[str, int], memory_bytes: Sequence[float],
                     names: Sequence[str]) -> None:
     """Raise PlanError with the ledger if a device would have to hold more than it has."""
-    held = by_device(needs, part_of, len(memory_bytes))
-    if any(need.total > has for need, has in zip(held, memory_bytes, strict=True)):
-        raise PlanError(f"the placement doesn't fit:\n{table(held, names, memory_bytes)}",
+    needed = by_device(needs, part_of, len(memory_bytes))
+    if any(need.total > has for need, has in zip(needed, memory_bytes, strict=True)):
+        raise PlanError(f"the placement doesn't fit:\n{table(needed, names, memory_bytes)}",
                         hint="more parts, smaller micro-batches (accumulate=K), or recompute=full")
 
 

@@ -41,7 +41,7 @@ class Placement:
         for pattern in (p for patterns in self.patterns for p in patterns):
             if not any(fnmatchcase(name, pattern) for name in known):
                 raise PlanError(f"{self.path}: the model has no module '{pattern}', {nearest(pattern, known)}")
-        found = {}
+        parts = {}
         for module in modules:
             matching = sorted({(len(pattern), part) for part, patterns in enumerate(self.patterns)
                                for pattern in patterns if _covers(pattern, module)}, reverse=True)
@@ -50,8 +50,8 @@ class Placement:
                                 hint="name it, or let a last pattern '*' take what is left")
             if len(matching) > 1 and matching[0][0] == matching[1][0]:
                 raise PlanError(f"{self.path} puts '{module}' on parts {matching[1][1]} and {matching[0][1]}")
-            found[module] = matching[0][1]
-        return found
+            parts[module] = matching[0][1]
+        return parts
 
 
 def _covers(pattern: str, module: str) -> bool:

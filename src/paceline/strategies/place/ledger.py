@@ -34,10 +34,10 @@ class PieceMemory:
 
 def by_device(needs: Mapping[str, PieceMemory], part_of: Mapping[str, int], num_parts: int) -> list[PieceMemory]:
     """The sum of each device's pieces."""
-    found = [PieceMemory() for _ in range(num_parts)]
+    sums = [PieceMemory() for _ in range(num_parts)]
     for key, need in needs.items():
-        found[part_of[key]] += need
-    return found
+        sums[part_of[key]] += need
+    return sums
 
 
 def table(needs: Sequence[PieceMemory], names: Sequence[str], memory_bytes: Sequence[float]) -> str:

@@ -83,8 +83,8 @@ class AttentionStep:
     def value(self) -> torch.Tensor:
         """Made again, unless it was made for another one that came before."""
         if self.result is not None:
-            found, self.result = self.result, None
-            return found
+            result, self.result = self.result, None
+            return result
         args, kwargs = pytree.tree_map_only((_Given, Made), _taken, (self.args, self.kwargs))
         made: torch.Tensor = self.target(*args, **kwargs)
         return args[0].as_strided(*_whole(args[0])) if self.is_changing else made
@@ -140,19 +140,19 @@ class Selective(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = [step for tensor in given if (step := self._step_of(tensor)) is not None]
-        if func is aten.native_dropout.default and known and found[1].numel():
-            self._add(found[0], _drop, (args[0], found[1], 1 / (1 - args[1])), {}, known)
+        if func is aten.native_dropout.default and known and result[1].numel():
+            self._add(result[0], _drop, (args[0], result[1], 1 / (1 - args[1])), {}, known)
         elif func in _PRODUCTS and not any(step.after_softmax for step in known):
-            self._add(found, func, args, kwargs, [])
-        elif known and isinstance(found, torch.Tensor):
-            if _may_be_again(func) and not func._schema.is_mutable and self._step_of(found) is None:
-                self._add(found, func, args, kwargs, known)
+            self._add(result, func, args, kwargs, [])
+        elif known and isinstance(result, torch.Tensor):
+            if _may_be_again(func) and not func._schema.is_mutable and self._step_of(result) is None:
+                self._add(result, func, args, kwargs, known)
             elif func._schema.is_mutable:
-                self._change(found, func, args, kwargs, known)
-        return found
+                self._change(result, func, args, kwargs, known)
+        return result
 
     def _add(self, found: torch.Tensor, func: Callable[..., Any], args: Any, kwargs: Any, known: list[AttentionStep],
              *, is_changing: bool = False) -> None:

@@ -117,10 +117,10 @@ class Shard:
 
     def numels(self) -> dict[str, int]:
         """Elements of each dtype, but for tables."""
-        found: dict[str, int] = {}
+        numels: dict[str, int] = {}
         for part in self.slices:
-            found[part.dtype] = found.get(part.dtype, 0) + part.numel
-        return found
+            numels[part.dtype] = numels.get(part.dtype, 0) + part.numel
+        return numels
 
 
 def assign(parameters: Sequence[ServedParameter], num_servers: int, *, split_tensors: bool, compress: str = "none",
@@ -140,7 +140,7 @@ def assign(parameters: Sequence[ServedParameter], num_servers: int, *, split_ten
     Raises:
         PlanError: a server would have nothing to hold.
     """
-    fair_bytes = sum(held.num_bytes for held in parameters) / num_servers
+    fair_bytes = sum(parameter.num_bytes for parameter in parameters) / num_servers
     if chunk_bytes is None:
         chunk_bytes = int(min(max(_LEAST_BYTES, fair_bytes / CHUNKS), _MOST_BYTES))
     pieces: list[list[tuple[int, RowSlice]]] = [[] for _ in range(num_servers)]
@@ -148,14 +148,14 @@ def assign(parameters: Sequence[ServedParameter], num_servers: int, *, split_ten
     whole: list[int] = []
 
     def put(server: int, number: int, start: int, stop: int) -> None:
-        held = parameters[number]
-        part = RowSlice(held.name, held.shape, held.dtype, held.item_bytes, start, stop)
+        parameter = parameters[number]
+        part = RowSlice(parameter.name, parameter.shape, parameter.dtype, parameter.item_bytes, start, stop)
         pieces[server].append((number, part))
         loads[server] += part.num_bytes
 
-    for number, held in enumerate(parameters):
-        rows = held.shape[0] if held.shape else 1
-        if split_tensors and rows > 1 and held.num_bytes > _SMALL * fair_bytes and num_servers > 1:
+    for number, parameter in enumerate(parameters):
+        rows = parameter.shape[0] if parameter.shape else 1
+        if split_tensors and rows > 1 and parameter.num_bytes > _SMALL * fair_bytes and num_servers > 1:
             emptiest = sorted(range(num_servers), key=lambda server: (loads[server], server))
             for place, server in enumerate(emptiest):  # those with least get the rows that are left over
                 start, stop = (rows * (num_servers - k) // num_servers for k in (place + 1, place))
@@ -164,31 +164,31 @@ def assign(parameters: Sequence[ServedParameter], num_servers: int, *, split_ten
         else:
             whole.append(number)
     for number in sorted(whole, key=lambda number: (-parameters[number].num_bytes, number)):
-        held = parameters[number]
+        parameter = parameters[number]
         put(min(range(num_servers), key=lambda server: (loads[server], server)), number, 0,
-            held.shape[0] if held.shape else 1)
+            parameter.shape[0] if parameter.shape else 1)
     if not all(loads) and not tables:
         what = "parameters" if not split_tensors else "rows of parameters"
         raise PlanError(f"server={num_servers} servers and {len(parameters)} parameters: the model has too few {what} "
                         "for each to hold some", hint=f"at most {sum(map(bool, loads))} servers")
     # Last first, as backward makes them.
-    ordered = [tuple(part for _, part in sorted(own, key=lambda item: -item[0])) for own in pieces]
-    return tuple(Shard(own, _chunks(own, compress, chunk_bytes), tuple(
-        RowSlice(held.name, held.shape, held.dtype, held.item_bytes, held.shape[0] * k // num_servers,
-                 held.shape[0] * (k + 1) // num_servers) for held in tables)) for k, own in enumerate(ordered))
+    ordered = [tuple(part for _, part in sorted(slices, key=lambda item: -item[0])) for slices in pieces]
+    return tuple(Shard(slices, _chunks(slices, compress, chunk_bytes), tuple(
+        RowSlice(table.name, table.shape, table.dtype, table.item_bytes, table.shape[0] * k // num_servers,
+                 table.shape[0] * (k + 1) // num_servers) for table in tables)) for k, slices in enumerate(ordered))
 
 
 def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tuple[Chunk, ...]:
     """Cut each dtype's memory into runs of at most so many bytes; in the order in which they are complete."""
-    found: list[tuple[int, Chunk]] = []
+    chunks: list[tuple[int, Chunk]] = []
     for dtype in dict.fromkeys(part.dtype for part in slices):
-        own = [(number, part) for number, part in enumerate(slices) if part.dtype == dtype]
+        alike = [(number, part) for number, part in enumerate(slices) if part.dtype == dtype]
         is_cut = compress == "bf16" and dtype in ("float32", "float64")
-        wire_dtype, item_bytes = ("bfloat16", 2) if is_cut else (dtype, own[0][1].item_bytes)
+        wire_dtype, item_bytes = ("bfloat16", 2) if is_cut else (dtype, alike[0][1].item_bytes)
         most = max(1, chunk_bytes // item_bytes)
         start = used = 0
         spans: list[ChunkSpan] = []
-        for number, part in own:
+        for number, part in alike:
             at = 0
             while at < part.numel:
                 taken = min(part.numel - at, most - used)
@@ -196,11 +196,12 @@ def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tupl
                 at, used = at + taken, used + taken
                 if used == most or (at == part.numel and used * item_bytes >= _CLOSED_BYTES):
                     chunk = Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans))
-                    found.append((number, chunk))
+                    chunks.append((number, chunk))
                     start, used, spans = start + used, 0, []
         if used:
-            found.append((own[-1][0], Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans))))
-    return tuple(chunk for _, chunk in sorted(found, key=lambda item: item[0]))
+            last = Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans))
+            chunks.append((alike[-1][0], last))
+    return tuple(chunk for _, chunk in sorted(chunks, key=lambda item: item[0]))
 
 
 def fingerprint(shards: Sequence[Shard]) -> bytes:

@@ -294,13 +294,13 @@ def _called_alike(units: Mapping[str, nn.Module], model: nn.Module, choosing: Co
 
     choosing: paths of such modules.
     """
-    found: dict[str, nn.Module] = {}
+    alike: dict[str, nn.Module] = {}
     for path, unit in units.items():
         if (chooser := owner(model, path)) not in choosing:
-            found[path] = unit
+            alike[path] = unit
         elif chooser:
-            found[chooser] = model.get_submodule(chooser)
-    return found
+            alike[chooser] = model.get_submodule(chooser)
+    return alike
 
 
 def _outside(units: Iterable[nn.Module], model: nn.Module) -> dict[nn.Parameter, None]:

@@ -102,7 +102,7 @@ def _captured_on(device: torch.device, model: nn.Module, use: ModelUse, opaque: 
     Raises:
         PlanRefused: it runs there in a way that can't be captured.
     """
-    held = [(module, dict(module._parameters)) for module in model.modules()]
+    originals = [(module, dict(module._parameters)) for module in model.modules()]
     tensors = hollow(model, device)
     try:
         with use.context():
@@ -111,7 +111,7 @@ def _captured_on(device: torch.device, model: nn.Module, use: ModelUse, opaque: 
     except CaptureFailed as failed:
         raise _refused(failed) from failed
     finally:
-        for module, parameters in held:
+        for module, parameters in originals:
             module._parameters.update(parameters)
 
 
@@ -146,8 +146,8 @@ def faithful_capture(model: nn.Module, example: Callable[[int], Batch], opaque: 
         if reasons:
             _take_whole(model, reasons, arguments, opaque, running)
         while True:
-            found = renamed(capture_or_learn(model, arguments, opaque, running), first_names(model))
-            difference = first_difference(model, found, *batch, running=running) if is_comparable(model) else None
+            captured = renamed(capture_or_learn(model, arguments, opaque, running), first_names(model))
+            difference = first_difference(model, captured, *batch, running=running) if is_comparable(model) else None
             if difference is None:
                 break
             if not difference.path or _is_inside(difference.path, opaque):
@@ -160,7 +160,7 @@ def faithful_capture(model: nn.Module, example: Callable[[int], Batch], opaque: 
         raise _refused(failed) from failed
     for path, why in reasons.items():
         logger.info("'%s' is not looked into and runs whole: it %s", path, why)
-    return found, findings
+    return captured, findings
 
 
 def _take_whole(model: nn.Module, reasons: Mapping[str, str],

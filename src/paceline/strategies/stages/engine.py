@@ -118,7 +118,7 @@ class Links:
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         tensor = tensor.detach().contiguous()
-        self.sent = [(work, held) for work, held in self.sent if not work.is_completed()]
+        self.sent = [(work, tensor_sent) for work, tensor_sent in self.sent if not work.is_completed()]
         work = dist.isend(tensor, self.ranks[to], group=self.ahead if to > self.own else self.back)
         assert work is not None
         self.sent.append((work, tensor))
@@ -201,26 +201,26 @@ class Engine:
 
     def run_forward(self, staged: Staged, inputs: Mapping[str, torch.Tensor]) -> Any:
         """The model's output for one batch, on the rank of the last stage; None on others."""
-        own, found = self.links.own, None
+        place, output = self.links.own, None
         self.links.expect({rank: [(PeerMessage(value.name, 0), value) for stage in staged.stages if stage.rank == rank
-                                  for value in stage.outputs if own in self._takers(staged, value.name)]
-                           for rank in range(len(self.links.ranks)) if rank != own})
+                                  for value in stage.outputs if place in self._takers(staged, value.name)]
+                           for rank in range(len(self.links.ranks)) if rank != place})
         self._received, self._uses = {}, {}
         for stage in staged.stages:
-            if stage.rank != own:
+            if stage.rank != place:
                 continue
             values = dict(inputs) | {v.name: self._take(staged, v, 0) for v in stage.inputs}
             self._run_pieces(stage, values)
             self._give(staged, stage, {v.name: values[v.name] for v in stage.outputs}, 0)
             if stage.number == len(staged.stages) - 1:
-                found = staged.capture.result(values)
+                output = staged.capture.result(values)
         self.links.finish()
-        return found
+        return output
 
     def _begin(self, orders: Sequence[Sequence[Action]], staged: Mapping[int, Staged]) -> None:
-        own = self.links.own
-        self.links.expect({rank: list(self._messages(orders[rank], staged, to=own, rank=rank))
-                           for rank in range(len(orders)) if rank != own})
+        place = self.links.own
+        self.links.expect({rank: list(self._messages(orders[rank], staged, to=place, rank=rank))
+                           for rank in range(len(orders)) if rank != place})
         self._received, self._uses, self._gradients, self._flights = {}, {}, {}, {}
 
     def _messages(self, order: Sequence[Action], staged: Mapping[int, Staged], *, to: int,
@@ -243,16 +243,16 @@ class Engine:
 
     def _post(self, action: Action, staged: Staged) -> None:
         """Be ready for what other ranks send for an action."""
-        own, stage, number = self.links.own, staged.stages[action.stage], action.microbatch
+        place, stage, number = self.links.own, staged.stages[action.stage], action.microbatch
         if action.kind == "F":
             for value in stage.inputs:
                 home = staged.stages[staged.producer[value.name]].rank
-                if home != own and (value.name, number) not in self._received:
+                if home != place and (value.name, number) not in self._received:
                     self.links.post(PeerMessage(value.name, number), home)
         elif action.kind in ("B", "I"):
             for value in stage.outputs:
                 for consumer in staged.consumers[value.name] if value.differentiable else ():
-                    if staged.stages[consumer].rank != own:
+                    if staged.stages[consumer].rank != place:
                         self.links.post(PeerMessage(value.name, number, consumer), staged.stages[consumer].rank)
 
     def _take(self, staged: Staged, value: Value, number: int) -> torch.Tensor:

@@ -28,15 +28,15 @@ def layered(split: SplitJob) -> Profile:
     Raises:
         ValueError: the model is in other pieces for another number of samples.
     """
-    (found, first), (other, second) = (split.priced(samples) for samples in SAMPLES)
-    if [piece.key for piece in found.pieces] != [piece.key for piece in other.pieces]:
+    (small, first), (large, second) = (split.priced(samples) for samples in SAMPLES)
+    if [piece.key for piece in small.pieces] != [piece.key for piece in large.pieces]:
         raise ValueError("the model is in other pieces for another number of samples")
     known = {p.name: p for p in split.whole.parameters}
     places = {name: place for place, name in enumerate(known)}  # of a parameter in the model, whichever uses it first
-    units = set(split.whole.units) or {piece.key for piece in found.pieces if piece.parameters}
+    units = set(split.whole.units) or {piece.key for piece in small.pieces if piece.parameters}
     used: set[str] = set()
     layers: list[_Layer] = []
-    for piece in found.pieces:
+    for piece in small.pieces:
         layer = _layer(piece, _line(first[piece.key], second[piece.key]), known, units, used, places)
         used.update(piece.parameters)
         if layers and layers[-1].is_like(layer):
@@ -80,12 +80,12 @@ def _shape(p: Parameter) -> tuple[object, ...]:
 def _layer(piece: Piece, segment: Segment, known: Mapping[str, Parameter], units: set[str],
            used: set[str], places: Mapping[str, int]) -> _Layer:
     unit = piece.key if piece.key in units else ""
-    own = sorted((known[name] for name in set(piece.parameters) - used), key=lambda p: places[p.name])
-    parameters = tuple(replace(p, unit=unit, is_cut=_divides(p)) for p in own)
+    parameters_of_layer = sorted((known[name] for name in set(piece.parameters) - used), key=lambda p: places[p.name])
+    parameters = tuple(replace(p, unit=unit, is_cut=_divides(p)) for p in parameters_of_layer)
     return _Layer(replace(
-        segment, unit=unit, gradients=tuple(p.name for p in own if p.trainable),
+        segment, unit=unit, gradients=tuple(p.name for p in parameters_of_layer if p.trainable),
         borrows=(*(name for name in dict.fromkeys(piece.parameters) if name in used),
-                 *(p.name for p in own if not p.trainable)),
+                 *(p.name for p in parameters_of_layer if not p.trainable)),
         tensor=_cut(segment) if unit else None), parameters)
 
 

@@ -65,21 +65,21 @@ def hollow(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    found = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
 
     def stand_in(parameter: nn.Parameter) -> nn.Parameter:
         fake = mode.from_tensor(parameter.data, static_shapes=True)
         with mode:
             return nn.Parameter(fake.to(device), requires_grad=parameter.requires_grad)
 
-    stand_ins = {id(p): stand_in(p) for p in found.values()}
+    stand_ins = {id(p): stand_in(p) for p in parameters.values()}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 module._parameters[name] = stand_ins[id(parameter)]
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
-    return found
+    return parameters
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class Stages:
         self.captures: dict[Any, Staged] = {}
         self.opaque, self.tensors, self.example, self.split = captured.opaque, tensors, example, split
         self.is_sharded = mesh.sizes["shard"] > 1
-        own = mesh.coordinates[axis]
-        self.links = Links(mesh.ranks_along(axis), own, device, ahead=None,
+        place = mesh.coordinates[axis]
+        self.links = Links(mesh.ranks_along(axis), place, device, ahead=None,
                            back=_group(mesh, axis, range(mesh.sizes[axis])))
         self.first_name = first_names(template)
         holders: dict[str, list[int]] = {name: [] for name in tensors}
@@ -130,8 +130,8 @@ class Stages:
         for name in unused:
             holders[name] = [0]
         # The order of a tied parameter's owners is that of the stages, so that the first one answers for it.
-        self.owned = frozenset(name for name, at in holders.items() if at[0] == own)
-        self.owned_buffers = frozenset(name for name, at in buffer_owners.items() if at == own)
+        self.owned = frozenset(name for name, at in holders.items() if at[0] == place)
+        self.owned_buffers = frozenset(name for name, at in buffer_owners.items() if at == place)
         self.holders = holders
         self.changing_at = {name: buffer_owners[name] for name in _changed(example, changing) if name in buffer_owners}
         edited = next((piece for piece in example.pieces if piece.mutates), None)
@@ -145,7 +145,7 @@ class Stages:
         report = split.report(tensors)
         self.report = replace(report, lines=(*report.lines, *captured.notes))
         _refuse_spread(example, holders, lambda piece: ranks[stage_of[piece.key]], changing, tensors)
-        here = split.apply({name: tensors[name] for name, at in holders.items() if own in at},
+        here = split.apply({name: tensors[name] for name, at in holders.items() if place in at},
                            None if self.is_sharded else device)
         # A weight that several pieces of a rank use belongs to none of them: the rank has it whole. Then all ranks
         # have, for parts of it could not be added up over stages.
@@ -154,15 +154,15 @@ class Stages:
             {name: here[name] for name in dict.fromkeys(piece.parameters) if name not in apart},
             split.runner if split.touches(piece) else None,
             {name: here[name] for name in piece.parameters if name in apart}, runs_once=bool(piece.opaque))
-            for piece in example.pieces if piece.parameters and ranks[stage_of[piece.key]] == own}
+            for piece in example.pieces if piece.parameters and ranks[stage_of[piece.key]] == place}
         lone = {name: p for name, p in here.items() if name in (*unused, *apart)}
         self.module: PieceModules = PieceModules(pieces, lone, template, split)
         self.engine = Engine(assignment.orders, self.links, self.module.run, self._weights)
-        self.has_output, self.meets_in_forward = ranks[-1] == own, mesh.sizes["shard"] > 1
+        self.has_output, self.meets_in_forward = ranks[-1] == place, mesh.sizes["shard"] > 1
         self.ties = [(name, at) for name, at in holders.items() if len(at) > 1]
         self.groups = {members: _group(mesh, axis, members) for members in
                        sorted({tuple(at) for _, at in self.ties})}
-        self.own, self.sparse = own, sparsely_trained(template)
+        self.own, self.sparse = place, sparsely_trained(template)
         self.extents: dict[str, Extent] = {}
 
     def let_go(self) -> None:
@@ -201,11 +201,11 @@ class Stages:
 
     def finish(self) -> None:
         """Sum the gradients of parameters that several stages use over their ranks. Collective over those."""
-        held = dict(self.module.named_parameters())
+        parameters = dict(self.module.named_parameters())
         for name, members in self.ties:
             if self.own not in members:
                 continue
-            parameter, group = held[name], self.groups[tuple(members)]
+            parameter, group = parameters[name], self.groups[tuple(members)]
             assert group is not None, "this rank is a member"
             if sparse_parameters({name: parameter}, self.sparse):
                 SparseGradients([parameter], group).finish()
@@ -230,9 +230,10 @@ class Stages:
                tuple((tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in flat))
         if key not in self.captures:
             with self.context():
-                found = capture(self.template, args, kwargs, opaque=self.opaque, tensors=self.tensors)
-            found = renamed(found, self.first_name)
-            self.captures[key] = (self._cut_for_training if self.template.training else self._cut_for_evaluation)(found)
+                captured = capture(self.template, args, kwargs, opaque=self.opaque, tensors=self.tensors)
+            captured = renamed(captured, self.first_name)
+            cut_for_mode = self._cut_for_training if self.template.training else self._cut_for_evaluation
+            self.captures[key] = cut_for_mode(captured)
         return self.captures[key]
 
     def prepare_evaluation(self, batch: Batch) -> None:
@@ -326,11 +327,11 @@ def _refuse_spread(example: Capture, holders: Mapping[str, Sequence[int]], rank_
 def _group(mesh: Mesh, axis: str, members: Sequence[int]) -> dist.ProcessGroup | None:
     """The group of these places along an axis, for this rank's row; None for a place alone, which sends nothing.
     Collective: every rank makes every group."""
-    own = None
+    group_of_rank = None
     if len(members) == 1:
-        return own
+        return group_of_rank
     for ranks in mesh.rows(axis):
         group = dist.new_group([ranks[at] for at in members])
         if mesh.rank in [ranks[at] for at in members]:
-            own = group
-    return own
+            group_of_rank = group
+    return group_of_rank

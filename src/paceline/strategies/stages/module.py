@@ -53,9 +53,9 @@ class PieceModule(nn.Module):
 
     def held(self, name: str) -> nn.Parameter:
         """A parameter by its name in the model."""
-        found = self.apart[name] if name in self.apart else self._parameters[self.attributes[name]]
-        assert found is not None
-        return found
+        parameter = self.apart[name] if name in self.apart else self._parameters[self.attributes[name]]
+        assert parameter is not None
+        return parameter
 
 
 def run_purely(run: Callable[..., tuple[torch.Tensor, ...]], piece: Piece, parameters: Sequence[torch.Tensor],

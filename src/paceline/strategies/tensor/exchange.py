@@ -92,8 +92,8 @@ class _Local(torch.autograd.Function):
 
 def local_part(whole: Any) -> torch.Tensor:
     """This rank's part of a DTensor, through which gradients reach the DTensor."""
-    found: torch.Tensor = _Local.apply(whole)
-    return found
+    part: torch.Tensor = _Local.apply(whole)
+    return part
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Move:
     back: Function
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Exchange.apply(x, self.there, self.back)
-        return found
+        moved: torch.Tensor = _Exchange.apply(x, self.there, self.back)
+        return moved
 
 
 class Exchanges:
@@ -149,8 +149,8 @@ class Exchanges:
         return Move(cut, None, self.gather(cut), self.scatter(cut))
 
     def sum_all_gradients(self, *whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found: tuple[torch.Tensor, ...] = _SumGradients.apply(self, *whole)
-        return found
+        summed: tuple[torch.Tensor, ...] = _SumGradients.apply(self, *whole)
+        return summed
 
     # --- What is sent ---------------------------------------------------------------------------------------------
 
@@ -198,9 +198,9 @@ class Exchanges:
 
     def summed(self, mean: bool = False, *, in_place: bool = False) -> Function:
         def total(x: torch.Tensor) -> torch.Tensor:
-            found = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-            self.all_reduce(found)
-            return found.div_(self.size) if mean else found
+            sums = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+            self.all_reduce(sums)
+            return sums.div_(self.size) if mean else sums
 
         return total
 
@@ -211,10 +211,10 @@ class Exchanges:
         """This rank's part of the sum."""
         def scattered(x: torch.Tensor) -> torch.Tensor:
             parts = x.unflatten(cut.dim, (cut.blocks, self.size, -1)).movedim(cut.dim + 1, 0).contiguous()
-            found = x.new_empty(parts.shape[1:])
-            self.reduce_scatter(found, parts.flatten(0, 1))
-            found = found.flatten(cut.dim, cut.dim + 1)
-            return found.div_(self.size) if mean else found
+            part = x.new_empty(parts.shape[1:])
+            self.reduce_scatter(part, parts.flatten(0, 1))
+            part = part.flatten(cut.dim, cut.dim + 1)
+            return part.div_(self.size) if mean else part
 
         return scattered
 

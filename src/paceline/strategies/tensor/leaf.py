@@ -17,8 +17,8 @@ _LEAF = "_paceline_leaf"
 
 def give_leaf(parameter: nn.Parameter) -> None:
     """Let forwards read this rank's part of a DTensor as a plain tensor in the same memory."""
-    held: Any = parameter
-    leaf = nn.Parameter(held._local_tensor.detach(), requires_grad=parameter.requires_grad)
+    distributed: Any = parameter
+    leaf = nn.Parameter(distributed._local_tensor.detach(), requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
         leaf.register_post_accumulate_grad_hook(partial(_hand_over, parameter))
     setattr(parameter, _LEAF, leaf)

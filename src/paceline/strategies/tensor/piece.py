@@ -103,8 +103,8 @@ class SplitPiece:
             if node.op == "placeholder":
                 values[node] = self._input(node, next(given))
             elif node.op == "get_attr":
-                held = getattr(self.piece.run, str(node.target))
-                values[node] = self.recorder.constant(held) if isinstance(held, torch.Tensor) else held
+                attribute = getattr(self.piece.run, str(node.target))
+                values[node] = self.recorder.constant(attribute) if isinstance(attribute, torch.Tensor) else attribute
             elif node.op == "output":
                 whole = [self.recorder.moved(self.value(arg, values), None) for arg in node.args[0]]
                 # What an exchange gives may be a view, which can't be edited in place.
@@ -133,10 +133,10 @@ class SplitPiece:
         if node not in self.turned:
             return values[node]
         source, turns = self.turned[node]
-        found = values[source]
-        if isinstance(found.placement, Cut) and found.placement.blocks > 1:
-            found = self.recorder.moved(found, None)
-        return self._turn(found, turns)
+        placed = values[source]
+        if isinstance(placed.placement, Cut) and placed.placement.blocks > 1:
+            placed = self.recorder.moved(placed, None)
+        return self._turn(placed, turns)
 
     def _turn(self, value: Placed, turns: Sequence[fx.Node]) -> Placed:
         for turn in turns:
@@ -150,9 +150,9 @@ class SplitPiece:
             return values[node.args[0]][node.args[1]]
         known = _WEIGHTED.get(str(node.target))
         if known is not None:
-            found = known(self, node, values)
-            if found is not None:
-                return found
+            result = known(self, node, values)
+            if result is not None:
+                return result
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value(n, values))
         changed = [self.value(arg, values) for arg in (*mutated(node), *statistics(node))]
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
@@ -164,9 +164,9 @@ class SplitPiece:
             return self.run_whole(node, args, kwargs)
         local = _LOCAL.get(node.target)
         if local is not None:
-            found = local(self, node, args, kwargs)
-            if found is not None:
-                return found
+            result = local(self, node, args, kwargs)
+            if result is not None:
+                return result
         try:
             args_of_rule = pytree.tree_map_only(Placed, self._in_one, (args, kwargs))
             return run_by_rule(self.recorder, self.mesh, _operator(node), *args_of_rule)
@@ -179,13 +179,13 @@ class SplitPiece:
         args, kwargs = pytree.tree_map_only(Placed, lambda value: self.recorder.moved(value, None), (args, kwargs))
         if isinstance(node.target, torch._ops.OpOverload):
             return self.recorder.run(node.target, *args, **kwargs)
-        found = node.meta.get("val")  # of what can't be run on fakes the capture says what it gives
-        if found is None:
+        result = node.meta.get("val")  # of what can't be run on fakes the capture says what it gives
+        if result is None:
             parts: dict[Any, Any] = {user.args[1]: user.meta["val"] for user in node.users
                                      if user.target is operator.getitem}
-            found = tuple(parts.get(number) for number in range(max(parts, default=-1) + 1))
-        found = pytree.tree_map_only(torch.Tensor, self.recorder.fake_of, found)
-        return self.recorder.add(node.target, args, kwargs, found, lambda tensor: None)  # type: ignore[arg-type]
+            result = tuple(parts.get(number) for number in range(max(parts, default=-1) + 1))
+        result = pytree.tree_map_only(torch.Tensor, self.recorder.fake_of, result)
+        return self.recorder.add(node.target, args, kwargs, result, lambda tensor: None)  # type: ignore[arg-type]
 
     # --- Placements -----------------------------------------------------------------------------------------------
 
@@ -223,10 +223,10 @@ class SplitPiece:
         if name not in self.cuts:
             dim = _dim_before(turns, wanted.dim % value.ndim, value.ndim)
             # FSDP2 would say of rows of blocks that they are rows of the whole.
-            found = Cut(dim, 1 if self.rules.sharded and dim == 0 else wanted.blocks)
-            if not self.derive or not self._may_cut(name, value.shape[found.dim], found):
+            cut = Cut(dim, 1 if self.rules.sharded and dim == 0 else wanted.blocks)
+            if not self.derive or not self._may_cut(name, value.shape[cut.dim], cut):
                 return None
-            self.cuts[name] = found
+            self.cuts[name] = cut
         return self._turn(self.recorder.moved(value, self.cuts[name]), turns)
 
     def _may_cut(self, name: str, length: int, cut: Cut) -> bool:
@@ -258,8 +258,8 @@ class SplitPiece:
 
         length: of the features.
         """
-        found = max(map(self._blocks_of, _followers(node, length)), default=1)
-        return found if Cut(0, found).divides(length, self.mesh.size()) else 1
+        blocks = max(map(self._blocks_of, _followers(node, length)), default=1)
+        return blocks if Cut(0, blocks).divides(length, self.mesh.size()) else 1
 
     def _blocks_of(self, user: fx.Node) -> int:
         """How many equal blocks one operator takes the last dim of its first input apart into."""
@@ -342,17 +342,17 @@ def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, wei
     features = before if before is not None and before.dim == given.ndim - 1 else None
     columns = Cut(outer, run.blocks_after(node, node.meta["val"].shape[-1]))
     by_rows = wish == "rows" or (features is not None and wish != "columns")
-    own = run.cut(weight, values, Cut(inner, features.blocks if features else 1) if by_rows else columns)
-    if own is None and by_rows:
-        own = run.cut(weight, values, columns)
-    if own is None:
+    cut_weight = run.cut(weight, values, Cut(inner, features.blocks if features else 1) if by_rows else columns)
+    if cut_weight is None and by_rows:
+        cut_weight = run.cut(weight, values, columns)
+    if cut_weight is None:
         return None
-    cut = cut_of(own)
+    cut = cut_of(cut_weight)
     assert cut is not None
     offset = None if bias is None else run.value(bias, values)
-    if cut.dim == inner % own.ndim:
+    if cut.dim == inner % cut_weight.ndim:
         mine = record.moved(given, Cut(given.ndim - 1, cut.blocks))
-        part = record.run(product, mine, own, *rest, placement=Sum(), **options)
+        part = record.run(product, mine, cut_weight, *rest, placement=Sum(), **options)
         if run.unfolds_sequence(node):
             if offset is not None:  # one of those that are summed has it
                 part = record.run(aten.add.Tensor, part, record.moved(record.moved(offset, None), Sum()),
@@ -361,38 +361,38 @@ def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, wei
         total = run.summed(part)
         return total if offset is None else record.run(aten.add.Tensor, total, record.moved(offset, None),
                                                        placement=total.placement)
-    if cut.dim != outer % own.ndim:
+    if cut.dim != outer % cut_weight.ndim:
         return None
     if offset is not None:
         known = run.cut(bias, values, Cut(0, cut.blocks))
         offset = record.moved(known or offset, Cut(0, cut.blocks))
     whole, after = record.moved(given, None), Cut(len(node.meta["val"].shape) - 1, cut.blocks)
     if product is aten.linear.default:
-        return record.run(product, whole, own, offset, placement=after)
+        return record.run(product, whole, cut_weight, offset, placement=after)
     if offset is not None:
-        return record.run(aten.addmm.default, offset, whole, own, placement=after)
-    return record.run(product, whole, own, *rest, placement=after, **options)
+        return record.run(aten.addmm.default, offset, whole, cut_weight, placement=after)
+    return record.run(product, whole, cut_weight, *rest, placement=after, **options)
 
 
 def _embedding(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """Rows of the table are cut; each rank looks up those that it has."""
     given: Any = (*node.args, *(-1, False, False)[len(node.args) - 2:])
     table, ids, padding, *options = given
-    own = None if any(options) else run.cut(table, values, Cut(0))
-    if own is None or own.placement != Cut(0):
+    rows_here = None if any(options) else run.cut(table, values, Cut(0))
+    if rows_here is None or rows_here.placement != Cut(0):
         return None
-    length = own.local.shape[0]
-    rows = run.recorder.run(_own_rows, own, run.recorder.moved(run.value(ids, values), None),
+    length = rows_here.local.shape[0]
+    rows = run.recorder.run(_own_rows, rows_here, run.recorder.moved(run.value(ids, values), None),
                             run.mesh.get_local_rank() * length, padding, placement=Sum())
     return run.summed(rows)
 
 
 def _own_rows(table: torch.Tensor, ids: torch.Tensor, start: int, padding: int) -> torch.Tensor:
     """Rows of this rank's part of a table, which begins at `start`; zeros for the others."""
-    own, length = ids - start, table.shape[0]
-    others = (own < 0) | (own >= length)
+    from_start, length = ids - start, table.shape[0]
+    others = (from_start < 0) | (from_start >= length)
     at = padding - start if 0 <= padding - start < length and padding >= 0 else -1
-    return aten.embedding.default(table, own.masked_fill(others, 0), at).masked_fill(others.unsqueeze(-1), 0)
+    return aten.embedding.default(table, from_start.masked_fill(others, 0), at).masked_fill(others.unsqueeze(-1), 0)
 
 
 # --- Operators that run on parts ----------------------------------------------------------------------------------
@@ -517,16 +517,16 @@ def placeholders_of(piece: Piece) -> list[fx.Node]:
 
 def _turned(graph: fx.Graph, parameters: Mapping[fx.Node, str]) -> dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]]:
     """Nodes that are a parameter with its dims in another order: the parameter, and how it was turned."""
-    found: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}
+    sources: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}
     for node in graph.nodes:
         given = node.args[0] if node.target in _TURNS else None
         if not isinstance(given, fx.Node):
             continue
-        if given in found:
-            found[node] = (found[given][0], (*found[given][1], node))
+        if given in sources:
+            sources[node] = (sources[given][0], (*sources[given][1], node))
         elif given in parameters:
-            found[node] = (given, (node,))
-    return found
+            sources[node] = (given, (node,))
+    return sources
 
 
 def _order(turn: fx.Node, ndim: int) -> list[int]:

@@ -110,8 +110,8 @@ class ProgramRecorder:
         """Record an operator on what each rank has; its results lie so on the ranks. draws: each has its own."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, self.constant, (args, kwargs))
         with self.fake, torch.no_grad():
-            found = target(*_locals(args), **_locals(kwargs))
-        return self.add(target, args, kwargs, found, lambda tensor: placement, draws=draws)
+            result = target(*_locals(args), **_locals(kwargs))
+        return self.add(target, args, kwargs, result, lambda tensor: placement, draws=draws)
 
     def add(self, target: Callable[..., Any], args: Any, kwargs: Any, found: Any,
             placement_of: Callable[[torch.Tensor], Placement], *, draws: bool = False) -> Any:

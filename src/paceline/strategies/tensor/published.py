@@ -28,16 +28,16 @@ def published(model: nn.Module) -> dict[str, Direction]:
     Patterns have `*` for numbers. A module's pattern is about its own parameters. What is not known of here is left
     out: wrong words in a plan cost speed, for every cut is found again or checked by running it.
     """
-    said = getattr(model, "tp_plan", None)
-    if not isinstance(said, Mapping) or not said:
+    styles = getattr(model, "tp_plan", None)
+    if not isinstance(styles, Mapping) or not styles:
         return {}
     names = [name for name, _ in model.named_parameters()]
-    found: dict[str, Direction] = {}
-    for pattern, style in said.items():
+    directions: dict[str, Direction] = {}
+    for pattern, style in styles.items():
         direction = _STYLES.get(style) if isinstance(style, str) else None
         if direction is not None:
-            found |= dict.fromkeys(_matching(str(pattern), names), direction)
-    return found
+            directions |= dict.fromkeys(_matching(str(pattern), names), direction)
+    return directions
 
 
 def _matching(pattern: str, names: Collection[str]) -> list[str]:

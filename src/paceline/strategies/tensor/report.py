@@ -41,11 +41,11 @@ def pattern(name: str) -> str:
 def groups(sizes: Mapping[str, int], whole: Mapping[str, str]) -> list[Group]:
     """Whole parameters by pattern and reason, the largest first. sizes: elements of every parameter."""
     total = sum(sizes.values())
-    found: dict[tuple[str, str], list[str]] = {}
+    names_by_pattern: dict[tuple[str, str], list[str]] = {}
     for name, reason in whole.items():
-        found.setdefault((pattern(name), reason), []).append(name)
+        names_by_pattern.setdefault((pattern(name), reason), []).append(name)
     made = [Group(alike if len(names) > 1 else names[0], reason, sum(sizes[name] for name in names),
-                  sum(sizes[name] for name in names) / total) for (alike, reason), names in found.items()]
+                  sum(sizes[name] for name in names) / total) for (alike, reason), names in names_by_pattern.items()]
     return sorted(made, key=lambda group: -group.parameters)
 
 
@@ -60,10 +60,10 @@ def report(tensors: Mapping[str, nn.Parameter], whole: Mapping[str, str], notes:
     split = total - sum(group.parameters for group in kept)
     large = [group for group in kept if group.share >= SHOWN_SHARE][:SHOWN_GROUPS]
     rest = sum(group.share for group in kept) - sum(group.share for group in large)
-    said = [f"{group.names} {_percent(group.share)} ({group.reason})" for group in large]
-    said += [f"others {_percent(rest)}"] if rest and large else [_percent(rest)] if rest else []
+    shares = [f"{group.names} {_percent(group.share)} ({group.reason})" for group in large]
+    shares += [f"others {_percent(rest)}"] if rest and large else [_percent(rest)] if rest else []
     line = f"tensor={ranks} splits {_percent(split / total)} of {total:,} parameters"
-    line += f"; whole on every rank: {', '.join(said)}" if said else ""
+    line += f"; whole on every rank: {', '.join(shares)}" if shares else ""
     document: dict[str, Any] = {"ranks": ranks, "parameters": total, "split_parameters": split,
                                 "split_share": split / total, "whole": [asdict(group) for group in kept],
                                 "sequence": sorted(sequence), "notes": list(notes)}

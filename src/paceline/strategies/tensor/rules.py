@@ -38,17 +38,17 @@ def run_by_rule(recorder: ProgramRecorder, mesh: DeviceMesh, target: Callable[..
         placement = value.placement
         kind = (Replicate() if placement is None else Partial("avg" if placement.mean else "sum")
                 if isinstance(placement, Sum) else placement.placement())
-        found = DTensor.from_local(value.local, mesh, [kind], run_check=False)
-        watch.known[id(found._local_tensor)] = found._local_tensor
-        values[id(found._local_tensor)] = value
-        return found
+        result = DTensor.from_local(value.local, mesh, [kind], run_check=False)
+        watch.known[id(result._local_tensor)] = result._local_tensor
+        values[id(result._local_tensor)] = value
+        return result
 
     values: dict[int, Placed] = {}
     with torch.no_grad():  # outside of the fake mode, in which DTensor could not read its mesh
         given = pytree.tree_map_only(Placed, distributed, (args, kwargs))
         with watch, watch.moves():
-            found = target(*given[0], **given[1])
-        parts = pytree.tree_map_only(DTensor, lambda tensor: tensor._local_tensor, found)
+            result = target(*given[0], **given[1])
+        parts = pytree.tree_map_only(DTensor, lambda tensor: tensor._local_tensor, result)
         results = None if watch.moved_any() else _alone(target, args, kwargs, watch)
     if results is not None:
         kinds = {id(mine): watch.placement(theirs) for mine, theirs in zip(
@@ -74,12 +74,12 @@ def _alone(target: Callable[..., Any], args: Any, kwargs: Any, watch: _Watch) ->
     alone.known |= {id(leaf): leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)}
     try:
         with alone:
-            found = target(*given[0], **given[1])
+            result = target(*given[0], **given[1])
     except Exception:  # it names the sizes of the whole
         return None
     same = [step.shown() for step in watch.steps if isinstance(step, _Ran)] == [
         step.shown() for step in alone.steps if isinstance(step, _Ran)]
-    return found if same else None
+    return result if same else None
 
 
 class _Moved:
@@ -129,22 +129,22 @@ class _Watch(TorchDispatchMode):
             self._inside = True
             try:
                 with self:
-                    found = func(*args, **kwargs)
+                    result = func(*args, **kwargs)
             finally:
                 self._inside = False
-            for leaf in pytree.tree_leaves(found):
+            for leaf in pytree.tree_leaves(result):
                 if isinstance(leaf, DTensor):
                     self._note(leaf._local_tensor)
                     self._placements[id(leaf._local_tensor)] = _placement_of(leaf)
-            return found
-        found = func(*args, **kwargs)
+            return result
+        result = func(*args, **kwargs)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        made = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if given and made and all(id(leaf) in self.known for leaf in given):
-            self.steps.append(_Ran(func, args, kwargs, found))
+            self.steps.append(_Ran(func, args, kwargs, result))
             for leaf in made:
                 self._note(leaf)
-        return found
+        return result
 
     def _note(self, part: torch.Tensor) -> None:
         self.known[id(part)] = part
@@ -158,10 +158,10 @@ class _Watch(TorchDispatchMode):
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
             shape, _ = compute_local_shape_and_global_offset(before.shape, after.mesh, after.placements)
-            found = self.recorder.empty(shape, local)
-            self._note(found)
-            self.steps.append(_Moved(local, found, _as_placement(after.placements[0])))
-            return found
+            part = self.recorder.empty(shape, local)
+            self._note(part)
+            self.steps.append(_Moved(local, part, _as_placement(after.placements[0])))
+            return part
 
         real = _dispatch.redistribute_local_tensor
         _dispatch.redistribute_local_tensor = moved  # type: ignore[assignment]

@@ -82,18 +82,18 @@ class TensorSplit:
 
         device: None leaves all where they are, for sharding to bring them; see `shard/run.py`.
         """
-        found = dict(tensors)
+        parameters = dict(tensors)
         for name in [name for name in tensors if name in self.cuts]:
             assert self.mesh is not None
             cut = self.cuts[name]
-            own = cut.own(tensors[name].data, self.mesh)
-            found[name] = nn.Parameter(_distributed(own, self.mesh, cut, device or own.device),
-                                       requires_grad=tensors[name].requires_grad)
+            part = cut.own(tensors[name].data, self.mesh)
+            parameters[name] = nn.Parameter(_distributed(part, self.mesh, cut, device or part.device),
+                                            requires_grad=tensors[name].requires_grad)
             if device is not None:  # sharding puts other parameters in their places
-                give_leaf(found[name])
+                give_leaf(parameters[name])
         for name in tensors.keys() - self.cuts.keys() if device is not None else ():
             tensors[name].data = tensors[name].data.to(device)
-        return found
+        return parameters
 
 
 def _distributed(own: torch.Tensor, mesh: DeviceMesh, cut: Cut, device: torch.device) -> torch.Tensor:
@@ -106,9 +106,9 @@ def _distributed(own: torch.Tensor, mesh: DeviceMesh, cut: Cut, device: torch.de
     # `from_local` would bring it to the mesh's devices, unless it is on none.
     shape = DTensor.from_local(own.to("meta"), mesh, [cut.placement()], run_check=False)
     with torch.no_grad():
-        found = cast(DTensor, torch.empty_like(shape, device=device, memory_format=torch.contiguous_format))
-        found.to_local().copy_(own)
-    return found
+        distributed = cast(DTensor, torch.empty_like(shape, device=device, memory_format=torch.contiguous_format))
+        distributed.to_local().copy_(own)
+    return distributed
 
 
 def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
@@ -123,14 +123,15 @@ def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mappi
     """
     forbidden, tried = dict(rules.forbidden), tried or _compare
     while True:
-        found = _derive(capture, tensors, buffers, inputs, partial(SplitPiece, mesh=mesh, derive=True),
-                        replace(rules, forbidden=forbidden), batches, tried)
+        derived = _derive(capture, tensors, buffers, inputs, partial(SplitPiece, mesh=mesh, derive=True),
+                          replace(rules, forbidden=forbidden), batches, tried)
         # A parameter that one piece cuts and another can't take cut (a tied one) stays whole in both.
-        clash = {name for piece in found.unsplit for name in piece.parameters if name in found.cuts}
+        clash = {name for piece in derived.unsplit for name in piece.parameters if name in derived.cuts}
         if not clash:
-            reasons = {name: found.reasons.get(name, "no module uses it") for name in tensors if name not in found.cuts}
-            notes = tuple(dict.fromkeys(map(pattern, found.notes)))
-            return TensorSplit(mesh, found.cuts, frozenset(found.sequence), reasons, notes)
+            reasons = {name: derived.reasons.get(name, "no module uses it")
+                       for name in tensors if name not in derived.cuts}
+            notes = tuple(dict.fromkeys(map(pattern, derived.notes)))
+            return TensorSplit(mesh, derived.cuts, frozenset(derived.sequence), reasons, notes)
         forbidden |= dict.fromkeys(clash, "another module that uses it can't run split")
 
 
@@ -148,45 +149,45 @@ class _Found:
 def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
             inputs: Mapping[str, torch.Tensor], split: Callable[..., SplitPiece],
             rules: CutRules, batches: float, tried: Tried) -> _Found:
-    found = _Found()
+    derived = _Found()
     values = dict(inputs)
     device = next(iter(inputs.values())).device
     for piece in capture.pieces:
         given = [values[name] for name in piece.inputs]
-        held = [tensors[name].to(device) for name in piece.parameters]
+        parameters = [tensors[name].to(device) for name in piece.parameters]
         also = [buffers[name] for name in piece.buffers]
         before = [buffer.clone() for buffer in also]
         if piece.opaque:  # its code keeps what it likes: it is not run more often than it must
             with torch.no_grad():
-                outputs = list(piece.run(*held, *also, *given))
-            found.unsplit.append(piece)
+                outputs = list(piece.run(*parameters, *also, *given))
+            derived.unsplit.append(piece)
             for name in piece.parameters:
-                found.reasons.setdefault(name, f"'{piece.opaque[0]}' is not looked into")
+                derived.reasons.setdefault(name, f"'{piece.opaque[0]}' is not looked into")
         elif piece.parameters:
             trained = [capture.values[name].differentiable if name in capture.values else False
                        for name in piece.inputs]
             between = [capture.values[name] for name in (*piece.inputs, *piece.outputs) if name in capture.values]
             large = max(map(_bytes_along_sequence, between), default=0) * batches >= SEQUENCE_BYTES
             for way in _ways(rules, piece, with_sequence=large):
-                run = split(piece, cuts=dict(found.cuts), **way)
-                outputs, reason = tried(run, held, also, given, trained)
+                run = split(piece, cuts=dict(derived.cuts), **way)
+                outputs, reason = tried(run, parameters, also, given, trained)
                 if reason is None:
                     break
             if reason is None:
-                found.sequence += [piece.key] if run.cuts_sequence else []
-                found.cuts = run.cuts
-                found.notes += run.notes
+                derived.sequence += [piece.key] if run.cuts_sequence else []
+                derived.cuts = run.cuts
+                derived.notes += run.notes
             else:
-                found.unsplit.append(piece)
+                derived.unsplit.append(piece)
             for name in piece.parameters:
-                found.reasons.setdefault(name, run.reasons.get(name) or reason or run.used_by(name))
+                derived.reasons.setdefault(name, run.reasons.get(name) or reason or run.used_by(name))
         else:
             with torch.no_grad():
                 outputs = list(piece.run(*also, *given))
         for buffer, value in zip(also, before, strict=True):
             buffer.copy_(value)
         values |= zip(piece.outputs, outputs, strict=True)
-    return found
+    return derived
 
 
 def _bytes_along_sequence(value: Value) -> int:
@@ -210,12 +211,12 @@ def _compare(run: SplitPiece, held: list[torch.Tensor], buffers: list[torch.Tens
     expected_buffers = [buffer.clone() for buffer in buffers]
     for buffer, value in zip(buffers, before, strict=True):
         buffer.copy_(value)
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     grads: list[torch.Tensor | None] = []
     reason = None
     try:
         with WithoutRandomness():
-            found, grads = _outputs_and_gradients(run, held, buffers, given, trained)
+            outputs, grads = _outputs_and_gradients(run, held, buffers, given, trained)
     except Exception as error:
         reason = f"it can't run in parts: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     cuts = any(name in run.cuts for name in run.piece.parameters)
@@ -225,7 +226,7 @@ def _compare(run: SplitPiece, held: list[torch.Tensor], buffers: list[torch.Tens
         if name in run.cuts and gradient is not None:  # each rank has its own part's, and zeros
             dist.all_reduce(gradient, group=run.mesh.get_group())
     reason = next((f"split, its {what} differ by {off:.2g}" for what, off, allowed in
-                   (*_distances("outputs", found, expected), *_distances("gradients", grads, expected_grads),
+                   (*_distances("outputs", outputs, expected), *_distances("gradients", grads, expected_grads),
                     *_distances("buffers", buffers, expected_buffers)) if not off <= allowed), None)
     return expected, None if _agreed(reason is None, run.mesh) else reason or "it differs on another rank"
 

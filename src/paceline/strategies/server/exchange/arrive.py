@@ -121,16 +121,16 @@ class WeightArrivals:
             hook.remove()
 
     def _need_of(self, found: Iterable[Any]) -> None:
-        for one in found:
-            if isinstance(one, torch.Tensor):
+        for argument in found:
+            if isinstance(argument, torch.Tensor):
                 try:
-                    names = self.sharing.get(one.untyped_storage().data_ptr())
+                    names = self.sharing.get(argument.untyped_storage().data_ptr())
                 except (RuntimeError, NotImplementedError):  # a tensor without memory
                     continue
                 if names is not None:
                     self._need(names)
-            elif isinstance(one, list | tuple):
-                self._need_of(one)
+            elif isinstance(argument, list | tuple):
+                self._need_of(argument)
 
     def _need(self, names: Iterable[str]) -> None:
         began_s = time.perf_counter()

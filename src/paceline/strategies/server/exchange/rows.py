@@ -31,7 +31,7 @@ def tables(model: nn.Module) -> dict[str, Table]:
     Raises:
         JobError: a module makes sparse gradients in a way that can't be kept when it holds a few rows.
     """
-    found: dict[str, Table] = {}
+    modules: dict[str, Table] = {}
     users: dict[int, int] = {}
     for module in model.modules():
         for p in module._parameters.values():
@@ -51,8 +51,8 @@ def tables(model: nn.Module) -> dict[str, Table]:
             raise JobError(f"{what} and shares its weight with another module",
                            hint="build it with sparse=False, or give each a weight of its own")
         if module.weight.requires_grad:
-            found[f"{name}.weight" if name else "weight"] = module
-    return found
+            modules[f"{name}.weight" if name else "weight"] = module
+    return modules
 
 
 class Rows:
@@ -80,13 +80,13 @@ class Rows:
     def finish(self) -> None:
         """Send the gradient of every row that was looked up since the last time."""
         for number, looked_up in enumerate(self.touched):
-            found = [(ids[gradient.indices()[0].cpu()], gradient.values().cpu())
-                     for ids, p in looked_up if p.grad is not None for gradient in [p.grad.coalesce()]]
+            gradients = [(ids[gradient.indices()[0].cpu()], gradient.values().cpu())
+                         for ids, p in looked_up if p.grad is not None for gradient in [p.grad.coalesce()]]
             looked_up.clear()
             dim, dtype = self.links[0].shard.tables[number].shape[1], self.modules[number].weight.dtype
-            ids = torch.cat([ids for ids, _ in found]) if found else torch.empty(0, dtype=torch.int64)
-            values = torch.cat([values for _, values in found]) if found else torch.empty(0, dim, dtype=dtype)
-            if len(found) > 1:
+            ids = torch.cat([ids for ids, _ in gradients]) if gradients else torch.empty(0, dtype=torch.int64)
+            values = torch.cat([values for _, values in gradients]) if gradients else torch.empty(0, dim, dtype=dtype)
+            if len(gradients) > 1:
                 ids, places = ids.unique(return_inverse=True)
                 values = torch.zeros(len(ids), dim, dtype=dtype).index_add_(0, places, values)
             for link, part in zip(self.links, self._parts(number, ids), strict=True):

@@ -268,14 +268,14 @@ class ShardService:
 
     def _of_tables(self, gathering: _Gathering) -> dict[str, torch.Tensor]:
         """The gradients of tables as sparse tensors; none of a table that nobody looked into."""
-        found = {}
+        gradients = {}
         for number, (part, table) in enumerate(zip(self.shard.tables, self.tables, strict=True)):
             parts = [gathering.rows[number, k] for k in range(self.terms.num_parts)]
             if any(len(places) for places, _ in parts):
-                found[part.name] = torch.sparse_coo_tensor(
+                gradients[part.name] = torch.sparse_coo_tensor(
                     torch.cat([places for places, _ in parts])[None], torch.cat([values for _, values in parts]),
                     table.shape, check_invariants=False).coalesce()
-        return found
+        return gradients
 
     def made(self, update: int) -> None:
         """The update is in the weights: those who wait for this version get it."""
@@ -325,12 +325,12 @@ class ShardService:
 
     def _views(self, memory: ShardMemory) -> dict[str, torch.Tensor]:
         """Each slice's part of the memory, in the slice's shape."""
-        found, at = {}, dict.fromkeys(memory.flat, 0)
+        views, at = {}, dict.fromkeys(memory.flat, 0)
         for part in self.shard.slices:
             start = at[part.dtype]
             at[part.dtype] += part.numel
-            found[part.name] = memory.flat[part.dtype][start:at[part.dtype]].view(part.local_shape)
-        return found
+            views[part.name] = memory.flat[part.dtype][start:at[part.dtype]].view(part.local_shape)
+        return views
 
     def _guarded(self, work: Callable[[Connection, Peer, _Wanted], None], connection: Connection, peer: Peer,
                  wanted: _Wanted) -> None:

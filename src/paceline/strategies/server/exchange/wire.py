@@ -287,8 +287,8 @@ def connect(address: tuple[str, int], peer: Peer, *, secret: bytes, layout: byte
     try:
         connection.limit(HANDSHAKE_S)
         challenge = _expect(connection, Kind.CHALLENGE, _NONCE_BYTES)
-        own = secrets.token_bytes(_NONCE_BYTES)
-        claim = struct.pack(">HHI", peer.role, peer.number, peer.incarnation) + own + layout
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        claim = struct.pack(">HHI", peer.role, peer.number, peer.incarnation) + nonce + layout
         greeting = claim + _proof(secret, b"client", challenge, claim)
         connection.send(Header(Kind.GREETING, len(greeting)), greeting)
         answer = _expect(connection, Kind.WELCOME, _PROOF_BYTES)

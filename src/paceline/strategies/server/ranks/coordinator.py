@@ -411,9 +411,9 @@ class Coordinator(Server):
         if self._is_stale:
             figures["staleness"] = stale
         window = self.order.window(step)
-        found = self.begun.setdefault(step, _Step(self.turns.before(step + 1) - self.turns.before(step)))
-        found.missing, found.loss, found.count = found.missing - 1, found.loss + loss, found.count + count
-        if found.missing:
+        begun = self.begun.setdefault(step, _Step(self.turns.before(step + 1) - self.turns.before(step)))
+        begun.missing, begun.loss, begun.count = begun.missing - 1, begun.loss + loss, begun.count + count
+        if begun.missing:
             self._note(step=self.completed + 1, **figures)
             return
         del self.begun[step]
@@ -422,7 +422,7 @@ class Coordinator(Server):
         step_s, self.update_s = now_s - self.update_s, now_s
         self.samples += window.count
         self.speed.add(window.count, step_s)
-        self.loss = found.loss / found.count
+        self.loss = begun.loss / begun.count
         self._note(step=self.completed, epoch=window.epoch, samples=self.samples, loss=self.loss,
                    lr=learning_rate(self.shelf.optimizer), step_s=step_s, **figures)
         if self.display.due():
@@ -487,14 +487,14 @@ class Coordinator(Server):
 
     def _say(self, worker: int, message: dict[str, Any]) -> None:
         """Tell a worker something. If it is gone, its connection's end is in the inbox."""
-        found = self.workers[worker]
-        if not found.orders:
-            found.heard_s = time.monotonic()
-        found.orders += 1
+        told = self.workers[worker]
+        if not told.orders:
+            told.heard_s = time.monotonic()
+        told.orders += 1
         try:
-            found.connection.send_message(message)
+            told.connection.send_message(message)
         except WireError as error:
-            self.inbox.put((Peer(Role.CONTROL, worker, found.incarnation), error))
+            self.inbox.put((Peer(Role.CONTROL, worker, told.incarnation), error))
 
     # --- Evaluation and the end ----------------------------------------------------------------------------------
 
@@ -508,15 +508,15 @@ class Coordinator(Server):
                                "version": self.clock.version})
 
     def _add_sums(self, worker: int, message: dict[str, Any]) -> None:
-        found = self.evaluation
-        if found is None or message["sums"] != found.number or worker not in found.awaited:
+        evaluation = self.evaluation
+        if evaluation is None or message["sums"] != evaluation.number or worker not in evaluation.awaited:
             return
-        found.awaited.discard(worker)
-        found.sums += torch.tensor(message["values"], dtype=torch.float64)
-        if found.awaited:
+        evaluation.awaited.discard(worker)
+        evaluation.sums += torch.tensor(message["values"], dtype=torch.float64)
+        if evaluation.awaited:
             return
         self.evaluation, self.evaluated_step = None, self.step
-        figures = quotients(self.job, found.sums)
+        figures = quotients(self.job, evaluation.sums)
         self.evaluated = {"validation_loss": figures.pop("loss"), **figures}
         self._note(step=self.step, validation_loss=self.evaluated["validation_loss"], metrics=figures)
         self.display.say(f"step {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in self.evaluated.items()))
@@ -566,10 +566,11 @@ class Coordinator(Server):
             "validation_loss": self.evaluated.get("validation_loss"),
             "metrics": {name: value for name, value in self.evaluated.items() if name != "validation_loss"},
             "wall_s": time.monotonic() - self.started_s,
-            "peak_memory_bytes": max(found["peak_memory_bytes"] for found in everyone),
+            "peak_memory_bytes": max(figures["peak_memory_bytes"] for figures in everyone),
             "save_blocked_s": self.blocked_s,
             "staleness": {str(stale): count for stale, count in sorted(self.staleness.items())},
-            "workers": {str(number): {key: value for key, value in sorted(found.items()) if key != "peak_memory_bytes"}
-                        for number, found in sorted(self.left.items())},
+            "workers": {str(number): {key: value for key, value in sorted(figures.items())
+                                      if key != "peak_memory_bytes"}
+                        for number, figures in sorted(self.left.items())},
             **self.losses.summary(),
         }

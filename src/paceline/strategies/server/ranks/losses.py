@@ -48,12 +48,12 @@ class Losses:
         return missing > 0
 
     def _count(self, event: str, kind: str, number: int) -> int:
-        return sum(found["event"] == event and found[kind] == number for found in self.events)
+        return sum(entry["event"] == event and entry[kind] == number for entry in self.events)
 
     def summary(self) -> dict[str, Any]:
         """The figures of summary.json: numbers of workers and servers as they went and came, and updates."""
         def named(event: str, key: str) -> list[int]:
-            return [found[key] for found in self.events if found["event"] == event]
+            return [entry[key] for entry in self.events if entry["event"] == event]
 
         return {"workers_lost": named("worker_lost", "worker"), "workers_rejoined": named("worker_rejoined", "worker"),
                 "servers_lost": named("server_lost", "server"), "updates_lost": sum(named("rolled_back", "updates"))}

@@ -58,10 +58,10 @@ class Worker:
         self.links = [ServerConnection(reach(server, Role.DATA), shard, worker=number, incarnation=incarnation,
                                        uplink=task.uplink, compress=plan.modifiers.compress)
                       for server, shard in enumerate(shards)]
-        found = tables(self.stepper.model)
-        for name in found:  # no rank that works holds them
+        tables_of_rows = tables(self.stepper.model)
+        for name in tables_of_rows:  # no rank that works holds them
             del self.stepper.parameters[name], self.stepper.held[name]
-        self.rows = Rows(found, self.links)
+        self.rows = Rows(tables_of_rows, self.links)
         self.arrivals = WeightArrivals(self.stepper.parameters, self.links, lambda: self.inbox.settled())
         self.pusher = Pusher(self.stepper.parameters, self.links, self.arrivals.settle)
         self.stepper.synchronisers += [self.rows, self.pusher]
