@@ -121,8 +121,8 @@ class Child:
     def ranks(self, count: int) -> list[psutil.Process]:
         """Its ranks, once so many are there."""
         parent = psutil.Process(self.pid)
-        wait_for(lambda: len(parent.children()) >= count)
-        return parent.children()
+        wait_for(lambda: len(parent.children(recursive=True)) > count)  # and the process that forks them
+        return parent.children(recursive=True)
 
     def exit_code(self, timeout_s: float = 60.0) -> int:
         """Wait for its end. A negative number is the signal that killed it."""

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import PacelineError, PeerLost, Preempted
-from paceline.launch import local, watchdog
+from paceline.launch import local, supervisor, watchdog
 from paceline.launch.aside import run_beside
 from paceline.launch.failure import RankFailed
 from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
+from paceline.launch.fork import end_openmp_threads
+from paceline.launch.heartbeats import HeartbeatTable
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nothing_left")]
 
@@ -93,7 +95,7 @@ def test_ranks_of_a_parent_that_used_threads(run_ranks: Callable[..., Any]):
         torch.ones(600, 600) @ torch.ones(600, 600)
         assert run_ranks(body, 2, timeout_s=20.0) == [600.0, 600.0]
     finally:
-        local.end_openmp_threads()
+        end_openmp_threads()
         torch.set_num_threads(1)
 
 
@@ -178,24 +180,44 @@ def test_the_only_rank_dies(run_ranks: Callable[..., Any]):
         run_ranks(lambda context: os.kill(os.getpid(), signal.SIGKILL), 1)
 
 
+def test_the_process_that_forks_ranks_dies(run_ranks: Callable[..., Any]):
+    """Its ranks die with it, and the run ends as if they had been killed."""
+    def body(context: Any) -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    with pytest.raises(RankFailed, match="it was killed by SIGKILL"):
+        run_ranks(body, 1)
+
+
 def test_a_program_that_ends_itself(run_ranks: Callable[..., Any]):
     """sys.exit in a rank is a failure with a place, not an early success."""
     with pytest.raises(RankFailed, match=r"at .*test_local\.py:\d+:\nSystemExit: 0"):
         run_ranks(lambda context: sys.exit(0), 1)
 
 
-def test_a_rank_that_ignores_everything_is_killed(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
-    """A rank that neither hears of the failure nor stops when asked does not keep the others from ending."""
+def test_a_rank_that_ignores_everything_is_killed(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+                                                  tmp_path: Path):
+    """A rank that neither hears of the failure nor stops when asked does not keep the others from ending; nor do its
+    own forks, which keep its ends of pipes open."""
     monkeypatch.setattr(local, "_GRACE_S", 1.0)
+    monkeypatch.setattr(supervisor, "_REAP_S", 60.0)
 
     def body(context: Any) -> None:
         if context.rank == 1:
             raise ValueError("first")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.fork() == 0:
+            time.sleep(PATIENCE_S)
+            os._exit(0)
+        (tmp_path / "fork").write_text(str(psutil.Process().children()[0].pid))
         time.sleep(1000)
 
     with pytest.raises(RankFailed, match="ValueError: first"):
         run_ranks(body, 2)
+    fork = psutil.Process(int((tmp_path / "fork").read_text()))
+    assert fork.status() != psutil.STATUS_ZOMBIE
+    fork.kill()
 
 
 def test_work_beside_a_run_is_in_a_process_of_its_own(run_ranks: Callable[..., Any], tmp_path: Path):
@@ -221,7 +243,7 @@ def test_a_failure_does_not_wait_for_work_beside_it(run_ranks: Callable[..., Any
 
 def test_work_beside_a_run_sees_its_signs_of_life(tmp_path: Path):
     """The board is shared, and the block does not end before the work did."""
-    board = local.HeartbeatTable(1)
+    board = HeartbeatTable(1)
     with run_beside(lambda b: (time.sleep(0.2), (tmp_path / "step").write_text(str(b.read(0).step)), None)[2], board):
         board.write(0, 3, "forward")
     assert (tmp_path / "step").read_text() == "3"

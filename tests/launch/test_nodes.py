@@ -10,8 +10,9 @@ import pytest
 
 from paceline.errors import PeerLost
 from paceline.launch.fault_policy import ALL_NEEDED
+from paceline.launch.messages import Message
 from paceline.launch.nodes import Lines, NodeRefused, NodesPool
-from paceline.launch.worker_pool import TaskEvent, largest, node_of, room
+from paceline.launch.worker_pool import largest, node_of, room
 
 
 class Wire:
@@ -55,8 +56,9 @@ def test_slots_are_numbered_node_by_node_and_a_task_has_those_of_one():
     assert room(pool, 1) == (3,) and room(pool, 2) == (3, 4) and room(pool, 3) == (0, 1, 2) and room(pool, 4) is None
     assert node_of(pool, 4) == range(3, 5)
     task = pool.start({"do": "train"}, (3, 4), fault_policy=ALL_NEEDED)
-    assert wire.told == [(1, {"do": "start", "task": task, "payload": {"do": "train"}, "slots": [0, 1],
-                              "uses_process_group": True, "log_dir": None})]
+    (node, told), = wire.told
+    assert (node, told["kind"], told["task"]) == (1, "start", task)
+    assert told["value"] == {"payload": {"do": "train"}, "slots": [0, 1], "uses_process_group": True, "log_dir": None}
     assert pool.free == [0, 1, 2] and room(pool, 3) == (0, 1, 2)
 
 
@@ -65,14 +67,14 @@ def test_what_nodes_say_becomes_events_until_the_task_ends():
     wire, pool = made(1, 1)
     task = pool.start({}, (1,), fault_policy=ALL_NEEDED)
     wire.says(1, task=task, kind="question", value="lr")
-    question = TaskEvent(task, "question", 0, "lr")
+    question = Message(task, "question", 0, "lr")
     assert pool.wait(1) == [question]
     pool.answer(question, 0.1)
     pool.stop(task, patience_s=0.5)
     wire.says(1, task=task, kind="end", value={"loss": 1})
     assert [event.kind for event in pool.wait(1)] == ["end"] and pool.free == [0, 1]
     pool.stop(task)
-    assert [said["do"] for _, said in wire.told] == ["start", "answer", "stop"]
+    assert [said["kind"] for _, said in wire.told] == ["start", "answer", "stop"]
     wire.says(1, task=task, kind="report")
     assert pool.wait(1) == []
 
@@ -82,10 +84,10 @@ def test_the_tasks_of_a_node_that_goes_are_lost_and_its_slots_gone():
     wire, pool = made(1, 2, 1)
     tasks = [pool.start({}, (slot,), fault_policy=ALL_NEEDED) for slot in range(3)]
     wire.lines.append((1, None))
-    assert pool.wait(1) == [TaskEvent(tasks[1], "lost", 0), TaskEvent(tasks[2], "lost", 0)]
+    assert pool.wait(1) == [Message(tasks[1], "lost", 0), Message(tasks[2], "lost", 0)]
     assert wire.dropped == [1] and pool.nodes == [range(1), range(3, 4)] and pool.free == [3]
     pool.start({}, (3,), fault_policy=ALL_NEEDED)
-    assert wire.told[-1][0] == 2 and wire.told[-1][1]["slots"] == [0]
+    assert wire.told[-1][0] == 2 and wire.told[-1][1]["value"]["slots"] == [0]
     wire.lines += [(0, None), (2, None)]
     assert len(pool.wait(1)) == 2
     with pytest.raises(PeerLost, match="all nodes are lost"):

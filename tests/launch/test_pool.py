@@ -17,8 +17,8 @@ import torch.distributed as dist
 from paceline.cluster import Cluster
 from paceline.launch.context import RankContext
 from paceline.launch.fault_policy import ALL_NEEDED
-from paceline.launch.pool import Line, Pool
-from paceline.launch.worker_pool import TaskEvent
+from paceline.launch.messages import Line, Message
+from paceline.launch.pool import Pool
 
 
 def body(context: RankContext, payload: dict[str, Any], line: Line) -> Any:
@@ -64,10 +64,10 @@ def make_pool(nothing_left: Path) -> Iterator[Callable[[int], Pool]]:
         pool.close()
 
 
-def until_end(pool: Pool, tasks: set[int], heard: Callable[[TaskEvent], None] = lambda event: None) -> dict[int,
-                                                                                                            TaskEvent]:
+def until_end(pool: Pool, tasks: set[int], heard: Callable[[Message], None] = lambda event: None) -> dict[int,
+                                                                                                            Message]:
     """The end of each task; `heard` gets all else."""
-    ends: dict[int, TaskEvent] = {}
+    ends: dict[int, Message] = {}
     deadline_s = time.monotonic() + 60
     while tasks - ends.keys():
         assert time.monotonic() < deadline_s
@@ -79,7 +79,7 @@ def until_end(pool: Pool, tasks: set[int], heard: Callable[[TaskEvent], None] = 
     return ends
 
 
-def run(pool: Pool, slots: list[int], **payload: Any) -> TaskEvent:
+def run(pool: Pool, slots: list[int], **payload: Any) -> Message:
     number = pool.start(payload, slots, fault_policy=ALL_NEEDED)
     return until_end(pool, {number})[number]
 
@@ -101,7 +101,7 @@ def test_tasks_run_at_the_same_time(make_pool: Callable[[int], Pool]):
     assert pool.free == []
     said: list[Any] = []
 
-    def heard(event: TaskEvent) -> None:
+    def heard(event: Message) -> None:
         if event.kind == "question":
             pool.answer(event, [event.value["name"], event.task])
         else:

@@ -76,7 +76,7 @@ class Run:
         return [json.loads(line)["step"] for line in lines if line.endswith("\n") and '"loss"' in line]
 
     def pid(self, rank: int) -> int | None:
-        for process in psutil.Process(self.child.pid).children():
+        for process in psutil.Process(self.child.pid).children(recursive=True):
             with suppress(psutil.Error):
                 if any(file.path.endswith(f"logs/rank-{rank}.log") for file in process.open_files()):
                     return process.pid

@@ -68,12 +68,13 @@ def _whole(environ: Mapping[str, str], name: str, default: str | None = None) ->
     return int(text)
 
 
-def _checked(found: Environment) -> Environment:
-    place = f"rank {found.rank} of {found.world_size}, {found.local_rank} of {found.local_world_size} on its host"
-    if not (found.rank < found.world_size and found.local_rank < found.local_world_size <= found.world_size):
-        raise ClusterError(f"{found.launcher} says this is {place}, which contradicts itself",
+def _checked(started: Environment) -> Environment:
+    place = (f"rank {started.rank} of {started.world_size}, {started.local_rank} of {started.local_world_size} "
+             "on its host")
+    if not (started.rank < started.world_size and started.local_rank < started.local_world_size <= started.world_size):
+        raise ClusterError(f"{started.launcher} says this is {place}, which contradicts itself",
                            hint="ranks count from 0; check the launcher's numbers of nodes and of processes a node")
-    return found
+    return started
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int:
@@ -104,11 +105,11 @@ def interface_towards(address: str) -> str | None:
     """
     import psutil
 
-    own = address_towards(address)
-    if own is None:
+    here = address_towards(address)
+    if here is None:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address == own for found in addresses):
+        if any(each.address == here for each in addresses):
             return str(name)
     return None
 

@@ -54,12 +54,12 @@ def in_a_fork(work: Callable[[], Any], *, timeout_s: float | None = None) -> Any
         raise RuntimeError(f"the process that was asked gave no answer within {timeout_s:g} s")
     if not answer:
         raise RuntimeError(f"the process that was asked ended with {os.waitstatus_to_exitcode(status)}")
-    found = json.loads(answer)
-    if "kind" in found:
-        raise getattr(errors, found["kind"])(found["error"], hint=found["hint"])
-    if "error" in found:
-        raise RuntimeError(found["error"])
-    return found["value"]
+    document = json.loads(answer)
+    if "kind" in document:
+        raise getattr(errors, document["kind"])(document["error"], hint=document["hint"])
+    if "error" in document:
+        raise RuntimeError(document["error"])
+    return document["value"]
 
 
 def _read_until(descriptor: int, deadline_s: float | None) -> bytes | None:

@@ -16,12 +16,13 @@ from typing import Any
 
 from paceline.cluster import Device
 from paceline.errors import ClusterError, PacelineError, PeerLost
+from paceline.launch.context import RankContext
 from paceline.launch.environment import Environment, address_towards, interface_towards
 from paceline.launch.failure import Failure, RankFailed
 from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.liveness import Hub, Liveness, Spoke
-from paceline.launch.process import Body, run_rank
+from paceline.launch.process import Body, run_rank, set_up_device
 from paceline.launch.watchdog import within
 
 _HEARD_S = 5.0  # how long a rank that fell with others looks for the cause in the store
@@ -40,9 +41,9 @@ def join(environment: Environment, *, timeout_s: float) -> Any:
     import torch.distributed as dist
 
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        found = interface_towards(environment.master_address)
-        if found:
-            os.environ["GLOO_SOCKET_IFNAME"] = found
+        interface = interface_towards(environment.master_address)
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         if environment.launcher == "Slurm":
             store = dist.TCPStore(environment.master_address, environment.master_port, environment.world_size,
@@ -151,13 +152,13 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
     # Servers and their workers, who form no group, hear of each other's death by themselves, and may go on.
     need_each_other = fault_policy.uses_process_group and environment.world_size > 1
     liveness = _join_liveness(store, environment, attempt, secret.encode(), timeout_s) if need_each_other else None
-    result, failure, log = run_rank(
-        body, rank=environment.rank, world_size=environment.world_size,
-        local_world_size=environment.local_world_size, device=device, make_store=lambda: store,
-        board=HeartbeatTable(1), slot=0,
-        attempt=attempt, run_dir=run_dir, timeout_s=timeout_s, report=report_end, fault_policy=fault_policy,
+    context = RankContext(
+        environment.rank, environment.world_size, environment.local_world_size,
+        set_up_device(device, environment.local_world_size), None, HeartbeatTable(1), 0, attempt, timeout_s=timeout_s,
         secret=secret.encode(), host=address_towards(environment.master_address) or "127.0.0.1",
-        lost=liveness.lost if liveness else None)
+        deaths=(0,) * environment.world_size, lost=liveness.lost if liveness else [])
+    result, failure, log = run_rank(body, context, device, make_store=lambda: store, run_dir=run_dir,
+                                    report=report_end, fault_policy=fault_policy)
     if failure is not None:
         report(failure)
     if liveness:

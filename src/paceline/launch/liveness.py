@@ -115,10 +115,10 @@ class Hub:
 
     def _hear(self, number: int, sock: socket.socket) -> None:
         """The only word of a member is its farewell; without one its end is a loss."""
-        said = _received(sock, _RANK.size)
+        word = _received(sock, _RANK.size)
         del self._members[number]
         self._drop(sock)
-        if said != _FAREWELL:
+        if word != _FAREWELL:
             self.lost.append(number)
             for member in self._members.values():
                 _send(member, _RANK.pack(number))
@@ -141,8 +141,8 @@ class Spoke:
     def __init__(self, rank: int, address: tuple[str, int], *, secret: bytes) -> None:
         self.lost: list[int] = []
         self._sock = _kept(socket.create_connection(address, timeout=_HANDSHAKE_S))
-        own = _RANK.pack(rank)
-        self._sock.sendall(own + _proof(secret, _exactly(self._sock, _NONCE_BYTES), own))
+        number = _RANK.pack(rank)
+        self._sock.sendall(number + _proof(secret, _exactly(self._sock, _NONCE_BYTES), number))
         self._sock.settimeout(None)
         _watch_host(self._sock)
         self._thread = _started(self._listen)
@@ -157,8 +157,8 @@ class Spoke:
 
     def _listen(self) -> None:
         try:
-            while (said := _exactly(self._sock, _RANK.size)) != _FAREWELL:
-                self.lost.append(_RANK.unpack(said)[0])
+            while (word := _exactly(self._sock, _RANK.size)) != _FAREWELL:
+                self.lost.append(_RANK.unpack(word)[0])
         except OSError:
             self.lost.append(0)
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError, PeerLost
-from paceline.launch.failure import Failure
 from paceline.launch.fault_policy import FaultPolicy
+from paceline.launch.messages import Kind, Message
 from paceline.launch.pool import Pool
-from paceline.launch.worker_pool import STOP_S, TaskEvent
+from paceline.launch.worker_pool import STOP_S
 
 _LONG_S = 60.0
 
@@ -68,35 +68,35 @@ class NodesPool:
         self._tasks: dict[int, _Task] = {}
         for node, greeting in enumerate(greetings):
             wire.tell(node, json.dumps(greeting))
-        found = self._greetings(timeout_s)
-        self.names = [name for node in sorted(found) for name in found[node]]
-        self._homes = [node for node in sorted(found) for _ in found[node]]
-        counts = itertools.accumulate((len(found[node]) for node in sorted(found)), initial=0)
+        devices = self._greetings(timeout_s)
+        self.names = [name for node in sorted(devices) for name in devices[node]]
+        self._homes = [node for node in sorted(devices) for _ in devices[node]]
+        counts = itertools.accumulate((len(devices[node]) for node in sorted(devices)), initial=0)
         self._slots = {node: range(first, last)
                        for node, (first, last) in enumerate(itertools.pairwise(counts))
                        if last > first}  # of nodes that are there
 
     def _greetings(self, timeout_s: float) -> dict[int, list[str]]:
-        found: dict[int, list[str]] = {}
+        devices: dict[int, list[str]] = {}
         deadline_s = time.monotonic() + timeout_s
-        while len(found) < len(self._wire.names):
+        while len(devices) < len(self._wire.names):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                silent = [name for node, name in enumerate(self._wire.names) if node not in found]
+                silent = [name for node, name in enumerate(self._wire.names) if node not in devices]
                 raise NodeRefused(f"{' and '.join(silent)} gave no devices within {timeout_s:.0f} s",
                                   hint="is other work holding the node? a smaller --procs takes less of each")
             for node, line in self._wire.hear(left_s):
-                said: dict[str, Any] = {"devices": []} if line is None else json.loads(line)
-                if "error" in said:
-                    raise NodeRefused(f"{self._wire.names[node]}: {said['error']}", hint=said.get("hint"))
+                greeting: dict[str, Any] = {"devices": []} if line is None else json.loads(line)
+                if "error" in greeting:
+                    raise NodeRefused(f"{self._wire.names[node]}: {greeting['error']}", hint=greeting.get("hint"))
                 if line is None:
                     print(f"node {self._wire.names[node]} was lost while it started, and is left out", file=sys.stderr,
                           flush=True)
                     self._wire.drop(node)
-                found[node] = said["devices"]
-        if not any(found.values()):
+                devices[node] = greeting["devices"]
+        if not any(devices.values()):
             raise NodeRefused("all nodes were lost while they started", hint="Ray's logs of its workers say why")
-        return found
+        return devices
 
     @property
     def nodes(self) -> list[range]:
@@ -116,26 +116,27 @@ class NodesPool:
 
     def start(self, payload: Any, slots: Sequence[int], *, fault_policy: FaultPolicy,
               log_dir: Path | None = None) -> int:
-        node, own = next((node, own) for node, own in self._slots.items() if slots[0] in own)
-        assert set(slots) <= set(own) and set(slots) <= set(self.free)
+        node, home = next((node, home) for node, home in self._slots.items() if slots[0] in home)
+        assert set(slots) <= set(home) and set(slots) <= set(self.free)
         number = next(self._numbers)
         self._tasks[number] = _Task(node, tuple(slots))
-        self._tell(number, "start", payload=payload, slots=[own.index(slot) for slot in slots],
-                   uses_process_group=fault_policy.uses_process_group, log_dir=str(log_dir) if log_dir else None)
+        self._tell(number, "start", 0, {
+            "payload": payload, "slots": [home.index(slot) for slot in slots],
+            "uses_process_group": fault_policy.uses_process_group, "log_dir": str(log_dir) if log_dir else None})
         return number
 
-    def answer(self, event: TaskEvent, value: Any) -> None:
-        self._tell(event.task, "answer", rank=event.rank, value=value)
+    def answer(self, question: Message, value: Any) -> None:
+        self._tell(question.task, "answer", question.rank, value)
 
     def stop(self, number: int, *, patience_s: float = STOP_S) -> None:
-        self._tell(number, "stop", patience_s=patience_s)
+        self._tell(number, "stop", 0, patience_s)
 
-    def _tell(self, number: int, what: str, **words: Any) -> None:
+    def _tell(self, number: int, kind: Kind, rank: int, value: Any) -> None:
         task = self._tasks.get(number)
         if task is not None:
-            self._wire.tell(task.node, json.dumps({"do": what, "task": number, **words}))
+            self._wire.tell(task.node, Message(number, kind, rank, value).encode())
 
-    def wait(self, timeout_s: float) -> list[TaskEvent]:
+    def wait(self, timeout_s: float) -> list[Message]:
         """What happened, at once if something has, else within the timeout.
 
         Raises:
@@ -144,17 +145,16 @@ class NodesPool:
         if not self._slots:
             raise PeerLost("all nodes are lost", hint="the same command with --resume goes on when nodes are there")
         return [event for node, line in self._wire.hear(timeout_s)
-                for event in (self._lose(node) if line is None else self._hear(json.loads(line)))]
+                for event in (self._lose(node) if line is None else self._hear(Message.decode(line)))]
 
-    def _hear(self, said: dict[str, Any]) -> list[TaskEvent]:
-        if said["task"] not in self._tasks:
+    def _hear(self, message: Message) -> list[Message]:
+        if message.task not in self._tasks:
             return []
-        if said["kind"] == "end":
-            del self._tasks[said["task"]]
-        failure = Failure.from_json(said["failure"]) if said["failure"] is not None else None
-        return [TaskEvent(said["task"], said["kind"], said["rank"], said["value"], failure)]
+        if message.kind == "end":
+            del self._tasks[message.task]
+        return [message]
 
-    def _lose(self, node: int) -> list[TaskEvent]:
+    def _lose(self, node: int) -> list[Message]:
         print(f"node {self._wire.names[node]} is lost; its trials start again on those that are left", file=sys.stderr,
               flush=True)
         self._wire.drop(node)
@@ -162,7 +162,7 @@ class NodesPool:
         gone = [number for number, task in self._tasks.items() if task.node == node]
         for number in gone:
             del self._tasks[number]
-        return [TaskEvent(number, "lost", 0) for number in gone]
+        return [Message(number, "lost", 0) for number in gone]
 
 
 class Lines:
@@ -182,37 +182,31 @@ class Lines:
 
 def serve(pool: Pool, asked: Lines, out: int) -> None:
     """Do what is asked line by line, and say what happens, until the pipe of requests ends."""
-    numbers: dict[int, int] = {}  # of the pool's tasks, by those of the other end
     while True:
-        for event in pool.wait(_LONG_S, also=[asked.descriptor]):
-            theirs = next(number for number, ours in numbers.items() if ours == event.task)
-            if event.kind == "end":
-                del numbers[theirs]
-            say(out, {"task": theirs, "kind": event.kind, "rank": event.rank, "value": event.value,
-                      "failure": event.failure.to_json() if event.failure is not None else None})
+        for message in pool.wait(_LONG_S, also=[asked.descriptor]):
+            write_line(out, message.encode())
         while wait([asked.descriptor], 0):
             lines = asked.read()
             if lines is None:
                 return
             for line in lines:
-                _do(pool, json.loads(line), numbers)
+                _do(pool, Message.decode(line))
 
 
-def _do(pool: Pool, asked: dict[str, Any], numbers: dict[int, int]) -> None:
-    number = asked["task"]
-    if asked["do"] == "start":
-        log_dir = Path(asked["log_dir"]) if asked["log_dir"] is not None else None
-        numbers[number] = pool.start(asked["payload"], asked["slots"],
-                                     fault_policy=FaultPolicy(uses_process_group=asked["uses_process_group"]),
-                                     log_dir=log_dir)
-    elif number in numbers and asked["do"] == "answer":
-        pool.answer(TaskEvent(numbers[number], "question", asked["rank"]), asked["value"])
-    elif number in numbers:
-        pool.stop(numbers[number], patience_s=asked["patience_s"])
+def _do(pool: Pool, asked: Message) -> None:
+    if asked.kind == "start":
+        given = asked.value
+        pool.start(given["payload"], given["slots"], number=asked.task,
+                   fault_policy=FaultPolicy(uses_process_group=given["uses_process_group"]),
+                   log_dir=None if given["log_dir"] is None else Path(given["log_dir"]))
+    elif asked.kind == "answer":
+        pool.answer(asked, asked.value)
+    else:
+        pool.stop(asked.task, patience_s=asked.value)
 
 
-def say(out: int, document: Any) -> None:
-    """Write a line of JSON to a pipe."""
-    line = memoryview(json.dumps(document).encode() + b"\n")
+def write_line(out: int, text: str) -> None:
+    """Write a line to a pipe."""
+    line = memoryview(text.encode() + b"\n")
     while line:
         line = line[os.write(out, line):]

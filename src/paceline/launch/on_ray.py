@@ -57,19 +57,19 @@ def find_nodes(address: str) -> list[Node]:
                                timeout=_CONNECT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:
         raise ClusterError(f"no Ray cluster answers at '{address}' within {_CONNECT_S:.0f} s", hint=hint) from error
-    said = [line for line in asked.stdout.splitlines() if line.startswith("nodes ")]
-    if not said:
+    listed = [line for line in asked.stdout.splitlines() if line.startswith("nodes ")]
+    if not listed:
         reason = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
         raise ClusterError(f"can't use the Ray cluster at '{address}': {reason}", hint=hint)
-    return _with_devices(json.loads(said[0].removeprefix("nodes ")), address)
+    return _with_devices(json.loads(listed[0].removeprefix("nodes ")), address)
 
 
 def _with_devices(listed: Sequence[tuple[str, str, dict[str, float]]], address: str) -> list[Node]:
     for kind, resource in (("cuda", "GPU"), ("cpu", "CPU")):
-        found = [Node(node_id, name, kind, int(resources[resource])) for node_id, name, resources in listed
+        nodes = [Node(node_id, name, kind, int(resources[resource])) for node_id, name, resources in listed
                  if resources.get(resource, 0) >= 1]
-        if found:
-            return _named_apart(sorted(found, key=lambda node: (node.name, node.id)))
+        if nodes:
+            return _named_apart(sorted(nodes, key=lambda node: (node.name, node.id)))
     raise ClusterError(f"the Ray cluster at '{address}' has nodes without CPUs and GPUs alone",
                        hint="`ray status` shows what it has")
 
@@ -159,7 +159,7 @@ class RayTransport:
     def hear(self, timeout_s: float) -> list[tuple[int, str | None]]:
         from ray.exceptions import RayError
 
-        found: list[tuple[int, str | None]] = []
+        lines: list[tuple[int, str | None]] = []
         ready, _ = self._ray.wait(list(self._heard), num_returns=1, timeout=timeout_s)
         for call in ready:
             node = self._heard.pop(call)
@@ -169,8 +169,8 @@ class RayTransport:
                 line = ""
             if line:
                 self._heard[self._actors[node].hear.remote()] = node
-            found.append((node, line or None))
-        return found
+            lines.append((node, line or None))
+        return lines
 
     def drop(self, node: int) -> None:
         actor = self._actors.pop(node, None)

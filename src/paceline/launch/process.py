@@ -19,7 +19,6 @@ from paceline.cluster import Device, usable_cores
 from paceline.launch.context import RankContext
 from paceline.launch.failure import Failure
 from paceline.launch.fault_policy import FaultPolicy
-from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.limit import held_to
 from paceline.launch.logs import open_log, set_up_logging
 from paceline.launch.watchdog import Watchdog, peer_loss
@@ -27,24 +26,15 @@ from paceline.launch.watchdog import Watchdog, peer_loss
 Body = Callable[[RankContext], Any]
 
 
-def run_rank(body: Body, *, rank: int, world_size: int, local_world_size: int, device: Device,
-             make_store: Callable[[], dist.Store] | None, board: HeartbeatTable, slot: int, attempt: str,
-             run_dir: Path | None, timeout_s: float, report: Callable[[Failure], None], fault_policy: FaultPolicy,
-             secret: bytes,
-             host: str = "127.0.0.1", num_starts: int = 1, deaths: tuple[int, ...] = (),
-             restarts: int = 0, lost: list[int] | None = None) -> tuple[Any, Failure | None, Path | None]:
+def run_rank(body: Body, context: RankContext, device: Device, *, make_store: Callable[[], dist.Store] | None,
+             run_dir: Path | None, report: Callable[[Failure], None],
+             fault_policy: FaultPolicy) -> tuple[Any, Failure | None, Path | None]:
     """Run `body` as one rank of a run. `report` takes a failure that ends the process before this returns.
-
-    num_starts, deaths, restarts, lost: see `RankContext`.
 
     Returns:
         The body's result, or its failure; and the rank's log.
     """
-    terminal, log = open_log(run_dir, rank)
-    where = set_up_device(device, local_world_size)
-    context = RankContext(rank, world_size, local_world_size, where, None, board, slot, attempt, secret=secret,
-                          host=host, timeout_s=timeout_s, num_starts=num_starts,
-                          deaths=deaths or (0,) * world_size, restarts=restarts, lost=[] if lost is None else lost)
+    terminal, log = open_log(run_dir, context.rank)
     result, failure = run_body(body, context, device=device, make_store=make_store, terminal=terminal, log=log,
                                report=report, fault_policy=fault_policy)
     sys.stdout.flush()

@@ -146,10 +146,10 @@ class StagedGroup(_ProcessGroup):
 
 def _as_sum(opts: Any, kind: type) -> Any:
     """The options of a reduction as gloo takes them: a mean is a sum that is divided later."""
-    found = kind()
-    found.reduceOp = dist.ReduceOp.SUM if opts.reduceOp == dist.ReduceOp.AVG else opts.reduceOp
-    found.timeout = opts.timeout
-    return found
+    options = kind()
+    options.reduceOp = dist.ReduceOp.SUM if opts.reduceOp == dist.ReduceOp.AVG else opts.reduceOp
+    options.timeout = opts.timeout
+    return options
 
 
 class _Staged:

@@ -81,14 +81,15 @@ class Watchdog:
         assert store is not None
 
         def ask() -> dict[int, dict[str, Any]]:
-            store.set(f"stuck/{rank}", json.dumps(own))
+            store.set(f"stuck/{rank}", json.dumps(position))
             time.sleep(_ANSWER_S)
             return {r: json.loads(store.get(f"stuck/{r}")) for r in range(world_size) if store.check([f"stuck/{r}"])}
 
-        own = self._position()
+        position = self._position()
         heard = within(_ANSWER_S + _STORE_S if rank else None, ask)
         if heard is None:  # rank 0 keeps the store; of the others nothing is known
-            return hang_failure({rank: own}, world_size=world_size, rank=rank, timeout_s=self.timeout_s, silent=[0])
+            return hang_failure({rank: position}, world_size=world_size, rank=rank, timeout_s=self.timeout_s,
+                                silent=[0])
         return hang_failure(heard, world_size=world_size, rank=rank, timeout_s=self.timeout_s)
 
     def _position(self) -> dict[str, Any]:
@@ -173,10 +174,10 @@ def peer_loss(context: RankContext, error: BaseException) -> Failure:
 
     Every rank that is still there says so in the store; who stays silent is gone.
     """
-    own = failure_of(error, rank=context.rank, sign=context.sign)
+    failure = failure_of(error, rank=context.rank, sign=context.sign)
     store = context.store
-    if store is None or not own.heard:
-        return own
+    if store is None or not failure.heard:
+        return failure
 
     def ask() -> list[int]:
         store.set(f"here/{context.rank}", "1")
@@ -186,7 +187,7 @@ def peer_loss(context: RankContext, error: BaseException) -> Failure:
     silent = within(_ANSWER_S + _STORE_S, ask)  # None: the store lived in the process that died
     gone = context.lost[:1] or silent
     if not gone:
-        return own
+        return failure
     message = (f"rank {_listed(gone)} is gone: it closed its connections while this rank was in {context.sign}\n\n"
                f"hint: {_AFTER_LOSS}")
-    return replace(own, kind=PeerLost.__name__, message=message, where="", trace="")
+    return replace(failure, kind=PeerLost.__name__, message=message, where="", trace="")

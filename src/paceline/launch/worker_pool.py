@@ -6,31 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from paceline.launch.failure import Failure
 from paceline.launch.fault_policy import FaultPolicy
+from paceline.launch.messages import Message
 
 STOP_S = 0.7  # for ranks that are asked to stop to finish their step; then they are killed
-
-Kind = Literal["report", "question", "end", "lost"]
-
-
-@dataclass(frozen=True)
-class TaskEvent:
-    """What happened to a task. value: of a report or a question; of an end, rank 0's result or None.
-
-    kind: "lost" if the node went away with the task; nothing more is heard of it.
-    failure: why it ended, if it failed.
-    """
-
-    task: int
-    kind: Kind
-    rank: int
-    value: Any = None
-    failure: Failure | None = None
 
 
 class WorkerPool(Protocol):
@@ -58,20 +40,20 @@ class WorkerPool(Protocol):
               log_dir: Path | None = None) -> int:
         """Start a task with a rank in each of these free slots. Returns its number, which its events bear."""
 
-    def answer(self, event: TaskEvent, value: Any) -> None:
+    def answer(self, question: Message, value: Any) -> None:
         """Answer a question, if its task has not ended since."""
 
     def stop(self, number: int, *, patience_s: float = STOP_S) -> None:
         """Ask a task's ranks to end after their step; those that have not in time are killed."""
 
-    def wait(self, timeout_s: float) -> list[TaskEvent]:
+    def wait(self, timeout_s: float) -> list[Message]:
         """What happened, at once if something has, else within the timeout."""
 
 
 def room(ranks: WorkerPool, count: int) -> tuple[int, ...] | None:
     """So many free slots of one node, of that which has the fewest to spare; None if no node has as many free."""
     free = set(ranks.free)
-    fitting = [found for node in ranks.nodes if len(found := [slot for slot in node if slot in free]) >= count]
+    fitting = [slots for node in ranks.nodes if len(slots := [slot for slot in node if slot in free]) >= count]
     return tuple(min(fitting, key=len)[:count]) if fitting else None
 
 

@@ -22,7 +22,8 @@ from paceline.choices import pick
 from paceline.errors import JobError, PacelineError, PlanError
 from paceline.jobfile import JobFile
 from paceline.launch.failure import user_frames
-from paceline.launch.worker_pool import TaskEvent, WorkerPool, largest, node_of, room
+from paceline.launch.messages import Message
+from paceline.launch.worker_pool import WorkerPool, largest, node_of, room
 from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.runtime.drivers import fault_policy
@@ -68,7 +69,7 @@ class Running:
     total_steps: int | None = None
     figures: dict[str, float] = field(default_factory=dict)
     is_pruned: bool = False
-    curious: list[TaskEvent] = field(default_factory=list)
+    curious: list[Message] = field(default_factory=list)
     keeps: bool | None = None
 
     @property
@@ -261,7 +262,7 @@ class Controller:
 
     # --- Hearing ------------------------------------------------------------------------------------------------
 
-    def _handle(self, event: TaskEvent) -> None:
+    def _handle(self, event: Message) -> None:
         running = self.running[event.task]
         if event.kind == "question" and "keep" in event.value:
             self._answer_keep(running, event)
@@ -296,7 +297,7 @@ class Controller:
         except (ValueError, JobError) as error:
             return {"error": f"choice '{name}' can't have the options {options}: {error}"}
 
-    def _answer_keep(self, running: Running, event: TaskEvent) -> None:
+    def _answer_keep(self, running: Running, event: Message) -> None:
         """Tell all ranks, once rank 0 has reported its last, whether to save: no trial so far is better in all."""
         running.curious.append(event)
         if running.keeps is None and event.rank == 0:
@@ -309,9 +310,9 @@ class Controller:
                 self.pool.answer(each, {"keep": running.keeps})
             running.curious.clear()
 
-    def _report(self, task: int, running: Running, said: Mapping[str, Any]) -> None:
+    def _report(self, task: int, running: Running, progress: Mapping[str, Any]) -> None:
         running.num_evaluations += 1
-        running.step, running.total_steps, running.figures = said["step"], said["of"], dict(said["figures"])
+        running.step, running.total_steps, running.figures = progress["step"], progress["of"], dict(progress["figures"])
         name = self.request.objectives[0].name
         if running.is_pruned or len(self.request.objectives) > 1 or name not in running.figures:
             return
@@ -322,7 +323,7 @@ class Controller:
                 running.is_pruned = True
                 self.pool.stop(task)
 
-    def _end(self, running: Running, event: TaskEvent) -> None:
+    def _end(self, running: Running, event: Message) -> None:
         if event.failure is not None:
             where = f"{event.failure.where}: " if event.failure.where else ""
             self._fail(running, f"{where}{event.failure.message}", event.failure.kind)

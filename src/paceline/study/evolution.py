@@ -63,8 +63,8 @@ class EvolutionSampler(BaseSampler):
         parent, changed = self._parents.get(trial.number, (None, ""))
         if parent is None or parent.distributions.get(param_name) != param_distribution:
             return self._random.sample_independent(study, trial, param_name, param_distribution)
-        held = parent.params[param_name]
-        return mutated(held, param_distribution, self._rng) if param_name == changed else held
+        value = parent.params[param_name]
+        return mutated(value, param_distribution, self._rng) if param_name == changed else value
 
     def _parent(self, study: Study) -> FrozenTrial | None:
         """The best of a few of the living; none while the first are drawn at random."""
@@ -95,14 +95,14 @@ def mutated(value: Any, kind: BaseDistribution, rng: np.random.RandomState) -> A
     at = math.log(value) if kind.log else value
     for _ in range(20):  # a step may round to where it began
         moved = float(np.clip(at + rng.normal() * SPREAD * (high - low), low, high))
-        found = _on_grid(math.exp(moved) if kind.log else moved, kind)
-        if found != value:
-            return found
+        changed = _on_grid(math.exp(moved) if kind.log else moved, kind)
+        if changed != value:
+            return changed
     return value
 
 
 def _on_grid(value: float, kind: FloatDistribution | IntDistribution) -> float | int:
     if kind.step is not None and not kind.log:
         value = kind.low + round((value - kind.low) / kind.step) * kind.step
-    found = float(min(max(value, kind.low), kind.high))
-    return round(found) if isinstance(kind, IntDistribution) else found
+    nearest = float(min(max(value, kind.low), kind.high))
+    return round(nearest) if isinstance(kind, IntDistribution) else nearest

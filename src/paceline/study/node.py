@@ -21,7 +21,7 @@ import paceline
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError, UsageError
 from paceline.jobfile import JobFile
-from paceline.launch.nodes import Lines, say, serve
+from paceline.launch.nodes import Lines, serve, write_line
 from paceline.launch.pool import Pool
 
 _MARK = "nodes.mark"  # in the run folder, while nodes start: who reads it sees the same folder
@@ -69,10 +69,10 @@ def main() -> None:
     try:
         pool = _open(greeted)
     except PacelineError as error:
-        say(out, {"error": error.args[0], "hint": error.hint})
+        write_line(out, json.dumps({"error": error.args[0], "hint": error.hint}))
         return
     with pool:
-        say(out, {"devices": pool.names})
+        write_line(out, json.dumps({"devices": pool.names}))
         serve(pool, asked, out)
 
 

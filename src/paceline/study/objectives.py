@@ -61,17 +61,17 @@ class Limit:
         Raises:
             UsageError: it can't be read, or the figure is not known before training.
         """
-        found = re.fullmatch(r"\s*(\w+)\s*(<=|>=)\s*([0-9.eE+-]+)\s*", text)
+        match = re.fullmatch(r"\s*(\w+)\s*(<=|>=)\s*([0-9.eE+-]+)\s*", text)
         try:
-            bound = float(found[3]) if found else math.nan
+            bound = float(match[3]) if match else math.nan
         except ValueError:
             bound = math.nan
-        if found is None or math.isnan(bound):
+        if match is None or math.isnan(bound):
             raise UsageError(f"limit '{text}' must be NAME<=NUMBER or NAME>=NUMBER", hint="--limit 'step_ms<=2'")
-        if found[1] not in PREDICTED:
-            raise UsageError(f"limits can't be on '{found[1]}', {nearest(found[1], PREDICTED)}",
+        if match[1] not in PREDICTED:
+            raise UsageError(f"limits can't be on '{match[1]}', {nearest(match[1], PREDICTED)}",
                              hint="limits are on what is known before training")
-        return cls(found[1], bound, found[2] == "<=")
+        return cls(match[1], bound, match[2] == "<=")
 
     def breach(self, figures: Mapping[str, float]) -> str | None:
         """How the figures pass the limit; None if they don't."""
@@ -87,11 +87,11 @@ def parse_objectives(texts: str | Iterable[str] | None) -> tuple[Objective, ...]
         UsageError: one can't be read, or is there twice.
     """
     words = [texts] if isinstance(texts, str) else list(texts or ())
-    found = tuple(Objective.parse(word) for word in words or [VALIDATION_LOSS])
-    names = [objective.name for objective in found]
+    objectives = tuple(Objective.parse(word) for word in words or [VALIDATION_LOSS])
+    names = [objective.name for objective in objectives]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"objective '{twice[0]}' is given twice")
-    return found
+    return objectives
 
 
 def check_reported(objectives: Sequence[Objective], job: Job) -> None:

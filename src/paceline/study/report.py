@@ -31,7 +31,7 @@ def document(study: optuna.Study, *, objectives: Sequence[Objective], source: Jo
     trials = counted(study)
     best = best_trial(study)
     began = min((trial.datetime_start for trial in trials if trial.datetime_start), default=None)
-    found: dict[str, Any] = strict({
+    content: dict[str, Any] = strict({
         "study": study.study_name,
         "objectives": [{"name": each.name, "direction": each.direction} for each in objectives],
         "fixed": dict(fixed),
@@ -41,7 +41,7 @@ def document(study: optuna.Study, *, objectives: Sequence[Objective], source: Jo
         "importances": importances(study, objectives) if final else {},
         "test": study.user_attrs.get(TEST),
     })
-    return found
+    return content
 
 
 def _trial(trial: optuna.trial.FrozenTrial, fixed: Mapping[str, Any], began: datetime | None) -> dict[str, Any]:
@@ -80,8 +80,8 @@ def importances(study: optuna.Study, objectives: Sequence[Objective]) -> dict[st
     Empty where there is too little to tell. Source: fANOVA (Hutter et al. 2014), or PED-ANOVA (Watanabe et al. 2023)
     where scikit-learn is not installed; both Optuna's.
     """
-    found = {each.name: _importances(study, index) for index, each in enumerate(objectives)}
-    return found if len(objectives) > 1 else next(iter(found.values()))
+    by_objective = {each.name: _importances(study, index) for index, each in enumerate(objectives)}
+    return by_objective if len(objectives) > 1 else next(iter(by_objective.values()))
 
 
 def _importances(study: optuna.Study, index: int) -> dict[str, float]:
@@ -92,10 +92,10 @@ def _importances(study: optuna.Study, index: int) -> dict[str, float]:
     with quiet():
         evaluator: Any = kind()
         try:
-            found = importance.get_param_importances(study, evaluator=evaluator, target=target)
+            shares = importance.get_param_importances(study, evaluator=evaluator, target=target)
         except (ValueError, RuntimeError):  # fewer than two trials, or all alike
             return {}
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in shares.items()}
 
 
 def draw(study: optuna.Study, objectives: Sequence[Objective], run_dir: Path) -> list[Path]:

@@ -118,7 +118,7 @@ def read(function: JobFunction, *, settings: Mapping[str, Any] = {}, vary: Mappi
 def _varied(parameters: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any],
             vary: Mapping[str, str]) -> tuple[dict[str, Domain], list[str]]:
     """The domains that were asked for, and what is wrong with them."""
-    found: dict[str, Domain] = {}
+    domains: dict[str, Domain] = {}
     problems = [f"unknown hyperparameter '{name}', {nearest(name, parameters)}"
                 for name in settings if name not in parameters and "." not in name]
     for name, text in vary.items():
@@ -130,10 +130,10 @@ def _varied(parameters: Mapping[str, tuple[Any, Any]], settings: Mapping[str, An
             problems.append(f"unknown hyperparameter '{name}', {nearest(name, parameters)}")
         else:
             try:
-                found[name] = parse(text, parameters[name][0])
+                domains[name] = parse(text, parameters[name][0])
             except ValueError as error:
                 problems.append(f"--vary {name}={text}: {error}")
-    return found, problems
+    return domains, problems
 
 
 def parse(text: str, kind: Any) -> Domain:
@@ -176,8 +176,8 @@ def _options(text: str, plain: Any) -> Options:
 
 def _domain(kind: Any) -> Domain | None:
     """What an annotation lets vary; None for nothing."""
-    plain, *said = get_args(kind) if get_origin(kind) is Annotated else (kind,)
-    marks = [mark for mark in said if isinstance(mark, Range | Log)]
+    plain, *metadata = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    marks = [mark for mark in metadata if isinstance(mark, Range | Log)]
     if len(marks) > 1:
         raise ValueError(f"it has two ranges, {marks[0]} and {marks[1]}")
     if marks:

@@ -101,9 +101,9 @@ def _journal(path: Path) -> BaseStorage:
     for left in path.parent.glob(f"{path.name}.lock*"):
         left.unlink(missing_ok=True)
     if path.exists():
-        held = path.read_bytes()
-        whole = held.rfind(b"\n") + 1
-        if whole < len(held):  # else the next line would be taken for the end of this one, and neither could be read
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):  # else the next line would be taken for the end of this one, and neither could be read
             with open(path, "r+b") as file:
                 file.truncate(whole)
     with explained(str(path)):
@@ -154,13 +154,13 @@ def explained(url: str) -> Iterator[None]:
         if not _is_storages(error):
             raise
         cause = error.__cause__ if error.__cause__ is not None else error
-        said = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         hint = "is the database up, and the URL right? --run DIR --resume goes on with the study when it is"
-        if "locked" in said:
+        if "locked" in reason:
             hint = "another process keeps it locked; the journal (leave --storage out) and PostgreSQL have no such lock"
-        elif "plugin" in said:
+        elif "plugin" in reason:
             hint = "sqlite:///FILE.db or postgresql+psycopg://HOST/NAME"
-        raise StorageError(f"can't use the study's database {url}: {said}", hint=hint) from error
+        raise StorageError(f"can't use the study's database {url}: {reason}", hint=hint) from error
 
 
 def _is_storages(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from paceline.errors import JobError, PlanError, Preempted
 from paceline.job import Job
 from paceline.jobfile import JobFunction
 from paceline.launch.context import RankContext
-from paceline.launch.pool import Line
+from paceline.launch.messages import Line
 from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
 
@@ -111,16 +111,16 @@ def price(job: Job, plan: str | None, where: TrialDevices, figures: Sequence[str
     Raises:
         PlanError: no plan fits the devices.
     """
-    found: dict[str, Any] = {"plan": plan, "figures": {}}
+    record: dict[str, Any] = {"plan": plan, "figures": {}}
     if "parameters" in figures:
-        found["figures"]["parameters"] = num_parameters(job.model)
+        record["figures"]["parameters"] = num_parameters(job.model)
     if plan is not None and not {"step_ms", "memory_mb"} & set(figures):
-        return found
+        return record
     chosen, estimate = _priced(job, plan, where) if plan is not None else _chosen(job, where)
-    held = sum(size for name, size in estimate.ledger.items() if name not in _NOT_THE_JOBS)
-    figured = {"step_ms": 1e3 * estimate.step_s, "memory_mb": held / 1e6}
-    found["figures"].update({name: value for name, value in figured.items() if name in figures})
-    return {**found, "plan": str(chosen)}
+    tensor_bytes = sum(size for name, size in estimate.ledger.items() if name not in _NOT_THE_JOBS)
+    figured = {"step_ms": 1e3 * estimate.step_s, "memory_mb": tensor_bytes / 1e6}
+    record["figures"].update({name: value for name, value in figured.items() if name in figures})
+    return {**record, "plan": str(chosen)}
 
 
 def num_parameters(model: Callable[[], Any]) -> int:
@@ -152,8 +152,8 @@ def _chosen(job: Job, where: TrialDevices) -> tuple[Plan, Any]:
     question = PlanningProblem.of(job, device=first if first.startswith("cuda") else "cpu")
     for count in range(1, len(where.devices) + 1):
         cluster = Cluster.local(names_of(where.devices[:count]), memory=where.memory)
-        found = question.search(cluster).chosen
-        if found is not None:
-            return found.plan, found.estimate
+        candidate = question.search(cluster).chosen
+        if candidate is not None:
+            return candidate.plan, candidate.estimate
     raise PlanError(f"no plan of up to {len(where.devices)} devices has the memory for this trial",
                     hint="a greater --memory, more --devices, or a limit on memory_mb that refuses such trials")
