@@ -8,9 +8,10 @@ with the seconds of these blocks (`strategies/pipeline/timing.py`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice
 from typing import get_args
 
 from paceline.catalogue import Accelerator
@@ -89,7 +90,7 @@ def least_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, p
     samples = _samples(plan, cluster, batch)
     if not plan.has_schedule:
         return []
-    costs = _ranks(profile, plan, cluster, software, samples, precision)[:2]
+    costs = islice(_ranks(profile, plan, cluster, software, samples, precision), 2)
     on = _stages_on(cluster, plan.num_stage_ranks, plan.world_size // plan.num_stage_ranks, precision, software)
     return [(_held_ahead(rank, _place(rank, plan, where, precision, software)), where.device)
             for rank, where in zip(costs, on, strict=False)]
@@ -216,7 +217,7 @@ class _Place:
 
 
 def _ranks(profile: Profile, plan: Plan, cluster: Cluster, software: Software, samples: float,
-           precision: Precision) -> list[RankCost]:
+           precision: Precision) -> Iterator[RankCost]:
     if not profile.by_dimensions:
         raise PlanError(f"plan '{plan}' splits the model, and what its pieces cost is not known")
     return ranks(profile, plan, software, samples=samples,
@@ -267,7 +268,7 @@ def _blocks(profile: Profile, plan: Plan, where: _Where, samples: float, precisi
 
 def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float, precision: Precision,
               software: Software) -> tuple[float, list[Played]]:
-    costs = _ranks(profile, plan, cluster, software, samples, precision)
+    costs = list(_ranks(profile, plan, cluster, software, samples, precision))
     count, apart = plan.num_microbatches, plan.world_size // plan.num_stage_ranks
     on = _stages_on(cluster, len(costs), apart, precision, software)
     known: dict[tuple[int, int], _Place] = {}

@@ -7,7 +7,7 @@ equal stages share one profile.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -41,8 +41,9 @@ def deal(num_layers: int, num_stages: int) -> list[int]:
 
 
 def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float, flops_per_byte: float,
-          most_microbatches: int | None = None) -> list[RankCost]:
-    """What each rank of the pipeline holds and does. Ranks that are alike but for their neighbours share a profile.
+          most_microbatches: int | None = None) -> Iterator[RankCost]:
+    """What each rank of the pipeline holds and does, from the first. Ranks that are alike but for their neighbours
+    share a profile.
 
     flops_per_byte: that the first rank's device does in the time that a byte takes.
     most_microbatches: that orders are made for; a schedule's further rounds are like those before.
@@ -60,19 +61,17 @@ def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float, f
     homes = _homes(profile, runs, num_ranks)
     batch_bytes = profile.batch_bytes.at(samples * plan.num_microbatches)
     tied_stride = (num_ranks - 1) * (plan.world_size // num_ranks)
-    found = []
     for place in range(num_ranks):
         stages = stages_of(place, num_ranks=num_ranks, virtual=virtual)
         own, spans = _part(profile, tuple(runs[stage] for stage in stages),
                            halves=2 if splits_backward(plan) else 1)
         tied = [p for p in own.parameters if len(homes.get(p.name, ())) > 1]
-        found.append(RankCost(
+        yield RankCost(
             own, {stage: _stage(stage, span, num_ranks, num_ranks * virtual, sent)
                   for stage, span in zip(stages, spans, strict=True)},
             orders[place], batch_bytes=batch_bytes,
             tied_bytes=sum(p.gradient_bytes for p in tied) / plan.axes.tensor,
-            tied_stride=tied_stride, samples=samples))
-    return found
+            tied_stride=tied_stride, samples=samples)
 
 
 @lru_cache(maxsize=256)
@@ -165,6 +164,7 @@ def _boundary_bytes(profile: Profile) -> Affine:
     return max((s.output_bytes for s in layers), key=lambda figure: figure.per_sample)
 
 
+@lru_cache(maxsize=4096)
 def _stage(stage: int, span: range, num_ranks: int, num_stages: int, num_bytes: float) -> StageCost:
     before, after = (stage - 1) % num_ranks, (stage + 1) % num_ranks
     is_first, is_last = stage == 0, stage == num_stages - 1

@@ -65,6 +65,7 @@ class _Sharding:
 
     stream: on which collectives run; on the CPU one of FSDP2 ends before it goes on.
     is_ahead: whether a unit is asked for while the one before it computes.
+    cast: whether what autocast casts is gathered cast. gathered: bytes of units, as they are first asked for.
     kept_whole: without gathering ahead, and along a pipeline, whose stages would wait one after another, parameters
         that are only updated in parts are gathered where they were updated, and kept whole.
     reduces_at_the_end: whether all gradients are reduced together after the last backward.
@@ -81,6 +82,8 @@ class _Sharding:
         self.kept_whole = self.zero < 3 and not self.on_cpu and (
             not software.prefetches or step.plan.axes.pipeline > 1)
         self.reduces_at_the_end = self.zero == 1 and not self.on_cpu and not software.overlaps
+        self.cast = gathers_cast(step.plan)
+        self.gathered: dict[str, tuple[float, float]] = {}
         self.units = [segment.unit for segment in step.profile.segments]
         self.first_segment = {unit: self.units.index(unit) for unit in self.units if unit}
         self.forwards = [number for number in range(len(self.units)) if self._is_gathered(number)]
@@ -90,7 +93,7 @@ class _Sharding:
         if self.on_cpu:
             yield Allocate("runtime", CPU_RUNTIME_BYTES)
         if self.kept_whole:
-            yield Allocate("parameters", _kept_bytes(self.step) - self.step.total(self.step.held.parameters))
+            yield Allocate("parameters", self._kept_bytes() - self.step.total(self.step.held.parameters))
 
     def begin(self, at: HookPoint) -> Iterable[Event]:
         return self._gather(ROOT) if self._is_gathered_here(at, backward=False) else ()
@@ -156,28 +159,28 @@ class _Sharding:
     def update(self, at: HookPoint) -> Iterable[Event]:
         yield Compute(fixed_s=self.step.profile.update.operators * DTENSOR_OPERATOR_S, part="optimizer")
         if self.kept_whole:
-            yield Collective("all_gather", _kept_bytes(self.step), self.ranks, name="gather", stream=COMPUTE,
+            yield Collective("all_gather", self._kept_bytes(), self.ranks, name="gather", stream=COMPUTE,
                              stride=self.stride)
 
     def _issue(self, unit: str) -> Iterable[Event]:
-        whole, local = _gathered_bytes(self.step, unit)
+        whole, local = self._gathered_bytes(unit)
         yield Allocate("communication", whole + local)
         yield Collective("all_gather", whole, self.ranks, name=f"gather {unit}", stream=self.stream,
                          stride=self.stride)
 
     def _take(self, unit: str) -> Iterable[Event]:
-        whole, local = _gathered_bytes(self.step, unit)
+        whole, local = self._gathered_bytes(unit)
         yield Allocate("parameters", whole)
         yield Compute(moved_bytes=2 * (whole + local), fixed_s=self.hook_s, after=(f"gather {unit}",))
         yield free("communication", whole + local)
 
     def _gather(self, unit: str) -> Iterable[Event]:
-        if _gathered_bytes(self.step, unit)[0]:
+        if self._gathered_bytes(unit)[0]:
             yield from self._issue(unit)
             yield from self._take(unit)
 
     def _release(self, unit: str) -> Event:
-        return free("parameters", 0 if self.kept_whole else _gathered_bytes(self.step, unit)[0])
+        return free("parameters", 0 if self.kept_whole else self._gathered_bytes(unit)[0])
 
     def _reduce(self, unit: str, at: HookPoint) -> Iterable[Event]:
         """The unit's gradients go into a buffer, and each rank gets the sum of its part."""
@@ -222,19 +225,18 @@ class _Sharding:
         elif place + 1 < len(segments):
             yield from self._issue(self.units[segments[place + 1]])
 
+    def _kept_bytes(self) -> float:
+        """Of all parameters, whole, as they are gathered."""
+        return sum(self._part_gathered(p) * p.num_bytes * p.count for p in self.step.profile.parameters)
 
-def _kept_bytes(step: Step) -> float:
-    """Of all parameters, whole, as they are gathered."""
-    return sum(_part_gathered(step, p) * p.num_bytes * p.count for p in step.profile.parameters)
+    def _gathered_bytes(self, unit: str) -> tuple[float, float]:
+        """Of a unit's parameters on their way: whole, and what this rank sends."""
+        if unit not in self.gathered:
+            owned = _sharded(self.step, unit)
+            self.gathered[unit] = (sum(self._part_gathered(p) * p.num_bytes for p in owned),
+                                   sum(self._part_gathered(p) * self.step.held.parameters[p.name] for p in owned))
+        return self.gathered[unit]
 
-
-def _gathered_bytes(step: Step, unit: str) -> tuple[float, float]:
-    """Of a unit's parameters on their way: whole, and what this rank sends."""
-    owned = _sharded(step, unit)
-    return (sum(_part_gathered(step, p) * p.num_bytes for p in owned),
-            sum(_part_gathered(step, p) * step.held.parameters[p.name] for p in owned))
-
-
-def _part_gathered(step: Step, parameter: Parameter) -> float:
-    """Bytes that are gathered a byte of a parameter."""
-    return step.profile.gathered_part * (parameter.gathered_part if gathers_cast(step.plan) else 1.0)
+    def _part_gathered(self, parameter: Parameter) -> float:
+        """Bytes that are gathered a byte of a parameter."""
+        return self.step.profile.gathered_part * (parameter.gathered_part if self.cast else 1.0)
