@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -152,6 +153,25 @@ def test_what_would_flip_the_choice(change: Callable[[Plan], Estimate], kind: st
     found = search(price, limits, EIGHT)
     flipped = flips(found, [Change("another", change)], limits, EIGHT)
     assert [(name, one.kind) for name, one in flipped] == ([("another", kind)] if kind else [])
+
+
+def test_what_a_change_leaves_alone_is_not_priced_again():
+    """The answer is that of pricing every plan: other links leave memory alone, more memory leaves speed alone."""
+    limits, priced = Limits(64, layers=8, tensor=4), []
+
+    def counted(plan: Plan, **changes: float) -> Estimate:
+        priced.append(plan)
+        return price(plan, **changes)  # type: ignore[arg-type]
+
+    found = search(price, limits, EIGHT)
+    for options, alike in (({"message_s": 30.0}, "has_same_memory"), ({"memory_bytes": 1000}, "has_same_speed")):
+        counts = []
+        for known in ({}, {alike: True}):
+            priced.clear()
+            change = Change("another", partial(counted, **options), **known)  # type: ignore[arg-type]
+            counts.append((flips(found, [change], limits, EIGHT), len(set(priced))))
+        assert counts[0][0] == counts[1][0] and counts[0][0]
+        assert counts[1][1] < counts[0][1]
 
 
 def test_kinds_are_without_numbers():

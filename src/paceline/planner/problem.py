@@ -20,6 +20,7 @@ from paceline.strategies.registry import active
 MOST_TENSOR = 8
 TIMES = 4  # by which links are made faster and slower, to see what flips the choice
 _PART = {4: "quarter"}[TIMES]
+MORE_MEMORY = "twice the memory"
 HOUR_S = 3600.0
 
 
@@ -125,7 +126,12 @@ class PlanningProblem:
 
     def flips(self, found: RankedPlans, cluster: Cluster) -> list[tuple[str, Candidate]]:
         """Changes of hardware, and the plan that then is best."""
-        changes = [Change(name, partial(self.price, cluster=changed)) for name, changed in _changes(cluster)]
+        changes = [Change(name, partial(self.price, cluster=changed),
+                          partial(self.least_missing_bytes, cluster=changed),
+                          has_same_memory=name != MORE_MEMORY,
+                          # A cut for devices that are here follows from their memory.
+                          has_same_speed=name == MORE_MEMORY and bool(cluster.nodes))
+                   for name, changed in _changes(cluster)]
         return flips(found, changes, self.limits(cluster), self.shape(cluster), rent=self.rent(cluster))
 
 
@@ -136,9 +142,9 @@ def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     for name, times in ((f"links {TIMES} times as fast", TIMES), (f"links a {_PART} as fast", 1 / TIMES)):
         yield name, _with_links(cluster, times)
     if cluster.nodes:
-        yield "twice the memory", replace(cluster, nodes=tuple(_with_memory(kind, 2) for kind in cluster.nodes))
+        yield MORE_MEMORY, replace(cluster, nodes=tuple(_with_memory(kind, 2) for kind in cluster.nodes))
     else:
-        yield "twice the memory", replace(cluster, devices=tuple(
+        yield MORE_MEMORY, replace(cluster, devices=tuple(
             replace(device, memory_bytes=2 * device.memory_bytes) for device in cluster.devices))
 
 

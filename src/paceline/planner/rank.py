@@ -63,6 +63,7 @@ class RankedPlans:
     ranked: plans that fit, the fastest first; exact and relaxed ones. too_large: the nearest ones that don't.
     refused: why plans could not be priced, by their kind. num_tried: plans that were priced.
     may_relax: whether a relaxed plan may be chosen.
+    fitting, over: plans that fit with their prices, before any was tried, and those that don't or have no price.
     """
 
     ranked: list[Candidate] = field(default_factory=list)
@@ -70,6 +71,8 @@ class RankedPlans:
     refused: dict[str, str] = field(default_factory=dict)
     num_tried: int = 0
     may_relax: bool = False
+    fitting: dict[Plan, Candidate] = field(default_factory=dict)
+    over: set[Plan] = field(default_factory=set)
 
     @property
     def rivals(self) -> list[Candidate]:
@@ -124,6 +127,7 @@ def search(price: Price, limits: Limits, shape: DeviceCounts, least: Least = _no
     for plan in list(cuts.values())[:most_refined]:
         _refine(asked, plan, limits)
     _compile(asked, limits)
+    found.fitting, found.over = asked.fitting, asked.over
     found.ranked = sorted(asked.fitting.values(), key=_cost)
     found.too_large = sorted(asked.too_large.values(), key=lambda one: one.missing_bytes)
     return found
@@ -140,33 +144,35 @@ def _cost(candidate: Candidate) -> tuple[float, str]:
 
 
 class _Asked:
-    """Prices that are known. too_large: of each kind the plan that is over by the least."""
+    """Prices that are known. too_large: of each kind the plan that is over by the least, unless nobody wants them."""
 
-    def __init__(self, price: Price, found: RankedPlans, least: Least, rent: Rent) -> None:
-        self.price, self.found, self.least, self.rent = price, found, least, rent
+    def __init__(self, price: Price, found: RankedPlans, least: Least, rent: Rent, *,
+                 wants_nearest: bool = True) -> None:
+        self.price, self.found, self.least, self.rent, self.wants_nearest = price, found, least, rent, wants_nearest
         self.fitting: dict[Plan, Candidate] = {}
         self.too_large: dict[str, Candidate] = {}
-        self._over: set[Plan] = set()
+        self.over: set[Plan] = set()
 
     def __call__(self, plan: Plan) -> Candidate | None:
         """The plan with its price; None if it doesn't fit, or can't be priced."""
-        if plan in self.fitting or plan in self._over:
+        if plan in self.fitting or plan in self.over:
             return self.fitting.get(plan)
         kind = kind_of(plan)
         nearest = self.too_large.get(kind)
         try:
             missing_bytes = self.least(plan)
-            is_over = nearest is not None and missing_bytes > 0 and missing_bytes >= nearest.missing_bytes
+            is_over = missing_bytes > 0 and (not self.wants_nearest or (
+                nearest is not None and missing_bytes >= nearest.missing_bytes))
             one = None if is_over else Candidate(plan, self.price(plan), self.rent(plan))
         except (PlanError, NotPriced) as error:
             self.found.refused.setdefault(kind, str(error).partition("\n")[0])
-            self._over.add(plan)
+            self.over.add(plan)
             return None
         self.found.num_tried += 1
         if one is not None and one.estimate.fits:
             self.fitting[plan] = one
             return one
-        self._over.add(plan)
+        self.over.add(plan)
         if one is not None and (nearest is None or one.missing_bytes < nearest.missing_bytes):
             self.too_large[kind] = one
         return None
@@ -290,10 +296,17 @@ def best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of hardware. name: as a user would say it. price: under it."""
+    """A change of hardware. name: as a user would say it. price: under it.
+
+    least: see `search`; under it. has_same_memory: whether the same plans fit. has_same_speed: whether plans that fit
+    without it do so with it, and take as long.
+    """
 
     name: str
     price: Price
+    least: Least = _nothing_is_sure
+    has_same_memory: bool = False
+    has_same_speed: bool = False
 
 
 def flips(found: RankedPlans, changes: Sequence[Change], limits: Limits, shape: DeviceCounts, *,
@@ -308,7 +321,9 @@ def flips(found: RankedPlans, changes: Sequence[Change], limits: Limits, shape: 
     known = [one.plan for one in best_of_each_kind(found.ranked) if one.plan.relaxed is None]
     flipped: list[tuple[str, Candidate]] = []
     for change in changes:
-        asked = _Asked(change.price, RankedPlans(), _nothing_is_sure, rent)
+        asked = _Asked(change.price, RankedPlans(), change.least, rent, wants_nearest=False)
+        asked.over |= found.over if change.has_same_memory else set()
+        asked.fitting |= found.fitting if change.has_same_speed else {}
         again = _first(asked, (*splits(limits, shape), *served(limits, shape)), limits)
         best = min([*again, *(one for one in map(asked, known) if one is not None)], key=_cost, default=None)
         own = asked(chosen.plan)
