@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from paceline.cluster import Cluster
 from paceline.job import Job
 from paceline.planner.estimate import estimate
 from paceline.planner.pieces import LazyPieces
+from paceline.planner.problem import PlanningProblem
 from paceline.plans import Plan
 from paceline.profile import profile_job, trace
 from paceline.profile.blocks import FEWEST, alike_blocks
@@ -100,7 +101,8 @@ def make_job(model: Any = Llama, **changes: Any) -> Job:
 def unrolled(job: Job) -> Profile:
     """With every block run."""
     with trace.kept_generators():
-        return trace._fit(trace._fake_runs(job, trace.first_items(job.data, 2)), (), trace.cast_parameters(job))
+        runs = trace._fake_runs(job, trace.first_items(job.data, 2), trace.fake_model(job))
+        return trace._fit(runs, (), trace.cast_parameters(job))
 
 
 def same(found: Profile, other: Profile) -> None:
@@ -109,6 +111,7 @@ def same(found: Profile, other: Profile) -> None:
             assert getattr(found, field.name) == getattr(other, field.name), field.name
 
 
+UNLIKE = (1, 2, 3, 4)
 OPTIMIZERS = {"adam": lambda named: torch.optim.AdamW(named),
               "foreach": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, foreach=True)}
 
@@ -140,20 +143,20 @@ def test_each_kind_of_block_is_run_once_a_trace(monkeypatch: pytest.MonkeyPatch)
 def test_blocks_that_are_called_otherwise_are_kinds_of_their_own():
     """They are equal but for what the model gives them."""
     job = make_job(lambda: Llama(6, scales=(1.0, 0.5) * 3))
-    runs = trace._fake_runs(job, trace.first_items(job.data, 2), each=False)
+    runs = trace._fake_runs(job, trace.first_items(job.data, 2), trace.fake_model(job), each=False)
     assert runs[0].repeats.kinds == {"layers.0": ["layers.2", "layers.4"], "layers.1": ["layers.3", "layers.5"]}
     same(trace._fit(runs, ()), unrolled(job))
 
 
 def test_a_block_that_differs_is_of_no_others_kind():
-    """In an attribute, in a shape, in what is trained, or in a hook. Its number, and its path, are no difference."""
+    """In an attribute, a shape, what is trained, or a hook. Its number and path are none."""
     blocks = [Block(number, 32) for number in range(7)]
     blocks[1].eps = 0.1  # type: ignore[assignment]
     blocks[2].down = nn.Linear(64, 32)
     blocks[3].up.requires_grad_(False)
     blocks[4].out.register_forward_hook(lambda *_: None)
     kinds = alike_blocks({f"layers.{number}": block for number, block in enumerate(blocks)})
-    assert [kinds[f"layers.{number}"] for number in (1, 2, 3, 4)] == [f"layers.{number}" for number in (1, 2, 3, 4)]
+    assert [kinds[f"layers.{number}"] for number in UNLIKE] == [f"layers.{number}" for number in UNLIKE]
     assert {kinds[f"layers.{number}"] for number in (0, 5, 6)} == {"layers.0"} and FEWEST == 3
 
 
@@ -201,6 +204,47 @@ def test_a_model_may_be_converted_where_it_is_built():
     profile = profile_job(make_job(built))
     assert profile.exact
     assert profile.parameter_bytes == 8 * sum(p.numel() for p in built().parameters())
+
+
+class Around(Llama):
+    """Calls its first layer otherwise, and looks at what the others hold."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.embed(ids))
+        for layer in self.layers[1:]:
+            x = layer(x.to(layer.up.weight.dtype), mask[:, None, None, :].bool())
+        return self.head(self.norm(x))
+
+
+def test_a_capture_of_some_blocks_is_priced_as_one_of_all():
+    """Blocks that hold nothing while others are recorded are recorded after all where that is not enough."""
+    job = make_job(Around)
+    whole = profile_job(job)
+    same(LazyPieces(job, whole).layers(), layered(SplitJob(job, whole)))
+
+
+class Keeping(Llama):
+    """Keeps what it made at its first call, in its type."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        made = super().forward(ids, mask)
+        if not hasattr(self, "kept"):
+            self.kept = made.detach().mean()
+        return made + self.kept
+
+
+def test_a_planned_model_is_built_once_and_left_as_it_was():
+    """For traces, casts, captures, and another precision, which find nothing of each other."""
+    built: list[nn.Module] = []
+    job = make_job(lambda: built.append(Keeping()) or built[-1], precision="bf16")
+    asked = PlanningProblem.of(job)
+    asked.pieces.layers()
+    other = PlanningProblem.of(replace(job, precision="float32"), like=asked)
+    assert len(built) == 1
+    assert not hasattr(built[0], "kept")
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in built[0].parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in built[0].modules())
+    same(other.profile, profile_job(make_job(Keeping)))
 
 
 PLANS = ("data=8", "shard=8 recompute=full", "data=2 shard=4 zero=1", "pipeline=2 data=4 microbatches=2",

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
 from paceline.capture.opaque import Call, CannotRecord, OpaqueModules, TakesGradients, functions_kept, modules_in
@@ -160,23 +161,29 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         CaptureFailed: the course of the model depends on values, or something else can't be recorded; the message
             has the line.
     """
+    opaque = opaque or OpaqueModules()
+    while True:
+        try:
+            return _captured(model, args, kwargs, opaque, tensors)
+        except Exception as error:
+            if not opaque.may_look_into_more(error):
+                raise _failed(model, error) from error
+
+
+def _captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opaque: OpaqueModules,
+              tensors: Mapping[str, torch.Tensor] | None) -> Capture:
     samples = next((leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs))
                     if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
     bindings, before = Bindings(model), draws_state()
     try:
         with (_quiet(), without_cache(model), generators_kept(model), functions_kept(),
-              (opaque or OpaqueModules()).standing_in(model, samples) as calls):
+              opaque.standing_in(model, samples) as calls):
             exported = torch.export.export(model, args, kwargs, strict=False)
             if draws_state() != before:
                 raise CannotRecord("the forward draws from Python's or NumPy's random numbers")
-    except Exception as error:
-        raise _failed(model, error) from error
     finally:
         bindings.restore()
-    try:
-        return _Reader(model, exported, (args, kwargs), tuple(calls), tensors or dict(model.named_parameters())).read()
-    except Exception as error:  # operators that torch.func has left, say
-        raise _failed(model, error) from error
+    return _Reader(model, exported, (args, kwargs), tuple(calls), tensors or dict(model.named_parameters())).read()
 
 
 def _failed(model: nn.Module, error: Exception) -> CaptureFailed:
@@ -245,6 +252,7 @@ class _Reader:
         self.trainable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         known = {_memory(tensor): name for name, tensor in tensors.items() if tensor.numel()}
         self.graph: fx.Graph = exported.graph_module.graph
+        buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         flat, self.in_spec = pytree.tree_flatten(given)
         self.listed = _listed_modules(model)
         self.leaves = {name for name, module in model.named_modules() if name and not any(module.children())}
@@ -255,7 +263,7 @@ class _Reader:
         for spec in exported.graph_signature.input_specs:
             if spec.kind == InputKind.PARAMETER:
                 self.tensors[spec.arg.name] = ("parameter", spec.target)
-            elif spec.kind == InputKind.BUFFER and spec.target in dict(model.named_buffers(remove_duplicate=False)):
+            elif spec.kind == InputKind.BUFFER and spec.target in buffers:
                 self.tensors[spec.arg.name] = ("buffer", spec.target)
             elif spec.kind == InputKind.USER_INPUT:
                 self.inputs.append(spec.arg.name)
@@ -432,7 +440,7 @@ class _Reader:
             tuple(n.name for n in inputs), tuple(n.name for n in outputs), tuple(mutates), frozenset(),
             frozenset(self.tensors[name][1] for name in changed if name in self.tensors),
             tuple(dict.fromkeys(call.path for call in whole.values() if call.path)),
-            fx.GraphModule(root, graph), tuple(nodes))
+            _LazyGraphModule(root, graph), tuple(nodes))
 
     def _differentiable(self) -> set[fx.Node]:
         """Nodes that a gradient may come back for: they depend on a trainable parameter. Rather too many than few."""

@@ -205,6 +205,10 @@ class OpaqueModules:
     def __bool__(self) -> bool:
         return bool(self.outputs)
 
+    def may_look_into_more(self, error: Exception) -> bool:
+        """Whether a capture that failed may do another time, since more modules will be looked into."""
+        return False
+
     def learn(self, model: nn.Module, paths: Sequence[str], run: Callable[[int], Any]) -> None:
         """Add modules: run the model on two and on three samples and see what they return, call by call.
 

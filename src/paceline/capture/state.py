@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -69,31 +69,37 @@ class StateSnapshot:
             put(state)
 
 
+_STRUCTURE = frozenset(nn.Module().__dict__)
+
+
 class Bindings:
     """Which objects the attributes of a model's modules are at one moment, and what is in their containers.
 
     Nothing is copied and no tensor is read, so that fake ones may be among them.
+
+    besides: what is left alone; by default what `nn.Module` itself keeps.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, besides: frozenset[str] = _STRUCTURE) -> None:
+        self.besides = besides
         self.modules = [(module, {name: (value, _contents(value)) for name, value in vars(module).items()
-                                  if name not in _STRUCTURE}) for module in model.modules()]
+                                  if name not in besides}) for module in model.modules()]
 
     def restore(self) -> None:
         for module, attributes in self.modules:
-            for name in [name for name in vars(module) if name not in attributes and name not in _STRUCTURE]:
+            for name in [name for name in vars(module) if name not in attributes and name not in self.besides]:
                 del vars(module)[name]
             for name, (value, contents) in attributes.items():
                 vars(module)[name] = value
                 _refill(value, contents)
 
 
-_STRUCTURE = frozenset(nn.Module().__dict__)
+_NAMED = (dict, OrderedDict)
 
 
 def _contents(value: Any) -> Any:
     """What is in a container, and in those inside it; None for anything else."""
-    if type(value) is dict:
+    if type(value) in _NAMED:
         return {key: (item, _contents(item)) for key, item in value.items()}
     if type(value) in (list, deque, set):
         return [(item, _contents(item)) for item in value]
@@ -103,12 +109,13 @@ def _contents(value: Any) -> Any:
 def _refill(value: Any, contents: Any) -> None:
     if contents is None:
         return
-    items = contents.values() if type(value) is dict else contents
+    is_named = type(value) in _NAMED
+    items = contents.values() if is_named else contents
     for item, inside in items:
         _refill(item, inside)
     value.clear()
-    if type(value) is dict or type(value) is set:
-        value.update({key: item for key, (item, _) in contents.items()} if type(value) is dict
+    if is_named or type(value) is set:
+        value.update({key: item for key, (item, _) in contents.items()} if is_named
                      else [item for item, _ in contents])
     else:
         value.extend(item for item, _ in contents)

@@ -13,14 +13,18 @@ from paceline.profile.profile import Profile
 from paceline.strategies.stages.cost import RankCost
 
 if TYPE_CHECKING:
+    from paceline.profile.fakes import FakeModel
     from paceline.strategies.stages.price import SplitJob
 
 
 class LazyPieces:
-    """See `planner.estimate.Split`. A capture takes seconds, and many plans need none."""
+    """See `planner.estimate.SplitPrices`. A capture takes seconds, and many plans need none.
 
-    def __init__(self, job: Job, profile: Profile) -> None:
-        self.job, self.profile = job, profile
+    built: the job's model, where somebody has it.
+    """
+
+    def __init__(self, job: Job, profile: Profile, built: FakeModel | None = None) -> None:
+        self.job, self.profile, self.built = job, profile, built
         self._found: dict[bool, SplitJob] = {}
         self._problem = ""
         self._layers: Profile | None = None
@@ -80,7 +84,7 @@ class LazyPieces:
 
         if each not in self._found and not self._problem:
             try:
-                self._found[each] = SplitJob(self.job, self.profile, each=each)
+                self._found[each] = SplitJob(self.job, self.profile, each=each, built=self.built)
             except Exception as error:  # a model may do anything when it is captured
                 self._problem = str(error).partition("\n")[0] or type(error).__name__
         return self._found.get(each)

@@ -43,12 +43,15 @@ class PlanningProblem:
 
     @classmethod
     def of(cls, job: Job, price_per_hour: float | None = None, *, device: str = "cpu",
-           like: Profile | None = None) -> PlanningProblem:
-        """Trace a job. Reads the first samples of its data. device, like: see `profile_job`."""
+           like: PlanningProblem | None = None) -> PlanningProblem:
+        """Trace a job. Reads the first samples of its data. device: see `profile_job`. like: of the same job in another
+        precision of the same weights."""
         from paceline.profile import profile_job
+        from paceline.profile.trace import fake_model
 
-        profile = profile_job(job, device=device, like=like)
-        return cls(job, profile, LazyPieces(job, profile), price_per_hour)
+        built = fake_model(job) if like is None else like.pieces.built
+        profile = profile_job(job, device=device, like=None if like is None else like.profile, built=built)
+        return cls(job, profile, LazyPieces(job, profile, built), price_per_hour)
 
     @cached_property
     def folded(self) -> Profile:

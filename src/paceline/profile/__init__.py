@@ -8,12 +8,14 @@ from paceline.profile.profile import Profile
 
 if TYPE_CHECKING:
     from paceline.job import Job
+    from paceline.profile.fakes import FakeModel
 
 __all__ = ["Profile", "profile_job"]
 
 
-def profile_job(job: Job, *, samples: int = 2, device: str = "cpu", like: Profile | None = None) -> Profile:
+def profile_job(job: Job, *, samples: int = 2, device: str = "cpu", like: Profile | None = None,
+                built: FakeModel | None = None) -> Profile:
     """See `paceline.profile.trace.profile_job`; torch is loaded only here."""
     from paceline.profile import trace
 
-    return trace.profile_job(job, samples=samples, device=device, like=like)
+    return trace.profile_job(job, samples=samples, device=device, like=like, built=built)

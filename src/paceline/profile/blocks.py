@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
@@ -24,8 +24,8 @@ def alike_blocks(units: Mapping[str, nn.Module]) -> dict[str, str]:
     """For each unit the first one of the same kind.
 
     Units are of one kind that have the same class, and so have the modules inside, parameters of the same shapes, and
-    equal attributes. A whole number may grow along with the unit's place in its list, as the number of a layer does,
-    and so may the part of a path.
+    equal attributes. A module's whole number may grow along with the unit's place in its list, as the number of a layer
+    does, and so may the part of a path.
     Units with hooks are of no other's kind. A kind with fewer than three units is none.
     """
     known: list[tuple[str, list[tuple[Any, ...]]]] = []
@@ -38,6 +38,17 @@ def alike_blocks(units: Mapping[str, nn.Module]) -> dict[str, str]:
         first_of[name] = same
     sizes = {first: sum(other == first for other in first_of.values()) for first, _ in known}
     return {name: first if sizes[first] >= FEWEST else name for name, first in first_of.items()}
+
+
+def unit_of(name: str, units: Container[str]) -> str:
+    """The unit in whose module a parameter is; "" for the root.
+
+    >>> unit_of("layers.10.norm.weight", ["layers.1", "layers.10"]), unit_of("head.weight", ["layers.1"])
+    ('layers.10', '')
+    """
+    while name and name not in units:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _place(name: str) -> int:
@@ -161,7 +172,7 @@ class Repeats:
 
     units: by name; without any nothing is stood in for. segment: tells which segment of the step runs.
     stand_in: makes what a call like a traced one returns. is_once: whether a second call of a block is an error; else
-        it is traced.
+        it is traced. looking_into: is told of each unit that is traced.
     of: for each segment that a stand-in took, the traced one. members: for each unit that was stood in for, the traced
         one.
     """
@@ -171,6 +182,7 @@ class Repeats:
     stand_in: Callable[[str, nn.Module, Run, tuple[Any, ...], dict[str, Any]], Any] = field(
         default_factory=lambda: _stand_in)
     is_once: bool = True
+    looking_into: Callable[[str], None] = lambda name: None
     of: dict[int, int] = field(default_factory=dict)
     members: dict[str, str] = field(default_factory=dict)
     _first_of: dict[str, str] = field(init=False)
@@ -190,14 +202,23 @@ class Repeats:
 
     def traced(self, parameter: str) -> str:
         """The parameter of a traced unit that stands for this one; itself if it was there."""
-        unit = next((unit for unit in self.members if parameter.startswith(f"{unit}.")), "")
+        unit = unit_of(parameter, self.members)
         return f"{self.members[unit]}{parameter.removeprefix(unit)}" if unit else parameter
+
+    @property
+    def expected(self) -> list[str]:
+        """Units that are like an earlier one: they are stood for, if they are called alike too."""
+        return [name for name, first in self._first_of.items() if first != name]
+
+    def alike(self, name: str) -> list[str]:
+        """Units of the same kind."""
+        return [other for other, first in self._first_of.items() if first == self._first_of[name]]
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """While this is entered, blocks that are alike run once for each kind of inputs."""
         names = {id(unit): name for name, unit in self.units.items()}
-        repeated = {first for name, first in self._first_of.items() if first != name}
+        repeated = {self._first_of[name] for name in self.expected}
         folded = [(name, first) for name, first in self._first_of.items() if first in repeated]
         before = {name: vars(self.units[name]).get("forward") for name, _ in folded}
         for known in (self.of, self.members, self._called, self._runs):
@@ -229,9 +250,10 @@ class Repeats:
                     self.members[name] = names[id(run.module)]
                     return self.stand_in(name, unit, run, args, kwargs)
             segment, attributes = self.segment(), _attributes(unit)
+            self.looking_into(name)
             returned = forward(*args, **kwargs)
             runs.append(_traced(unit, inputs, segment, tree_leaves((args, kwargs)), returned,
-                                changed=attributes != _attributes(unit)))
+                                is_alone=attributes != _attributes(unit)))
             return returned
 
         return called
@@ -244,10 +266,11 @@ def _attributes(unit: nn.Module) -> list[tuple[str, int]]:
 
 
 def _traced(unit: nn.Module, inputs: _Inputs, segment: int, given: Sequence[Any], returned: Any, *,
-            changed: bool) -> Run:
+            is_alone: bool) -> Run:
+    """is_alone: whether something is known of it alone."""
     leaves, spec = tree_flatten(returned)
     memory = {leaf.untyped_storage()._cdata for leaf in given if isinstance(leaf, torch.Tensor)}
-    made: list[Any] | None = [] if not changed else None
+    made: list[Any] | None = [] if not is_alone else None
     for leaf in leaves:
         if made is None or not isinstance(leaf, (torch.Tensor, *_SCALARS)):
             made = None

@@ -3,12 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.capture.state import Bindings
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+class FakeModel:
+    """A model on fake tensors, built when it is first asked for, and left as it was by everybody who borrows it.
+
+    mode: of its tensors. assumes: whether values that it asks for are made up.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], *, assumes: bool = False) -> None:
+        self._build, self._assumes = build, assumes
+
+    @cached_property
+    def mode(self) -> FakeTensorMode:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        with self._entered():
+            return self._build()
+
+    @contextmanager
+    def lent(self) -> Iterator[nn.Module]:
+        """In its mode. Gradients, hooks, attributes and all that modules hold are put back at the end."""
+        model = self.model
+        bindings, parameters = Bindings(model, besides=frozenset()), list(model.parameters())
+        hooks = [dict(p._post_accumulate_grad_hooks or {}) for p in parameters]
+        try:
+            with self._entered():
+                yield model
+        finally:
+            bindings.restore()
+            for p, before in zip(parameters, hooks, strict=True):
+                p.grad = None
+                after = p._post_accumulate_grad_hooks
+                for key in [key for key in after or () if key not in before]:
+                    del after[key]
+
+    @contextmanager
+    def symbolic(self) -> Iterator[None]:
+        """In its mode, in which shapes that depend on values become symbols."""
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self.mode.shape_env, self.mode.static_shapes = ShapeEnv(), False
+        try:
+            with self.mode:
+                yield
+        finally:
+            self.mode.shape_env, self.mode.static_shapes = None, True
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with self.mode, convertible(), AssumedValues() if self._assumes else nullcontext():
+            yield
 
 
 @contextmanager

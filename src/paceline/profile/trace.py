@@ -24,8 +24,8 @@ from paceline.errors import JobError, PacelineError
 from paceline.job import AUTOCAST, Job
 from paceline.launch.fork import cuda_left_alone, in_a_fork
 from paceline.profile.attention import SparedBySelective, SparedScores
-from paceline.profile.blocks import CalledAgain, Repeats
-from paceline.profile.fakes import AssumedValues, convertible
+from paceline.profile.blocks import CalledAgain, Repeats, unit_of
+from paceline.profile.fakes import FakeModel, convertible
 from paceline.profile.profile import Affine, Core, Fused, Parameter, Profile, Segment, Work, growing
 from paceline.profile.recorder import Levels, StepPosition, Tallied, WorkRecorder, follow
 from paceline.strategies.units import find_units
@@ -43,7 +43,8 @@ ASSUMED_NOTE = ("its course depends on values, which were made up: numbers are 1
 TRIAL_TIMEOUT_S = 60.0  # of a fork that runs the model on fake tensors
 
 
-def profile_job(job: Job, *, samples: int = 2, device: str = "cpu", like: Profile | None = None) -> Profile:
+def profile_job(job: Job, *, samples: int = 2, device: str = "cpu", like: Profile | None = None,
+                built: FakeModel | None = None) -> Profile:
     """What one forward, backward and update of a job costs, as figures that grow with the samples.
 
     Runs the job's model, loss and optimizer on fake tensors, which cost no memory, with `samples` samples and
@@ -54,6 +55,7 @@ def profile_job(job: Job, *, samples: int = 2, device: str = "cpu", like: Profil
     fork of this process, unless it uses GPUs already.
 
     like: Of the same job in another precision of the same weights; its update is this one's, and is not run again.
+    built: The job's model, where somebody has it or will need it.
 
     Reads the first `samples` items of the data. Leaves the random generators of Python, NumPy and torch as they
     were, and no hooks.
@@ -63,12 +65,12 @@ def profile_job(job: Job, *, samples: int = 2, device: str = "cpu", like: Profil
         Exception: whatever the model's own constructor raises; a RuntimeError in its place where a fork ran it.
     """
     if device == "cpu" or torch.cuda.is_initialized():
-        return _profile(job, samples, torch.device(device), like)
-    found: Profile = value_of(in_a_fork(lambda: plain(_profile(job, samples, torch.device(device), like))))
+        return _profile(job, samples, torch.device(device), like, built)
+    found: Profile = value_of(in_a_fork(lambda: plain(_profile(job, samples, torch.device(device), like, built))))
     return found
 
 
-def _profile(job: Job, samples: int, device: torch.device, like: Profile | None) -> Profile:
+def _profile(job: Job, samples: int, device: torch.device, like: Profile | None, built: FakeModel | None) -> Profile:
     notes: list[str] = []
     with kept_generators(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real run will show them
@@ -76,15 +78,17 @@ def _profile(job: Job, samples: int, device: torch.device, like: Profile | None)
             items = first_items(job.data, samples)
         except Exception as error:
             return _from_parameters(job, [f"the data gave no samples ({_named(error)})"])
-        if found := _tried("on fake tensors", lambda: _profile_of_fakes(job, items, like=like), notes):
+        if found := _tried("on fake tensors", lambda: _profile_of_fakes(job, items, built or fake_model(job), like),
+                           notes):
             return found
     with kept_generators(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assumed = _tried("with assumed values", lambda: _profile_of_fakes(job, items, assumes=True, like=like), [])
+        assumed = _tried("with assumed values", lambda: replace(_profile_of_fakes(
+            job, items, fake_model(job, assumes=True), like), notes=(ASSUMED_NOTE,)), [])
         needed = _bytes_for_real(job, assumed, 2 * samples)
         how = "for real" if device.type == "cpu" else f"for real on {device}"
         if needed > MOST_REAL_BYTES:
-            notes.append(f"is not run {how}, which takes {needed:,} bytes or more and may take {MOST_REAL_BYTES:,}")
+            notes.append(f"is not run {how}, which takes {needed:,.0f} bytes or more and may take {MOST_REAL_BYTES:,}")
         elif found := _tried(how, lambda: _fit(_real_runs(job, items, device, updates=like is None), tuple(notes),
                                                like=like), notes):
             return found
@@ -145,32 +149,28 @@ class _Run:
     spared: dict[StepPosition, SparedScores]
 
 
-def _profile_of_fakes(job: Job, items: list[Any], *, assumes: bool = False, like: Profile | None = None) -> Profile:
-    """One block of each kind is run, unless the model runs a block more than once. assumes: see `_fake_runs`. like: see
-    `profile_job`."""
-    notes, updates = (ASSUMED_NOTE,) if assumes else (), like is None
+def _profile_of_fakes(job: Job, items: list[Any], built: FakeModel, like: Profile | None) -> Profile:
+    """One block of each kind is run, unless the model runs a block more than once. like: see `profile_job`."""
+    def found(*, each: bool) -> Profile:
+        return _fit(_fake_runs(job, items, built, each=each, updates=like is None), (),
+                    cast_parameters(job, built=built, each=each), like)
+
     try:
-        return _fit(_fake_runs(job, items, each=False, assumes=assumes, updates=updates), notes,
-                    cast_parameters(job, each=False), like)
+        return found(each=False)
     except CalledAgain:
-        return _fit(_fake_runs(job, items, assumes=assumes, updates=updates), notes, cast_parameters(job), like)
+        return found(each=True)
 
 
-def _fake_runs(job: Job, items: list[Any], *, updates: bool = True, each: bool = True,
-               assumes: bool = False) -> tuple[_Run, _Run]:
-    """updates: whether the first run has an update. each: whether each block is run, though it is like another one.
-    assumes: whether values that the model asks for are made up."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def _fake_runs(job: Job, items: list[Any], built: FakeModel, *, updates: bool = True,
+               each: bool = True) -> tuple[_Run, _Run]:
+    """updates: whether the first run has an update. each: whether each block is run, though it is like another one."""
+    def run(factor: int, *, updates: bool) -> _Run:
+        with built.lent() as model:
+            batch = mapped(lambda t: built.mode.from_tensor(t) if isinstance(t, torch.Tensor) else t,
+                           collated(items, job.collate))
+            return _trace(job, model, batch, samples=len(items) * factor, factor=factor, each=each, updates=updates)
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, convertible(), (
-            AssumedValues() if assumes else nullcontext()):
-        model = _build_fake(job)
-        batch = mapped(lambda t: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t,
-                       collated(items, job.collate))
-        first = _trace(job, model, batch, samples=len(items), factor=1, each=each, updates=updates)
-        model = _build_fake(job)
-        factor = max(2, -(-job.batch // len(items)))
-        return first, _trace(job, model, batch, samples=len(items) * factor, factor=factor, each=each)
+    return run(1, updates=updates), run(max(2, -(-job.batch // len(items))), updates=False)
 
 
 def _real_runs(job: Job, items: list[Any], device: torch.device, *, updates: bool) -> tuple[_Run, _Run]:
@@ -182,25 +182,24 @@ def _real_runs(job: Job, items: list[Any], device: torch.device, *, updates: boo
     return first, second
 
 
-def cast_parameters(job: Job, device: torch.device = _CPU, *, each: bool = True) -> frozenset[str]:
+def cast_parameters(job: Job, device: torch.device = _CPU, *, built: FakeModel | None = None,
+                    each: bool = True) -> frozenset[str]:
     """Names of the parameters that autocast casts before anything computes with them, from runs on fake tensors of the
-    device: `shard=N` gathers them cast. None where fake tensors can't run the model. each: see `_fake_runs`.
+    device: `shard=N` gathers them cast. None where fake tensors can't run the model. built, each: see `_fake_runs`.
 
     None of fp8 either: torchao's layers take float32 weights to float8.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     if job.precision not in AUTOCAST or job.precision == "fp8":
         return frozenset()
+    built = built or fake_model(job)
     try:
-        with (kept_generators(device), warnings.catch_warnings(), convertible(),
-              FakeTensorMode(allow_non_fake_inputs=True) as mode):
+        with kept_generators(device), warnings.catch_warnings(), built.lent() as model:
             warnings.simplefilter("ignore")  # the real run will show them
-            model = _build_fake(job)
             inputs, target = mapped(
-                lambda t: mode.from_tensor(t).to(device) if isinstance(t, torch.Tensor) else t,
+                lambda t: built.mode.from_tensor(t).to(device) if isinstance(t, torch.Tensor) else t,
                 collated(first_items(job.data, 2), job.collate))
-            _replace(model, lambda tensor: tensor.to(device))
+            if device.type != "cpu":
+                _replace(model, lambda tensor: tensor.to(device))
             repeats = Repeats({} if each else find_units(model), lambda: 0)
 
             def loss() -> Any:
@@ -266,6 +265,11 @@ def build(job: Job) -> nn.Module:
         return model.to(torch.float64)
     _replace(model, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     return model
+
+
+def fake_model(job: Job, *, assumes: bool = False) -> FakeModel:
+    """The job's model without memory. assumes: see `FakeModel`."""
+    return FakeModel(lambda: _build_fake(job), assumes=assumes)
 
 
 def _build_fake(job: Job) -> nn.Module:
@@ -583,12 +587,12 @@ def _from_parameters(job: Job, notes: list[str]) -> Profile:
 
 def _parameters(model: nn.Module, units: tuple[str, ...], state_bytes: dict[str, int] | None,
                 cast: frozenset[str] = frozenset()) -> tuple[Parameter, ...]:
-    made, sparse = [], sparsely_trained(model)
+    made, sparse, known = [], sparsely_trained(model), frozenset(units)
     for name, p in model.named_parameters():
         num_bytes = p.numel() * p.element_size()
         assumed = ASSUMED_STATE_FACTOR * num_bytes if p.requires_grad else 0
         made.append(Parameter(
-            name, unit=next((unit for unit in units if name.startswith(f"{unit}.")), ""), num_bytes=num_bytes,
+            name, unit=unit_of(name, known), num_bytes=num_bytes,
             rows=p.shape[0] if p.dim() else 1, dtype=str(p.dtype).removeprefix("torch."),
             trainable=p.requires_grad, state_bytes=assumed if state_bytes is None else state_bytes.get(name, 0),
             is_sparse=name in sparse, gathered_part=0.5 if name in cast else 1.0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from paceline.errors import PlanRefused
@@ -75,12 +77,12 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
                 visit(child, f"{path}.")
 
     visit(model, "")
-    return {name: unit for name, unit in units.items() if not _is_tied(unit, model)}
+    paths = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return {name: unit for name, unit in units.items() if not _is_tied(unit, paths)}
 
 
-def _is_tied(unit: nn.Module, model: nn.Module) -> bool:
-    """Whether a parameter of the unit is also reached by a path outside it."""
-    parameters = {id(p) for p in unit.parameters()}
-    inside = sum(1 for _, p in unit.named_parameters(remove_duplicate=False) if id(p) in parameters)
-    everywhere = sum(1 for _, p in model.named_parameters(remove_duplicate=False) if id(p) in parameters)
-    return everywhere != inside
+def _is_tied(unit: nn.Module, paths: Mapping[int, int]) -> bool:
+    """Whether a parameter of the unit is also reached by a path outside it. paths: how many lead to each parameter of
+    the model."""
+    inside = Counter(id(p) for _, p in unit.named_parameters(remove_duplicate=False))
+    return any(paths[parameter] != count for parameter, count in inside.items())

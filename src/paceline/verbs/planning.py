@@ -186,7 +186,7 @@ def _advice(problem: PlanningProblem, chosen: Candidate | None, cluster: Cluster
         return None
     try:
         asked = PlanningProblem.of(replace(problem.job, precision=precision), device=cluster.first_here,
-                                   like=problem.profile)
+                                   like=problem)
         other = asked.price(chosen.plan, cluster)
         off = chosen.estimate.step_s / problem.price(chosen.plan, cluster).step_s
     except (PlanError, NotPriced) as error:

@@ -19,10 +19,10 @@ from paceline.cluster import Device
 from paceline.job import Job
 from paceline.plans import Plan
 from paceline.profile.attention import SparedBySelective
-from paceline.profile.fakes import convertible
+from paceline.profile.fakes import FakeModel
 from paceline.profile.profile import Affine, Core, Fused, Parameter, Profile, Segment, TensorCut, Work
 from paceline.profile.recorder import StepPosition, Tallied, WorkRecorder
-from paceline.profile.trace import as_the_job_takes, autocast, build, first_items, kept_generators, state_factor
+from paceline.profile.trace import as_the_job_takes, autocast, fake_model, first_items, kept_generators, state_factor
 from paceline.strategies.pipeline.keys import splits_backward
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, Assignment, assigned
 from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
@@ -55,15 +55,10 @@ class SplitJob:
         Exception: whatever the model raises on fake tensors; one whose course depends on values can't be priced.
     """
 
-    def __init__(self, job: Job, whole: Profile, *, each: bool = True) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        self.job, self.whole = job, whole
-        self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    def __init__(self, job: Job, whole: Profile, *, each: bool = True, built: FakeModel | None = None) -> None:
+        self.job, self.whole, self.built = job, whole, built or fake_model(job)
         with kept_generators():
-            with self.mode, convertible():
-                self.model = build(job)
+            self.model = self.built.model
             self.model.train()
             self.first_name = first_names(self.model)
             self.opaque = OpaqueModules() if each else RepeatedBlocks(self.model)
@@ -173,7 +168,7 @@ class SplitJob:
             from paceline.strategies.tensor.paper import split_on_paper
 
             args, kwargs = _arguments(self._batch(EXAMPLE_SAMPLES)[0])
-            inputs = {name: self.mode.from_tensor(t, static_shapes=True)
+            inputs = {name: self.built.mode.from_tensor(t, static_shapes=True)
                       for name, t in self.example.bind(args, kwargs).items()}
             with kept_generators(), autocast(self.job):
                 self._splits[key] = split_on_paper(
@@ -196,7 +191,7 @@ class SplitJob:
                 like = self.opaque.repeats.members if isinstance(self.opaque, RepeatedBlocks) else {}
                 run = [piece for piece in found.pieces if piece.key not in like]
                 programs = {piece.key: self._program(piece, found, split) for piece in run if split.touches(piece)}
-                with self.mode:
+                with self.built.symbolic():
                     costs = {piece.key: self._price(piece, found, split, programs.get(piece.key)) for piece in run}
                     costs |= {unit: _like(costs[traced], unit) for unit, traced in like.items()}
                     costs[LOSS] = self._price_loss(found, target)
@@ -209,7 +204,7 @@ class SplitJob:
 
         parameters = dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        with self.mode:
+        with self.built.symbolic():
             given = [torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
                      for value in (found.values[name] for name in piece.inputs)]
         return program_of(piece, split, [*(parameters[name] for name in piece.parameters),
@@ -268,7 +263,7 @@ class SplitJob:
     def _price_loss(self, found: Capture, target: Any) -> Segment:
         values = {name: torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
                   for name, value in found.values.items()}
-        goal = tree_map(lambda t: self.mode.from_tensor(t, static_shapes=True)
+        goal = tree_map(lambda t: self.built.mode.from_tensor(t, static_shapes=True)
                         if isinstance(t, torch.Tensor) else t, target)
         recorder = WorkRecorder()
         recorder.ignore([*values.values(), *tree_leaves(goal)])
