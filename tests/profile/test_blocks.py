@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -111,7 +112,7 @@ def same(found: Profile, other: Profile) -> None:
             assert getattr(found, field.name) == getattr(other, field.name), field.name
 
 
-UNLIKE = (1, 2, 3, 4)
+UNLIKE = (1, 2, 3, 4, 7, 8, 9)
 OPTIMIZERS = {"adam": lambda named: torch.optim.AdamW(named),
               "foreach": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, foreach=True)}
 
@@ -149,12 +150,15 @@ def test_blocks_that_are_called_otherwise_are_kinds_of_their_own():
 
 
 def test_a_block_that_differs_is_of_no_others_kind():
-    """In an attribute, a shape, what is trained, or a hook. Its number and path are none."""
+    """In an attribute, a shape, what is trained, a hook, or a function's argument. Its number and path are none."""
     blocks = [Block(number, 32) for number in range(7)]
     blocks[1].eps = 0.1  # type: ignore[assignment]
     blocks[2].down = nn.Linear(64, 32)
     blocks[3].up.requires_grad_(False)
     blocks[4].out.register_forward_hook(lambda *_: None)
+    for number in (7, 8, 9):
+        blocks.append(Block(number, 32))
+        blocks[number].gate = partial(F.leaky_relu, negative_slope=0.1 * number)  # type: ignore[assignment]
     kinds = alike_blocks({f"layers.{number}": block for number, block in enumerate(blocks)})
     assert [kinds[f"layers.{number}"] for number in UNLIKE] == [f"layers.{number}" for number in UNLIKE]
     assert {kinds[f"layers.{number}"] for number in (0, 5, 6)} == {"layers.0"} and FEWEST == 3
@@ -188,7 +192,27 @@ class Told(Llama):
         return super().forward(ids, mask) + sum(layer.told for layer in self.layers)
 
 
-@pytest.mark.parametrize("model", [Twice, Told])
+class ByNumber(Block):
+    """Does without an MLP in every other layer."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x, mask, scale=scale) if self.number % 2 else x + self.qkv(x)[..., :x.shape[-1]]
+
+
+class ByPath(Block):
+    """Does without attention in its first layer."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, scale: float = 1.0) -> torch.Tensor:
+        return x + self.qkv(x)[..., :x.shape[-1]] if ".0." in self.path else super().forward(x, mask, scale=scale)
+
+
+def unlike(kind: type[Block]) -> Llama:
+    model = Llama()
+    model.layers = nn.ModuleList([kind(number, 32) for number in range(5)])
+    return model
+
+
+@pytest.mark.parametrize("model", [Twice, Told, partial(unlike, ByNumber), partial(unlike, ByPath)])
 def test_blocks_that_stand_for_no_other_are_all_run(model: Any):
     job = make_job(model)
     same(profile_job(job), unrolled(job))
@@ -216,9 +240,10 @@ class Around(Llama):
         return self.head(self.norm(x))
 
 
-def test_a_capture_of_some_blocks_is_priced_as_one_of_all():
+@pytest.mark.parametrize("model", [Around, partial(unlike, ByNumber)])
+def test_a_capture_of_some_blocks_is_priced_as_one_of_all(model: Any):
     """Blocks that hold nothing while others are recorded are recorded after all where that is not enough."""
-    job = make_job(Around)
+    job = make_job(model)
     whole = profile_job(job)
     same(LazyPieces(job, whole).layers(), layered(SplitJob(job, whole)))
 

@@ -6,12 +6,15 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from paceline.profile.numbered import numbers, watched
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OF_TORCH = frozenset(nn.Module().__dict__)
@@ -86,8 +89,8 @@ def _is_same(one: Any, place: int, other: Any, other_place: int, depth: int = 0)
         return _is_same(a, place, b, other_place, depth + 1)
 
     if type(one) is int:
-        return bool(one == other or one - place == other - other_place)
-    if type(one) is str and one != other:  # the path of a module, maybe
+        return bool(one == other or (depth == 0 and one - place == other - other_place))
+    if type(one) is str and one != other and depth == 0:  # the path of a module, maybe
         parts, others = one.split("."), other.split(".")
         return len(parts) == len(others) and all(
             mine == theirs or (mine, theirs) == (str(place), str(other_place))
@@ -103,7 +106,10 @@ def _is_same(one: Any, place: int, other: Any, other_place: int, depth: int = 0)
     if isinstance(one, set | frozenset):
         return bool(one == other)
     if isinstance(one, MethodType):
-        return one.__func__ is other.__func__
+        return one.__func__ is other.__func__ and (
+            isinstance(one.__self__, nn.Module) or inside(one.__self__, other.__self__))
+    if isinstance(one, partial):
+        return all(map(inside, (one.func, one.args, one.keywords), (other.func, other.args, other.keywords)))
     if isinstance(one, FunctionType | type | nn.Module) or not hasattr(one, "__dict__"):
         return False
     return inside(vars(one), vars(other))
@@ -220,11 +226,13 @@ class Repeats:
         names = {id(unit): name for name, unit in self.units.items()}
         repeated = {self._first_of[name] for name in self.expected}
         folded = [(name, first) for name, first in self._first_of.items() if first in repeated]
+        numbers_of = {first: numbers(self.units[first], [self.units[name] for name, other in folded if other == first])
+                      for first in repeated}
         before = {name: vars(self.units[name]).get("forward") for name, _ in folded}
         for known in (self.of, self.members, self._called, self._runs):
             known.clear()
         for name, first in folded:
-            self.units[name].forward = self._forward(self.units[name], name, first, names)
+            self.units[name].forward = self._forward(self.units[name], name, first, names, numbers_of[first])
         try:
             yield
         finally:
@@ -234,7 +242,9 @@ class Repeats:
                 else:
                     self.units[name].forward = forward
 
-    def _forward(self, unit: nn.Module, name: str, first: str, names: Mapping[int, str]) -> Callable[..., Any]:
+    def _forward(self, unit: nn.Module, name: str, first: str, names: Mapping[int, str],
+                 numbers: Sequence[tuple[str, str]]) -> Callable[..., Any]:
+        """numbers: see `watched`."""
         forward = unit.forward
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -251,9 +261,10 @@ class Repeats:
                     return self.stand_in(name, unit, run, args, kwargs)
             segment, attributes = self.segment(), _attributes(unit)
             self.looking_into(name)
-            returned = forward(*args, **kwargs)
+            with watched(unit, numbers) as seen:
+                returned = forward(*args, **kwargs)
             runs.append(_traced(unit, inputs, segment, tree_leaves((args, kwargs)), returned,
-                                is_alone=attributes != _attributes(unit)))
+                                is_alone=bool(seen) or attributes != _attributes(unit)))
             return returned
 
         return called
@@ -267,7 +278,7 @@ def _attributes(unit: nn.Module) -> list[tuple[str, int]]:
 
 def _traced(unit: nn.Module, inputs: _Inputs, segment: int, given: Sequence[Any], returned: Any, *,
             is_alone: bool) -> Run:
-    """is_alone: whether something is known of it alone."""
+    """is_alone: whether others that are called so may do something else, or something is known of it alone."""
     leaves, spec = tree_flatten(returned)
     memory = {leaf.untyped_storage()._cdata for leaf in given if isinstance(leaf, torch.Tensor)}
     made: list[Any] | None = [] if not is_alone else None

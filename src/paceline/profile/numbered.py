@@ -1,0 +1,66 @@
+"""Whether a block's forward looks at its own number: one that does may do something else than blocks that are like it.
+
+While a block runs, attributes in which it differs from those like it (its number, its path) are values that tell when
+they are compared, computed with, looked up or written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_OF_TORCH = frozenset(nn.Module().__dict__)
+_OF_BOTH = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__add__", "__mul__", "__rmul__",
+            "__mod__", "__rmod__", "__str__", "__format__")
+_OF_NUMBERS = ("__radd__", "__sub__", "__rsub__", "__truediv__", "__rtruediv__", "__floordiv__", "__rfloordiv__",
+               "__divmod__", "__rdivmod__", "__pow__", "__rpow__", "__and__", "__rand__", "__or__", "__ror__",
+               "__xor__", "__rxor__", "__lshift__", "__rlshift__", "__rshift__", "__rrshift__", "__neg__", "__abs__",
+               "__invert__", "__bool__", "__int__", "__float__", "__index__")
+_OF_TEXTS = ("__contains__", "__getitem__", "__iter__", "__len__", "__getattribute__")
+
+
+def _telling(kind: type, names: Sequence[str]) -> type[Any]:
+    """Values of a kind that tell when one of these methods is used."""
+    def method(name: str) -> Callable[..., Any]:
+        own = getattr(kind, name)
+
+        def told(self: Any, *args: Any) -> Any:
+            vars(type(self))["seen"].append(name)
+            return own(self, *args)
+
+        return told
+
+    return type(f"Telling{kind.__name__}", (kind,), {name: method(name) for name in names})
+
+
+_KINDS = {int: _telling(int, (*_OF_BOTH, *_OF_NUMBERS)), str: _telling(str, (*_OF_BOTH, *_OF_TEXTS))}
+
+
+def numbers(unit: nn.Module, others: Sequence[nn.Module]) -> list[tuple[str, str]]:
+    """The attributes in a unit, with the paths of their modules, that others like it have other numbers or texts in."""
+    inside = [dict(other.named_modules(remove_duplicate=False)) for other in others]
+    return [(path, name) for path, module in unit.named_modules(remove_duplicate=False)
+            for name, value in vars(module).items() if type(value) in _KINDS and name not in _OF_TORCH
+            and any(vars(other[path])[name] != value for other in inside)]
+
+
+@contextmanager
+def watched(unit: nn.Module, attributes: Sequence[tuple[str, str]]) -> Iterator[list[str]]:
+    """While this is entered, these attributes of a unit tell. Yields what was done with them."""
+    seen: list[str] = []
+    put: list[tuple[nn.Module, str, Any, Any]] = []
+    for path, name in attributes:
+        module = unit.get_submodule(path)
+        value = vars(module)[name]
+        kind = _KINDS[type(value)]
+        vars(module)[name] = telling = type(kind.__name__, (kind,), {"seen": seen})(value)
+        put.append((module, name, value, telling))
+    try:
+        yield seen
+    finally:
+        for module, name, value, telling in put:
+            if vars(module).get(name) is telling:
+                vars(module)[name] = value
