@@ -81,24 +81,15 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
         AllFailed: no trial ended well; the message has the common cause. StorageError: the database failed.
         Preempted: the search was asked to stop; it can be resumed.
     """
-    if trials < 1:
-        raise UsageError(f"a search needs at least 1 trial, got {trials}")
-    if resume and run is None:
-        raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
     source, function = _function(job)
-    try:
-        json.dumps(dict(settings))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"settings must be numbers, text, true or false, None, or lists of those: {error}") from error
-    found = read(function, settings=settings, vary=vary)
+    _check(trials, settings, resumes_nothing=resume and run is None)
+    domains = read(function, settings=settings, vary=vary)
     objectives, bounds = parse_objectives(objective), tuple(map(Limit.parse, limits))
     define = function.neighbour(space) if isinstance(space, str) else space
-    if ray is None:
-        site = here(function, devices=devices, procs=procs, memory=memory, timeout_s=timeout_s)
-    else:
-        site = on_ray(ray, source, devices=devices, procs=procs, memory=memory, timeout_s=timeout_s)
-    request = Request(found, objectives, bounds, trials, _plan_of(plan, site),
-                      _checked(define, function), memory, source)
+    machine: Any = {"devices": devices, "procs": procs, "memory": memory, "timeout_s": timeout_s}
+    site = here(function, **machine) if ray is None else on_ray(ray, source, **machine)
+    request = Request(domains, objectives, bounds, trials, _plan_of(plan, site), _checked(define, function), memory,
+                      source)
     make_sampler(sampler, num_objectives=len(objectives), seed=seed)  # a wrong name, before anything takes time
     make_pruner(pruner, num_objectives=len(objectives), evaluations=None)
     example = probe(function, request)
@@ -110,6 +101,17 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
                              pruner=pruner, seed=seed, example=example, function=function,
                              joins=resume or storage is not None)
         return _run(begun, pool, request, run_dir, example, is_shared=storage is not None)
+
+
+def _check(trials: int, settings: Mapping[str, Any], *, resumes_nothing: bool) -> None:
+    if trials < 1:
+        raise UsageError(f"a search needs at least 1 trial, got {trials}")
+    if resumes_nothing:
+        raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
+    try:
+        json.dumps(dict(settings))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"settings must be numbers, text, true or false, None, or lists of those: {error}") from error
 
 
 def _function(job: JobFile | str | Callable[..., Job]) -> tuple[JobFile | None, JobFunction]:
@@ -218,19 +220,19 @@ def _finish(study: Any, request: Request, run_dir: Path, controller: Controller)
     if best_trial(study) is None:
         raise AllFailed(f"no trial was trained to its end: {'; '.join(_what_became_of_all(study, controller))}",
                         hint=f"the logs are in {run_dir / 'trials'}")
-    found = _write(study, request, run_dir, final=True)
+    document = _write(study, request, run_dir, final=True)
     report.draw(study, request.objectives, run_dir)
     if controller.failures:
         print(report.failure_summary(list(controller.failures.values())), file=sys.stderr)
-    return StudyResult(found, run_dir)
+    return StudyResult(document, run_dir)
 
 
 def _write(study: Any, request: Request, run_dir: Path, *, final: bool) -> dict[str, Any]:
     from paceline.runtime.checkpoint.write import write_json
 
-    found = report.document(study, objectives=request.objectives, source=request.source, fixed=request.space.fixed,
+    document = report.document(study, objectives=request.objectives, source=request.source, fixed=request.space.fixed,
                             final=final)
-    write_json(run_dir / report.STUDY, found)
-    if found["best"] is not None:
-        write_json(run_dir / report.BEST, found["best"])
-    return found
+    write_json(run_dir / report.STUDY, document)
+    if document["best"] is not None:
+        write_json(run_dir / report.BEST, document["best"])
+    return document

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,11 +62,6 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         PlanRefused: the plan's first update is not what one device computes; nothing was trained.
         RankFailed: a rank failed; its report names rank, step and line.
     """
-    from paceline.planner.estimate import devices_of
-    from paceline.runtime.drivers import fault_policy, train_rank
-    from paceline.runtime.loop import Settings
-    from paceline.strategies.compose import load
-
     _check(save_every=save_every, steps=steps, procs=procs, timeout_s=timeout_s)
     if restarts is not None and restarts < 0:
         raise UsageError(f"restarts must be 0 or more, got {restarts}")
@@ -75,49 +70,72 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
     source, loaded = (job, job.load()) if isinstance(job, JobFile) else (None, job)
     if steps is not None:
         loaded = replace(loaded, steps=steps, epochs=None)
-    environment = current()
+    machine: Any = {"devices": devices, "procs": procs, "memory": memory, "environment": current()}
     given = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan
-    chosen = choose(loaded, given, devices=devices, procs=procs, memory=memory,
-                    environment=environment) if given is None or is_auto(given) else Chosen(Plan.read(given))
-    asked = resolve(loaded, chosen.plan, devices=devices, procs=procs, memory=memory, environment=environment)
-    load(asked.plan)
-    priced = price(loaded, asked, chosen, snapshot=save_every is not None)
-    place = Launcher(environment, asked.cluster.devices, timeout_s=timeout_s)
-    with ExitStack() as held:
-        stem = Path(source.path).stem if source else "job"
+    chosen = choose(loaded, given, **machine) if given is None or is_auto(given) else Chosen(Plan.read(given))
+    request = _Request(loaded, source, resolve(loaded, chosen.plan, **machine))
+    with ExitStack() as claims:
+        return request.train(claims, chosen, run, by_name=devices is not None, timeout_s=timeout_s, restarts=restarts,
+                             check=check, save_every=save_every, resume=resume, loader_workers=loader_workers,
+                             trace_steps=trace)
 
-        def claim() -> str:
-            chosen = Path(run) if run is not None else folder.fresh_name(stem)
-            folder.check_free(chosen, resume=resume)
-            held.enter_context(folder.claimed(chosen))
-            _begin(chosen, asked, source)
-            return str(chosen)
 
-        run_dir = Path(place.agree("run folder", claim))
-        if place.is_first:
-            print(_banner(loaded, asked, chosen.why, run_dir, by_name=devices is not None), file=sys.stderr, flush=True)
-        checked = _checked(loaded, source, asked, place) if check else None
-        settings = Settings(run_dir=run_dir, shares=asked.shares, save_every=save_every, resume=resume,
-                            loader_workers=loader_workers, trace_steps=trace,
-                            devices=devices_of(asked.plan, asked.cluster))
+@dataclass(frozen=True)
+class _Request:
+    """A job that is to be trained as was asked. source: its file, if it has one."""
+
+    job: Job
+    source: JobFile | None
+    asked: Resolved
+
+    def train(self, claims: ExitStack, chosen: Chosen, run: str | Path | None, *, by_name: bool, timeout_s: float,
+              restarts: int | None, check: bool, **options: Any) -> Summary:
+        """Train it, in a run folder that stays claimed as long as `claims` does. options: see `Settings`."""
+        from paceline.planner.estimate import devices_of
+        from paceline.runtime.drivers import fault_policy, train_rank
+        from paceline.runtime.loop import Settings
+        from paceline.strategies.compose import load
+
+        job, asked = self.job, self.asked
+        load(asked.plan)
+        priced = price(job, asked, chosen, snapshot=options["save_every"] is not None)
+        launcher = Launcher(current(), asked.cluster.devices, timeout_s=timeout_s)
+        run_dir = Path(launcher.agree("run folder", lambda: self._claim(claims, run, resume=options["resume"])))
+        if launcher.is_first:
+            print(_banner(job, asked, chosen.why, run_dir, by_name=by_name), file=sys.stderr, flush=True)
+        checked = _checked(job, self.source, asked, launcher) if check else None
+        settings = Settings(run_dir=run_dir, shares=asked.shares, devices=devices_of(asked.plan, asked.cluster),
+                            **options)
 
         def body(context: RankContext) -> Any:
-            return train_rank(context, loaded, asked.plan, replace(settings, resume=resume or context.num_starts > 1))
+            return train_rank(context, job, asked.plan,
+                              replace(settings, resume=settings.resume or context.num_starts > 1))
 
         try:
-            figures = place.run(body, run_dir=run_dir, idle=lambda board: predict_once_started(board, priced, run_dir),
-                                fault_policy=fault_policy(asked.plan), restarts=restarts)
+            figures = launcher.run(body, run_dir=run_dir, restarts=restarts, fault_policy=fault_policy(asked.plan),
+                                   idle=lambda board: predict_once_started(board, priced, run_dir))
         except RankFailed as failed:
-            if failed.exit_code == OutOfMemory.exit_code and place.is_first:
+            for part in run_dir.glob(f".{folder.PREDICTED}.*.tmp"):  # the process that predicts is killed at any line
+                part.unlink()
+            if failed.exit_code == OutOfMemory.exit_code and launcher.is_first:
                 print(what_would_fit(priced), file=sys.stderr, flush=True)
             raise
-        if place.is_first:
+        if launcher.is_first:
             figures = sum_up(run_dir, {**figures, "devices": asked.devices, "check": checked and checked.to_dict()},
                              priced)
         return Summary(figures, run_dir)
 
+    def _claim(self, claims: ExitStack, run: str | Path | None, *, resume: bool) -> str:
+        """The run folder, as text."""
+        run_dir = Path(run) if run is not None else folder.fresh_name(Path(self.source.path).stem if self.source
+                                                                      else "job")
+        folder.check_free(run_dir, resume=resume)
+        claims.enter_context(folder.claimed(run_dir))
+        _begin(run_dir, self.asked, self.source)
+        return str(run_dir)
 
-def _checked(job: Job, source: JobFile | None, asked: Resolved, place: Launcher) -> FirstUpdate | None:
+
+def _checked(job: Job, source: JobFile | None, asked: Resolved, launcher: Launcher) -> FirstUpdate | None:
     """What the check before the run found; says so where the run is not what one device computes, or may not be.
 
     Inside a launcher rank 0 checks for all.
@@ -126,16 +144,17 @@ def _checked(job: Job, source: JobFile | None, asked: Resolved, place: Launcher)
     from paceline.verbs import checks
 
     def check() -> str:
-        found = checks.first_update(job, source, asked, environment=place.environment, timeout_s=place.timeout_s)
-        return json.dumps(found and found.to_dict())
+        update = checks.first_update(job, source, asked, environment=launcher.environment,
+                                     timeout_s=launcher.timeout_s)
+        return json.dumps(update and update.to_dict())
 
-    told = json.loads(place.agree("first update", check))
-    found = FirstUpdate(**told) if told else None
-    if place.is_first and found is not None and (
-            found.verdict == "coupled" or (found.verdict == "unchecked" and asked.plan.relaxed is None)):
-        word = "note" if found.verdict == "coupled" else "not checked against one device"
-        print(f"{word}: {found.reason}", file=sys.stderr, flush=True)
-    return found
+    document = json.loads(launcher.agree("first update", check))
+    update = FirstUpdate(**document) if document else None
+    if launcher.is_first and update is not None and (
+            update.verdict == "coupled" or (update.verdict == "unchecked" and asked.plan.relaxed is None)):
+        word = "note" if update.verdict == "coupled" else "not checked against one device"
+        print(f"{word}: {update.reason}", file=sys.stderr, flush=True)
+    return update
 
 
 def _check(**counts: float | None) -> None:
@@ -159,8 +178,8 @@ def _begin(run_dir: Path, asked: Resolved, source: JobFile | None) -> None:
 def _plan_of(run: str | Path | None, *, procs: int | None) -> Plan | None:
     """The plan that a run folder was left with, if it is for as many ranks as were asked for."""
     path = Path(run or "") / folder.PLAN
-    found = Plan.read(str(path)) if path.exists() else None
-    return found if found is not None and procs in (None, found.world_size) else None
+    plan = Plan.read(str(path)) if path.exists() else None
+    return plan if plan is not None and procs in (None, plan.world_size) else None
 
 
 def _banner(job: Job, asked: Resolved, why: str, run_dir: Path, *, by_name: bool) -> str:
