@@ -75,11 +75,11 @@ def accelerator(name: str) -> Accelerator:
         ClusterError: there is none of that name; says the nearest ones.
     """
     known = _accelerators()
-    found = known.get(_plain(name))
-    if found is None:
+    match = known.get(_plain(name))
+    if match is None:
         raise ClusterError(f"unknown accelerator '{name}', {nearest(name, [a.name for a in _listed()])}",
                            hint="a TOML file describes any other: see docs/planning.md")
-    return found
+    return match
 
 
 def named_by_driver(name: str) -> Accelerator | None:
@@ -90,7 +90,7 @@ def named_by_driver(name: str) -> Accelerator | None:
     >>> named_by_driver("NVIDIA L40S")
     """
     words = f" {_words(name)} "
-    return max(((len(alias), found) for alias, found in _by_words() if f" {alias} " in words),
+    return max(((len(alias), accelerator) for alias, accelerator in _by_words() if f" {alias} " in words),
                key=lambda item: item[0], default=(0, None))[1]
 
 
@@ -126,17 +126,17 @@ def software_of(name: str, given: dict[str, Any]) -> Software:
     """A training program from the fields of the catalogue; bytes of numbers end in _bytes."""
     formats = {f.name: given[f"{f.name}_bytes"] for f in fields(Formats) if f"{f.name}_bytes" in given}
     kernels = {f.name: given[f.name] for f in fields(Kernels) if f.name in given}
-    own = {key: value for key, value in given.items()
+    rates = {key: value for key, value in given.items()
            if key not in ("source", "fitted_on") and key not in kernels and key.removesuffix("_bytes") not in formats}
-    return Software(name=name, kernels=Kernels(**kernels), formats=Formats(**{"activation": 2, **formats}), **own)
+    return Software(name=name, kernels=Kernels(**kernels), formats=Formats(**{"activation": 2, **formats}), **rates)
 
 
 def _entry(table: str, what: str, name: str) -> dict[str, Any]:
     known = _read()[table]
     if name not in known:
         raise ClusterError(f"unknown {what} '{name}', {nearest(name, known)}")
-    found: dict[str, Any] = known[name]
-    return found
+    entry: dict[str, Any] = known[name]
+    return entry
 
 
 def _plain(name: str) -> str:
@@ -149,7 +149,7 @@ def _words(name: str) -> str:
 
 @cache
 def _by_words() -> tuple[tuple[str, Accelerator], ...]:
-    return tuple((_words(name), found) for found in _listed() for name in (found.name, *found.aliases))
+    return tuple((_words(name), listed) for listed in _listed() for name in (listed.name, *listed.aliases))
 
 
 @cache
@@ -165,4 +165,4 @@ def _listed() -> tuple[Accelerator, ...]:
 
 @cache
 def _accelerators() -> dict[str, Accelerator]:
-    return {_plain(name): found for found in _listed() for name in (found.name, *found.aliases)}
+    return {_plain(name): listed for listed in _listed() for name in (listed.name, *listed.aliases)}

@@ -99,10 +99,10 @@ def train(
 def evaluate(run: RunFolder, plan: OnePlan = None, devices: Devices = None, as_json: Json = False) -> None:
     """Compute a trained run's loss and metrics on its validation data."""
     with _reported():
-        found = paceline.evaluate(run, plan, devices=devices)
+        figures = paceline.evaluate(run, plan, devices=devices)
         speaks = _is_first_rank()
     if speaks:
-        typer.echo(_json(found) if as_json else _table(found))
+        typer.echo(_json(figures) if as_json else _table(figures))
 
 
 @app.command()
@@ -116,10 +116,10 @@ def predict(
 ) -> None:
     """Compute a trained run's outputs for an input."""
     with _reported():
-        found = paceline.predict(run, input, plan, devices=devices, output=output)
+        outcome = paceline.predict(run, input, plan, devices=devices, output=output)
         speaks = _is_first_rank()
     if speaks:
-        typer.echo(_json(found) if as_json else _table(found))
+        typer.echo(_json(outcome) if as_json else _table(outcome))
 
 
 @app.command(name="plan")
@@ -169,11 +169,11 @@ def _scale(file: str, settings: list[str] | None, cluster: str, counts: str, *, 
             raise UsageError(f"{' and '.join(given)}: --scale ranks by time alone", hint="one of both")
         if plot is not None:
             check_plot(plot)
-        found = paceline.scale(JobFile.parse(file, _parse_settings(settings)), cluster, counts, relaxed=relaxed)
+        scaling = paceline.scale(JobFile.parse(file, _parse_settings(settings)), cluster, counts, relaxed=relaxed)
         if plot is not None:
-            typer.echo(f"drawn {found.plot(plot)}", err=True)
-    typer.echo(_json(found.to_dict()) if as_json else found.describe())
-    if found.first is None:
+            typer.echo(f"drawn {scaling.plot(plot)}", err=True)
+    typer.echo(_json(scaling.to_dict()) if as_json else scaling.describe())
+    if scaling.first is None:
         raise typer.Exit(1)
 
 
@@ -238,12 +238,12 @@ def search(
     """Search hyperparameters and architectures; trials are distributed runs on slices of the devices."""
     with _reported():
         job = JobFile.parse(file)
-        found = paceline.search(job, trials, objective=objectives, limits=limits or (),
+        result = paceline.search(job, trials, objective=objectives, limits=limits or (),
                                 settings=_parse_settings(settings), vary=_parse_settings(vary, "--vary"), space=space,
                                 plan=plan, devices=devices, procs=procs, memory=memory, ray=ray, sampler=sampler,
                                 pruner=pruner, storage=storage, study=study, seed=seed, run=run, resume=resume,
                                 timeout_s=timeout)
-    typer.echo(_json(found.to_dict()) if as_json else _table(_best_of(found.to_dict())))
+    typer.echo(_json(result.to_dict()) if as_json else _table(_best_of(result.to_dict())))
 
 
 @app.command()

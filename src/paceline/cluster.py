@@ -243,14 +243,15 @@ class Cluster:
                 raise ClusterError(f"the cluster '{text}' has CPUs of several nodes, whose links nobody knows",
                                    hint="2xcpu is two ranks of this machine")
             return cls.local(f"cpu:0-{each - 1}")
-        found = known_accelerator(match[3])
-        if match[1] is None and each > found.devices_per_node:
-            full, rest = divmod(each, found.devices_per_node)
+        accelerator = known_accelerator(match[3])
+        if match[1] is None and each > accelerator.devices_per_node:
+            full, rest = divmod(each, accelerator.devices_per_node)
             if rest:
-                raise ClusterError(f"the cluster '{text}' doesn't fill nodes of {found.devices_per_node} devices",
-                                   hint=f"{full + 1}x{found.devices_per_node}x{found.name}, or nodes x devices")
-            count, each = full, found.devices_per_node
-        return cls.of((usual_nodes(found, count, each),))
+                raise ClusterError(f"the cluster '{text}' doesn't fill nodes of {accelerator.devices_per_node} devices",
+                                   hint=f"{full + 1}x{accelerator.devices_per_node}x{accelerator.name}, or nodes x "
+                                        "devices")
+            count, each = full, accelerator.devices_per_node
+        return cls.of((usual_nodes(accelerator, count, each),))
 
     @classmethod
     def of(cls, nodes: tuple[Nodes, ...]) -> Cluster:
@@ -278,17 +279,17 @@ class Cluster:
 
     def price_per_hour(self, count: int) -> float | None:
         """Of the first so many devices; None if some have no price."""
-        found = 0.0
+        price = 0.0
         for kind in self.nodes:
             if kind.price_per_hour is None:
                 return None
-            found += min(count, kind.num_devices) * kind.price_per_hour
+            price += min(count, kind.num_devices) * kind.price_per_hour
             count -= min(count, kind.num_devices)
-        return found if self.nodes else None
+        return price if self.nodes else None
 
     def span(self, first: int, count: int) -> list[tuple[Device, Network]]:
         """The kinds of devices that so many ranks from the first on run on, with their networks."""
-        found: list[tuple[Device, Network]] = []
+        kinds: list[tuple[Device, Network]] = []
         begin = 0
         for kind in self.nodes:
             end = begin + kind.num_devices
@@ -297,9 +298,10 @@ class Cluster:
                 each = len(kind.devices)
                 seen = (kind.devices if high - low >= each else
                         [kind.devices[i % each] for i in range(low - begin, high - begin)])
-                found += [(device, kind.network) for device in dict.fromkeys({id(one): one for one in seen}.values())]
+                by_id = {id(device): device for device in seen}
+                kinds += [(device, kind.network) for device in dict.fromkeys(by_id.values())]
             begin = end
-        return found
+        return kinds
 
     @classmethod
     def local(cls, devices: str | None = None, *, num_ranks: int | None = None, memory: str | None = None,
@@ -342,11 +344,11 @@ class Cluster:
         else:
             named = [("cpu", i) for i in range(num_ranks or min(usable_cores(), 8))]
         num_cpu, sharing = sum(kind == "cpu" for kind, _ in named), Counter(named)
-        found = tuple(_shared(here[i] if whole else _with_free(here[i]), sharing[kind, i]) if kind == "cuda"
+        listed = tuple(_shared(here[i] if whole else _with_free(here[i]), sharing[kind, i]) if kind == "cuda"
                       else _cpu(i, num_cpu) for kind, i in named)
-        are_own_gpus = all(device.kind == "cuda" and device.num_sharing == 1 for device in found)
+        are_own_gpus = all(device.kind == "cuda" and device.num_sharing == 1 for device in listed)
         return cls(
-            devices=found if memory is None else _limited(found, memory),
+            devices=listed if memory is None else _limited(listed, memory),
             link=_between_gpus([i for _, i in named]) if are_own_gpus else LOOPBACK,
         )
 
@@ -453,11 +455,11 @@ def _between_gpus(indices: Sequence[int]) -> Link:
 
 def _with_free(device: Device) -> Device:
     """A GPU with the memory that it has free, in steps, so that devices of one kind stay alike."""
-    found = room(device.index)
-    if found.free_bytes >= device.memory_bytes - FREE_STEP_BYTES:
+    memory = room(device.index)
+    if memory.free_bytes >= device.memory_bytes - FREE_STEP_BYTES:
         return device
-    return replace(device, memory_bytes=found.free_bytes // FREE_STEP_BYTES * FREE_STEP_BYTES,
-                   total_bytes=device.memory_bytes, holders=found.holders)
+    return replace(device, memory_bytes=memory.free_bytes // FREE_STEP_BYTES * FREE_STEP_BYTES,
+                   total_bytes=device.memory_bytes, holders=memory.holders)
 
 
 def names_of(devices: Sequence[object]) -> str:

@@ -49,20 +49,20 @@ def read(path: Path) -> tuple[Nodes, ...]:
                      for text in problems(table, _ACCELERATOR, needed=_NEEDED).values()]
     listed = None if messages else {name.lower(): Accelerator(name=name, **{"source": str(path), **table})
                                     for name, table in accelerators.items()}
-    found = []
+    kinds = []
     for number, table in enumerate(nodes):
         texts = list(problems(table, _NODES, needed=["devices"]).values())
         try:
-            found += [] if texts or listed is None else [_nodes(table, listed)]
+            kinds += [] if texts or listed is None else [_nodes(table, listed)]
         except ClusterError as error:
             texts.append(error.args[0])
         messages += [f"nodes {number}: {text}" for text in texts]
-    if len({kind.price_per_hour is None for kind in found}) > 1:
+    if len({kind.price_per_hour is None for kind in kinds}) > 1:
         messages.append("some nodes have a price_per_hour and others have none")
     if messages:
         raise ClusterError(f"the cluster {path} can't be used:\n  " + "\n  ".join(messages),
                            hint=f"fields of [[nodes]]: {', '.join(_NODES)}")
-    return tuple(found)
+    return tuple(kinds)
 
 
 def _nodes(table: dict[str, Any], listed: dict[str, Accelerator]) -> Nodes:

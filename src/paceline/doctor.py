@@ -285,9 +285,9 @@ def _interfaces() -> dict[str, list[str]]:
     import psutil
 
     states = psutil.net_if_stats()
-    found = {name: [each.address for each in addresses if each.family == socket.AF_INET]
+    ipv4 = {name: [each.address for each in addresses if each.family == socket.AF_INET]
              for name, addresses in psutil.net_if_addrs().items() if name in states and states[name].isup}
-    return {name: addresses for name, addresses in found.items() if addresses}
+    return {name: addresses for name, addresses in ipv4.items() if addresses}
 
 
 def _host_name() -> _Outcome:
@@ -316,11 +316,11 @@ def _launcher() -> _Outcome:
     from paceline.launch import environment
 
     try:
-        found = environment.current()
+        launched = environment.current()
     except PacelineError as error:
         return "bad", error.args[0], error.hint or "unset RANK and WORLD_SIZE"
-    if found is not None:
-        return "ok", f"rank {found.rank} of {found.world_size}, started by {found.launcher}"
+    if launched is not None:
+        return "ok", f"rank {launched.rank} of {launched.world_size}, started by {launched.launcher}"
     leftover = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name in os.environ]
     if leftover:
         return "warn", f"{', '.join(leftover)} set, but no launcher is recognised", f"unset {' '.join(leftover)}"

@@ -75,8 +75,8 @@ def _look() -> SeenGpus:
     numbers = range(torch.cuda.device_count())
     return SeenGpus(torch.version.cuda or "", tuple(torch.cuda.get_arch_list()),
                     tuple(map(torch.cuda.get_device_capability, numbers)),
-                    tuple(tuple(one == other or torch.cuda.can_device_access_peer(one, other) for other in numbers)
-                          for one in numbers), tuple(map(failure, numbers)))
+                    tuple(tuple(first == other or torch.cuda.can_device_access_peer(first, other) for other in numbers)
+                          for first in numbers), tuple(map(failure, numbers)))
 
 
 # --- Judgements -------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def _unknown(word: str, cards: Cards | None) -> str:
             return f"there is no GPU {word}, they are numbered 0 to {len(cards.cards) - 1}"
         return ""
     if re.fullmatch(r"(GPU|MIG)-[0-9A-Za-z/-]+", word):
-        everything = [one.uuid for card in (cards.cards if cards else ()) for one in (card, *card.slices)]
+        everything = [device.uuid for card in (cards.cards if cards else ()) for device in (card, *card.slices)]
         return "" if not everything or any(uuid.startswith(word) for uuid in everything) else f"there is no {word}"
     return f"'{word}' is neither a number nor a UUID"
 
@@ -220,15 +220,15 @@ def judge_links(access: Sequence[Sequence[bool]], cards: Sequence[Card | None],
     """
     kinds: dict[tuple[str, bool], list[tuple[int, int]]] = {}
     slow = []
-    for one in range(len(access)):
-        for other in range(one + 1, len(access)):
-            ours, theirs = cards[one], cards[other]
+    for first in range(len(access)):
+        for other in range(first + 1, len(access)):
+            ours, theirs = cards[first], cards[other]
             wire = between(ours, theirs) if ours is not None and theirs is not None else None
-            reads = access[one][other] and access[other][one]
-            kinds.setdefault((wire.name if wire else "wires unknown", reads), []).append((one, other))
-            carried = measured.get((one, other))
+            reads = access[first][other] and access[other][first]
+            kinds.setdefault((wire.name if wire else "wires unknown", reads), []).append((first, other))
+            carried = measured.get((first, other))
             if wire is not None and carried is not None and carried < SLOW * wire.bytes_per_s:
-                slow.append(f"cuda:{one} to cuda:{other} carries {carried / 1e9:.3g} GB/s of "
+                slow.append(f"cuda:{first} to cuda:{other} carries {carried / 1e9:.3g} GB/s of "
                             f"{wire.bytes_per_s / 1e9:.3g}")
     shown = "; ".join(_kind_of_link(name, reads, pairs, measured) for (name, reads), pairs in kinds.items())
     if slow:
@@ -243,10 +243,10 @@ def judge_links(access: Sequence[Sequence[bool]], cards: Sequence[Card | None],
 
 def _kind_of_link(name: str, reads: bool, pairs: Sequence[tuple[int, int]],
                   measured: Mapping[tuple[int, int], float]) -> str:
-    found = sorted(measured[pair] for pair in pairs if pair in measured)
+    rates = sorted(measured[pair] for pair in pairs if pair in measured)
     which = f"{len(pairs)} pairs" if len(pairs) > 1 else "cuda:{}-cuda:{}".format(*pairs[0])
-    most = f" to {found[-1] / 1e9:.3g}" if found and found[-1] > 1.05 * found[0] else ""
-    carried = f"{found[0] / 1e9:.3g}{most} GB/s copied" if found else "not measured"
+    most = f" to {rates[-1] / 1e9:.3g}" if rates and rates[-1] > 1.05 * rates[0] else ""
+    carried = f"{rates[0] / 1e9:.3g}{most} GB/s copied" if rates else "not measured"
     return f"{which} by {name}, {'' if reads else 'no '}peer access, {carried}"
 
 
@@ -289,8 +289,8 @@ def check_visible() -> Outcome:
 def check_memory() -> Outcome:
     if not gpus():
         return "ok", "no GPU that torch can use"
-    free = [(found.free_bytes, total, found.holders)
-            for found, (_, total) in ((room(index), named) for index, named in enumerate(gpus()))]
+    free = [(memory.free_bytes, total, memory.holders)
+            for memory, (_, total) in ((room(index), named) for index, named in enumerate(gpus()))]
     return judge_memory(free)
 
 
@@ -302,8 +302,8 @@ def check_links() -> Outcome:
     """Copies between each two."""
     if len(gpus()) < 2:
         return "ok", "none: there are not two GPUs"
-    found = in_a_fork(_copies, timeout_s=LOOK_TIMEOUT_S)
-    return judge_links(look().access, _cards(), {(one, other): bytes_per_s for one, other, bytes_per_s in found})
+    copies = in_a_fork(_copies, timeout_s=LOOK_TIMEOUT_S)
+    return judge_links(look().access, _cards(), {(first, other): bytes_per_s for first, other, bytes_per_s in copies})
 
 
 def check_nccl() -> Outcome:
@@ -357,26 +357,26 @@ def _copies() -> list[tuple[int, int, float]]:
     """From which GPU to which, and the median bytes a second; none where a GPU has no room for the copies."""
     import torch
 
-    found = []
+    rates = []
     count = torch.cuda.device_count()
     has_room = [torch.cuda.mem_get_info(index)[0] > 4 * COPIED_BYTES for index in range(count)]
-    for one in range(count):
-        for other in range(one + 1, count):
-            if has_room[one] and has_room[other]:
-                found.append((one, other, COPIED_BYTES / _copy_s(one, other)))
-    return found
+    for first in range(count):
+        for other in range(first + 1, count):
+            if has_room[first] and has_room[other]:
+                rates.append((first, other, COPIED_BYTES / _copy_s(first, other)))
+    return rates
 
 
-def _copy_s(one: int, other: int) -> float:
+def _copy_s(first: int, other: int) -> float:
     import torch
 
-    source = torch.zeros(COPIED_BYTES // 4, device=f"cuda:{one}")
+    source = torch.zeros(COPIED_BYTES // 4, device=f"cuda:{first}")
     target = torch.empty_like(source, device=f"cuda:{other}")
     times = []
     for _ in range(COPIES + 1):
         began_s = time.perf_counter()
         target.copy_(source)
-        torch.cuda.synchronize(one)
+        torch.cuda.synchronize(first)
         torch.cuda.synchronize(other)
         times.append(time.perf_counter() - began_s)
     return statistics.median(times[1:])

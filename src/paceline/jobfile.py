@@ -224,8 +224,8 @@ class _NeverItself:
         if spec is None or not _is_at(spec, self.job_path):
             return None
         elsewhere = [entry for entry in sys.path if Path(entry).resolve() != self.job_path.parent]
-        if found := PathFinder.find_spec(name, elsewhere):
-            return found
+        if other := PathFinder.find_spec(name, elsewhere):
+            return other
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
@@ -281,10 +281,10 @@ def _run(path: Path) -> types.ModuleType:
 
 
 def _function(module: types.ModuleType, name: str, path: Path) -> Callable[..., Any]:
-    found = getattr(module, name, None)
-    if callable(found):
-        return found
-    if isinstance(found, Job):
+    member = getattr(module, name, None)
+    if callable(member):
+        return member
+    if isinstance(member, Job):
         raise JobError(f"'{name}' in {path.name} is a Job, not a function that returns one",
                        hint=f"def {name}() -> paceline.Job: return paceline.Job(...)")
     defined = [key for key, value in vars(module).items()

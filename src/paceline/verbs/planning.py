@@ -174,8 +174,8 @@ def nothing_fits(ranking: RankedPlans, cluster: str) -> PlanError:
     nearest = sorted(ranking.too_large, key=lambda one: one.missing_bytes)[:NEAREST]
     return PlanError(f"nothing fits on {cluster}: '{nearest[0].plan}' is nearest and is "
                      f"{nearest[0].missing_bytes:,} bytes over",
-                     hint="\n".join([*(f"'{one.plan}': {reason(one, one)}" for one in nearest),
-                                     *taken(need for one in nearest for need in one.estimate.needs)]))
+                     hint="\n".join([*(f"'{candidate.plan}': {reason(candidate, candidate)}" for candidate in nearest),
+                                     *taken(need for candidate in nearest for need in candidate.estimate.needs)]))
 
 
 def _advice(problem: PlanningProblem, chosen: Candidate | None, cluster: Cluster) -> Advice | None:

@@ -128,18 +128,19 @@ def _predict(priced: Priced, run_dir: Path) -> None:
     """Write the predicted figures into the run folder."""
     from paceline.runtime.checkpoint.write import write_json
 
-    found = priced.estimate or _estimate(priced)
-    if found is None:
+    estimate = priced.estimate or _estimate(priced)
+    if estimate is None:
         write_json(run_dir / folder.PREDICTED, {"step_s": None, "peak_memory_bytes": None})
         return
-    times: dict[str, float | None] = {"step_s": found.step_s, "step_s_low": found.low_s, "step_s_high": found.high_s}
+    times: dict[str, float | None] = {"step_s": estimate.step_s, "step_s_low": estimate.low_s,
+                                      "step_s_high": estimate.high_s}
     if priced.asked.cluster.are_shared:
         times = dict.fromkeys(times)
     write_json(run_dir / folder.PREDICTED, {
         **times,
-        "peak_memory_bytes": found.peak_memory_bytes, "ledger": dict(found.ledger),
-        "breakdown": dict(found.breakdown),
-        "ranks": [{"rank": need.name, "ledger": dict(need.ledger)} for need in found.needs]})
+        "peak_memory_bytes": estimate.peak_memory_bytes, "ledger": dict(estimate.ledger),
+        "breakdown": dict(estimate.breakdown),
+        "ranks": [{"rank": need.name, "ledger": dict(need.ledger)} for need in estimate.needs]})
 
 
 def _estimate(priced: Priced) -> Estimate | None:
@@ -202,11 +203,11 @@ def _cause(figures: Mapping[str, Any], *, load: float, late_s: float) -> str:
 
 
 def _memory_miss(figures: Mapping[str, Any]) -> str:
-    said, took = figures["predicted"]["peak_memory_bytes"], figures["peak_memory_bytes"]
-    if said is None or took is None or abs(said - took) <= max(MEMORY_SPREAD * took, SMALL_BYTES):
+    predicted, took = figures["predicted"]["peak_memory_bytes"], figures["peak_memory_bytes"]
+    if predicted is None or took is None or abs(predicted - took) <= max(MEMORY_SPREAD * took, SMALL_BYTES):
         return ""
-    return (f"a rank needed {took / 2**20:,.0f} MiB and {said / 2**20:,.0f} MiB were predicted: "
-            + ("tensors that no operator of the model shows, or holes in the heap" if took > said
+    return (f"a rank needed {took / 2**20:,.0f} MiB and {predicted / 2**20:,.0f} MiB were predicted: "
+            + ("tensors that no operator of the model shows, or holes in the heap" if took > predicted
                else "the heap has fewer holes than most have"))
 
 

@@ -33,7 +33,7 @@ RUN_FOLDER_BYTES = 2 * 2**20
 TIMEOUT_S = 300.0  # without a sign of life, as while a block is compiled
 
 
-def rehearse_best(found: RankedPlans, run: Callable[[Plan, float], Rehearsal], *, budget_s: float,
+def rehearse_best(plans: RankedPlans, run: Callable[[Plan, float], Rehearsal], *, budget_s: float,
                   worth: float = math.inf) -> RankedPlans:
     """Rehearse the plan that looks best, correct all others by it, and again, until the best one was itself rehearsed;
     then one plan of each other kind, those first that look fast; then those of a kind that have many more or fewer
@@ -46,49 +46,52 @@ def rehearse_best(found: RankedPlans, run: Callable[[Plan, float], Rehearsal], *
         RankFailed: a rehearsal was asked to stop.
     """
     corrections, began_s = Corrections(), time.monotonic()
-    predicted = {one.plan: one for one in (*found.ranked, *found.too_large)}
+    predicted = {candidate.plan: candidate for candidate in (*plans.ranked, *plans.too_large)}
     while time.monotonic() - began_s < budget_s:
-        one = _next(found, corrections, worth)
-        if one is None:
+        candidate = _next(plans, corrections, worth)
+        if candidate is None:
             break
         try:
-            corrections.add(one.plan, predicted[one.plan].estimate, _rehearsed(one, run))
+            corrections.add(candidate.plan, predicted[candidate.plan].estimate, _rehearsed(candidate, run))
         except PacelineError as error:
             if isinstance(error, RankFailed) and error.failure.is_stop:
                 raise
-            found.refused[str(one.plan)] = f"it failed when it was tried: {str(error).partition(chr(10))[0]}"
-            predicted.pop(one.plan)
-        found = _corrected(found, predicted, corrections)
-    return found
+            plans.refused[str(candidate.plan)] = f"it failed when it was tried: {str(error).partition(chr(10))[0]}"
+            predicted.pop(candidate.plan)
+        plans = _corrected(plans, predicted, corrections)
+    return plans
 
 
-def _rehearsed(one: Candidate, run: Callable[[Plan, float], Rehearsal]) -> Rehearsal:
+def _rehearsed(candidate: Candidate, run: Callable[[Plan, float], Rehearsal]) -> Rehearsal:
     """What is slower than its interval is tried again, and the faster one counts: whatever else uses the machine only
     makes steps slower."""
-    first = run(one.plan, one.estimate.step_s)
-    if first.step_s <= one.estimate.high_s:
+    first = run(candidate.plan, candidate.estimate.step_s)
+    if first.step_s <= candidate.estimate.high_s:
         return first
-    again = run(one.plan, one.estimate.step_s)
+    again = run(candidate.plan, candidate.estimate.step_s)
     return min(first, again, key=lambda each: each.step_s)
 
 
-def _next(found: RankedPlans, corrections: Corrections, worth: float) -> Candidate | None:
+def _next(plans: RankedPlans, corrections: Corrections, worth: float) -> Candidate | None:
     """The fastest exact plan, until it was rehearsed; then the fastest of each other kind, exact ones first; then those
     far from any that was. A plan that starts late, as its code is compiled, is tried for itself alone."""
-    exact = [one for one in found.ranked if one.plan.relaxed is None]
-    known_s = min((one.estimate.step_s for one in exact if one.plan in corrections), default=math.inf)
+    exact = [candidate for candidate in plans.ranked if candidate.plan.relaxed is None]
+    known_s = min((candidate.estimate.step_s for candidate in exact if candidate.plan in corrections), default=math.inf)
     if exact and exact[0].plan not in corrections and exact[0].estimate.step_s < known_s:
         return exact[0]
-    worthy = [one for one in (*exact, *found.ranked)
-              if one.estimate.step_s <= worth * known_s and not one.estimate.start_s]
-    return next((one for one in worthy if not corrections.knows_kind_of(one.plan)),
-                next((one for one in worthy if corrections.is_far(one.plan)), None))
+    worthy = [candidate for candidate in (*exact, *plans.ranked)
+              if candidate.estimate.step_s <= worth * known_s and not candidate.estimate.start_s]
+    return next((candidate for candidate in worthy if not corrections.knows_kind_of(candidate.plan)),
+                next((candidate for candidate in worthy if corrections.is_far(candidate.plan)), None))
 
 
-def _corrected(found: RankedPlans, predicted: dict[Plan, Candidate], corrections: Corrections) -> RankedPlans:
-    everything = [replace(one, estimate=corrections.apply(plan, one.estimate)) for plan, one in predicted.items()]
-    ranked = sorted((one for one in everything if one.estimate.fits), key=lambda one: (one.step_cost, str(one.plan)))
-    return replace(found, ranked=ranked, too_large=[one for one in everything if not one.estimate.fits])
+def _corrected(plans: RankedPlans, predicted: dict[Plan, Candidate], corrections: Corrections) -> RankedPlans:
+    corrected = [replace(candidate, estimate=corrections.apply(plan, candidate.estimate))
+                 for plan, candidate in predicted.items()]
+    ranked = sorted((candidate for candidate in corrected if candidate.estimate.fits),
+                    key=lambda candidate: (candidate.step_cost, str(candidate.plan)))
+    too_large = [candidate for candidate in corrected if not candidate.estimate.fits]
+    return replace(plans, ranked=ranked, too_large=too_large)
 
 
 def rehearse(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Rehearsal:
@@ -152,6 +155,6 @@ def _silence() -> Iterator[None]:
             own_stream.terminal = terminal
         sys.stdout.flush()
         sys.stderr.flush()
-        for number, own in kept.items():
-            os.dup2(own, number)
-            os.close(own)
+        for number, copy in kept.items():
+            os.dup2(copy, number)
+            os.close(copy)

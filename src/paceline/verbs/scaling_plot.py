@@ -18,13 +18,13 @@ def draw(scaling: Scaling, path: Path) -> Path:
     points = [(point.num_devices, point.best.estimate, scaling.efficiency(point)) for point in scaling.points
               if point.best is not None]
     devices = [count for count, _, _ in points]
-    speed = [scaling.batch / found.step_s for _, found, _ in points]
+    speed = [scaling.batch / estimate.step_s for _, estimate, _ in points]
     figure = Figure(figsize=(9, 4), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     left.plot(devices, speed, label="predicted", **FOUND)
-    left.fill_between(devices, [scaling.batch / found.high_s for _, found, _ in points],
-                      [scaling.batch / found.low_s for _, found, _ in points], alpha=0.2, color=FOUND["color"])
+    left.fill_between(devices, [scaling.batch / estimate.high_s for _, estimate, _ in points],
+                      [scaling.batch / estimate.low_s for _, estimate, _ in points], alpha=0.2, color=FOUND["color"])
     left.plot(devices, [speed[0] * count / devices[0] for count in devices], label="ideal", **IDEAL)
     left.set(yscale="log", xlabel="devices", ylabel="samples a second",
              title=f"batch of {scaling.batch}, devices of {scaling.cluster}")

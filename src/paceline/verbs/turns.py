@@ -42,7 +42,7 @@ class AlternatingSteps:
     def initial(self, stepper: StateOwner) -> None:
         from paceline.strategies.compose import Switched
 
-        self._rooms = [one for one in stepper.synchronisers if isinstance(one, Switched)]
+        self._rooms = [synchroniser for synchroniser in stepper.synchronisers if isinstance(synchroniser, Switched)]
 
     def samples(self, step: int, batches: Any) -> None:
         for room in self._rooms:
