@@ -272,6 +272,16 @@ def test_a_planned_model_is_built_once_and_left_as_it_was():
     same(other.profile, profile_job(make_job(Keeping)))
 
 
+def test_weights_in_bf16_are_multiplied_in_bf16():
+    """Without autocast, which would be the job's precision."""
+    wide, half = (PlanningProblem.of(make_job(lambda kind=kind: Llama(4, 4096).to(kind)))
+                  for kind in (torch.float32, torch.bfloat16))
+    assert (wide.computes_in, half.computes_in) == ("float32", "bf16")
+    plan, cluster = Plan.parse("data=8"), Cluster.parse("8xH100")
+    parts = [asked.price(plan, cluster).breakdown for asked in (wide, half)]
+    assert parts[0]["compute"] > 2 * parts[1]["compute"]
+
+
 PLANS = ("data=8", "shard=8 recompute=full", "data=2 shard=4 zero=1", "pipeline=2 data=4 microbatches=2",
          "tensor=2 data=4", "pipeline=2 tensor=2 data=2 microbatches=2 schedule=interleaved virtual=2")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from paceline.cluster import Cluster, Link, Network, Nodes
-from paceline.job import Job
+from paceline.job import Job, Precision
 from paceline.planner.estimate import Estimate, NotPriced, estimate, least_missing_bytes
 from paceline.planner.pieces import LazyPieces
 from paceline.planner.rank import Candidate, Change, RankedPlans, Rent, flips, search
@@ -57,6 +57,13 @@ class PlanningProblem:
     def folded(self) -> Profile:
         """The job's cost on devices that are described, where layers that are alike are played once."""
         return folded(self.profile)
+
+    @cached_property
+    def computes_in(self) -> Precision:
+        """The precision of most products: without autocast it is that of the weights."""
+        halves = sum(p.num_bytes * p.count for p in self.profile.parameters if p.dtype in ("bfloat16", "float16"))
+        is_half = self.job.precision == "float32" and 2 * halves > self.profile.parameter_bytes
+        return "bf16" if is_half else self.job.precision
 
     def limits(self, cluster: Cluster) -> Limits:
         """What the job allows."""
@@ -110,7 +117,7 @@ class PlanningProblem:
             profile = self.pieces.layers() if plan.splits_model else self.folded
         used = cluster if cluster.nodes or plan.world_size >= len(cluster.devices) else replace(
             cluster, devices=cluster.devices[:plan.world_size])
-        return estimate(profile, plan, used, batch=self.job.batch, precision=self.job.precision, split=self.pieces,
+        return estimate(profile, plan, used, batch=self.job.batch, precision=self.computes_in, split=self.pieces,
                         snapshot=False)
 
     def least_missing_bytes(self, plan: Plan, cluster: Cluster) -> int:
@@ -118,7 +125,7 @@ class PlanningProblem:
         if not cluster.nodes or not plan.has_schedule:
             return 0
         return least_missing_bytes(self.pieces.layers(), plan, cluster, batch=self.job.batch,
-                                   precision=self.job.precision)
+                                   precision=self.computes_in)
 
     def search(self, cluster: Cluster, *, may_relax: bool = False, most_refined: int | None = None) -> RankedPlans:
         """Rank the plans that the job allows on a cluster."""
