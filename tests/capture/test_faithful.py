@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,3 +225,22 @@ def test_a_capture_made_without_randomness_still_draws() -> None:
         assert not random_layers.is_needed, "nothing has run yet"
     names = [node.target for piece in captured.pieces for node in piece.nodes]
     assert torch.ops.aten.randn_like.default in names
+
+
+class Decoder(nn.Module):
+    """Gives what speeds up generating along with its output, as its own configuration says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.linear = SimpleNamespace(use_cache=True), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.linear(x)
+        return (x, SimpleNamespace(keys=x)) if self.config.use_cache else x
+
+
+def test_caches_of_decoders_are_left_out():
+    """Of a model whose stacks have configurations of their own; they are as before afterwards."""
+    model = nn.Sequential(Decoder(), nn.ReLU())
+    assert capture(model, (torch.ones(2, 4),), {}).pieces
+    assert model[0].config.use_cache is True

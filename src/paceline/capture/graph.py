@@ -131,16 +131,16 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """A model of Transformers returns what speeds up generating text, unless its configuration says otherwise; no loss
-    is computed from that, and it is nothing that can be passed on."""
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "use_cache", None) is not True:
-        yield
-        return
-    config.use_cache = False
+    is computed from that, and it is nothing that can be passed on. An encoder and a decoder have their own ones."""
+    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
+    kept: list[Any] = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in kept:
+        config.use_cache = False
     try:
         yield
     finally:
-        config.use_cache = True
+        for config in kept:
+            config.use_cache = True
 
 
 class CaptureFailed(PlanRefused):
