@@ -1,15 +1,17 @@
-"""Corrects prices by rehearsals: those of the rehearsed plans, and those of plans like them.
+"""Corrects prices by steps that were really taken: of the parts of a step, of rehearsed plans, and of plans like them.
 
-The step time of a rehearsed plan is the measured one. A plan that runs the same code on as many ranks gets the same
-factor on its time and the same bytes on its memory, interpolated by the number of micro-batches between two rehearsed
-plans. Any other plan gets the correction of the plans that are most like it.
+Computing, the optimizer and messages are each off by one factor, the same in all plans. The factors are those that
+explain the measured steps best. What a rehearsed plan takes beyond them is not explained, and the breakdown says so. A
+plan that runs the same code on as many ranks gets the same remaining factor on its time and the same bytes on its
+memory, interpolated by the number of micro-batches between two rehearsed plans. Any other plan gets the correction of
+the plans that are most like it.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.planner.estimate import Estimate, MemoryNeed
@@ -22,7 +24,10 @@ from paceline.strategies.registry import active
 # one whose kind was, and of others. Fitted on `benchmarks.regret`; see docs/formulas.md.
 SPREAD = {"itself": 0.075, "kind": 0.13, "nothing": 0.5}
 FAR = 4  # times as many micro-batches, or as few, from which a plan of the same kind is worth a rehearsal of its own
-COMMUNICATION = "communication"
+UNEXPLAINED = "unexplained"  # of a breakdown: what was measured above all parts together
+# How far a part's factor is from 1, and how far a step is from its parts' sum, as parts: which is the likelier.
+FACTOR_SPREAD, STEP_SPREAD = 1.0, 0.1
+LEAST_FACTOR = 0.2
 MEASURED = "unaccounted"  # of a ledger: what was measured above everything that is accounted for
 
 
@@ -46,32 +51,37 @@ class Corrections:
 
     def __init__(self) -> None:
         self._found: dict[Plan, Rehearsal] = {}
-        self._off: dict[tuple[object, ...], dict[Plan, _Off]] = {}
+        self._predicted: dict[Plan, Estimate] = {}
+        self._alike: dict[tuple[object, ...], list[Plan]] = {}
+        self._factors: Mapping[str, float] = {}
 
     def __contains__(self, plan: Plan) -> bool:
         return plan in self._found
 
     def add(self, plan: Plan, predicted: Estimate, found: Rehearsal) -> None:
         """predicted: without any correction."""
-        self._found[plan] = found
-        for likeness in _likenesses(plan):
-            self._off.setdefault(likeness, {})[plan] = _Off.of(predicted, found)
+        for likeness in _likenesses(plan) if plan not in self else ():
+            self._alike.setdefault(likeness, []).append(plan)
+        self._found[plan], self._predicted[plan] = found, predicted
+        self._factors = part_factors([(self._predicted[one].breakdown, each.step_s)
+                                      for one, each in self._found.items()])
 
     def knows_kind_of(self, plan: Plan) -> bool:
         """Whether a plan was rehearsed that runs the same code on as many ranks."""
-        return _likenesses(plan)[0] in self._off
+        return _likenesses(plan)[0] in self._alike
 
     def is_far(self, plan: Plan) -> bool:
         """Whether all of its kind that were rehearsed have many more or many fewer micro-batches."""
-        known = self._off.get(_likenesses(plan)[0], {})
+        known = self._alike.get(_likenesses(plan)[0], ())
         return all(max(plan.num_microbatches / one.num_microbatches,
                        one.num_microbatches / plan.num_microbatches) >= FAR for one in known)
 
     def apply(self, plan: Plan, predicted: Estimate) -> Estimate:
         """The estimate with what is known of plans like it, and how sure that is."""
         spread = SPREAD["itself" if plan in self else "kind" if self.knows_kind_of(plan) else "nothing"]
-        off = _Off.of(predicted, self._found[plan]) if plan in self else self._of_the_nearest(plan)
-        step_s = self._step_s(plan) if plan in self else predicted.step_s * off.factor
+        explained_s = self._explained_s(predicted)
+        off = self._off(plan, predicted) if plan in self else self._of_the_nearest(plan)
+        step_s = self._step_s(plan) if plan in self else explained_s * off.factor
         return replace(
             predicted, step_s=step_s, low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread),
             peak_memory_bytes=predicted.peak_memory_bytes + off.num_bytes, ledger=_with(predicted.ledger, off),
@@ -90,11 +100,23 @@ class Corrections:
         """A rehearsal leaves compiled code in torch's cache, so that a run starts sooner than it did."""
         return self._found[plan].start_s if plan in self and predicted.start_s else predicted.start_s
 
+    def _explained_s(self, predicted: Estimate) -> float:
+        """The step that parts explain, as they were found to be."""
+        before_s = sum(predicted.breakdown.values())
+        after_s = sum(self._factors.get(name, 1.0) * seconds for name, seconds in predicted.breakdown.items())
+        return predicted.step_s * after_s / before_s if before_s else predicted.step_s
+
+    def _off(self, plan: Plan, predicted: Estimate) -> _Off:
+        """What is left of a rehearsed plan's error beside that of its parts."""
+        found = self._found[plan]
+        return _Off(found.step_s / self._explained_s(predicted),
+                    found.peak_memory_bytes - predicted.peak_memory_bytes)
+
     def _of_the_nearest(self, plan: Plan) -> _Off:
         """What the plans that are most like this one are off by; their memory only if they are of its kind."""
         for nearness, likeness in enumerate(_likenesses(plan)):
-            if likeness in self._off:
-                known = self._off[likeness]
+            if likeness in self._alike:
+                known = {one: self._off(one, self._predicted[one]) for one in self._alike[likeness]}
                 if nearness == 0:
                     return _between(known, plan)
                 factor = statistics.geometric_mean(off.factor for off in known.values())
@@ -103,12 +125,47 @@ class Corrections:
         return _Off(1.0, 0)
 
     def _breakdown(self, predicted: Estimate, step_s: float) -> dict[str, float]:
-        """Computing is off by the least that any plan is off by; what is left over is waiting for others."""
-        least = min((off.factor for off in self._off.get((), {}).values()), default=1.0)
-        busy = {name: least * seconds for name, seconds in predicted.breakdown.items() if name != COMMUNICATION}
-        shrunk = min(1.0, step_s / sum(busy.values())) if any(busy.values()) else 1.0
-        busy = {name: shrunk * seconds for name, seconds in busy.items()}
-        return {**busy, COMMUNICATION: max(0.0, step_s - sum(busy.values()))}
+        """Parts as they were found to be; what a step takes beyond them is not explained."""
+        parts = {name: self._factors.get(name, 1.0) * seconds for name, seconds in predicted.breakdown.items()}
+        known_s = sum(parts.values())
+        if known_s >= step_s:
+            return {name: seconds * step_s / known_s for name, seconds in parts.items()}
+        return {**parts, UNEXPLAINED: step_s - known_s}
+
+
+def part_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """By what each part of predicted steps is longer, so that the parts come nearest to what was measured.
+
+    Least squares of what is left, as a part of each step; factors stay near 1 where nothing speaks against it.
+
+    steps: (predicted seconds of the parts, measured seconds).
+
+    >>> found = part_factors([({"compute": 2.0, "communication": 0.0}, 3.0),
+    ...                       ({"compute": 1.0, "communication": 1.0}, 2.5)])
+    >>> {name: round(factor, 2) for name, factor in found.items()}
+    {'communication': 1.01, 'compute': 1.49}
+    """
+    names = sorted({name for parts, _ in steps for name in parts})
+    weight = (STEP_SPREAD / FACTOR_SPREAD) ** 2
+    rows = [[parts.get(name, 0.0) / step_s for name in names] for parts, step_s in steps]
+    matrix = [[sum(row[i] * row[j] for row in rows) + (weight if i == j else 0.0) for j in range(len(names))]
+              for i in range(len(names))]
+    right = [sum(row[i] for row in rows) + weight for i in range(len(names))]
+    return {name: max(LEAST_FACTOR, factor) for name, factor in zip(names, _solved(matrix, right), strict=True)}
+
+
+def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Of linear equations with a positive definite matrix, by elimination."""
+    size = len(right)
+    for i in range(size):
+        for k in range(i + 1, size):
+            times = matrix[k][i] / matrix[i][i]
+            matrix[k] = [a - times * b for a, b in zip(matrix[k], matrix[i], strict=True)]
+            right[k] -= times * right[i]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        found[i] = (right[i] - sum(matrix[i][k] * found[k] for k in range(i + 1, size))) / matrix[i][i]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +174,6 @@ class _Off:
 
     factor: float
     num_bytes: int
-
-    @classmethod
-    def of(cls, predicted: Estimate, found: Rehearsal) -> _Off:
-        return cls(found.step_s / predicted.step_s, found.peak_memory_bytes - predicted.peak_memory_bytes)
 
 
 def _between(known: Mapping[Plan, _Off], plan: Plan) -> _Off:

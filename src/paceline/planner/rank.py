@@ -269,7 +269,7 @@ def reason(one: Candidate, chosen: Candidate) -> str:
 
 
 _WORDS = {"compute": "computing", "communication": "messages that nothing hides", "bubble": "idle pipeline ranks",
-          "optimizer": "the optimizer", "input": "reading data"}
+          "optimizer": "the optimizer", "input": "reading data", "unexplained": "what no part of a step explains"}
 
 
 def worst_device(one: Candidate) -> str:
