@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,9 +14,11 @@ from paceline.planner.analytic import least_bytes, play_described
 from paceline.planner.program import HOLES_ADDED, stage_program, start_s, step_program
 from paceline.plans import Plan
 from paceline.profile.device import DeviceRates, measure_device
+from paceline.profile.operators import operator_times
 from paceline.profile.profile import Profile
 from paceline.runtime.order import split
 from paceline.simulate.play import Timeline, play, play_together
+from paceline.simulate.program import Compute, Program, Repeat
 from paceline.software import PACELINE, Software
 from paceline.strategies.costs import CPU_RUNTIME_BYTES, beside_tensors
 from paceline.strategies.mesh import Mesh, weakest
@@ -31,6 +33,8 @@ ROUNDED_BYTES = 16  # a ledger's entries are whole bytes, and may be less than t
 # Half the width of an 80 % interval around a step that is predicted from this machine's rates alone, as a natural
 # logarithm. Fitted on `benchmarks.regret`; see docs/formulas.md.
 RATES_SPREAD = 1.05
+# The same where the job's own operators were timed one by one.
+TIMED_SPREAD = 0.4
 # Rates that only stand in where nothing but memory is asked for.
 ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)
 
@@ -103,7 +107,7 @@ class NotPriced(PacelineError):
 
 def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision = "float32",
              rates: DeviceRates | None = None, split: SplitPrices | None = None, snapshot: bool = True,
-             software: Software = PACELINE) -> Estimate:
+             software: Software = PACELINE, times_operators: bool = True) -> Estimate:
     """Play the plan's step on the cluster.
 
     Args:
@@ -112,6 +116,8 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
         split: The model in pieces, for plans that split it.
         snapshot: Whether checkpoints are written while training goes on, from a copy of the state.
         software: The program that trains, on a cluster that is described.
+        times_operators: Whether operators that this machine's CPU has not timed yet are timed: a second or two for each
+            number of samples and of ranks. Not while ranks are at work.
 
     Raises:
         PlanError: the plan's ranks don't fit the devices, accumulate=auto finds nothing that fits, or a plan splits
@@ -121,10 +127,10 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
         return _estimate_described(profile, plan, cluster, batch=batch, precision=precision, software=software)
     if plan.splits_model:
         return _estimate_split(profile, plan, cluster, batch=batch, precision=precision, rates=rates, split=split,
-                               snapshot=snapshot)
+                               snapshot=snapshot, times_operators=times_operators)
     if plan.modifiers.accumulate == "auto":
         plan = plan.with_(accumulate=fewest_microbatches(profile, plan, cluster, batch=batch, precision=precision))
-    ranks = _ranks(plan, cluster, batch=batch, rates=rates or _measured(cluster))
+    ranks = _ranks(plan, cluster, batch=batch, rates=rates or _measured(cluster, times_operators=times_operators))
     played = {rank: _play(profile, plan, cluster, rank, precision=precision, snapshot=snapshot) for rank in ranks}
     slowest = max(played.values(), key=lambda timeline: timeline.step_s)
     fullest = max(played.values(), key=lambda timeline: timeline.peak_memory_bytes)
@@ -133,7 +139,7 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     needs += tuple(MemoryNeed(name, devices_of(plan, cluster)[0], dict(ledger)) for strategy in active(plan)
                    for name, ledger in strategy.ranks_apart(profile, plan).items())
     return _sure(Estimate(slowest.step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes,
-                          needs, start_s=start_s(profile, plan)), RATES_SPREAD)
+                          needs, start_s=start_s(profile, plan)), _spread(profile, ranks[0].rates))
 
 
 def _estimate_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
@@ -174,7 +180,8 @@ def least_missing_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch
 
 
 def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
-                    rates: DeviceRates | None, split: SplitPrices | None, snapshot: bool) -> Estimate:
+                    rates: DeviceRates | None, split: SplitPrices | None, snapshot: bool,
+                    times_operators: bool) -> Estimate:
     """Play one replica's ranks together; replicas are alike."""
     if split is None:
         raise PlanError(f"plan '{plan}' splits the model, and what its pieces cost is not known")
@@ -184,10 +191,11 @@ def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: in
         ranks = split.ranks(plan, devices, microbatch_samples=samples)
     except PlanError:  # no cut fits: the best one without limits says by how much
         ranks = split.ranks(plan, (), microbatch_samples=samples)
-    own = rates or _measured(cluster, waiting=True)
+    own = rates or _measured(cluster, waiting=True, times_operators=times_operators)
     places = [device for device in weakest(plan, devices) if device is not None]
     programs = [stage_program(rank, plan, device.kind, snapshot=snapshot)
                 for rank, device in zip(ranks, places, strict=True)]
+    _time_operators(programs, own)
     played = play_together(programs, [_rates_of(device, own) for device in places], cluster.link_of_all,
                            precision=precision)
     played = [_resident(timeline, device) if device.kind == "cpu" else timeline
@@ -199,7 +207,7 @@ def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: in
                   for place, (device, timeline) in enumerate(zip(places, played, strict=True)))
     step_s = max(slowest.step_s, _work_s(played, plan, places))
     return _sure(Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes,
-                          needs, start_s=max(start_s(rank.profile, plan) for rank in ranks)), RATES_SPREAD)
+                          needs, start_s=max(start_s(rank.profile, plan) for rank in ranks)), _spread(profile, own))
 
 
 def _work_s(played: Sequence[Timeline], plan: Plan, places: Sequence[Device]) -> float:
@@ -301,7 +309,7 @@ def _rates_of(device: Device, rates: DeviceRates) -> DeviceRates:
                    memory_bytes_per_s=device.memory_bytes_per_s or rates.memory_bytes_per_s)
 
 
-def _measured(cluster: Cluster, *, waiting: bool = False) -> DeviceRates:
+def _measured(cluster: Cluster, *, waiting: bool = False, times_operators: bool) -> DeviceRates:
     """This machine's rates for one of its ranks. Ranks share the cores evenly; more ranks than cores take turns.
 
     waiting: ranks wait for each other, so that who works has a core.
@@ -309,9 +317,34 @@ def _measured(cluster: Cluster, *, waiting: bool = False) -> DeviceRates:
     num_ranks, num_cores = len(cluster.devices), usable_cores()
     kind = cluster.devices[-1].kind  # of the ranks that run the model: servers come first
     rates = measure_device(kind, max(1, num_cores // num_ranks))
-    if waiting:
+    if kind != "cpu":
         return rates
-    return rates.slowed(num_ranks / num_cores) if kind == "cpu" and num_ranks > num_cores else rates
+    timed = operator_times(num_ranks, measures=times_operators)
+    rates = replace(rates, timed=timed, memory_bytes_per_s=timed.memory_bytes_per_s or rates.memory_bytes_per_s,
+                    new_page_s=timed.new_page_s)
+    turns = 1.0 if waiting else max(1.0, num_ranks / num_cores)
+    return replace(rates.slowed(turns), turns=turns)
+
+
+def _time_operators(programs: Iterable[Program], rates: DeviceRates) -> None:
+    """Those of steps that the device has not timed yet."""
+    if rates.timed is not None:
+        rates.timed.measure(call for program in programs for event in _computed(program) for call, _ in event.calls)
+
+
+def _spread(profile: Profile, rates: DeviceRates) -> float:
+    """Half the width of the interval around a step of such work."""
+    is_timed = (rates.timed is not None and rates.timed.measures
+                and all(one.forward.calls.first for one in profile.segments if one.forward.operators))
+    return TIMED_SPREAD if is_timed else RATES_SPREAD
+
+
+def _computed(program: Program) -> Iterator[Compute]:
+    for event in program:
+        if isinstance(event, Compute):
+            yield event
+        elif isinstance(event, Repeat):
+            yield from _computed(event.events)
 
 
 def _play(profile: Profile, plan: Plan, cluster: Cluster, rank: _Rank, *, precision: Precision,
@@ -323,6 +356,7 @@ def _play(profile: Profile, plan: Plan, cluster: Cluster, rank: _Rank, *, precis
 
     def played(sizes: Sequence[float]) -> Timeline:
         program = step_program(profile, plan, rank.device.kind, sizes, snapshot=snapshot)
+        _time_operators([program], rank.rates)
         return play(program, rank.rates, network, precision=precision)
 
     if len(sizes) <= 3:

@@ -40,6 +40,7 @@ class PlanningProblem:
     price_per_hour: float | None = None
     may_be_fewer: bool = True
     may_split: bool = True
+    times_operators: bool = True
 
     @classmethod
     def of(cls, job: Job, price_per_hour: float | None = None, *, device: str = "cpu",
@@ -118,7 +119,7 @@ class PlanningProblem:
         used = cluster if cluster.nodes or plan.world_size >= len(cluster.devices) else replace(
             cluster, devices=cluster.devices[:plan.world_size])
         return estimate(profile, plan, used, batch=self.job.batch, precision=self.computes_in, split=self.pieces,
-                        snapshot=False)
+                        snapshot=False, times_operators=self.times_operators)
 
     def least_missing_bytes(self, plan: Plan, cluster: Cluster) -> int:
         """See `planner.estimate`."""

@@ -207,7 +207,8 @@ class _OneDevice:
         yield Allocate("optimizer", self.profile.update_peak_bytes * part)
         work = compute(self.profile.update, samples=0, part="optimizer")
         yield Compute(moved_bytes=work.moved_bytes * part * passes, function_bytes=work.function_bytes * part,
-                      operators=work.operators, fixed_s=self.step.software.step_s, part="optimizer")
+                      operators=work.operators, fixed_s=self.step.software.step_s, part="optimizer",
+                      calls=tuple((call, count * part) for call, count in work.calls) if part != 1 else work.calls)
         yield free("optimizer", self.profile.update_peak_bytes * part)
 
     def save(self, at: HookPoint) -> Iterable[Event]:

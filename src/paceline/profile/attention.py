@@ -54,6 +54,7 @@ class SparedBySelective(Selective):
         work.function_bytes += own.function_bytes
         work.operators += own.operators
         work.products += own.products
+        work.calls += own.calls
         for argument in pytree.tree_leaves((step.args, step.kwargs)):
             if isinstance(argument, Made):
                 self._add_work(argument.step, work)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from paceline.cluster import DeviceKind
@@ -16,6 +16,7 @@ from paceline.profile import cache
 if TYPE_CHECKING:
     import torch
 
+    from paceline.profile.operators import OperatorTimes
     from paceline.profile.profile import Product
     from paceline.simulate.program import Compute
 
@@ -29,6 +30,7 @@ TINY = 64
 MEASURED_S = 0.04  # of each of the seven kernels that are timed
 # What a second thread brings of what a first one does; see docs/formulas.md.
 THREAD_EFFICIENCY = 0.9
+FIGURES = ("flops_per_s", "bf16_flops_per_s", "memory_bytes_per_s", "function_bytes_per_s", "operator_s")  # kept
 ITEM_BYTES: Mapping[Precision, int] = {"float32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "float64": 8}
 
 
@@ -41,6 +43,9 @@ class DeviceRates:
     memory_bytes_per_s: Read and written by plain arithmetic, such as an optimizer's.
     function_bytes_per_s: Read and written by activation functions, norms and the like.
     operator_s: Seconds that launching one operator takes, with its part of autograd's bookkeeping.
+    timed: Operators of the job that were timed one by one; those count where they are known.
+    turns: Ranks that take turns on one core.
+    new_page_s: Of a byte in pages that are new to the process.
     """
 
     flops_per_s: float
@@ -48,6 +53,9 @@ class DeviceRates:
     memory_bytes_per_s: float
     function_bytes_per_s: float
     operator_s: float
+    timed: OperatorTimes | None = field(default=None, compare=False)
+    turns: float = 1.0
+    new_page_s: float = 0.0
 
     def matrix_flops_per_s(self, precision: Precision) -> float:
         """The rate of matrix products under a job's precision; float64 has half the lanes of float32.
@@ -70,11 +78,29 @@ class DeviceRates:
 
     def seconds(self, event: Compute, precision: Precision) -> tuple[float, float]:
         """Of some operators: each waits for the arithmetic, for memory or for its launch, one after another. A product
-        of few rows waits for its weights."""
+        of few rows waits for its weights. Operators that were timed take as long as they did then."""
+        if self.timed is not None and event.calls:
+            return self._timed_s(event, precision), 0.0
         return (event.flops / self.matrix_flops_per_s(precision) + self._starved_s(event.products, precision)
                 + event.moved_bytes / self.memory_bytes_per_s
                 + event.function_bytes / self.function_bytes_per_s + event.operators * self.operator_s
-                + event.fixed_s), 0.0
+                + event.new_bytes * self.new_page_s + event.fixed_s), 0.0
+
+    def _timed_s(self, event: Compute, precision: Precision) -> float:
+        """Of operators one by one, and of autograd beside each. One that was not timed takes as long as what it
+        computes and moves."""
+        assert self.timed is not None
+        total_s = 0.0
+        for call, count in event.calls:
+            found_s = self.timed.seconds(call)
+            if found_s is None:
+                found_s = (call.flops / self.matrix_flops_per_s(precision) if call.flops
+                           else call.num_bytes / self.function_bytes_per_s)
+            total_s += count * found_s
+        beside_s = max(0.0, self.operator_s - self.timed.launch_s)
+        spared_s = event.spared_bytes / self.memory_bytes_per_s + event.spared_operators * self.operator_s
+        least_s = event.flops / self.matrix_flops_per_s(precision) if spared_s else 0.0
+        return event.fixed_s + max(self.turns * total_s + event.operators * beside_s - spared_s, least_s)
 
     def _starved_s(self, products: Sequence[Product], precision: Precision) -> float:
         """By how much products take longer than their arithmetic: each of their matrices is read or written once.
@@ -94,7 +120,7 @@ class DeviceRates:
         """The rates where everything takes so many times as long."""
         return DeviceRates(self.flops_per_s / factor, self.bf16_flops_per_s / factor,
                            self.memory_bytes_per_s / factor, self.function_bytes_per_s / factor,
-                           self.operator_s * factor)
+                           self.operator_s * factor, self.timed, self.turns, self.new_page_s * factor)
 
 
 def measure_device(kind: DeviceKind, num_threads: int = 1) -> DeviceRates:
@@ -106,8 +132,8 @@ def measure_device(kind: DeviceKind, num_threads: int = 1) -> DeviceRates:
     """
     rates = _read(kind)
     if rates is None:
-        rates = DeviceRates(**apart_from_cuda(lambda: asdict(_measure(kind))))
-        cache.write("device", kind, asdict(rates))
+        rates = _rates(apart_from_cuda(lambda: _figures(_measure(kind))))
+        cache.write("device", kind, _figures(rates))
     return rates.with_threads(num_threads) if kind == "cpu" else rates
 
 
@@ -196,7 +222,16 @@ def _read(kind: DeviceKind) -> DeviceRates | None:
     """The rates in the cache; None if they aren't there or make no sense."""
     found = cache.read("device", kind)
     try:
-        rates = DeviceRates(**{field.name: float(found[field.name]) for field in fields(DeviceRates)})
+        rates = _rates(found)
     except (ValueError, KeyError, TypeError):
         return None
-    return rates if all(0 < value < math.inf for value in asdict(rates).values()) else None
+    return rates if all(0 < value < math.inf for value in _figures(rates).values()) else None
+
+
+def _figures(rates: DeviceRates) -> dict[str, float]:
+    return {name: getattr(rates, name) for name in FIGURES}
+
+
+def _rates(figures: Mapping[str, float]) -> DeviceRates:
+    flops, bf16_flops, memory, function, operator_s = (float(figures[name]) for name in FIGURES)
+    return DeviceRates(flops, bf16_flops, memory, function, operator_s)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from paceline.profile.calls import NO_CALLS, OperatorCalls
+
 Side = Literal["rows", "columns", "inner", "count"]
 ProductKind = Literal["linear", "attention", "full attention", "convolution", "small convolution"]
 
@@ -133,6 +135,8 @@ class Work:
     operators: launched, however many samples there are; views are not counted.
     products: what `flops` consists of, where shapes are known.
     fused: what is different where operators are fused.
+    calls: the operators, where they can be timed one by one.
+    spared: of the calls, by fusing what they do.
     """
 
     flops: Affine = Affine()
@@ -141,6 +145,8 @@ class Work:
     operators: float = 0.0
     products: tuple[Product, ...] = ()
     fused: Fused = Fused()
+    calls: OperatorCalls = field(default=NO_CALLS, compare=False)
+    spared: Fused = Fused()
 
     def times(self, factor: float) -> Work:
         """So much of the same work: products keep their shapes, and there are more or fewer of them."""
@@ -148,7 +154,7 @@ class Work:
             return self
         return Work(self.flops.times(factor), self.moved_bytes.times(factor), self.function_bytes.times(factor),
                     self.operators * factor, tuple(replace(p, count=p.count * factor) for p in self.products),
-                    self.fused.times(factor))
+                    self.fused.times(factor), self.calls.times(factor), self.spared.times(factor))
 
 
 @dataclass(frozen=True, slots=True)

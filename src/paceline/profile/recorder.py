@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from paceline.profile.calls import UNKNOWN, Operand, OperatorCall
 from paceline.profile.fusion import Fusion, SparedByFusion
 from paceline.profile.products import products_of
 from paceline.profile.profile import Product
@@ -40,6 +41,7 @@ class Tallied:
     operators: int = 0
     spared: SparedByFusion = field(default_factory=SparedByFusion)
     products: list[Product] = field(default_factory=list)
+    calls: list[OperatorCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class WorkRecorder(TorchDispatchMode):
         self._log: list[tuple[StepPosition, int, int]] = []
         self._serial = 0
         self._fusion = Fusion()
+        self._distances = Distances()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -115,6 +118,7 @@ class WorkRecorder(TorchDispatchMode):
         outputs = [t for t in tree_leaves(result) if _has_storage(t)]
         fresh = [t for t in outputs if self._track(t)]
         if fresh or func._schema.is_mutable:
+            self._distances.forget(fresh)
             self.count(func, args, kwargs, result, outputs)
         return result
 
@@ -124,11 +128,14 @@ class WorkRecorder(TorchDispatchMode):
         formula = _FORMULAS.get(func._overloadpacket)
         inputs = [t for t in tree_leaves((args, kwargs)) if _has_storage(t)]
         self._fusion.add(self.place, self._named(inputs), self._named(outputs), is_product=formula is not None)
+        num_bytes = sum(_num_bytes(t) for t in (*inputs, *outputs))
+        flops = 0.0 if formula is None else formula(*args, **kwargs, out_val=result)
+        tallied.calls.append(self._distances.call(self.place, func, args, kwargs, flops, num_bytes))
+        self._distances.touch(self.place, (*inputs, *outputs))
         if formula is not None:
-            tallied.flops += formula(*args, **kwargs, out_val=result)
+            tallied.flops += flops
             tallied.products += products_of(func._overloadpacket, args, kwargs, result)
             return
-        num_bytes = sum(_num_bytes(t) for t in (*inputs, *outputs))
         name = func._schema.name.removeprefix("aten::")
         if name.rstrip("_") in _PLAIN:
             tallied.moved_bytes += num_bytes
@@ -157,6 +164,63 @@ class WorkRecorder(TorchDispatchMode):
         self._log.append((self.place, serial, num_bytes))
         self._alive[key] = (serial, weakref.ref(storage, freed))
         return True
+
+
+# Factors of an update that kernels know; others, which differ from step to step, take as long as any.
+SPECIAL, ORDINARY = (0.0, 0.5, 1.0, 2.0, 3.0, -1.0), 0.25
+
+
+class Distances:
+    """What is touched between two uses of a tensor: how far away it is when an operator asks for it."""
+
+    def __init__(self) -> None:
+        self._touched = 0.0
+        self._last: dict[int, tuple[float, Direction]] = {}
+
+    def forget(self, made: Iterable[torch.Tensor]) -> None:
+        """Of storages that are new, at addresses where others may have been."""
+        for t in made:
+            self._last.pop(t.untyped_storage()._cdata, None)
+
+    def touch(self, place: StepPosition, tensors: Iterable[torch.Tensor]) -> None:
+        """In one operator."""
+        for t in tensors:
+            self._touched += _num_bytes(t)
+        for t in tensors:
+            self._last[t.untyped_storage()._cdata] = self._touched, place.direction
+
+    def call(self, place: StepPosition, func: Any, args: Any, kwargs: Any, flops: float,
+             num_bytes: float) -> OperatorCall:
+        """An operator as it is called in a place. What a forward makes is in memory that the last step let go of."""
+        try:
+            arguments = tuple(self._noted(one, place) for one in args)
+            options = tuple((name, self._noted(one, place)) for name, one in kwargs.items())
+        except TypeError:
+            return OperatorCall(UNKNOWN, flops=float(flops), num_bytes=float(num_bytes))
+        return OperatorCall(str(func), arguments, options, float(flops), float(num_bytes),
+                    None if place.direction == "forward" else 0.0)
+
+    def _noted(self, value: Any, place: StepPosition) -> Any:
+        """
+        Raises:
+            TypeError: it is nothing that can be noted.
+        """
+        if _has_storage(value):
+            touched, direction = self._last.get(value.untyped_storage()._cdata, (0.0, None))
+            return Operand(tuple(map(int, value.shape)), tuple(map(int, value.stride())),
+                           str(value.dtype).removeprefix("torch."),
+                           self._touched - touched if direction == place.direction else None)
+        if isinstance(value, tuple | list):
+            return tuple(self._noted(one, place) for one in value)
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return str(value)
+        if isinstance(value, torch.device):
+            return None
+        if isinstance(value, float) and value not in SPECIAL and place.direction == "update":
+            return ORDINARY
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise TypeError(type(value).__name__)
 
 
 def follow(recorder: WorkRecorder, pieces: dict[str, nn.Module], model: nn.Module) -> list[str]:

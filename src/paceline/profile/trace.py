@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from paceline.job import AUTOCAST, Job
 from paceline.launch.fork import cuda_left_alone, in_a_fork
 from paceline.profile.attention import SparedBySelective, SparedScores
 from paceline.profile.blocks import CalledAgain, Repeats, unit_of
+from paceline.profile.calls import NO_CALLS, OperatorCall, OperatorCalls
 from paceline.profile.fakes import FakeModel, convertible
 from paceline.profile.profile import Affine, Core, Fused, Parameter, Profile, Segment, Work, growing
 from paceline.profile.recorder import Levels, StepPosition, Tallied, WorkRecorder, follow
@@ -413,16 +415,26 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
     if first.pieces != second.pieces or first.repeats.of != second.repeats.of:
         raise ValueError("the model takes another course for another number of samples")
     sides = [_Side(run) for run in runs]
+    state_bytes = first.state_bytes if like is None else {p.name: p.state_bytes for p in like.parameters}
+    if state_bytes is None:
+        notes += (f"the optimizer could not be run on fake tensors: {ASSUMED_STATE_FACTOR} bytes of state a byte",)
 
     def line(figure: Callable[[_Side], float]) -> Affine:
         return Affine.through((first.samples, figure(sides[0])), (second.samples, figure(sides[1])))
+
+    step_bytes = [_step_bytes(side, state_bytes) for side in sides]
+
+    def calls(of: Callable[[_Side], Sequence[OperatorCall]]) -> OperatorCalls:
+        made = [tuple(call.across(held) for call in of(side)) for side, held in zip(sides, step_bytes, strict=True)]
+        return OperatorCalls(made[0], made[1], (first.samples, second.samples)) if made[0] else NO_CALLS
 
     def work(place: StepPosition) -> Work:
         return Work(line(lambda s: s.work(place).flops), line(lambda s: s.work(place).moved_bytes),
                     line(lambda s: s.work(place).function_bytes), sides[0].work(place).operators,
                     growing(*(s.work(place).products for s in sides), samples=(first.samples, second.samples)),
                     Fused(line(lambda s: s.work(place).spared.num_bytes), sides[0].work(place).spared.operators,
-                          sides[0].work(place).spared.kernels))
+                          sides[0].work(place).spared.kernels),
+                    calls(lambda s: s.work(place).calls))
 
     def core(place: StepPosition) -> Core | None:
         if any(place not in run.spared for run in runs):
@@ -432,9 +444,9 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
         def of(figure: Callable[[Tallied], float]) -> Affine:
             return Affine.through(*((run.samples, figure(work)) for run, work in zip(runs, again, strict=True)))
 
-        return Core(Work(of(lambda w: w.flops), of(lambda w: w.moved_bytes), of(lambda w: w.function_bytes),
-                         again[0].operators), Affine.through(*((run.samples, run.spared[place].num_bytes)
-                                                               for run in runs)))
+        work = Work(of(lambda w: w.flops), of(lambda w: w.moved_bytes), of(lambda w: w.function_bytes),
+                    again[0].operators, calls=calls(lambda s: s.run.spared[place].work.calls))
+        return Core(work, Affine.through(*((run.samples, run.spared[place].num_bytes) for run in runs)))
 
     def segment(number: int) -> Segment:
         traced = first.repeats.of.get(number, number)
@@ -449,16 +461,13 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
             gradients=_gradients(first, number), core=core(ahead),
         )
 
-    state_bytes = first.state_bytes if like is None else {p.name: p.state_bytes for p in like.parameters}
-    if state_bytes is None:
-        notes += (f"the optimizer could not be run on fake tensors: {ASSUMED_STATE_FACTOR} bytes of state a byte",)
     segments = tuple(segment(number) for number in range(len(first.pieces)))
     return Profile(
         parameters=_parameters(first.model, first.units, state_bytes, cast),
         segments=tuple(s for s in segments if s != Segment()),
         buffer_bytes=_buffer_bytes(first.model),
         batch_bytes=line(lambda s: s.run.batch_bytes),
-        update=_update(sides[0]) if like is None else like.update,
+        update=_update(sides[0], step_bytes[0]) if like is None else like.update,
         update_peak_bytes=(round(_of_all_blocks(sides[0], _Side.update_peak_bytes)) if like is None
                            else like.update_peak_bytes),
         notes=notes,
@@ -476,13 +485,40 @@ def _gradients(run: _Run, number: int) -> tuple[str, ...]:
                     if name.startswith(f"{other}.")))
 
 
-def _update(side: _Side) -> Work:
-    """Of all parameters."""
+def _step_bytes(side: _Side, state_bytes: Mapping[str, int] | None) -> float:
+    """That a step touches: what lies between two uses of a tensor in different passes."""
+    weights = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in side.run.model.parameters())
+    held = weights if state_bytes is None else weights + sum(state_bytes.values())
+    places = [StepPosition(side.run.repeats.of.get(number, number), "forward")
+              for number in range(len(side.run.pieces))]
+    return held + sum(max(0, side.levels(place).end - side.levels(place).start) for place in places)
+
+
+def _update(side: _Side, step_bytes: float) -> Work:
+    """Of all parameters. step_bytes: see `_step_bytes`."""
     def whole(figure: Callable[[Tallied], float]) -> float:
         return _of_all_blocks(side, lambda s, place: figure(s.work(place)))
 
     return Work(Affine(whole(lambda w: w.flops)), Affine(whole(lambda w: w.moved_bytes)),
-                Affine(whole(lambda w: w.function_bytes)), whole(lambda w: w.operators))
+                Affine(whole(lambda w: w.function_bytes)), whole(lambda w: w.operators),
+                calls=_calls_of_all_blocks(side, step_bytes))
+
+
+def _calls_of_all_blocks(side: _Side, step_bytes: float) -> OperatorCalls:
+    """Operators of the update, each as often as in all blocks. One that takes a list is called with a longer one in
+    place of a shorter one where there is one more block, and so the shorter one counts less."""
+    def counted(number: int) -> Counter[OperatorCall]:
+        return Counter(call.across(step_bytes) for call in side.work(StepPosition(number, "update")).calls)
+
+    base = counted(0)
+    counts: Counter[OperatorCall] = base.copy()
+    for number, units in enumerate(side.run.repeats.kinds.values(), 1):
+        more = counted(number)
+        more.subtract(base)
+        for call, times in more.items():
+            counts[call] += len(units) * times
+    counts = Counter({call: times for call, times in counts.items() if times})
+    return OperatorCalls(tuple(counts), counts=tuple(map(float, counts.values()))) if counts else NO_CALLS
 
 
 def _of_all_blocks(side: _Side, figure: Callable[[_Side, StepPosition], float]) -> float:

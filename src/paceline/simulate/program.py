@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.profile.calls import OperatorCall
 from paceline.profile.profile import Product
 
 # HOST launches what the device computes.
@@ -18,9 +19,12 @@ class Compute:
     """Operators on the device.
 
     fixed_s: seconds of the host, which an accelerator computes beside.
+    new_bytes: in pages that are new to the process, on a CPU.
     part: of the step, for its breakdown.
     after: names of collectives that must have ended; one that is in no step has.
     products: what `flops` consists of, where shapes are known: of all samples.
+    calls: the operators, and how often each, where a device may have timed them. spared_bytes, spared_operators: of
+        them, by fusing what they do.
     """
 
     flops: float = 0.0
@@ -31,6 +35,10 @@ class Compute:
     part: Part = "compute"
     after: tuple[str, ...] = ()
     products: tuple[Product, ...] = ()
+    calls: tuple[tuple[OperatorCall, float], ...] = ()
+    spared_bytes: float = 0.0
+    spared_operators: float = 0.0
+    new_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

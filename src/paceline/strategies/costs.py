@@ -31,6 +31,7 @@ from typing import Literal
 
 from paceline.cluster import Device, DeviceKind
 from paceline.plans import Plan
+from paceline.profile.calls import OperatorCall, OperatorCalls
 from paceline.profile.profile import Product, Profile, Segment, Work
 from paceline.simulate.program import Compute, Event, Part
 from paceline.software import PACELINE, Software
@@ -167,7 +168,9 @@ def compute(work: Work, samples: float, *, part: Part = "compute") -> Compute:
     """A segment's work on so many samples, as an event."""
     return Compute(flops=work.flops.at(samples), moved_bytes=work.moved_bytes.at(samples),
                    function_bytes=work.function_bytes.at(samples), operators=work.operators, part=part,
-                   products=_of_samples(work.products, samples) if work.products else ())
+                   products=_of_samples(work.products, samples) if work.products else (),
+                   calls=_calls_of_samples(work.calls, samples) if work.calls.first else (),
+                   spared_bytes=work.spared.spared_bytes.at(samples), spared_operators=work.spared.spared_operators)
 
 
 _grown: dict[tuple[int, float], tuple[tuple[Product, ...], tuple[Product, ...]]] = {}
@@ -182,6 +185,20 @@ def _of_samples(products: tuple[Product, ...], samples: float) -> tuple[Product,
             _grown.clear()
         sides = [{p.grows: getattr(p, p.grows) * samples} for p in products]
         found = _grown[key] = (products, tuple(replace(p, **side) for p, side in zip(products, sides, strict=True)))
+    return found[1]
+
+
+_called: dict[tuple[int, float], tuple[OperatorCalls, tuple[tuple[OperatorCall, float], ...]]] = {}
+
+
+def _calls_of_samples(calls: OperatorCalls, samples: float) -> tuple[tuple[OperatorCall, float], ...]:
+    """As `_of_samples`."""
+    key = (id(calls), samples)
+    found = _called.get(key)
+    if found is None or found[0] is not calls:
+        if len(_called) >= MOST_GROWN:
+            _called.clear()
+        found = _called[key] = (calls, calls.at(samples))
     return found[1]
 
 

@@ -86,10 +86,10 @@ def _choose(job: Job, where: Cluster, *, may_be_fewer: bool) -> Chosen:
 def _found(question: PlanningProblem, where: Cluster) -> Chosen:
     """First by prediction alone, among plans that leave the model whole; then, where the run is long enough, by trying
     the best of all."""
-    found = replace(question, may_split=False).search(where)
+    found = replace(question, may_split=False, times_operators=False).search(where)
     budget_s = _budget_s(question.job, found.chosen)
     if found.chosen is None or budget_s >= CUTTING_S:
-        found = question.search(where)
+        found = replace(question, times_operators=budget_s >= CUTTING_S).search(where)
     if budget_s >= LEAST_S and not has_gpus():  # this process uses CUDA by now, and its forks can't
         found = rehearse_best(found, partial(rehearse, question.job, where), budget_s=budget_s, worth=WORTH)
     if found.chosen is None:

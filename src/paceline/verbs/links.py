@@ -22,7 +22,9 @@ CACHED = "links"  # by the number of CPU ranks, or by the numbers of the GPUs
 MOST_RANKS = 8  # with so many at most; more wait as those do
 SMALL, LARGE = 60, 8  # collectives of each size that are timed
 LARGE_BYTES = 8 * 2**20  # gathered by each rank
-BUSY_SIDE = 256  # of a product of matrices that each rank computes before each collective
+# Products of matrices of this side that each rank computes before each collective: ranks that compute for some
+# milliseconds come at different times, and wait for each other.
+BUSY_SIDE, BUSY_PRODUCTS = 256, 12
 GPU_LARGE_BYTES = 128 * 2**20  # gathered by each GPU: some buckets of gradients
 TIMEOUT_S = 30.0
 GPU_TIMEOUT_S = 90.0  # NCCL looks at the wires first, and opens channels
@@ -99,11 +101,12 @@ def _rank_times(context: RankContext) -> tuple[float, float, float]:
     whole = [torch.zeros_like(part) for _ in range(n)]
 
     def each_s(times: int, collective: Callable[[], object]) -> float:
-        """Of a product and a collective after it."""
+        """Of products and a collective after them."""
         collective()
         began_s = time.perf_counter()
         for _ in range(times):
-            matrix @ matrix
+            for _ in range(BUSY_PRODUCTS):
+                matrix @ matrix
             collective()
         return (time.perf_counter() - began_s) / times
 

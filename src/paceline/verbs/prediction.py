@@ -153,7 +153,8 @@ def _estimate(priced: Priced) -> Estimate | None:
     job, asked = priced.job, priced.asked
     try:
         return estimate(priced.profile, asked.plan, with_links(asked.cluster, measure=False), batch=job.batch,
-                        precision=job.precision, split=priced.split, snapshot=priced.snapshot)
+                        precision=job.precision, split=priced.split, snapshot=priced.snapshot,
+                        times_operators=False)
     except Exception as error:  # as above
         _without_price(priced, error)
         return None

@@ -19,6 +19,7 @@ from paceline.cluster import Device
 from paceline.job import Job
 from paceline.plans import Plan
 from paceline.profile.attention import SparedBySelective
+from paceline.profile.calls import NO_CALLS, OperatorCalls
 from paceline.profile.fakes import FakeModel
 from paceline.profile.profile import Affine, Core, Fused, Parameter, Profile, Segment, TensorCut, Work
 from paceline.profile.recorder import StepPosition, Tallied, WorkRecorder
@@ -192,9 +193,10 @@ class SplitJob:
                 run = [piece for piece in found.pieces if piece.key not in like]
                 programs = {piece.key: self._program(piece, found, split) for piece in run if split.touches(piece)}
                 with self.built.symbolic():
-                    costs = {piece.key: self._price(piece, found, split, programs.get(piece.key)) for piece in run}
+                    costs = {piece.key: self._price(piece, found, split, programs.get(piece.key), samples)
+                             for piece in run}
                     costs |= {unit: _like(costs[traced], unit) for unit, traced in like.items()}
-                    costs[LOSS] = self._price_loss(found, target)
+                    costs[LOSS] = self._price_loss(found, target, samples)
                 self._priced[key] = costs
         return found, self._priced[key]
 
@@ -215,7 +217,7 @@ class SplitJob:
         return mapped(lambda t: as_the_job_takes(t, self.job, samples, samples), batch)
 
     def _price(self, piece: Piece, found: Capture, split: TensorSplit,
-               program: tuple[Program, Counted] | None) -> Segment:
+               program: tuple[Program, Counted] | None, samples: int) -> Segment:
         """Forward and backward of a piece on fake tensors. program: what a rank runs of one that is split."""
         if piece.opaque:  # its code may keep what it is given
             return self._guess(piece, found)
@@ -246,7 +248,8 @@ class SplitJob:
                 torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         except Exception:  # a function that looks at values
             return self._guess(piece, found)
-        segment = replace(_segment(piece.key, recorder), core=_core(spared))
+        step_bytes = self._step_bytes(samples)
+        segment = replace(_segment(piece.key, recorder, step_bytes), core=_core(spared, step_bytes))
         if program is None:
             return segment
         sent = tuple(program[1].sent)
@@ -260,7 +263,7 @@ class SplitJob:
                        gradients=tuple(name for name in dict.fromkeys(piece.parameters)
                                        if parameters[name].requires_grad))
 
-    def _price_loss(self, found: Capture, target: Any) -> Segment:
+    def _price_loss(self, found: Capture, target: Any, samples: int) -> Segment:
         values = {name: torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
                   for name, value in found.values.items()}
         goal = tree_map(lambda t: self.built.mode.from_tensor(t, static_shapes=True)
@@ -272,7 +275,13 @@ class SplitJob:
             loss = loss[0] if isinstance(loss, tuple | list) else loss
             recorder.move_to(StepPosition(0, "backward"))
             loss.backward()
-        return _segment(LOSS, recorder)
+        return _segment(LOSS, recorder, self._step_bytes(samples))
+
+    def _step_bytes(self, samples: int) -> float:
+        """That a step touches; see `profile.trace`."""
+        whole = self.whole
+        held = sum(p.num_bytes + p.gradient_bytes + p.state_bytes for p in whole.parameters)
+        return held + sum(max(0.0, s.kept_bytes.at(samples)) for s in whole.segments)
 
 
 def _like(traced: Segment, unit: str) -> Segment:
@@ -281,29 +290,30 @@ def _like(traced: Segment, unit: str) -> Segment:
                                                       for name in traced.gradients))
 
 
-def _segment(unit: str, recorder: WorkRecorder) -> Segment:
+def _segment(unit: str, recorder: WorkRecorder, step_bytes: float) -> Segment:
     levels, ahead, back = recorder.levels(), StepPosition(0, "forward"), StepPosition(0, "backward")
     start, peak, end = ((levels[ahead].start, levels[ahead].peak, levels[ahead].end) if ahead in levels else (0, 0, 0))
 
     def work(place: StepPosition) -> Work:
-        return _work(recorder.work.get(place, Tallied()))
+        return _work(recorder.work.get(place, Tallied()), step_bytes)
 
     return Segment(unit, work(ahead), work(back), Affine(end - start), Affine(recorder.outputs.get(0, 0)),
                    Affine(peak - start), Affine(max(0, levels[back].peak - end) if back in levels else 0),
                    tuple(recorder.gradients[0]))
 
 
-def _core(spared: SparedBySelective) -> Core | None:
+def _core(spared: SparedBySelective, step_bytes: float) -> Core | None:
     found = spared.found.get(StepPosition(0, "forward"))
     if found is None:
         return None
-    return Core(_work(found.work), Affine(found.num_bytes))
+    return Core(_work(found.work, step_bytes), Affine(found.num_bytes))
 
 
-def _work(found: Tallied) -> Work:
+def _work(found: Tallied, step_bytes: float) -> Work:
     return Work(Affine(found.flops), Affine(found.moved_bytes), Affine(found.function_bytes), found.operators,
                 tuple(found.products),
-                Fused(Affine(found.spared.num_bytes), found.spared.operators, found.spared.kernels))
+                Fused(Affine(found.spared.num_bytes), found.spared.operators, found.spared.kernels),
+                OperatorCalls(tuple(call.across(step_bytes) for call in found.calls)) if found.calls else NO_CALLS)
 
 
 def _once(segments: Sequence[Segment], halves: int) -> tuple[Segment, ...]:

@@ -1,0 +1,388 @@
+"""How long a job's own operators take on this machine's CPU, with as many ranks at work as a plan has.
+
+Each distinct operator is called a few times with operands of its shapes, in a fork for each rank, all at the same
+operator at the same time: so ranks have their threads, and share memory and caches. An operand that a step touches
+again only after many others is brought from as far away. What was timed is kept for this machine.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import signal
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from paceline.cluster import usable_cores
+from paceline.launch.fork import die_with, in_a_fork
+from paceline.profile import cache
+from paceline.profile.calls import FAR, MIB, UNKNOWN, Operand, OperatorCall
+
+if TYPE_CHECKING:
+    import torch
+
+MEASURED_S = 0.004  # of an operator's calls
+FEWEST, MOST = 5, 200  # of them
+SLOW_S, LONGEST_S = 0.03, 0.15  # of an operator's calls on one thread, and on several, which are disturbed more easily
+LARGEST_BYTES = 2**30  # of an operator's operands
+BUDGET_S = 20.0  # of a session; what is left is priced by what it computes and moves
+MOST_CRASHES = 5
+MOST_KEPT = 30_000
+MOST_COPIES = 64
+MADE_BYTES = 32 * MIB  # of results that are held, so that further ones come into memory that was not used for long
+WAIT_S = 0.5  # at most for the other ranks before each operator
+CANT = -1.0  # seconds of an operator that failed
+
+
+LAUNCHED = OperatorCall("aten.mul.Tensor", (Operand((64,), (1,), "float32", 0.0), 2.0))
+# Of 64 MiB each, which is more than caches hold, and more than the C library takes from its heap: what is made is in
+# pages that are new.
+_LARGE = Operand((2**24,), (1,), "float32", float(FAR))
+IN_PLACE, MADE = OperatorCall("aten.add_.Tensor", (_LARGE, _LARGE)), OperatorCall("aten.add.Tensor", (_LARGE, _LARGE))
+
+
+class OperatorTimes:
+    """Seconds of operators where so many ranks are at work.
+
+    measures: whether those that are not known are timed; no while ranks are at work.
+    """
+
+    def __init__(self, num_ranks: int, *, measures: bool = True) -> None:
+        self.measures = measures
+        num_cores = usable_cores()
+        self.processes, self.threads = min(num_ranks, num_cores), max(1, num_cores // num_ranks)
+        self._name = f"operators-{self.processes}x{self.threads}"
+        found = cache.read(self._name, "cpu")
+        self._known: dict[str, float] = found if isinstance(found, dict) else {}
+
+    @property
+    def launch_s(self) -> float:
+        """Of an operator that has next to nothing to do, without autograd."""
+        self.measure([LAUNCHED])
+        return self.seconds(LAUNCHED) or 0.0
+
+    @property
+    def memory_bytes_per_s(self) -> float | None:
+        """Read and written by plain arithmetic on what no cache holds."""
+        self.measure([IN_PLACE])
+        seconds = self.seconds(IN_PLACE)
+        return 3 * 4 * 2**24 / seconds if seconds else None
+
+    @property
+    def new_page_s(self) -> float:
+        """A byte of memory that is new to a process."""
+        self.measure([IN_PLACE, MADE])
+        return max(0.0, (self.seconds(MADE) or 0.0) - (self.seconds(IN_PLACE) or 0.0)) / (4 * 2**24)
+
+    def seconds(self, call: OperatorCall) -> float | None:
+        """None of an operator that was not timed, or can't be."""
+        found = self._known.get(_key(call), CANT)
+        return None if found == CANT else found
+
+    def knows(self, calls: Iterable[OperatorCall]) -> bool:
+        """Whether all of them were timed, or can't be."""
+        return all(call.operator == UNKNOWN or _key(call) in self._known for call in calls)
+
+    def measure(self, calls: Iterable[OperatorCall]) -> None:
+        """Time those that are not known yet."""
+        missing = {_key(call): call for call in calls if call.operator != UNKNOWN}
+        missing = {key: call for key, call in missing.items() if key not in self._known}
+        if not missing or not self.measures:
+            return
+        found = session(list(missing.values()), self.processes, self.threads)
+        self._known |= {key: seconds for key, seconds in zip(missing, found, strict=True) if seconds is not None}
+        self._known = dict(list(self._known.items())[-MOST_KEPT:])
+        cache.write(self._name, "cpu", self._known)
+
+
+@lru_cache(maxsize=8)
+def operator_times(num_ranks: int, *, measures: bool = True) -> OperatorTimes:
+    """Of this process: what it has timed it does not read again."""
+    return OperatorTimes(num_ranks, measures=measures)
+
+
+_keys: dict[str, str] = {}
+
+
+def _key(call: OperatorCall) -> str:
+    found = _keys.get(call.key)
+    if found is None:
+        found = _keys[call.key] = blake2b(call.key.encode(), digest_size=9).hexdigest()
+    return found
+
+
+def session(calls: Sequence[OperatorCall], processes: int, threads: int, *,
+            budget_s: float = BUDGET_S) -> list[float | None]:
+    """Seconds of each call; CANT of one that fails, None of one for which no time was left."""
+    board = _Board(len(calls), processes)
+    until = time.monotonic() + budget_s
+    for _ in range(MOST_CRASHES):
+        try:
+            in_a_fork(lambda: _lead(calls, board, threads, until), timeout_s=budget_s + 60)
+            break
+        except RuntimeError:  # a kernel may end its process
+            board.seconds[board.at] = CANT
+    return [None if math.isnan(seconds) else seconds for seconds in board.seconds[:len(calls)]]
+
+
+class _Board:
+    """Memory that ranks share: seconds of each call, and which call each rank is ready for, or has done.
+
+    at: the call that the lead is at.
+    """
+
+    def __init__(self, num_calls: int, processes: int) -> None:
+        self.processes = processes
+        shared = memoryview(mmap.mmap(-1, 8 * (num_calls + processes + 2))).cast("d")
+        self.seconds, self.ready, self._done = shared[:num_calls], shared[num_calls:-2], shared[-2:]
+        for k in range(num_calls):
+            self.seconds[k] = math.nan
+        self._done[0] = self._done[1] = -1
+
+    @property
+    def at(self) -> int:
+        return int(self._done[1])
+
+    def prepare(self, number: int) -> None:
+        self._done[1] = number
+
+    def begin(self, number: int) -> None:
+        """The lead waits until the others have called the operator once, or can't."""
+        until = time.perf_counter() + WAIT_S
+        while min(self.ready[1:], default=number + 1) < number + 1 and time.perf_counter() < until:
+            pass
+
+    def end(self, number: int, seconds: float) -> None:
+        self.seconds[number] = seconds
+        self._done[0] = number
+
+    def is_done(self, number: int) -> bool:
+        return self._done[0] >= number
+
+
+def _lead(calls: Sequence[OperatorCall], board: _Board, threads: int, until: float) -> None:
+    """Time operators, beside ranks that call the same ones."""
+    parent, peers = os.getpid(), []
+    for rank in range(1, board.processes):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                die_with(parent)
+                _follow(calls, board, threads, rank)
+            finally:
+                os._exit(0)
+        peers.append(pid)
+    try:
+        arena = _set_up(threads)
+        for number, call in enumerate(calls):
+            if not math.isnan(board.seconds[number]):
+                continue
+            if time.monotonic() > until:
+                break
+            board.prepare(number)
+            try:
+                again = _prepared(call, arena)
+                again()
+                board.begin(number)
+                board.end(number, _seconds(again, threads))
+            except Exception:
+                board.end(number, CANT)
+            arena.mend()
+    finally:
+        for pid in peers:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _follow(calls: Sequence[OperatorCall], board: _Board, threads: int, rank: int) -> None:
+    """Call each operator until the lead has timed it."""
+    arena = _set_up(threads)
+    for number, call in enumerate(calls):
+        if board.is_done(number) or not math.isnan(board.seconds[number]):
+            continue
+        with suppress(Exception):
+            again = _prepared(call, arena)
+            board.ready[rank] = number + 1
+            while not board.is_done(number):
+                again()
+        arena.mend()
+
+
+def _set_up(threads: int) -> Arena:
+    import torch
+
+    from paceline.launch.process import set_up_heap
+
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    set_up_heap(keep=True)
+    return Arena()
+
+
+def _seconds(again: Callable[[], object], threads: int) -> float:
+    """Of some calls, as a quarter of them take at most: others that use the machine make the rest slower. On one thread
+    what the thread itself was busy counts."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
+
+    def once() -> float:
+        began_s = clock()
+        again()
+        return clock() - began_s
+
+    times = [once()]
+    until = time.perf_counter() + (LONGEST_S if threads > 1 else SLOW_S)
+    count = max(FEWEST, min(MOST, math.ceil(MEASURED_S / times[0])))
+    while len(times) < 2 or (len(times) < count and time.perf_counter() < until):
+        times.append(once())
+    return statistics.quantiles(times, n=4)[0] if len(times) > FEWEST else min(times)
+
+
+class Arena:
+    """Memory that operands are parts of, all of it touched before. Values are positive and differ: kernels take other
+    ways for what is equal, as pooling does, and for what has no root."""
+
+    def __init__(self) -> None:
+        self._values: dict[torch.dtype, torch.Tensor] = {}
+
+    def of(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it, as numbers of a type."""
+        import torch
+
+        if dtype not in self._values:
+            self._values[dtype] = torch.rand(2 * FAR // dtype.itemsize).add_(0.1).to(dtype)
+        return self._values[dtype]
+
+    def mend(self) -> None:
+        """After operators have written into it: what is neither huge nor tiny takes as long as ordinary numbers."""
+        for values in self._values.values():
+            sample = values[::4097].abs()
+            if not bool(((sample > 1e-6) & (sample < 1e6)).all()):
+                values.uniform_(0.1, 1.1)
+
+    def operand(self, of: Operand, begin: int) -> torch.Tensor:
+        """begin: in bytes, of where the operand is; in memory of its own if it doesn't fit there."""
+        import torch
+
+        dtype = getattr(torch, of.dtype)
+        if not dtype.is_floating_point:
+            return torch.ones(of.shape, dtype=dtype)
+        values, needed = self.of(dtype), _needed(of)
+        first = begin // dtype.itemsize
+        if first + needed > len(values):
+            values, first = torch.full((needed,), 0.5, dtype=dtype), 0
+        return values.as_strided(of.shape, of.stride, first)
+
+
+def _needed(of: Operand) -> int:
+    """Values between an operand's first and its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(of.shape, of.stride, strict=True)) if all(
+        of.shape) else 0
+
+
+def _num_bytes(of: Operand) -> int:
+    import torch
+
+    return _needed(of) * int(getattr(torch, of.dtype).itemsize)
+
+
+def _prepared(call: OperatorCall, arena: Arena) -> Callable[[], object]:
+    """Call it, each time with other copies of those operands that are far away.
+
+    Raises:
+        Exception: it can't be called so.
+    """
+    import torch
+
+    namespace, name, overload = call.operator.split(".")
+    operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    operands = list(call.operands())
+    if sum(map(_num_bytes, operands)) > LARGEST_BYTES:
+        raise MemoryError(call.operator)
+    sizes = [-(-_num_bytes(of) // 64) * 64 for of in operands]
+    near = sum(size for of, size in zip(operands, sizes, strict=True) if not of.window)
+    each = max(64, sum(size for of, size in zip(operands, sizes, strict=True) if of.window))
+    places, ends = [], {True: 0, False: near}  # near operands come first, then copies of all others together
+    for of, size in zip(operands, sizes, strict=True):
+        places.append(ends[not of.window])
+        ends[not of.window] += size
+    spread = [max(1, min(MOST_COPIES, of.window // each, (2 * FAR - near) // each)) for of in operands]
+    strides = [max(each, of.window // MOST_COPIES // 64 * 64) for of in operands]
+    most = _most_index(name, call)
+    fixed = {k: torch.randint(most, of.shape, dtype=getattr(torch, of.dtype))
+             for k, of in enumerate(operands) if of.dtype in ("int64", "int32")}
+
+    def made(copy: int) -> tuple[list[Any], dict[str, Any]]:
+        given = iter([fixed[k] if k in fixed else arena.operand(of, places[k] + copy % spread[k] * strides[k])
+                      for k, of in enumerate(operands)])
+        return [_given(a, given) for a in call.arguments], {key: _given(a, given) for key, a in call.options}
+
+    if name == "mkldnn_rnn_layer_backward":
+        return _layer_backward(made(0)[0])
+    copies = deque(made(copy) for copy in range(max(spread, default=1)))
+    results: deque[Any] = deque(maxlen=1)
+
+    def again() -> None:
+        copies.rotate(-1)
+        arguments, options = copies[0]
+        results.append(operator(*arguments, **options))
+
+    again()
+    made_bytes = _made_bytes(results[0])
+    window = Operand((), (), "", call.made_distance_bytes).window
+    if kept := min(MOST_COPIES, min(window, MADE_BYTES) // made_bytes if made_bytes else 0):
+        results = deque((torch.full((made_bytes // 4 + 1,), 0.5) for _ in range(kept)), maxlen=kept)
+    return again
+
+
+def _layer_backward(given: list[Any]) -> Callable[[], object]:
+    """Of a recurrent layer: it needs what its forward left behind."""
+    import torch
+
+    (x, *weights), (hx, cx) = given[:5], given[5:7]
+    *gradients, reverse, mode, size, layers, biases, train, two_ways, sizes, batch_first, _ = given[10:]
+    with torch.enable_grad():  # else it leaves nothing
+        y, hy, cy, left = torch.ops.aten.mkldnn_rnn_layer.default(x, *weights, hx, cx, reverse, sizes, mode, size,
+                                                                  layers, biases, two_ways, batch_first, train)
+    return lambda: torch.ops.aten.mkldnn_rnn_layer_backward.default(
+        x, *weights, hx, cx, y, hy, cy, *gradients, reverse, mode, size, layers, biases, train, two_ways, sizes,
+        batch_first, left)
+
+
+def _made_bytes(result: Any) -> int:
+    import torch
+
+    if isinstance(result, torch.Tensor):
+        return result.nbytes
+    return sum(map(_made_bytes, result)) if isinstance(result, tuple | list) else 0
+
+
+def _given(value: Any, tensors: Any) -> Any:
+    import torch
+
+    if isinstance(value, Operand):
+        return next(tensors)
+    if isinstance(value, tuple):
+        return [_given(one, tensors) for one in value]
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."))
+    return value
+
+
+def _most_index(name: str, call: OperatorCall) -> int:
+    """Above the numbers in tensors of whole numbers: rows of a table, or classes. 0 fits everywhere."""
+    operands = list(call.operands())
+    if name == "embedding":
+        return operands[0].shape[0]
+    if name == "embedding_dense_backward":
+        return int(call.arguments[2])
+    if name in ("nll_loss_forward", "nll_loss_backward"):
+        return operands[name == "nll_loss_backward"].shape[1]
+    return 1

@@ -1,0 +1,105 @@
+"""Operators as a job calls them, and how long they take here."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import Job
+from paceline.profile import operators, profile_job
+from paceline.profile.calls import FAR, Operand, OperatorCall, OperatorCalls
+from paceline.profile.device import DeviceRates
+from paceline.profile.operators import CANT, OperatorTimes, session
+from paceline.simulate.program import Compute
+from paceline.strategies.costs import compute
+
+MATRIX = Operand((64, 64), (64, 1), "float32", 0.0)
+PRODUCT, UNHEARD_OF = OperatorCall("aten.mm.default", (MATRIX, MATRIX)), OperatorCall("aten.mm.unheard_of", (MATRIX,))
+
+
+def perceptron_job(batch: int = 8) -> Job:
+    data = [(torch.randn(32), torch.tensor(k % 3)) for k in range(batch)]
+    return Job(model=lambda: nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3)), data=data,
+               loss=nn.functional.cross_entropy, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=batch,
+               steps=1)
+
+
+def test_a_profile_names_the_operators_of_each_number_of_samples():
+    """Traced with 2 and 8 samples; with 5 the products have 5 rows."""
+    calls = [call for segment in profile_job(perceptron_job()).segments
+             for call, _ in compute(segment.forward, 5).calls]
+    products = [call for call in calls if call.operator == "aten.addmm.default"]
+
+    assert [call.arguments[1].shape for call in products] == [(5, 32), (5, 16)]
+    assert "aten.relu.default" in {call.operator for call in calls}
+
+
+def test_an_operand_is_as_far_away_as_what_was_touched_since():
+    """A weight was last used in another pass; what the layer before has made is at hand."""
+    forward = [call for segment in profile_job(perceptron_job()).segments
+               for call, _ in compute(segment.forward, 8).calls if call.operator == "aten.addmm.default"]
+    _, activation, weight = forward[1].arguments
+
+    assert activation.distance_bytes == 0 and weight.distance_bytes > 1000
+
+
+def test_what_is_far_is_spread_over_more_memory():
+    assert [Operand((), (), "float32", distance).window for distance in (0.0, 2e6, 1e7, 1e9)] == [
+        0, 4 * 2**20, 16 * 2**20, FAR]
+
+
+def test_calls_between_which_there_is_no_line_are_not_known():
+    """Sizes that are no whole numbers there, and other operators."""
+    other = OperatorCall("aten.mm.default", (Operand((67, 64), (64, 1), "float32", 0.0), MATRIX))
+
+    assert OperatorCalls((PRODUCT,), (other,), (2, 4)).at(3) == ()
+    assert OperatorCalls((PRODUCT,), (UNHEARD_OF,), (2, 4)).at(3) == ()
+    assert OperatorCalls((PRODUCT,), (PRODUCT,), (2, 4)).times(3).at(3) == ((PRODUCT, 3.0),)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_operators_are_timed_and_one_that_fails_is_left_out(processes: int):
+    small, unknown = session([PRODUCT, UNHEARD_OF], processes, 1)
+
+    assert 0 < small < 0.1 and unknown == CANT
+
+
+def test_an_operator_that_ends_its_process_is_left_out(monkeypatch):
+    """The others are timed all the same."""
+    prepared = operators._prepared
+    monkeypatch.setattr(operators, "_prepared", lambda call, arena: (
+        os._exit(9) if call is UNHEARD_OF else prepared(call, arena)))
+
+    assert [seconds == CANT for seconds in session([PRODUCT, UNHEARD_OF, PRODUCT], 1, 1)] == [False, True, False]
+
+
+def test_what_was_timed_is_not_timed_again(monkeypatch, tmp_path):
+    """In this process, or in another one on this machine; where ranks are at work nothing is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked: list[int] = []
+    monkeypatch.setattr(operators, "session", lambda calls, *_: asked.append(len(calls)) or [0.5] * len(calls))
+    first, busy = OperatorTimes(1), OperatorTimes(1, measures=False)
+    busy.measure([PRODUCT])
+    first.measure([PRODUCT, PRODUCT])
+    first.measure([PRODUCT])
+    OperatorTimes(1).measure([PRODUCT])
+
+    assert asked == [1] and busy.seconds(PRODUCT) is None
+    assert first.seconds(PRODUCT) == OperatorTimes(1).seconds(PRODUCT) == 0.5
+
+
+def test_timed_operators_count_and_others_are_priced_by_what_they_move():
+    """Twice 0.5 s; 2 MB at 1 MB/s; and what autograd adds to each of three launches."""
+    class Timed:
+        launch_s = 0.1
+
+        def seconds(self, call: OperatorCall) -> float | None:
+            return 0.5 if call is PRODUCT else None
+
+    rates = DeviceRates(1e9, 1e9, 1e6, 1e6, 0.3, timed=Timed())  # type: ignore[arg-type]
+    event = Compute(operators=3, calls=((PRODUCT, 2.0), (OperatorCall("", num_bytes=2e6), 1.0)))
+
+    assert rates.seconds(event, "float32")[0] == pytest.approx(1.0 + 2.0 + 3 * 0.2)
