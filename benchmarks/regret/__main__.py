@@ -1,16 +1,22 @@
 """How near a plan's predicted time and memory are to what is measured here, and how good the chosen plan is.
 
-Every plan of every job is priced, then trained in turns; regret is the chosen plan's time by the best one's.
+Every plan of every job is priced, without rehearsals and with them, then trained in turns; regret is the chosen plan's
+time by the best one's.
 
-    python -m benchmarks.regret [--jobs NAME...] [--rounds 3] [--seconds 2] [--json FILE]
+    python -m benchmarks.regret [--jobs NAME...] [--plans 20] [--rounds 3] [--seconds 2] [--rehearse 120]
+                                [--json FILE] [--write docs/accuracy.md]
+
+--json keeps what was measured, job by job: those that are there and are not named are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import math
+import os
 import random
 import statistics
 import sys
@@ -22,6 +28,7 @@ from pathlib import Path
 from benchmarks.regret.jobs import JOBS
 from benchmarks.turns import warn_if_busy
 from paceline import Cluster, Job
+from paceline.cluster import usable_cores
 from paceline.errors import PacelineError
 from paceline.launch.failure import RankFailed
 from paceline.launch.local import run_local
@@ -40,7 +47,8 @@ WARM_UP_STEPS = 10  # that a run leaves out of its speed
 
 @dataclass(slots=True)
 class Measured:
-    """A plan of a job. step_s, memory_bytes: of each round."""
+    """A plan of a job. alone_s, alone_low_s, alone_high_s: predicted without rehearsals. step_s, memory_bytes: of each
+    round."""
 
     plan: str
     predicted_s: float
@@ -54,13 +62,17 @@ class Measured:
     step_s: list[float] = field(default_factory=list)
     memory_bytes: list[int] = field(default_factory=list)
     failed: str = ""
+    alone_s: float = math.nan
+    alone_low_s: float = math.nan
+    alone_high_s: float = math.nan
 
     @classmethod
-    def of(cls, one: Candidate) -> Measured:
+    def of(cls, one: Candidate, alone: Candidate | None = None) -> Measured:
         found = one.estimate
+        times = () if alone is None else (alone.estimate.step_s, alone.estimate.low_s, alone.estimate.high_s)
         return cls(str(one.plan), found.step_s, found.low_s, found.high_s, found.peak_memory_bytes,
                    dict(found.breakdown), dict(found.ledger), one.plan.relaxed is not None,
-                   found.is_measured)
+                   found.is_measured, **dict(zip(("alone_s", "alone_low_s", "alone_high_s"), times, strict=False)))
 
     @property
     def time_s(self) -> float:
@@ -76,8 +88,17 @@ class Measured:
         return math.nan if not self.memory_bytes else self.predicted_bytes / statistics.median(self.memory_bytes) - 1
 
     @property
+    def alone_error(self) -> float:
+        """Of the time that is predicted without rehearsals."""
+        return self.alone_s / self.time_s - 1
+
+    @property
     def is_inside(self) -> bool:
         return self.low_s <= self.time_s <= self.high_s
+
+    @property
+    def is_inside_alone(self) -> bool:
+        return self.alone_low_s <= self.time_s <= self.alone_high_s
 
     @property
     def noise(self) -> float:
@@ -86,50 +107,92 @@ class Measured:
         return statistics.median(apart) if apart else math.nan
 
 
+@dataclass(slots=True)
+class JobResult:
+    """What a job gave. chosen, chosen_alone: the plan that is chosen with rehearsals, and without."""
+
+    chosen: str
+    plans: list[Measured]
+    chosen_alone: str = ""
+
+    @property
+    def run(self) -> list[Measured]:
+        return [one for one in self.plans if one.step_s]
+
+    def regret(self, plan: str) -> float:
+        """A plan's time by the best exact one's; nan where it was not measured."""
+        ours = next((one.time_s for one in self.run if one.plan == plan), math.nan)
+        return ours / min(one.time_s for one in self.run if not one.is_relaxed)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     asked = _arguments(arguments)
     warn_if_busy()
-    found = {}
-    for name in asked.jobs:
-        found[name] = _measure(name, rounds=asked.rounds, seconds=asked.seconds)
-        print(_job_table(name, *found[name]), flush=True)
+    found = _kept_results(asked.json)
+    for name in asked.jobs or [name for name in JOBS if name not in found]:
+        found[name] = _measure(name, asked)
+        print(_job_table(name, found[name]), flush=True)
+        if asked.json:
+            Path(asked.json).write_text(json.dumps({name: asdict(one) for name, one in found.items()}, indent=1))
     print(table(found))
-    if asked.json:
-        Path(asked.json).write_text(json.dumps({name: {"chosen": chosen, "plans": list(map(asdict, plans))}
-                                                for name, (chosen, plans) in found.items()}, indent=1))
+    if asked.write:
+        Path(asked.write).write_text(page(found, measured_on=datetime.date.today(), machine=_machine()))
+
+
+def _kept_results(path: str | None) -> dict[str, JobResult]:
+    if not path or not Path(path).exists():
+        return {}
+    kept = json.loads(Path(path).read_text())
+    return {name: JobResult(one["chosen"], [Measured(**each) for each in one["plans"]], one["chosen_alone"])
+            for name, one in kept.items()}
+
+
+def _machine() -> str:
+    """In words."""
+    import torch
+
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return (f"{usable_cores()} cores ({torch.backends.cpu.get_cpu_capability()}), {memory_bytes / 2**30:.0f} GiB, "
+            f"{sys.platform}, torch {torch.__version__}")
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.regret")
-    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS), metavar="NAME")
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), metavar="NAME")
+    parser.add_argument("--plans", type=int, default=MOST_PLANS, help="of a job, at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, as far as the prediction is right")
+    parser.add_argument("--rehearse", type=float, default=REHEARSE_S, metavar="SECONDS")
     parser.add_argument("--json")
+    parser.add_argument("--write", metavar="FILE", help="a page of all results")
     return parser.parse_args(arguments)
 
 
-def _measure(name: str, *, rounds: int, seconds: float) -> tuple[str, list[Measured]]:
-    """The plan that is chosen, and all plans with what they took."""
+def _measure(name: str, asked: argparse.Namespace) -> JobResult:
+    """Its plans, with what they took."""
     devices, make = JOBS[name]
     job = make()
-    answer = plan(job, Cluster.local(f"cpu:0-{devices - 1}"), rehearse_s=REHEARSE_S)
-    taken = [Measured.of(one) for one in _kept(answer)]
-    for number in range(rounds):
+    where = Cluster.local(f"cpu:0-{devices - 1}")
+    before = plan(job, where, rehearse_s=0)
+    answer = plan(job, where, rehearse_s=asked.rehearse) if asked.rehearse else before
+    alone = {one.plan: one for one in before.ranking.ranked}
+    taken = [Measured.of(one, alone.get(one.plan)) for one in _kept(answer, before, asked.plans)]
+    for number in range(asked.rounds):
         order = list(taken)
         random.Random(number).shuffle(order)
         for one in order:
             if not one.failed:
-                _run(one, job, seconds)
-        print(f"{name}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    return str(answer.chosen), taken
+                _run(one, job, asked.seconds)
+        print(f"{name}: round {number + 1} of {asked.rounds}", file=sys.stderr, flush=True)
+    return JobResult(str(answer.chosen), taken, str(before.chosen))
 
 
-def _kept(answer: Answer) -> list[Candidate]:
-    """Exact plans: those with the fewest words, so that predictions don't say which, and the chosen one."""
+def _kept(answer: Answer, before: Answer, most: int) -> list[Candidate]:
+    """Exact plans: those that are chosen, and those with the fewest words, so that predictions don't say which."""
     exact = [one for one in answer.ranking.ranked if one.plan.relaxed is None]
-    kept = sorted(exact, key=lambda one: (len(one.plan.values()), str(one.plan)))[:MOST_PLANS]
-    chosen = answer.ranking.chosen
-    return kept if chosen is None or chosen in kept else [*kept[:-1], chosen]
+    chosen = [one for one in exact if one.plan in (answer.chosen, before.chosen)]
+    return [*chosen, *sorted((one for one in exact if one not in chosen),
+                             key=lambda one: (len(one.plan.values()), str(one.plan)))][:most]
 
 
 def _run(one: Measured, job: Job, seconds: float) -> None:
@@ -153,42 +216,83 @@ def _run(one: Measured, job: Job, seconds: float) -> None:
     one.memory_bytes.append(summary["peak_memory_bytes"])
 
 
-def _job_table(name: str, chosen: str, plans: Sequence[Measured]) -> str:
-    lines = [f"\n{name}, {JOBS[name][0]} devices; chosen: {chosen}",
-             f"{'plan':<58} {'ms':>8} {'said':>8} {'off':>6} {'noise':>6} {'MiB':>7} {'said':>7} {'off':>6}"]
-    for one in sorted((one for one in plans if one.step_s), key=lambda one: one.time_s):
-        lines.append(f"{one.plan:<58} {1e3 * one.time_s:>8.2f} {1e3 * one.predicted_s:>8.2f} "
-                     f"{100 * one.time_error:>+5.0f}% {100 * one.noise:>5.0f}% "
-                     f"{statistics.median(one.memory_bytes) / 2**20:>7.1f} {one.predicted_bytes / 2**20:>7.1f} "
-                     f"{100 * one.memory_error:>+5.0f}%{' tried' if one.was_tried else ''}"
-                     f"{'' if one.is_inside else ' outside'}")
-    lines += [f"{one.plan}: {one.failed}" for one in plans if one.failed]
+def _job_table(name: str, found: JobResult) -> str:
+    titles = f"{'ms':>8} {'alone':>8} {'off':>6} {'said':>8} {'off':>6} {'noise':>6} {'MiB':>7} {'said':>7} {'off':>6}"
+    lines = [f"\n{name}, {JOBS[name][0]} devices; chosen: {found.chosen}", f"{'plan':<58} {titles}"]
+    for one in sorted(found.run, key=lambda one: one.time_s):
+        memory_bytes = statistics.median(one.memory_bytes)
+        lines.append(
+            f"{one.plan:<58} {1e3 * one.time_s:>8.2f} {1e3 * one.alone_s:>8.2f} {100 * one.alone_error:>+5.0f}% "
+            f"{1e3 * one.predicted_s:>8.2f} {100 * one.time_error:>+5.0f}% {100 * one.noise:>5.0f}% "
+            f"{memory_bytes / 2**20:>7.1f} {one.predicted_bytes / 2**20:>7.1f} {100 * one.memory_error:>+5.0f}%"
+            f"{' tried' if one.was_tried else ''}{'' if one.is_inside else ' outside'}")
+    lines += [f"{one.plan}: {one.failed}" for one in found.plans if one.failed]
     return "\n".join(lines)
 
 
-def table(found: dict[str, tuple[str, list[Measured]]]) -> str:
-    """A line a job: how far off time is, of plans that were not tried and of all, and memory; how many are inside their
-    intervals, and those's width; the chosen plan's time by the best one's; how far apart rounds are."""
-    lines = [f"\n{'job':<20} {'plans':>5} {'untried':>7} {'time':>6} {'memory':>6} {'inside':>6} {'width':>6} "
-             f"{'regret':>6} {'noise':>6}"]
-    everything: list[Measured] = []
-    for name, (chosen, plans) in found.items():
-        run = [one for one in plans if one.step_s]
-        everything += run
-        best = min(one.time_s for one in run if not one.is_relaxed)
-        ours = next((one for one in run if one.plan == chosen), None)
-        regret = f"{ours.time_s / best:.3f}" if ours else "-"
-        lines.append(f"{_scores(name, run)} {regret:>6} {_percent(_mean(one.noise for one in run)):>6}")
-    return "\n".join([*lines, _scores("all", everything)])
+def table(found: dict[str, JobResult]) -> str:
+    """A line a job: how far off time is without rehearsals, of plans that were not tried and of all, and memory; how
+    many are inside their intervals, and those's width; the chosen plan's time by the best one's; how far apart rounds
+    are."""
+    titles = ("plans", "alone", "inside", "untried", "time", "memory", "inside", "width", "regret", "noise")
+    lines = [f"\n{'job':<22} {' '.join(f'{title:>6}' for title in titles)}"]
+    for name, one in found.items():
+        lines.append(f"{_scores(name, one.run)} {one.regret(one.chosen):>6.3f} "
+                     f"{_percent(_mean(each.noise for each in one.run)):>6}")
+    return "\n".join([*lines, _scores("all", [each for one in found.values() for each in one.run])])
 
 
 def _scores(name: str, run: Sequence[Measured]) -> str:
     untried = [abs(one.time_error) for one in run if not one.was_tried]
-    return (f"{name:<20} {len(run):>5} {_percent(_mean(untried)):>7} "
+    return (f"{name:<22} {len(run):>6} {_percent(_mean(abs(one.alone_error) for one in run)):>6} "
+            f"{_percent(_mean(one.is_inside_alone for one in run)):>6} {_percent(_mean(untried)):>6} "
             f"{_percent(_mean(abs(one.time_error) for one in run)):>6} "
             f"{_percent(_mean(abs(one.memory_error) for one in run)):>6} "
             f"{_percent(_mean(one.is_inside for one in run)):>6} "
             f"{_percent(statistics.median(one.high_s / one.low_s - 1 for one in run)):>6}")
+
+
+def page(found: dict[str, JobResult], *, measured_on: datetime.date, machine: str) -> str:
+    """The report, as Markdown."""
+    run = [one for job in found.values() for one in job.run]
+    columns = ["job", "plans", "alone: median", "worst", "inside", "regret", "rehearsed: median", "worst", "inside",
+               "regret", "memory: median"]
+    lines = ["# How near predictions are", "",
+             "Written by `python -m benchmarks.regret --write docs/accuracy.md`: each plan is predicted without",
+             '("alone") and with rehearsals, then trained. "off" is predicted by measured, less 1; "inside" is the',
+             "part of plans that took a time inside their 80 % interval; regret is the chosen plan's time by the",
+             "fastest one's.", "", f"{measured_on:%d %B %Y}; {machine}.", "", *_head(columns)]
+    for name, job in found.items():
+        lines.append(_page_row(name, job.run, f"{job.regret(job.chosen_alone):.3f}", f"{job.regret(job.chosen):.3f}"))
+    lines += [_page_row("all", run, *(f"{_mean(job.regret(getattr(job, which)) for job in found.values()):.3f}"
+                                      for which in ("chosen_alone", "chosen"))), ""]
+    for name, job in found.items():
+        lines += [f"## {name}", "", f"Chosen alone: {job.chosen_alone}. Chosen with rehearsals: {job.chosen}.", "",
+                  *_head(["plan", "ms", "alone", "off", "rehearsed", "off", "MiB", "predicted", "off"])]
+        for one in sorted(job.run, key=lambda one: one.time_s):
+            cells = (one.plan, f"{1e3 * one.time_s:.1f}", f"{1e3 * one.alone_s:.1f}", f"{100 * one.alone_error:+.0f} %",
+                     f"{1e3 * one.predicted_s:.1f}",
+                     f"{100 * one.time_error:+.0f} %{', tried' if one.was_tried else ''}",
+                     f"{statistics.median(one.memory_bytes) / 2**20:.0f}", f"{one.predicted_bytes / 2**20:.0f}",
+                     f"{100 * one.memory_error:+.0f} %")
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _head(columns: Sequence[str]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+
+
+def _page_row(name: str, run: Sequence[Measured], regret_alone: str, regret: str) -> str:
+    def errors(figures: Iterable[float]) -> str:
+        held = sorted((abs(figure), figure) for figure in figures)
+        return f"{100 * statistics.median(size for size, _ in held):.1f} % | {100 * held[-1][1]:+.0f} %"
+
+    return (f"| {name} | {len(run)} | {errors(one.alone_error for one in run)} | "
+            f"{_percent(_mean(one.is_inside_alone for one in run))} | {regret_alone} | "
+            f"{errors(one.time_error for one in run)} | {_percent(_mean(one.is_inside for one in run))} | {regret} | "
+            f"{100 * statistics.median(abs(one.memory_error) for one in run):.1f} % |")
 
 
 def _mean(figures: Iterable[float]) -> float:

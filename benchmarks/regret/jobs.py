@@ -68,6 +68,55 @@ class Branches(nn.Module):
         return self.head(torch.cat([branch(x) for branch in self.branches], -1))
 
 
+def sgd(named: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=1e-2)  # type: ignore[arg-type]
+
+
+class Towers(nn.Module):
+    """Two unequal parts that need nothing of each other: convolutions, and products, of the same image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 64, 256))
+        self.products = nn.Sequential(nn.Flatten(), nn.Linear(3072, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(),
+                                      nn.Linear(1024, 256))
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.convolutions(x), self.products(x)], -1))
+
+
+class Reader(nn.Module):
+    """Tokens to a class: a table of embeddings, something in the middle, the mean over the sequence."""
+
+    def __init__(self, vocab: int, width: int, *middle: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(vocab, width), nn.ModuleList(middle), nn.Linear(width, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            x = x[0] if isinstance(x, tuple) else x
+        return self.head(x.mean(1))
+
+
+def _convolutions(width: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU(),
+        nn.Conv2d(2 * width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(2 * width * 64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def words(vocab: int, length: int, *, samples: int = 256) -> Rows:
+    generator = torch.Generator().manual_seed(0)
+    return Rows(torch.randint(vocab, (samples, length), generator=generator),
+                torch.randint(10, (samples,), generator=generator))
+
+
 def perceptron(width: int, layers: int) -> nn.Sequential:
     middle = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *middle, nn.Linear(width, 10))
@@ -78,8 +127,18 @@ def _decoder(size: DecoderSize, batch: int) -> Callable[[], pl.Job]:
                           batch=batch, steps=STEPS)
 
 
+def _job(model: Callable[[], nn.Module], data: Callable[[], Rows], optimizer: Callable[[object], torch.optim.Optimizer],
+         batch: int) -> Callable[[], pl.Job]:
+    return lambda: pl.Job(model=model, data=data(), loss=F.cross_entropy, optimizer=optimizer, batch=batch,
+                          steps=STEPS)
+
+
+def _layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
+
+
 # By name: how many devices there are, and the job.
-JOBS: dict[str, tuple[int, Callable[[], pl.Job]]] = {
+SMALL_JOBS: dict[str, tuple[int, Callable[[], pl.Job]]] = {
     "GPT, 128 wide": (2, _decoder(DecoderSize(4, 128, 4, 512, 256, sequence=128), 16)),
     "GPT, 512 wide": (2, _decoder(DecoderSize(2, 512, 8, 2048, 256, sequence=64), 8)),
     "Llama, 256 wide": (2, _decoder(DecoderSize(4, 256, 8, 688, 1024, sequence=64, kv_heads=4, form="llama"), 16)),
@@ -96,3 +155,19 @@ JOBS: dict[str, tuple[int, Callable[[], pl.Job]]] = {
         model=lambda: Branches(768), data=numbers(768), loss=F.cross_entropy, optimizer=adamw, batch=64,
         steps=STEPS)),
 }
+# Of other classes than those above, on which nothing was fitted.
+OTHER_JOBS: dict[str, tuple[int, Callable[[], pl.Job]]] = {
+    "convolutions": (2, _job(lambda: _convolutions(64), lambda: numbers(3, 32, 32), momentum, 32)),
+    "plain SGD, 4096 wide": (2, _job(lambda: perceptron(4096, 3), lambda: numbers(64), sgd, 128)),
+    "two towers": (2, _job(Towers, lambda: numbers(3, 32, 32), momentum, 64)),
+    "encoder, 256 wide": (2, _job(lambda: Reader(256, 256, *(_layer() for _ in range(4))), lambda: words(256, 64),
+                                  adamw, 16)),
+    "embeddings": (2, _job(lambda: Reader(50_000, 128, nn.Linear(128, 128)), lambda: words(50_000, 64), adamw, 64)),
+    "LSTM": (2, _job(lambda: Reader(256, 256, nn.LSTM(256, 256, 2, batch_first=True)), lambda: words(256, 64), adamw,
+                     16)),
+}
+# 268 million parameters: a step needs 4.3 GB on one device.
+LARGE_JOBS: dict[str, tuple[int, Callable[[], pl.Job]]] = {
+    "perceptron, 8192 wide": (2, _job(lambda: perceptron(8192, 4), lambda: numbers(64), adamw, 8)),
+}
+JOBS = {**SMALL_JOBS, **OTHER_JOBS, **LARGE_JOBS}

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.cluster import Failed, Way, run
 from benchmarks.lab.hosts import NoLab, hosts
 from benchmarks.lab.paced import Pace
-from benchmarks.regret.__main__ import Measured, table
+from benchmarks.regret.__main__ import JobResult, Measured, table
 from paceline.catalogue import accelerator
 from paceline.cluster import Cluster, Link, Network, Nodes, described
 from paceline.planner.estimate import estimate
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json")
     asked = parser.parse_args(arguments)
-    found: dict[str, tuple[str, list[Measured]]] = {}
+    found: dict[str, JobResult] = {}
     try:
         for rate in asked.mbit_s:
             found[f"{asked.hosts} hosts, {rate:g} Mbit/s"] = _measure(asked.hosts, rate, rounds=asked.rounds)
@@ -66,17 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"skipped: {error}") from None
     print(table(found))
     if asked.json:
-        Path(asked.json).write_text(json.dumps({name: {"chosen": chosen, "plans": list(map(asdict, plans))}
-                                                for name, (chosen, plans) in found.items()}, indent=1))
+        Path(asked.json).write_text(json.dumps({name: asdict(one) for name, one in found.items()}, indent=1))
 
 
-def _measure(count: int, mbit_s: float, *, rounds: int) -> tuple[str, list[Measured]]:
+def _measure(count: int, mbit_s: float, *, rounds: int) -> JobResult:
     price = cluster(count + 1, mbit_s)
     candidates = [Candidate(plan, estimate(profile(), plan, price, batch=count * SAMPLES, precision="bf16",
                                            software=PACED))
                   for plan in (Plan.parse(text.format(n=count)) for text in PLANS)]
     ranked = RankedPlans(sorted(candidates, key=lambda one: one.estimate.step_s))
-    taken = [Measured.of(one) for one in candidates]
+    taken = [Measured.of(one, one) for one in candidates]
     with hosts(count + 1, mbit_s=mbit_s) as lab:
         for _ in range(rounds):
             for one in taken:
@@ -90,7 +89,7 @@ def _measure(count: int, mbit_s: float, *, rounds: int) -> tuple[str, list[Measu
                     one.failed = str(error).partition("\n")[0]
                     print(one.failed, file=sys.stderr, flush=True)
     assert ranked.chosen is not None
-    return str(ranked.chosen.plan), taken
+    return JobResult(str(ranked.chosen.plan), taken, str(ranked.chosen.plan))
 
 
 if __name__ == "__main__":
