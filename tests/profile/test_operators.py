@@ -11,7 +11,7 @@ from torch import nn
 from paceline import Job
 from paceline.profile import operators, profile_job
 from paceline.profile.calls import FAR, Operand, OperatorCall, OperatorCalls
-from paceline.profile.device import DeviceRates
+from paceline.profile.device import IN_A_STEP, DeviceRates
 from paceline.profile.operators import CANT, OperatorTimes, session
 from paceline.simulate.program import Compute
 from paceline.strategies.costs import compute
@@ -92,7 +92,7 @@ def test_what_was_timed_is_not_timed_again(monkeypatch, tmp_path):
 
 
 def test_timed_operators_count_and_others_are_priced_by_what_they_move():
-    """Twice 0.5 s; 2 MB at 1 MB/s; and what autograd adds to each of three launches."""
+    """Twice 0.5 s; 2 MB at 1 MB/s; both longer in a step; and what autograd adds to each of three launches."""
     class Timed:
         launch_s = 0.1
 
@@ -102,4 +102,4 @@ def test_timed_operators_count_and_others_are_priced_by_what_they_move():
     rates = DeviceRates(1e9, 1e9, 1e6, 1e6, 0.3, timed=Timed())  # type: ignore[arg-type]
     event = Compute(operators=3, calls=((PRODUCT, 2.0), (OperatorCall("", num_bytes=2e6), 1.0)))
 
-    assert rates.seconds(event, "float32")[0] == pytest.approx(1.0 + 2.0 + 3 * 0.2)
+    assert rates.seconds(event, "float32")[0] == pytest.approx(IN_A_STEP * (1.0 + 2.0) + 3 * 0.2)

@@ -125,12 +125,13 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     """
     if cluster.nodes and (profile.by_dimensions or not plan.splits_model):
         return _estimate_described(profile, plan, cluster, batch=batch, precision=precision, software=software)
+    rates = rates or _measured(cluster, waiting=plan.splits_model, times_operators=times_operators)
     if plan.splits_model:
         return _estimate_split(profile, plan, cluster, batch=batch, precision=precision, rates=rates, split=split,
-                               snapshot=snapshot, times_operators=times_operators)
+                               snapshot=snapshot)
     if plan.modifiers.accumulate == "auto":
         plan = plan.with_(accumulate=fewest_microbatches(profile, plan, cluster, batch=batch, precision=precision))
-    ranks = _ranks(plan, cluster, batch=batch, rates=rates or _measured(cluster, times_operators=times_operators))
+    ranks = _ranks(plan, cluster, batch=batch, rates=rates)
     played = {rank: _play(profile, plan, cluster, rank, precision=precision, snapshot=snapshot) for rank in ranks}
     slowest = max(played.values(), key=lambda timeline: timeline.step_s)
     fullest = max(played.values(), key=lambda timeline: timeline.peak_memory_bytes)
@@ -180,8 +181,7 @@ def least_missing_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch
 
 
 def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
-                    rates: DeviceRates | None, split: SplitPrices | None, snapshot: bool,
-                    times_operators: bool) -> Estimate:
+                    rates: DeviceRates, split: SplitPrices | None, snapshot: bool) -> Estimate:
     """Play one replica's ranks together; replicas are alike."""
     if split is None:
         raise PlanError(f"plan '{plan}' splits the model, and what its pieces cost is not known")
@@ -191,12 +191,11 @@ def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: in
         ranks = split.ranks(plan, devices, microbatch_samples=samples)
     except PlanError:  # no cut fits: the best one without limits says by how much
         ranks = split.ranks(plan, (), microbatch_samples=samples)
-    own = rates or _measured(cluster, waiting=True, times_operators=times_operators)
     places = [device for device in weakest(plan, devices) if device is not None]
     programs = [stage_program(rank, plan, device.kind, snapshot=snapshot)
                 for rank, device in zip(ranks, places, strict=True)]
-    _time_operators(programs, own)
-    played = play_together(programs, [_rates_of(device, own) for device in places], cluster.link_of_all,
+    _time_operators(programs, rates)
+    played = play_together(programs, [_rates_of(device, rates) for device in places], cluster.link_of_all,
                            precision=precision)
     played = [_resident(timeline, device) if device.kind == "cpu" else timeline
               for timeline, device in zip(played, places, strict=True)]
@@ -207,7 +206,7 @@ def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: in
                   for place, (device, timeline) in enumerate(zip(places, played, strict=True)))
     step_s = max(slowest.step_s, _work_s(played, plan, places))
     return _sure(Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes,
-                          needs, start_s=max(start_s(rank.profile, plan) for rank in ranks)), _spread(profile, own))
+                          needs, start_s=max(start_s(rank.profile, plan) for rank in ranks)), _spread(profile, rates))
 
 
 def _work_s(played: Sequence[Timeline], plan: Plan, places: Sequence[Device]) -> float:
@@ -309,7 +308,7 @@ def _rates_of(device: Device, rates: DeviceRates) -> DeviceRates:
                    memory_bytes_per_s=device.memory_bytes_per_s or rates.memory_bytes_per_s)
 
 
-def _measured(cluster: Cluster, *, waiting: bool = False, times_operators: bool) -> DeviceRates:
+def _measured(cluster: Cluster, *, waiting: bool, times_operators: bool) -> DeviceRates:
     """This machine's rates for one of its ranks. Ranks share the cores evenly; more ranks than cores take turns.
 
     waiting: ranks wait for each other, so that who works has a core.

@@ -11,7 +11,7 @@ MIB = 2**20
 # Bytes that others touch before an operand is touched again, and over how many its copies are spread while the operator
 # is timed: a core's own cache has what is near, the cache of all cores what is not far.
 WINDOWS = ((MIB, 0), (4 * MIB, 4 * MIB), (16 * MIB, 16 * MIB))
-FAR = 96 * MIB
+FAR = 64 * MIB
 UNKNOWN = ""  # of an operator that can't be called from what was noted
 
 

@@ -30,6 +30,10 @@ TINY = 64
 MEASURED_S = 0.04  # of each of the seven kernels that are timed
 # What a second thread brings of what a first one does; see docs/formulas.md.
 THREAD_EFFICIENCY = 0.9
+# Of operators in a step, where they disturb each other, by the same ones alone; and seconds a step beside operators:
+# a batch is put together, gradients are let go of, figures are read. Fitted on `single` of nine jobs of 13 to 330 ms
+# a step; other plans and jobs were left out.
+IN_A_STEP, BESIDE_OPERATORS_S = 1.08, 2e-3
 FIGURES = ("flops_per_s", "bf16_flops_per_s", "memory_bytes_per_s", "function_bytes_per_s", "operator_s")  # kept
 ITEM_BYTES: Mapping[Precision, int] = {"float32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "float64": 8}
 
@@ -100,7 +104,9 @@ class DeviceRates:
         beside_s = max(0.0, self.operator_s - self.timed.launch_s)
         spared_s = event.spared_bytes / self.memory_bytes_per_s + event.spared_operators * self.operator_s
         least_s = event.flops / self.matrix_flops_per_s(precision) if spared_s else 0.0
-        return event.fixed_s + max(self.turns * total_s + event.operators * beside_s - spared_s, least_s)
+        once_s = BESIDE_OPERATORS_S if event.part == "optimizer" else 0.0
+        return event.fixed_s + once_s + max(
+            self.turns * IN_A_STEP * total_s + event.operators * beside_s - spared_s, least_s)
 
     def _starved_s(self, products: Sequence[Product], precision: Precision) -> float:
         """By how much products take longer than their arithmetic: each of their matrices is read or written once.

@@ -60,7 +60,11 @@ class OperatorTimes:
         self.processes, self.threads = min(num_ranks, num_cores), max(1, num_cores // num_ranks)
         self._name = f"operators-{self.processes}x{self.threads}"
         found = cache.read(self._name, "cpu")
-        self._known: dict[str, float] = found if isinstance(found, dict) else {}
+        self._known: dict[str, float] = {}
+        self._left: set[str] = set()  # for which there was no time in this process
+        if isinstance(found, dict):
+            self._known = {key: seconds for key, seconds in found.items()
+                           if isinstance(seconds, float) and (seconds == CANT or 0 < seconds < math.inf)}
 
     @property
     def launch_s(self) -> float:
@@ -93,10 +97,11 @@ class OperatorTimes:
     def measure(self, calls: Iterable[OperatorCall]) -> None:
         """Time those that are not known yet."""
         missing = {_key(call): call for call in calls if call.operator != UNKNOWN}
-        missing = {key: call for key, call in missing.items() if key not in self._known}
+        missing = {key: call for key, call in missing.items() if key not in self._known and key not in self._left}
         if not missing or not self.measures:
             return
         found = session(list(missing.values()), self.processes, self.threads)
+        self._left.update(key for key, seconds in zip(missing, found, strict=True) if seconds is None)
         self._known |= {key: seconds for key, seconds in zip(missing, found, strict=True) if seconds is not None}
         self._known = dict(list(self._known.items())[-MOST_KEPT:])
         cache.write(self._name, "cpu", self._known)
@@ -121,6 +126,8 @@ def _key(call: OperatorCall) -> str:
 def session(calls: Sequence[OperatorCall], processes: int, threads: int, *,
             budget_s: float = BUDGET_S) -> list[float | None]:
     """Seconds of each call; CANT of one that fails, None of one for which no time was left."""
+    import paceline.launch.process  # noqa: F401  here, so that not every fork loads it
+
     board = _Board(len(calls), processes)
     until = time.monotonic() + budget_s
     for _ in range(MOST_CRASHES):
@@ -169,7 +176,9 @@ class _Board:
 
 def _lead(calls: Sequence[OperatorCall], board: _Board, threads: int, until: float) -> None:
     """Time operators, beside ranks that call the same ones."""
-    parent, peers = os.getpid(), []
+    import torch
+
+    parent, peers, before = os.getpid(), [], torch.get_num_threads()
     for rank in range(1, board.processes):
         pid = os.fork()
         if pid == 0:
@@ -196,6 +205,8 @@ def _lead(calls: Sequence[OperatorCall], board: _Board, threads: int, until: flo
                 board.end(number, CANT)
             arena.mend()
     finally:
+        torch.set_num_threads(before)  # where this is no fork, but a process that was forked for more than this
+        torch.set_grad_enabled(True)
         for pid in peers:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -229,7 +240,15 @@ def _set_up(threads: int) -> Arena:
 
 def _seconds(again: Callable[[], object], threads: int) -> float:
     """Of some calls, as a quarter of them take at most: others that use the machine make the rest slower. On one thread
-    what the thread itself was busy counts."""
+    what the thread itself was busy counts; several are never slower than one, but where others are in their way."""
+    import torch
+
+    alone_s = math.inf
+    if threads > 1:
+        torch.set_num_threads(1)
+        alone_s = _seconds(again, 1)
+        torch.set_num_threads(threads)
+        again()
     clock = time.thread_time if threads == 1 else time.perf_counter
 
     def once() -> float:
@@ -242,7 +261,7 @@ def _seconds(again: Callable[[], object], threads: int) -> float:
     count = max(FEWEST, min(MOST, math.ceil(MEASURED_S / times[0])))
     while len(times) < 2 or (len(times) < count and time.perf_counter() < until):
         times.append(once())
-    return statistics.quantiles(times, n=4)[0] if len(times) > FEWEST else min(times)
+    return min(alone_s, statistics.quantiles(times, n=4)[0] if len(times) > FEWEST else min(times))
 
 
 class Arena:
@@ -257,7 +276,8 @@ class Arena:
         import torch
 
         if dtype not in self._values:
-            self._values[dtype] = torch.rand(2 * FAR // dtype.itemsize).add_(0.1).to(dtype)
+            block = torch.rand(MIB // dtype.itemsize).add_(0.1).to(dtype)
+            self._values[dtype] = block.repeat(2 * FAR // MIB)
         return self._values[dtype]
 
     def mend(self) -> None:

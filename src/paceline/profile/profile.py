@@ -324,7 +324,10 @@ class Profile:
 
 
 def folded(profile: Profile) -> Profile:
-    """The same cost with segments of units that are alike and follow each other as one that repeats."""
+    """The same cost with segments of units that are alike and follow each other as one that repeats. Operators are left
+    out: devices that are described have timed none."""
+    profile = replace(profile, update=_without_calls(profile.update), segments=tuple(
+        replace(s, forward=_without_calls(s.forward), backward=_without_calls(s.backward)) for s in profile.segments))
     known = {p.name: p for p in profile.parameters}
     often: Counter[str] = Counter(s.unit for s in profile.segments)
     borrowed = {name for s in profile.segments for name in s.borrows}
@@ -346,6 +349,10 @@ def folded(profile: Profile) -> Profile:
     parameters = tuple(replace(p, count=p.count * counts.get(p.unit, 1)) for p in profile.parameters
                        if counts.get(p.unit, 1))
     return replace(profile, parameters=parameters, segments=tuple(segments))
+
+
+def _without_calls(work: Work) -> Work:
+    return replace(work, calls=NO_CALLS) if work.calls.first else work
 
 
 def _shape(profile: Profile, segment: Segment) -> tuple[object, ...]:
