@@ -407,6 +407,47 @@ def _outer_pieces(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str,
     return found
 
 
+class _Lines:
+    """The lines through two runs with other numbers of samples. state_bytes: of the optimizer, by parameter name."""
+
+    def __init__(self, runs: tuple[_Run, _Run], state_bytes: Mapping[str, int] | None) -> None:
+        self.runs, self.samples = runs, (runs[0].samples, runs[1].samples)
+        self.sides = [_Side(run) for run in runs]
+        self.step_bytes = [_step_bytes(side, state_bytes) for side in self.sides]
+
+    def line(self, figure: Callable[[_Side], float]) -> Affine:
+        return Affine.through(*((run.samples, figure(side)) for run, side in zip(self.runs, self.sides, strict=True)))
+
+    def calls(self, of: Callable[[_Side], Sequence[OperatorCall]]) -> OperatorCalls:
+        made = [tuple(call.across(held) for call in of(side))
+                for side, held in zip(self.sides, self.step_bytes, strict=True)]
+        return OperatorCalls(made[0], made[1], self.samples) if made[0] else NO_CALLS
+
+    def work(self, place: StepPosition) -> Work:
+        first = self.sides[0].work(place)
+        return Work(self.line(lambda s: s.work(place).flops), self.line(lambda s: s.work(place).moved_bytes),
+                    self.line(lambda s: s.work(place).function_bytes), first.operators,
+                    growing(*(s.work(place).products for s in self.sides), samples=self.samples),
+                    Fused(self.line(lambda s: s.work(place).spared.num_bytes), first.spared.operators,
+                          first.spared.kernels),
+                    self.calls(lambda s: s.work(place).calls))
+
+    def core(self, place: StepPosition) -> Core | None:
+        """What recompute=selective runs again; None where a run has no such part."""
+        if any(place not in run.spared for run in self.runs):
+            return None
+        spared = [run.spared[place] for run in self.runs]
+
+        def of(figure: Callable[[Tallied], float]) -> Affine:
+            return Affine.through(*((samples, figure(scores.work))
+                                    for samples, scores in zip(self.samples, spared, strict=True)))
+
+        work = Work(of(lambda w: w.flops), of(lambda w: w.moved_bytes), of(lambda w: w.function_bytes),
+                    spared[0].work.operators, calls=self.calls(lambda s: s.run.spared[place].work.calls))
+        return Core(work, Affine.through(*((samples, scores.num_bytes)
+                                           for samples, scores in zip(self.samples, spared, strict=True))))
+
+
 def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] = frozenset(),
          like: Profile | None = None) -> Profile:
     """The line through two runs, figure by figure; the update is the first one's, or that of a profile that is `like`
@@ -414,51 +455,23 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
     first, second = runs
     if first.pieces != second.pieces or first.repeats.of != second.repeats.of:
         raise ValueError("the model takes another course for another number of samples")
-    sides = [_Side(run) for run in runs]
     state_bytes = first.state_bytes if like is None else {p.name: p.state_bytes for p in like.parameters}
     if state_bytes is None:
         notes += (f"the optimizer could not be run on fake tensors: {ASSUMED_STATE_FACTOR} bytes of state a byte",)
-
-    def line(figure: Callable[[_Side], float]) -> Affine:
-        return Affine.through((first.samples, figure(sides[0])), (second.samples, figure(sides[1])))
-
-    step_bytes = [_step_bytes(side, state_bytes) for side in sides]
-
-    def calls(of: Callable[[_Side], Sequence[OperatorCall]]) -> OperatorCalls:
-        made = [tuple(call.across(held) for call in of(side)) for side, held in zip(sides, step_bytes, strict=True)]
-        return OperatorCalls(made[0], made[1], (first.samples, second.samples)) if made[0] else NO_CALLS
-
-    def work(place: StepPosition) -> Work:
-        return Work(line(lambda s: s.work(place).flops), line(lambda s: s.work(place).moved_bytes),
-                    line(lambda s: s.work(place).function_bytes), sides[0].work(place).operators,
-                    growing(*(s.work(place).products for s in sides), samples=(first.samples, second.samples)),
-                    Fused(line(lambda s: s.work(place).spared.num_bytes), sides[0].work(place).spared.operators,
-                          sides[0].work(place).spared.kernels),
-                    calls(lambda s: s.work(place).calls))
-
-    def core(place: StepPosition) -> Core | None:
-        if any(place not in run.spared for run in runs):
-            return None
-        again = [run.spared[place].work for run in runs]
-
-        def of(figure: Callable[[Tallied], float]) -> Affine:
-            return Affine.through(*((run.samples, figure(work)) for run, work in zip(runs, again, strict=True)))
-
-        work = Work(of(lambda w: w.flops), of(lambda w: w.moved_bytes), of(lambda w: w.function_bytes),
-                    again[0].operators, calls=calls(lambda s: s.run.spared[place].work.calls))
-        return Core(work, Affine.through(*((run.samples, run.spared[place].num_bytes) for run in runs)))
+    lines = _Lines(runs, state_bytes)
+    line = lines.line
 
     def segment(number: int) -> Segment:
         traced = first.repeats.of.get(number, number)
         ahead, back = StepPosition(traced, "forward"), StepPosition(traced, "backward")
         return Segment(
             unit=first.pieces[number] if first.pieces[number] in first.units else "",
-            forward=work(ahead), backward=work(back),
+            forward=lines.work(ahead), backward=lines.work(back),
             kept_bytes=line(lambda s: s.levels(ahead).end - s.levels(ahead).start),
             output_bytes=line(lambda s: s.run.recorder.outputs.get(number, 0)),
             forward_peak_bytes=line(lambda s: s.levels(ahead).peak - s.levels(ahead).start),
             backward_peak_bytes=line(lambda s: max(0, s.levels(back).peak - s.levels(ahead).end)),
-            gradients=_gradients(first, number), core=core(ahead),
+            gradients=_gradients(first, number), core=lines.core(ahead),
         )
 
     segments = tuple(segment(number) for number in range(len(first.pieces)))
@@ -467,8 +480,8 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
         segments=tuple(s for s in segments if s != Segment()),
         buffer_bytes=_buffer_bytes(first.model),
         batch_bytes=line(lambda s: s.run.batch_bytes),
-        update=_update(sides[0], step_bytes[0]) if like is None else like.update,
-        update_peak_bytes=(round(_of_all_blocks(sides[0], _Side.update_peak_bytes)) if like is None
+        update=_update(lines.sides[0], lines.step_bytes[0]) if like is None else like.update,
+        update_peak_bytes=(round(_of_all_blocks(lines.sides[0], _Side.update_peak_bytes)) if like is None
                            else like.update_peak_bytes),
         notes=notes,
     )
