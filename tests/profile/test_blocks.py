@@ -34,6 +34,7 @@ class Block(nn.Module):
     def __init__(self, number: int, width: int, rank: int = 0) -> None:
         super().__init__()
         self.number, self.path = number, f"layers.{number}.attention"
+        self.options = {"target": f"layers.{number}.out"}  # as peft keeps it
         self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(2 * width, width, bias=False)

@@ -28,7 +28,7 @@ def alike_blocks(units: Mapping[str, nn.Module]) -> dict[str, str]:
 
     Units are of one kind that have the same class, and so have the modules inside, parameters of the same shapes, and
     equal attributes. A module's whole number may grow along with the unit's place in its list, as the number of a layer
-    does, and so may the part of a path.
+    does, and so may the part of a path, also one that an adapter keeps in a dict.
     Units with hooks are of no other's kind. A kind with fewer than three units is none.
     """
     known: list[tuple[str, list[tuple[Any, ...]]]] = []
@@ -90,7 +90,7 @@ def _is_same(one: Any, place: int, other: Any, other_place: int, depth: int = 0)
 
     if type(one) is int:
         return bool(one == other or (depth == 0 and one - place == other - other_place))
-    if type(one) is str and one != other and depth == 0:  # the path of a module, maybe
+    if type(one) is str and one != other:  # the path of a module, maybe
         parts, others = one.split("."), other.split(".")
         return len(parts) == len(others) and all(
             mine == theirs or (mine, theirs) == (str(place), str(other_place))
