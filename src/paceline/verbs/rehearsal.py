@@ -124,13 +124,13 @@ def rehearse(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Rehea
     def body(context: RankContext) -> Any:
         turns = AlternatingSteps() if is_late else None
         with _silence():
-            found = train_rank(context, short, plan, replace(settings, observer=turns))
+            figures = train_rank(context, short, plan, replace(settings, observer=turns))
         brought = turns and turns.brought()
-        return {**found, "brought": brought and asdict(brought)}
+        return None if figures is None else {**figures, "brought": brought and asdict(brought)}  # of servers, rank 0's
 
-    found = run_local(body, used.devices, timeout_s=TIMEOUT_S, fault_policy=fault_policy(plan))[0]
+    figures = run_local(body, used.devices, timeout_s=TIMEOUT_S, fault_policy=fault_policy(plan))[0]
     beyond = RUN_FOLDER_BYTES if used.devices[0].kind == "cpu" else 0
-    step_s, peak_bytes, brought = found["later_step_s"], found["peak_memory_bytes"] + beyond, found.get("brought")
+    step_s, peak_bytes, brought = figures["later_step_s"], figures["peak_memory_bytes"] + beyond, figures.get("brought")
     if brought:
         return Rehearsal(step_s - brought["gain_s"] / 2, peak_bytes, **brought)  # it is the gain of every other step
     return Rehearsal(step_s, peak_bytes, max(0.0, time.monotonic() - began_s - steps * step_s))
