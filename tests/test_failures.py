@@ -534,7 +534,7 @@ def test_a_scheduler_that_wants_the_machine_back(run_dir: Path, whole_run: Path,
     os.kill(child.pid, signal.SIGTERM)
     assert child.exit_code() == 5
     assert re.search(r"error: stopped by SIGTERM after step \d; a checkpoint is saved\n\n"
-                     r"hint: the same command with --resume", child.stderr)
+                     r"hint: the same command with --run .* --resume", child.stderr)
     assert "failed" not in child.stderr
     assert_nothing_half_written(run_dir)
     assert len(saved_steps(run_dir)) == 1

@@ -269,7 +269,7 @@ def reason(one: Candidate, chosen: Candidate) -> str:
 
 
 _WORDS = {"compute": "computing", "communication": "messages that nothing hides", "bubble": "idle pipeline ranks",
-          "optimizer": "the optimizer", "input": "reading data", "unexplained": "what no part of a step explains"}
+          "optimizer": "the optimizer", "input": "reading data", "unexplained": "time that no part explains"}
 
 
 def worst_device(one: Candidate) -> str:

@@ -413,9 +413,9 @@ def _stop(run: _Run) -> None:
         _save(run, last=True)
     number = run.context.stop_signal
     why = signal.Signals(number).name if number else "a signal to another rank"
-    raise Preempted(f"stopped by {why} after step {run.step}"
-                    + ("; a checkpoint is saved" if saves else ""),
-                    hint="the same command with --resume goes on from here" if saves else None)
+    raise Preempted(f"stopped by {why} after step {run.step}" + ("; a checkpoint is saved" if saves else ""),
+                    hint=f"the same command with --run {run.settings.run_dir} --resume goes on from here"
+                    if saves else None)
 
 
 def _finish(run: _Run, started_s: float) -> dict[str, Any]:

@@ -542,7 +542,8 @@ class Coordinator(Server):
             why = signal.Signals(sent).name if sent else "a signal to another rank"
             saved = self.settings.run_dir is not None
             raise Preempted(f"stopped by {why} after step {self.step}" + ("; a checkpoint is saved" if saved else ""),
-                            hint="the same command with --resume goes on from here" if saved else None)
+                            hint=f"the same command with --run {self.settings.run_dir} --resume goes on from here"
+                            if saved else None)
 
     def _finish(self) -> dict[str, Any]:
         if self.step == 0:
