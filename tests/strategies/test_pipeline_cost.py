@@ -75,7 +75,7 @@ def test_blocks_are_what_playing_every_event_gives(text):
     rates = rates_of(device.accelerator, SOFTWARE)
     step_s, played = play_described(PROFILE, plan, cluster, batch=4 * plan.num_microbatches, precision="bf16",
                                     software=SOFTWARE)
-    costs = ranks(PROFILE, plan, SOFTWARE, samples=4.0, flops_per_byte=200.0)
+    costs = list(ranks(PROFILE, plan, SOFTWARE, samples=4.0, flops_per_byte=200.0))
     programs = [stage_program(cost, plan, "cuda", snapshot=False, software=SOFTWARE) for cost in costs]
     exact = play_together(programs, [rates] * len(costs), network, precision="bf16",
                           apart=plan.world_size // plan.axes.pipeline)
@@ -89,7 +89,8 @@ def test_stages_hold_the_model_once():
     """All parameters of all ranks are the model's, with a second table where the head is tied to it."""
     for tied, more in ((False, 0), (True, SIZE.vocab * SIZE.hidden)):
         profile = decoder_profile(replace(SIZE, tied=tied), SOFTWARE.formats)
-        costs = ranks(profile, Plan.parse("pipeline=4 microbatches=4"), SOFTWARE, samples=1.0, flops_per_byte=200.0)
+        costs = list(ranks(profile, Plan.parse("pipeline=4 microbatches=4"), SOFTWARE, samples=1.0,
+                           flops_per_byte=200.0))
 
         assert sum(cost.profile.parameter_bytes for cost in costs) == profile.parameter_bytes + 2 * more
         assert [bool(cost.tied_bytes) for cost in costs] == [tied, False, False, tied]
@@ -97,14 +98,14 @@ def test_stages_hold_the_model_once():
 
 def test_stages_update_the_model_once():
     """The operators of all ranks' updates are those of the whole one, as they are for captured models."""
-    costs = ranks(PROFILE, Plan.parse("pipeline=4 microbatches=4"), SOFTWARE, samples=1.0, flops_per_byte=200.0)
+    costs = list(ranks(PROFILE, Plan.parse("pipeline=4 microbatches=4"), SOFTWARE, samples=1.0, flops_per_byte=200.0))
 
     assert sum(cost.profile.update.operators for cost in costs) == pytest.approx(PROFILE.update.operators)
 
 
 def test_ranks_that_are_alike_share_a_profile():
     """Of 12 stages three kinds are left."""
-    costs = ranks(PROFILE, Plan.parse("pipeline=12 microbatches=12"), SOFTWARE, samples=1.0, flops_per_byte=200.0)
+    costs = list(ranks(PROFILE, Plan.parse("pipeline=12 microbatches=12"), SOFTWARE, samples=1.0, flops_per_byte=200.0))
 
     assert len({id(cost.profile) for cost in costs}) == 3
 

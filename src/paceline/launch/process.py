@@ -112,9 +112,12 @@ def set_up_heap(*, keep: bool) -> None:
 
 
 def use_threads(local_world_size: int) -> None:
-    """Cut the cores evenly over this host's ranks; OMP_NUM_THREADS, if set, wins."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, usable_cores() // local_world_size))
+    """Cut the cores evenly over this host's ranks; OMP_NUM_THREADS, if set, wins.
+
+    It also makes this fork's thread pool, before several threads ask for it at once: see `launch.fork`.
+    """
+    is_set = "OMP_NUM_THREADS" in os.environ
+    torch.set_num_threads(torch.get_num_threads() if is_set else max(1, usable_cores() // local_world_size))
 
 
 def _claim(device: Device) -> torch.device:

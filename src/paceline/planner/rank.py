@@ -72,7 +72,7 @@ class RankedPlans:
     num_tried: int = 0
     may_relax: bool = False
     fitting: dict[Plan, Candidate] = field(default_factory=dict)
-    over: set[Plan] = field(default_factory=set)
+    over: tuple[Plan, ...] = ()
 
     @property
     def rivals(self) -> list[Candidate]:
@@ -127,7 +127,7 @@ def search(price: Price, limits: Limits, shape: DeviceCounts, least: Least = _no
     for plan in list(cuts.values())[:most_refined]:
         _refine(asked, plan, limits)
     _compile(asked, limits)
-    found.fitting, found.over = asked.fitting, asked.over
+    found.fitting, found.over = asked.fitting, tuple(asked.over)
     found.ranked = sorted(asked.fitting.values(), key=_cost)
     found.too_large = sorted(asked.too_large.values(), key=lambda one: one.missing_bytes)
     return found
@@ -322,7 +322,7 @@ def flips(found: RankedPlans, changes: Sequence[Change], limits: Limits, shape: 
     flipped: list[tuple[str, Candidate]] = []
     for change in changes:
         asked = _Asked(change.price, RankedPlans(), change.least, rent, wants_nearest=False)
-        asked.over |= found.over if change.has_same_memory else set()
+        asked.over |= set(found.over) if change.has_same_memory else set()
         asked.fitting |= found.fitting if change.has_same_speed else {}
         again = _first(asked, (*splits(limits, shape), *served(limits, shape)), limits)
         best = min([*again, *(one for one in map(asked, known) if one is not None)], key=_cost, default=None)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
-
 from paceline.errors import JobError
 from paceline.runtime.streams import kept_streams, key_to_seed, seed_streams
 
@@ -47,7 +45,8 @@ class DrawnEpochs:
     def _draw(self, epoch: int) -> list[int]:
         with kept_streams():
             seed_streams(self.seed, "sampler", epoch)
-            if isinstance(generator := getattr(self.sampler, "generator", None), torch.Generator):
+            generator = getattr(self.sampler, "generator", None)
+            if generator is not None and hasattr(generator, "manual_seed"):
                 generator.manual_seed(key_to_seed(self.seed, "sampler", epoch))
             if hasattr(self.sampler, "set_epoch"):
                 self.sampler.set_epoch(epoch)

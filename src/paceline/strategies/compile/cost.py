@@ -42,6 +42,8 @@ def _kind(segment: Segment) -> tuple[object, ...]:
 def _fused(work: Work) -> Work:
     """Arithmetic takes as long, and what operators hand each other is neither written nor read: that is plain traffic,
     also between functions, so that `moved_bytes` may fall below zero."""
+    if work.fused == Fused():
+        return work
     spared, moved = work.fused.spared_bytes, work.moved_bytes
     return replace(work, operators=work.operators - work.fused.spared_operators, fused=Fused(), spared=work.fused,
                    moved_bytes=Affine(moved.fixed - spared.fixed, moved.per_sample - spared.per_sample))

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from paceline.capture.probe import NOTHING, Observed
 from paceline.capture.randomness import means, without_modes
@@ -178,5 +179,6 @@ def _compiled_piece(piece: Piece, run: Any, *, watch: CompilationWatch, most_way
     if changed := piece.changes & lost:
         watch.leave_out(piece.key, _LOSES.format(min(changed)))
         return run
+    _LazyGraphModule.force_recompile(run)  # its graph becomes code now, and not while it is compiled
     return Compiled(piece.key, run.forward, watch, most_ways=most_ways,
                     again="the model is captured anew for inputs of another size, as of a short last batch")
