@@ -104,7 +104,8 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
     seed_model(job.seed)
     model = job.model()
     if not isinstance(model, torch.nn.Module):
-        raise JobError(f"model returned {type(model).__name__} and not a torch.nn.Module")
+        raise JobError(f"model returned {type(model).__name__} and not a torch.nn.Module",
+                       hint="a job trains one module; several can be parts of one, whose forward says what runs")
     for name, p in model.named_parameters():
         if is_lazy(p):
             raise JobError(f"the shape of '{name}' is not known before the first forward",

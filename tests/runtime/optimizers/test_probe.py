@@ -21,7 +21,7 @@ from torch import nn
 
 from paceline.runtime.optimizers.gather import deal_out
 from paceline.runtime.optimizers.parts import groups_of, parts_of
-from paceline.runtime.optimizers.probe import Reach, observe
+from paceline.runtime.optimizers.probe import Reach, no_optimizer, observe
 
 ELEMENT, TENSOR, PARAMETERS = Reach.ELEMENT, Reach.TENSOR, Reach.PARAMETERS
 # Names and shapes only: nobody may need the memory of the real ones.
@@ -139,3 +139,10 @@ def test_owners_are_balanced_by_size() -> None:
 
     held = [sum(size for name, size in sizes.items() if owners[name] == place) for place in range(3)]
     assert max(held) - min(held) <= 1
+
+
+def test_several_optimizers_are_refused_with_a_way_out():
+    """The message says what a job takes instead."""
+    error = no_optimizer([torch.optim.SGD, torch.optim.AdamW])
+    assert str(error).startswith("optimizer returned list and not a torch.optim.Optimizer")
+    assert "parameter groups" in str(error)

@@ -19,7 +19,7 @@ from paceline.runtime.optimizers.gather import GatheredTensors, connect
 from paceline.runtime.optimizers.kept import OptimizerState
 from paceline.runtime.optimizers.own_parts import OwnParts
 from paceline.runtime.optimizers.parts import groups_of
-from paceline.runtime.optimizers.probe import Behaviour, Reach, is_exact_in_parts, observe
+from paceline.runtime.optimizers.probe import Behaviour, Reach, is_exact_in_parts, no_optimizer, observe
 from paceline.strategies.mesh import Mesh, axes_cut, local_part
 from paceline.strategies.registry import active
 
@@ -200,7 +200,7 @@ def _built(job: Job, trainable: Mapping[str, torch.nn.Parameter],
 
 def _check(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise JobError(f"optimizer returned {type(optimizer).__name__} and not a torch.optim.Optimizer")
+        raise no_optimizer(optimizer)
 
 
 def _stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

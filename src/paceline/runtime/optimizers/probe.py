@@ -208,7 +208,7 @@ class _Trial:
         seed_streams("optimizer", "build")
         optimizer = self.user_function(list(parameters.items()))
         if not isinstance(optimizer, Optimizer):
-            raise JobError(f"optimizer returned {type(optimizer).__name__} and not a torch.optim.Optimizer")
+            raise no_optimizer(optimizer)
         return optimizer, parameters
 
     def begin(self) -> Optimizer:
@@ -343,3 +343,10 @@ def _copied(value: Any) -> tuple[Any, list[torch.Tensor]]:
     tensors: dict[str, torch.Tensor] = {}
     items = list(value.values()) if isinstance(value, dict) else value
     return pack(items, "", tensors), [tensor.detach().clone() for tensor in tensors.values()]
+
+
+def no_optimizer(returned: object) -> JobError:
+    """What a job is told whose `optimizer` returned something else."""
+    return JobError(f"optimizer returned {type(returned).__name__} and not a torch.optim.Optimizer",
+                    hint="a job has one optimizer of torch, whose parameter groups may differ in learning rate and "
+                         "weight decay; several optimizers, and those of Keras, have no place in it yet")
