@@ -22,7 +22,7 @@ FOLDERS_IMPORTED = {
     "planner/analytic.py: from paceline.strategies.pipeline.schedule",
     "planner/analytic.py: from paceline.strategies.pipeline.timing",
     "profile/attention.py: from paceline.strategies.recompute.attention",
-    "runtime/stepper.py: from paceline.strategies.data.sparse",
+    "runtime/clipping.py: from paceline.strategies.data.sparse",
     "runtime/stepper.py: from paceline.strategies.shard.run",
 }
 MOST_LINES, MOST_PARAMETERS = 60, 8

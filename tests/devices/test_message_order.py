@@ -22,7 +22,7 @@ from paceline.launch.local import run_local
 from paceline.planner.resolve import resolve
 from paceline.plans import Plan
 from paceline.runtime.loop import Settings, train_rank
-from paceline.runtime.stepper import prepare_job
+from paceline.runtime.prepare import prepare_job
 from paceline.strategies.compose import load
 from paceline.strategies.compress import run as compress
 from paceline.strategies.data import reduce

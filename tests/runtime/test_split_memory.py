@@ -17,7 +17,7 @@ import paceline
 from paceline.runtime import loop, state
 from paceline.runtime.checkpoint.read import open_checkpoint
 from paceline.runtime.memory import reset_peak, resident_peak_bytes
-from paceline.runtime.stepper import build_in_files, build_model
+from paceline.runtime.prepare import build_in_files, build_model
 
 WIDTH, LAYERS = 2048, 32  # 8 MiB each
 WHOLE_BYTES = LAYERS * 4 * WIDTH * WIDTH // 2

@@ -100,7 +100,7 @@ def by_hand(replicas: int, steps: int) -> dict[str, torch.Tensor]:
 
 def load_initial() -> dict[str, torch.Tensor]:
     """The weights that a run of this job starts from."""
-    from paceline.runtime.stepper import build_model
+    from paceline.runtime.prepare import build_model
 
     return {name: tensor.clone() for name, tensor in build_model(make_job(), torch.device("cpu")).state_dict().items()}
 

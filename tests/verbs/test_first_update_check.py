@@ -28,7 +28,7 @@ from paceline.plans import Plan
 from paceline.proof.first_step import FirstStep
 from paceline.proof.first_update import FirstUpdate, check_first_update
 from paceline.proof.reference import ALL_KINDS, write_reference
-from paceline.runtime.stepper import _Window
+from paceline.runtime.window import WindowWork
 from paceline.strategies.data.run import GradientBuckets
 from paceline.verbs import checks
 
@@ -131,8 +131,8 @@ def test_a_wrong_gradient_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.
 def test_a_wrong_window_is_not_trained_on(factors: tuple[float, float], tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """A micro-batch that is left out, and a sum that is divided by another count."""
-    loss = _Window.loss
-    monkeypatch.setattr(_Window, "loss", lambda self, microbatch, output: (
+    loss = WindowWork.loss
+    monkeypatch.setattr(WindowWork, "loss", lambda self, microbatch, output: (
         loss(self, microbatch, output) * factors[microbatch]))
 
     with pytest.raises(PlanRefused, match=r"first update under 'data=2 accumulate=2'.*gradient of"):

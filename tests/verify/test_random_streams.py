@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from verify_jobs import make_job, passes, said
 
-from paceline.runtime import stepper
+from paceline.runtime import window
 
 pytestmark = pytest.mark.timeout(120)
 CUTTING = ("single accumulate=4", "data=2 accumulate=2 recompute=full")
@@ -75,8 +75,8 @@ def test_layers_that_draw_alike_are_no_alarm() -> None:
 @pytest.mark.parametrize("plan", [*CUTTING, "pipeline=2", "shard=2 accumulate=2"])
 def test_masks_that_are_alike_in_all_micro_batches(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that don't depend on the micro-batch, which no figure of the run shows."""
-    seed_streams = stepper.seed_streams
-    monkeypatch.setattr(stepper, "seed_streams", lambda seed, what, step, part, *place: seed_streams(
+    seed_streams = window.seed_streams
+    monkeypatch.setattr(window, "seed_streams", lambda seed, what, step, part, *place: seed_streams(
         seed, what, step, part))
 
     assert "must be keyed by the micro-batch" in said(make_job(dropout), plan)

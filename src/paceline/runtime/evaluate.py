@@ -11,7 +11,7 @@ import torch.distributed as dist
 from paceline.job import Job
 from paceline.runtime.feed import DataShard, evaluation_feed, map_tensors
 from paceline.runtime.loss import read_tally
-from paceline.runtime.stepper import autocast
+from paceline.runtime.prepare import autocast
 from paceline.runtime.streams import kept_streams
 from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh

@@ -12,7 +12,7 @@ from paceline.job import Job
 from paceline.plans import Plan
 from paceline.runtime.feed import DataShard, example_batch, is_stream
 from paceline.runtime.order import Order
-from paceline.runtime.stepper import autocast, build_in_files, build_model
+from paceline.runtime.prepare import autocast, build_in_files, build_model
 from paceline.runtime.streams import kept_streams
 from paceline.strategies.compose import holds_parts
 

@@ -3,73 +3,46 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parameter import is_lazy
 
-from paceline.capture.attributes import in_float64
-from paceline.capture.compare import MAX_BYTES, is_comparable
-from paceline.capture.examine import module_with_unseen_state
-from paceline.capture.float8 import in_float8, left_in_bf16
+from paceline.capture.float8 import left_in_bf16
 from paceline.capture.probe import (
-    NOTHING,
-    Observed,
-    choosing,
-    followers,
-    has_own_code,
-    limited_by_norm,
-    may_choose,
-    may_write,
     sparsely_trained,
-    written_by,
 )
 from paceline.cluster import Device
-from paceline.errors import JobError, PlanRefused, TrainingError
-from paceline.job import AUTOCAST, Job
+from paceline.errors import JobError, TrainingError
+from paceline.job import Job
 from paceline.launch.logs import logger
 from paceline.plans import Plan
-from paceline.profile.trace import cast_parameters_of_rank, state_factor
-from paceline.runtime.attributes import ChangingAttributes
 from paceline.runtime.buffers import ChangingBuffers
+from paceline.runtime.clipping import clip, squared_norm
 from paceline.runtime.edits import Edits
-from paceline.runtime.feed import DataShard, MicroBatch, evaluation_feed, example_batch
-from paceline.runtime.loss import Tally, read_tally, with_gradient
+from paceline.runtime.feed import MicroBatch
+from paceline.runtime.loss import Tally
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure
 from paceline.runtime.optimizers.closure import Closure, step_gathered
+from paceline.runtime.optimizers.schedule import build_schedule
 from paceline.runtime.order import Window
+from paceline.runtime.prepare import prepare_job
+from paceline.runtime.refusals import check_loss, check_used
 from paceline.runtime.scaling import LossScale
-from paceline.runtime.streams import kept_streams, seed_model, seed_streams
 from paceline.runtime.trace import TraceRecorder
 from paceline.runtime.upload import uploaded
+from paceline.runtime.window import WindowWork
 from paceline.strategies.compose import (
-    Synchroniser,
     end_evaluation,
-    held_elsewhere,
-    holds_parts,
-    lay_out,
-    may_be_elsewhere,
-    no_edits,
-    observed_of,
-    prepare,
-    refuse_unseen_state,
-    runs_again,
     step_sync_of,
 )
-from paceline.strategies.data.sparse import with_dense_gradient
-from paceline.strategies.layout import CutBasis, Layout, ModelUse
-from paceline.strategies.mesh import Mesh, axes_cut, is_about_parts, local_part
+from paceline.strategies.mesh import Mesh, is_about_parts, local_part
 from paceline.strategies.shard.run import is_sharded
-from paceline.strategies.spill import CannotSpill, Spill
 from paceline.strategies.state_tensors import StateTensor
 from paceline.strategies.step_sync import STEP_FIGURES, SyncedFigures
-from paceline.strategies.units import find_units
 
 _CHANGED = STEP_FIGURES + 2  # where a step's figures say whether forwards changed state that is not met yet
 _OVERFLOW = STEP_FIGURES + 5  # where they say whether a gradient overflowed
@@ -95,193 +68,6 @@ class StepResult:
     is_skipped: bool = False
 
 
-def build_model(job: Job, device: torch.device) -> torch.nn.Module:
-    """The job's model with the seed's initial weights, the same on every rank and under every plan.
-
-    Raises:
-        JobError: it is no module, or has nothing to train.
-    """
-    seed_model(job.seed)
-    model = job.model()
-    if not isinstance(model, torch.nn.Module):
-        raise JobError(f"model returned {type(model).__name__} and not a torch.nn.Module",
-                       hint="a job trains one module; several can be parts of one, whose forward says what runs")
-    for name, p in model.named_parameters():
-        if is_lazy(p):
-            raise JobError(f"the shape of '{name}' is not known before the first forward",
-                           hint="give lazy modules their sizes, or run the model on one sample where it is built")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise JobError("the model has no trainable parameter",
-                       hint="every parameter has requires_grad=False, or the module registers none")
-    model = model.to(device)
-    if job.precision == "fp8":
-        return in_float8(model)
-    return in_float64(model) if job.precision == "float64" else model
-
-
-def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
-    """The numeric context of the job's forward passes."""
-    name = AUTOCAST.get(job.precision)
-    return nullcontext() if name is None else torch.autocast(device.type, dtype=getattr(torch, name))
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A job's model, what this rank runs of it, and how its gradients meet.
-
-    attributes: what the model keeps in Python attributes, as the job's function made it.
-    forwards_may_write: whether a forward might write to a parameter; not looked at on CPUs.
-    """
-
-    model: torch.nn.Module
-    layout: Layout
-    synchronisers: list[Synchroniser]
-    attributes: ChangingAttributes
-    forwards_may_write: bool
-
-
-def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
-                devices: Sequence[Device] = ()) -> Prepared:
-    """Build the job's model and let this rank hold its part of it. Collective.
-
-    Where a rank holds a part, no more than that and one more tensor need memory at a time.
-
-    devices: of each rank; without them nothing is too large.
-    """
-    dtype = torch.float64 if job.precision == "float64" else None
-
-    def build() -> tuple[Spill | None, torch.nn.Module]:
-        if not holds_parts(plan):
-            return None, build_model(job, device)
-        spill, model = build_in_files(job, torch.device("cpu"))
-        return spill, model if may_be_elsewhere(plan, model) else model.to(device)
-
-    spill, model = build()
-    observed, is_used = NOTHING, False
-    if runs_again(plan) and is_comparable(model):
-        _refuse_unseen_state(job, plan, model, spill, device)
-        is_used = True
-    elif runs_again(plan) and has_own_code(model) and mesh.rank == 0:
-        logger.warning("the model has more than %d MiB of parameters and was not tried for state that none of its "
-                       "attributes shows (a count in a closure, say); recompute=full would change such a state twice "
-                       "a step", MAX_BYTES // 1024**2)
-    if observed_of(plan):
-        here = torch.device("cpu") if may_be_elsewhere(plan, model) else device
-        observed, is_run = observe(job, plan, model, spill, here)
-        is_used |= is_run
-    if is_used:
-        del spill, model
-        spill, model = build()
-    observed = replace(observed, sparse=sparsely_trained(model))
-    if "casts" in observed_of(plan) and job.precision in AUTOCAST:
-        observed = replace(observed, cast=cast_parameters_of_rank(job, device),
-                           cast_dtype=getattr(torch, AUTOCAST[job.precision]))
-    forwards_may_write = device.type == "cpu" or bool(limited_by_norm(model)) or may_write(model)
-    running, attributes = spill.running if spill is not None else nullcontext, ChangingAttributes(model)
-    use = ModelUse(
-        lambda samples: example_batch(job, samples).to(device, dtype), lambda: autocast(job, device),
-        {"the loss": job.criterion, **{f"metric '{name}'": metric for name, metric in job.metrics.items()}},
-        partial(_evaluation_batch, job, plan, mesh, device) if job.validation is not None else None, running)
-    basis = CutBasis(-(-job.batch // (plan.replicas * plan.num_microbatches)), lambda: state_factor(job, model),
-                     devices, job.precision)
-    layout = lay_out(model, use, basis, plan=plan, mesh=mesh, device=device)
-    with running():
-        synchronisers = prepare(layout.module, plan=plan, mesh=mesh, observed=observed,
-                                device=device if may_be_elsewhere(plan, model) else None)
-        layout.let_go()
-        if spill is not None:
-            elsewhere = held_elsewhere(plan, layout.module)
-            spill.bring_in([*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()])
-    attributes.disregard_new()
-    return Prepared(model, layout, synchronisers, attributes, forwards_may_write)
-
-
-def _evaluation_batch(job: Job, plan: Plan, mesh: Mesh, device: torch.device) -> MicroBatch:
-    """The first micro-batch of an evaluation on this rank, where replicas have equal shares."""
-    part = DataShard((1,) * plan.replicas, mesh.replica, plan.num_microbatches)
-    with kept_streams():
-        batch = next(evaluation_feed(job.validation, batch=job.batch, part=part, seed=job.seed,
-                                     collate=job.collate))
-    return batch.to(device, torch.float64 if job.precision == "float64" else None)
-
-
-def _refuse_unseen_state(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
-                         device: torch.device) -> None:
-    """
-    Raises:
-        PlanRefused: running a part of the model a second time would change a state that the model doesn't show.
-    """
-    here = torch.device("cpu") if spill is not None else device
-    batch = example_batch(job, 2).to(here, torch.float64 if job.precision == "float64" else None)
-    path, running = None, spill.running if spill else nullcontext
-    with suppress(Exception), autocast(job, here):  # what fails here fails in the first step, too
-        path = module_with_unseen_state(model.train(), *batch.arguments(), running=running)
-    if path is not None:
-        refuse_unseen_state(model, plan, path)
-
-
-def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
-            device: torch.device) -> tuple[Observed, bool]:
-    """What the model's forward does, as far as a plan must know of it beforehand, and whether the model was run for
-    that: it is not fit for use then.
-
-    Raises:
-        PlanRefused: parameters lie on servers, which would not learn of what a worker writes to them.
-    """
-    edited, chooses = limited_by_norm(model), frozenset[str]()
-    compares = "choices" in observed_of(plan) and may_choose(model, find_units(model))
-    is_run = compares or may_write(model)
-    if is_run:
-        dtype = torch.float64 if job.precision == "float64" else None
-        batches = [example_batch(job, 2, first=2 * k).to(device, dtype) for k in range(4 if compares else 2)]
-        is_elsewhere, running = (spill.holds, spill.running) if spill else (lambda tensor: False, nullcontext)
-        with suppress(Exception), autocast(job, device), running():  # what fails here fails in the first step, too
-            edited |= written_by(lambda: batches[0].call(model.train()), model, is_elsewhere)
-            in_memory = [name for name, p in model.named_parameters() if name in edited and not is_elsewhere(p)]
-            if in_memory and "writes to parts" in observed_of(plan):
-                edited -= followers(in_memory, model, find_units(model),
-                                    (partial(batches[0].call, model), partial(batches[1].call, model)))
-            if compares:
-                chooses = choosing(model, find_units(model), [partial(batch.call, model) for batch in batches])
-    if edited and (why := no_edits(plan)):
-        raise PlanRefused(f"a forward changes the parameter '{min(edited)}' in place, and {why}",
-                          hint="use a data=N plan if all replicas change it alike, or one that doesn't cut the batch: "
-                               "single or tensor=N")
-    return Observed(edited, chooses), is_run
-
-
-def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:
-    """The model with its weights in files, or in memory where that can't be or they are no more than what stays there
-    of files too."""
-    try:
-        spill = Spill()
-        with spill.building():
-            model = build_model(job, device)
-    except JobError:
-        raise
-    except Exception as error:  # of the user's own code, too: then it comes again
-        first = (str(error).splitlines() or [""])[0]
-        logger.warning("every rank takes memory for the whole model to begin with: it could not be built in files (%s)",
-                       first if isinstance(error, CannotSpill) else f"{type(error).__name__}: {first}")
-        return None, build_model(job, device)
-    tensors = [*model.parameters(), *model.buffers()]
-    if sum(tensor.nbytes for tensor in tensors) <= spill.resident_bytes:
-        spill.bring_in(tensors)
-        return None, model
-    if (left := spill.in_memory_bytes(model.parameters())) > spill.resident_bytes:
-        logger.warning("every rank takes %.0f MB for the whole model to begin with: that much of it was not made by "
-                       "torch on the thread that calls model()", left / 1e6)
-    return spill, model
-
-
-def _kinds(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Parameters that torch takes together: whole ones, and distributed ones of one mesh."""
-    by_mesh: dict[Any, list[torch.Tensor]] = {}
-    for p in parameters:
-        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    return list(by_mesh.values())
-
-
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """A window's loss, at the weights that ranks hold; its gradients are in the parameters.
@@ -299,86 +85,6 @@ class Evaluation:
     def loss(self) -> float:
         total, count = self.known[:STEP_FIGURES]
         return total / count if count else math.nan
-
-
-class _Window:
-    """The work around the micro-batches of one step."""
-
-    def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int, part: int,
-                 beat: Callable[[str], None], tell: Callable[[list[Tally]], None]) -> None:
-        self.stepper, self.window, self.step, self.part, self.beat = stepper, window, step, part, beat
-        self.tell = tell
-        dtype = torch.float64 if stepper.job.precision == "float64" else None
-        self.batches = [batch.to(stepper.device, dtype) for batch in batches]
-        self.tallies: list[Tally] = []
-        self.set_aside: dict[torch.nn.Parameter, torch.Tensor | None] = {}
-        own_samples = sum(batch.samples for batch in batches)
-        self.samples = max(own_samples, 1) if stepper.step_sync.has_own_steps else window.count
-        scaling = stepper.scaling
-        self.scale = 1.0 if scaling is None else scaling.scale
-        self.sum_scale = 1.0 if scaling is None else self.scale / scaling.expected_count(window.count)
-
-    def before_forward(self, microbatch: int, stage: int) -> None:
-        place = (self.part, microbatch, stage) if stage else (self.part, microbatch)
-        seed_streams(self.stepper.job.seed, "step", self.step, *place)
-        self.beat("forward")
-
-    def loss(self, microbatch: int, output: Any) -> torch.Tensor:
-        batch, job = self.batches[microbatch], self.stepper.job
-        with autocast(job, self.stepper.device):
-            tally = read_tally(self._explained_loss(output, batch.target), samples=batch.samples or 1)
-            tally = with_gradient(tally, output, backward_goes_on=self.stepper.all_go_back)
-        self.tallies.append(tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean))
-        # A mean over samples has its weight known before backward; (sum, count) is divided when the count of all the
-        # samples is known: the window's, or this replica's own where it takes steps of its own. A stand-in weighs
-        # nothing.
-        weight = (batch.samples / self.samples * self.scale if tally.is_mean
-                  else float(batch.samples > 0) * self.sum_scale)
-        value = tally.value.float() if tally.value.dtype == torch.float16 else tally.value  # which a scale may not fit
-        return value * weight
-
-    def _explained_loss(self, output: Any, target: Any) -> Any:
-        """The job's loss, refused where it is made of shards."""
-        try:
-            value = self.stepper.job.criterion(output, target)
-        except (RuntimeError, NotImplementedError) as error:
-            if not is_about_parts(error):
-                raise
-            raise _reads_shards(str(error).splitlines()[0]) from error
-        for part in value if isinstance(value, tuple | list) else [value]:
-            if hasattr(part, "device_mesh"):
-                raise _reads_shards("it became a DTensor")
-        return value
-
-    def record(self, what: str, label: str, start_s: float, end_s: float) -> None:
-        if self.stepper.trace is not None:
-            self.stepper.trace.add(what, label, start_s, end_s)
-
-    def before_backward(self, microbatch: int) -> None:
-        is_last = microbatch == len(self.batches) - 1
-        self.drop_rows_of_stand_in()
-        if not self.batches[microbatch].samples:
-            self.set_aside = {p: p.grad for p in self.stepper.sparsely_trained}
-            for p in self.set_aside:
-                p.grad = None
-        for synchroniser in self.stepper.synchronisers:
-            synchroniser.begin(last=is_last)
-        if is_last:
-            self.tell(self.tallies)
-        self.beat("backward")
-
-    def drop_rows_of_stand_in(self) -> None:
-        """A stand-in adds zeros, and in a sparse gradient those are rows that an optimizer would update."""
-        for p, gradient in self.set_aside.items():
-            p.grad = gradient
-        self.set_aside = {}
-
-
-def _reads_shards(what: str) -> PlanRefused:
-    return PlanRefused("the loss uses parameters of the model, and under this plan a rank holds parts of them where "
-                       f"it is computed ({what})",
-                       hint="use a data=N plan, or shard=N zero=2, which keeps parameters whole between forward and "
-                            "backward")
 
 
 class Stepper:
@@ -478,7 +184,7 @@ class Stepper:
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
         overflow = None if self.scaling is None else self.scaling.unscale(
             [local_part(p.grad) for p in self.parameters.values() if p.grad is not None], self.device)
-        squares = self._squared_norm()
+        squares = squared_norm(self.job.clip, self.parameters, self.layout.owned, self.mesh, self.device)
         figures = self.step_sync.all_reduce_figures(self._figures(tallies, used, stop(), overflow))
         together = torch.cat([figures, squares.reshape(1)])
         ahead()
@@ -507,7 +213,7 @@ class Stepper:
         if edited and self._merges_edits:
             self.edits.merge(self.mesh.group("replicas"), news=bool(unknown), step=step)
         beat("optimizer")
-        norm = None if is_skipped else self._clip(squares, norm_squared, mean)
+        norm = None if is_skipped else clip(self.job.clip, self.parameters, squares, norm_squared, mean)
         return Evaluation(figures, known, norm, is_skipped)
 
     @contextmanager
@@ -568,7 +274,7 @@ class Stepper:
             The loss of each micro-batch, and the names of parameters that this rank used.
         """
         self._let_go_of_gradients()  # also of parameters that the optimizer leaves out
-        work = _Window(self, window, batches, step, part, beat, tell)
+        work = WindowWork(self, window, batches, step, part, beat, tell)
         self.layout.run(work.batches, work)
         work.drop_rows_of_stand_in()
         unused = set().union(*(synchroniser.unused() for synchroniser in self.synchronisers))
@@ -650,46 +356,6 @@ class Stepper:
         gradients = [local_part(p.grad) for p in self.parameters.values() if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
-
-    def _squared_norm(self) -> torch.Tensor:
-        """Of all gradients, over all parts of the model; 0 if the job doesn't clip.
-
-        Collective where gradients are sharded or in stages.
-        """
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.job.clip is None:
-            return squares
-        cut: dict[tuple[str, ...], list[torch.Tensor]] = {}
-        parameters = {name: with_dense_gradient(p) for name, p in self.parameters.items()}
-        for name, p in parameters.items():
-            if p.grad is not None and name in self.layout.owned:
-                gradient = local_part(p.grad)
-                cut.setdefault(axes_cut(p), []).append(
-                    torch.view_as_real(gradient) if gradient.is_complex() else gradient)
-        # Ranks that hold parts of the model have other parameters, but cut them along the same axes.
-        for axes in self.mesh.cut_by:
-            gradients = cut.get(axes, [])
-            squared = (torch.nn.utils.get_total_norm(gradients).to(squares).square() if gradients
-                       else torch.zeros_like(squares))
-            for axis in axes if all(self.mesh.sizes[axis] > 1 for axis in axes) else ():
-                dist.all_reduce(squared, group=self.mesh.group(axis))
-            squares += squared
-        if self.mesh.sizes[self.mesh.stage_axis] > 1:
-            dist.all_reduce(squares, group=self.mesh.group(self.mesh.stage_axis))
-        return squares
-
-    def _clip(self, squares: torch.Tensor, known: float, factor: float) -> float | None:
-        """Scale all gradients down to the greatest norm, as `clip_grad_norm_`. Returns the norm before.
-
-        squares: the norm's square on the device. known: the same, read. factor: by which gradients were scaled since.
-        """
-        if self.job.clip is None:
-            return None
-        total = squares.sqrt() * factor
-        for kind in _kinds(map(with_dense_gradient, self.parameters.values())):
-            gradient = next((p.grad for p in kind if p.grad is not None), total)
-            torch.nn.utils.clip_grads_with_norm_(kind, self.job.clip, total.to(gradient.dtype.to_real()))
-        return math.sqrt(known) * factor
 
     def _update(self) -> None:
         self.own_parts.before_update()
@@ -778,52 +444,3 @@ class Stepper:
         """State of the plan's rooms."""
         for synchroniser in self.synchronisers:
             yield from synchroniser.kept()
-
-
-def check_loss(loss: float, count: float, tallies: Sequence[Tally], step: int) -> None:
-    """Refuse a window's loss that no update can be made from.
-
-    tallies: those of this rank; if none of them is at fault, another rank's report comes first.
-    """
-    if math.isfinite(loss) and count > 0:
-        return
-    if math.isfinite(loss):
-        raise TrainingError(f"the loss counts nothing in step {step + 1}: its count is {count:g}",
-                            hint="every target of the window is ignored; a larger batch makes this unlikely")
-    here = not all(bool(torch.isfinite(tally.value)) for tally in tallies)
-    error = TrainingError(
-        f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'} in step {step + 1}; "
-        "the weights of the step before are kept",
-        hint="a lower learning rate, clip=1.0, or a look at the samples of this step")
-    error.heard = not here  # type: ignore[attr-defined]  # another rank's loss; that rank's report comes first
-    raise error
-
-
-def check_used(users: Mapping[str, float]) -> None:
-    """Refuse parameters that nothing uses, unless they stand in a list beside others that were used.
-
-    users: ranks that used each trainable parameter, by name.
-    """
-    unused = [name for name, count in users.items() if not count]
-    family = lambda name: re.sub(r"\.\d+\.", ".*.", name)  # noqa: E731
-    alive = {family(name) for name, count in users.items() if count}
-    never = [name for name in unused if family(name) == name or family(name) not in alive]
-    if len(never) == len(users):
-        raise TrainingError("the loss does not depend on the model: no parameter has a gradient")
-    if never:
-        shown = ", ".join(never[:5]) + (f" and {len(never) - 5} more" if len(never) > 5 else "")
-        raise TrainingError(f"the loss does not depend on {len(never)} of {len(users)} parameters: "
-                            f"{shown}", hint="remove them, or freeze them with requires_grad_(False)")
-
-
-def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> Any:
-    """The job's learning-rate schedule; None if it has none."""
-    if job.lr_schedule is None:
-        return None
-    schedule = job.lr_schedule(optimizer)
-    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise JobError("ReduceLROnPlateau waits for a metric, and a schedule is stepped by optimizer steps alone",
-                       hint="use a schedule of steps, such as CosineAnnealingLR or LambdaLR")
-    if not hasattr(schedule, "step"):
-        raise JobError(f"lr_schedule returned {type(schedule).__name__} and not a learning-rate scheduler")
-    return schedule

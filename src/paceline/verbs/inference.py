@@ -133,7 +133,7 @@ def load_trained(context: RankContext, job: Job, asked: Resolved, run_dir: Path)
     """Build the model under the plan and read the run's newest weights into it; each rank reads what it holds."""
     from paceline.runtime import state
     from paceline.runtime.loop import part_of
-    from paceline.runtime.stepper import prepare_job
+    from paceline.runtime.prepare import prepare_job
     from paceline.strategies.mesh import Mesh
 
     mesh = Mesh.of(asked.plan, context.rank)

@@ -20,7 +20,7 @@ from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
 from paceline.runtime.folder import EVENTS, METRICS
 from paceline.runtime.loop import Speed, cut_metrics, learning_rate, predicted_step_s
-from paceline.runtime.stepper import check_loss, check_used
+from paceline.runtime.refusals import check_loss, check_used
 from paceline.strategies.server.clock import LEASES, Clock
 from paceline.strategies.server.exchange.serve import listen_to
 from paceline.strategies.server.exchange.wire import Connection, Peer, Role, WireError

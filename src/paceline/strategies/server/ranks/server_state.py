@@ -12,8 +12,9 @@ from paceline.job import Job
 from paceline.plans import Plan
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure, refuse_coupled
 from paceline.runtime.optimizers.probe import is_elementwise
+from paceline.runtime.optimizers.schedule import build_schedule
+from paceline.runtime.prepare import build_in_files
 from paceline.runtime.state import persistent_buffers
-from paceline.runtime.stepper import build_in_files, build_schedule
 from paceline.strategies.layout import Extent
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.server.exchange.connection import held, rows

@@ -21,7 +21,8 @@ from paceline.runtime.feed import DataShard, MicroBatch, training_feed
 from paceline.runtime.loss import Tally
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
-from paceline.runtime.stepper import Stepper, check_loss
+from paceline.runtime.refusals import check_loss
+from paceline.runtime.stepper import Stepper
 from paceline.strategies.layout import Extent
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.server.exchange.arrive import WeightArrivals

@@ -1,0 +1,66 @@
+"""The norm of gradients over all parts of a model, and gradients scaled down to the greatest one that is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.strategies.data.sparse import with_dense_gradient
+from paceline.strategies.mesh import Mesh, axes_cut, local_part
+
+
+def squared_norm(greatest: float | None, parameters: Mapping[str, torch.nn.Parameter], owned: Collection[str],
+                 mesh: Mesh, device: torch.device) -> torch.Tensor:
+    """Of the gradients of these parameters, over all parts of the model, as a scalar in float64; 0 without a greatest
+    norm.
+
+    owned: names of parameters that this rank answers for. Collective where gradients are sharded or in stages.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    if greatest is None:
+        return squares
+    cut: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for name, p in parameters.items():
+        dense = with_dense_gradient(p)
+        if dense.grad is not None and name in owned:
+            gradient = local_part(dense.grad)
+            cut.setdefault(axes_cut(dense), []).append(
+                torch.view_as_real(gradient) if gradient.is_complex() else gradient)
+    # Ranks that hold parts of the model have other parameters, but cut them along the same axes.
+    for axes in mesh.cut_by:
+        gradients = cut.get(axes, [])
+        squared = (torch.nn.utils.get_total_norm(gradients).to(squares).square() if gradients
+                   else torch.zeros_like(squares))
+        for axis in axes if all(mesh.sizes[axis] > 1 for axis in axes) else ():
+            dist.all_reduce(squared, group=mesh.group(axis))
+        squares += squared
+    if mesh.sizes[mesh.stage_axis] > 1:
+        dist.all_reduce(squares, group=mesh.group(mesh.stage_axis))
+    return squares
+
+
+def clip(greatest: float | None, parameters: Mapping[str, torch.nn.Parameter], squares: torch.Tensor, known: float,
+         factor: float) -> float | None:
+    """Scale the gradients down to the greatest norm, as `clip_grad_norm_`. Returns the norm before; None without one.
+
+    squares: the norm's square on the device. known: the same, read. factor: by which gradients were scaled since.
+    """
+    if greatest is None:
+        return None
+    total = squares.sqrt() * factor
+    for kind in _kinds(map(with_dense_gradient, parameters.values())):
+        gradient = next((p.grad for p in kind if p.grad is not None), total)
+        torch.nn.utils.clip_grads_with_norm_(kind, greatest, total.to(gradient.dtype.to_real()))
+    return math.sqrt(known) * factor
+
+
+def _kinds(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Parameters that torch takes together: whole ones, and distributed ones of one mesh."""
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for p in parameters:
+        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    return list(by_mesh.values())

@@ -1,0 +1,48 @@
+"""What no update can be made from: a loss that is not finite or counts nothing, parameters that nothing uses."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from paceline.errors import TrainingError
+from paceline.runtime.loss import Tally
+
+
+def check_loss(loss: float, count: float, tallies: Sequence[Tally], step: int) -> None:
+    """Refuse a window's loss that no update can be made from.
+
+    tallies: those of this rank; if none of them is at fault, another rank's report comes first.
+    """
+    if math.isfinite(loss) and count > 0:
+        return
+    if math.isfinite(loss):
+        raise TrainingError(f"the loss counts nothing in step {step + 1}: its count is {count:g}",
+                            hint="every target of the window is ignored; a larger batch makes this unlikely")
+    here = not all(bool(torch.isfinite(tally.value)) for tally in tallies)
+    error = TrainingError(
+        f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'} in step {step + 1}; "
+        "the weights of the step before are kept",
+        hint="a lower learning rate, clip=1.0, or a look at the samples of this step")
+    error.heard = not here  # type: ignore[attr-defined]  # another rank's loss; that rank's report comes first
+    raise error
+
+
+def check_used(users: Mapping[str, float]) -> None:
+    """Refuse parameters that nothing uses, unless they stand in a list beside others that were used.
+
+    users: ranks that used each trainable parameter, by name.
+    """
+    unused = [name for name, count in users.items() if not count]
+    family = lambda name: re.sub(r"\.\d+\.", ".*.", name)  # noqa: E731
+    alive = {family(name) for name, count in users.items() if count}
+    never = [name for name in unused if family(name) == name or family(name) not in alive]
+    if len(never) == len(users):
+        raise TrainingError("the loss does not depend on the model: no parameter has a gradient")
+    if never:
+        shown = ", ".join(never[:5]) + (f" and {len(never) - 5} more" if len(never) > 5 else "")
+        raise TrainingError(f"the loss does not depend on {len(never)} of {len(users)} parameters: "
+                            f"{shown}", hint="remove them, or freeze them with requires_grad_(False)")
