@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.catalogue import accelerator, software, software_names
+from paceline.catalogue import accelerator, named_by_driver, software, software_names
 from paceline.cluster import Cluster
 from paceline.errors import ClusterError
 
@@ -45,6 +45,30 @@ def test_words(text: str, devices: int, in_a_node: int):
     assert found.nodes[0].network.devices_per_node == in_a_node
 
 
+@pytest.mark.parametrize(("text", "devices", "gib", "like"), [
+    ("2x24GB", 2, 24, "RTX3090"), ("8x80GB", 8, 80, "A100-80"), ("4x16GiB", 4, 16, "RTX5060Ti"),
+    ("2x8x80gb", 16, 80, "A100-80"), ("2x20 GB", 2, 20, "RTX5060Ti"), ("1x6GB", 1, 6, "RTX5060"),
+    ("1x1.5GB", 1, 1.5, "RTX5060"), ("8x1000GB", 8, 1000, "B300")])
+def test_gpus_of_which_only_the_memory_is_said(text: str, devices: int, gib: float, like: str):
+    """They have that memory and the speed of an ordinary card that has no more, and the cluster says so."""
+    found = Cluster.parse(text)
+    device = found.devices[0]
+
+    assert (len(found.devices), device.memory_bytes) == (devices, int(gib * 2**30))
+    assert device.flops_per_byte("bf16") == Cluster.parse(f"1x{like}").devices[0].flops_per_byte("bf16")
+    assert found.assumptions == (f"a GPU of {gib:g}GB is assumed to have the speed, links and nodes of {like}; name "
+                                 "the GPU for its own figures",)
+    assert not Cluster.parse(f"1x{like}").assumptions
+
+
+@pytest.mark.parametrize(("driver", "name"), [
+    ("NVIDIA GeForce RTX 5070 Ti", "RTX5070Ti"), ("NVIDIA GeForce RTX 5070", "RTX5070"),
+    ("NVIDIA GeForce RTX 5060 Ti", "RTX5060Ti"), ("NVIDIA GeForce RTX 5090", "RTX5090")])
+def test_cards_by_their_drivers_names(driver: str, name: str):
+    """A card of the RTX 50 series is found by its driver's name and by its number alone."""
+    assert named_by_driver(driver) == accelerator(name) == accelerator(name.removeprefix("RTX"))
+
+
 def test_cpu_ranks_are_this_machines():
     """They are not described."""
     assert Cluster.parse("2xcpu") == Cluster.local("cpu:0-1")
@@ -52,7 +76,7 @@ def test_cpu_ranks_are_this_machines():
 
 @pytest.mark.parametrize(("text", "message"), [
     ("8xH10", "unknown accelerator 'H10', did you mean 'H100'"), ("8", "can't read the cluster '8'"),
-    ("0xH100", "has no devices"), ("12xH100", "doesn't fill nodes of 8(?s:.*)2x8xH100"),
+    ("0xH100", "has no devices"), ("2x0.5GB", "less than 1 GiB"), ("12xH100", "doesn't fill nodes of 8(?s:.*)2x8xH100"),
     ("2x2xcpu", "CPUs of several nodes"), ("nowhere.toml", "can't read the cluster nowhere.toml"),
 ])
 def test_words_that_make_no_sense(text: str, message: str):
@@ -112,8 +136,8 @@ def test_a_hundred_thousand_devices_take_no_room():
 def test_every_entry_of_the_catalogue_can_be_read():
     """Accelerators name links that are there, and training programs have only known fields."""
     for name in ("K80", "P100", "V100", "V100-16", "T4", "A10", "L4", "A100-40", "A100-80", "H100", "H100-PCIe",
-                 "H100-NVL", "H200", "B200", "B300", "GB200", "GB300", "RTX3090", "RTX4090", "MI250X", "MI300X",
-                 "TPUv4"):
+                 "H100-NVL", "H200", "B200", "B300", "GB200", "GB300", "RTX3090", "RTX4090", "RTX5060",
+                 "RTX5060Ti", "RTX5070", "RTX5070Ti", "RTX5080", "RTX5090", "MI250X", "MI300X", "TPUv4"):
         assert accelerator(name).source
         assert Cluster.parse(f"2x{accelerator(name).devices_per_node}x{name}").link.bytes_per_s > 0
     for name in software_names():

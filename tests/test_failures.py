@@ -260,7 +260,7 @@ def test_a_job_that_cannot_be_trained(run_dir: Path, capfd: pytest.CaptureFixtur
     found = re.findall(words, str(error))
     assert len(found) == 1, str(error)
     assert error.exit_code == exit_code
-    assert "full log: " in str(error)
+    assert ("full log: " in str(error)) == run_dir.exists() == (exit_code != 2)  # 2: it can't be built
     assert saved_steps(run_dir) == []
     assert "Traceback" not in capfd.readouterr().err  # the caller prints the error
 

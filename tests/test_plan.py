@@ -83,6 +83,22 @@ def test_any_text_is_a_plan_or_refused_with_a_message(text: str):
         assert Plan.parse(str(plan)) == plan
 
 
+@pytest.mark.parametrize(("word", "keys"), [
+    ("ddp", "data=N"), ("dp=2", "data=N"), ("fsdp", "shard=N"), ("fsdp2=4", "shard=N"), ("FSDP", "shard=N"),
+    ("zero3", "shard=N"), ("ZeRO-3", "shard=N"), ("zero2=4", "shard=N zero=2"), ("hsdp", "data=N shard=M"),
+    ("deepspeed", "shard=N"), ("tp=2", "tensor=N"), ("tensor_parallel_size=2", "tensor=N"), ("pp=2", "pipeline=N"),
+    ("mp=2", "place=auto"), ("megatron", "tensor=N"), ("ps", "server=S workers=W"), ("cp=2", "no plan key"),
+    ("ep=2", "no plan key"), ("sp=2", "tensor=N"), ("gradient_accumulation_steps=4", "accumulate=K"),
+    ("gradient_checkpointing", "recompute=full"), ("diloco", "local=H"), ("vpp=2", "schedule=interleaved"),
+])
+def test_words_of_other_tools(word: str, keys: str):
+    """They are refused with the plan key that is meant, or with the word that there is none."""
+    with pytest.raises(PlanError, match=re.escape(keys)) as caught:
+        Plan.parse(word)
+    assert caught.value.args[0].startswith(f"'{word.partition('=')[0]}' is no plan key: ")
+    assert not re.search("did you mean", str(caught.value))
+
+
 @pytest.mark.parametrize(("text", "canonical", "world_size"), [
     ("single", "single", 1), ("data=1", "single", 1), ("single accumulate=2", "single accumulate=2", 1),
     ("shard=2 data=3", "data=3 shard=2", 6), ("zero=3 shard=2", "shard=2", 2), ("zero=1,shard=2", "shard=2 zero=1", 2),

@@ -41,6 +41,7 @@ class Accelerator:
         attention_reached: that fused attention reaches.
     tf32_flops_per_s, fp8_flops_per_s: dense; None without such products.
     link, network: names of links in a node, and of one device's share across nodes.
+    assumed: the accelerator whose figures these are, of one of which only the memory is known.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Accelerator:
     aliases: tuple[str, ...] = ()
     tf32_flops_per_s: float | None = None
     fp8_flops_per_s: float | None = None
+    assumed: str = ""
 
     def product_flops_per_s(self, precision: Precision) -> float:
         """Of matrix products under a job's precision, dense, as its maker states them."""
@@ -80,6 +82,16 @@ def accelerator(name: str) -> Accelerator:
         raise ClusterError(f"unknown accelerator '{name}', {nearest(name, [a.name for a in _listed()])}",
                            hint="a TOML file describes any other: see docs/planning.md")
     return match
+
+
+def assumed(memory_bytes: int) -> Accelerator:
+    """What a GPU is taken for of which only the memory is known: an ordinary one that has so much or a little less.
+
+    >>> assumed(24 * 2**30).name
+    'RTX3090'
+    """
+    sizes = {int(size) * 2**30: name for size, name in _read()["assumed"].items()}
+    return accelerator(sizes[max((size for size in sizes if size <= memory_bytes), default=min(sizes))])
 
 
 def named_by_driver(name: str) -> Accelerator | None:

@@ -127,7 +127,7 @@ def plan_(
     file: JobSource,
     settings: Settings = None,
     cluster: Annotated[str, typer.Option(metavar="CLUSTER",
-                                         help="local, 2xcpu, 8xH100, 16x8xH100, or a TOML file.")] = "local",
+                                         help="local, 2xcpu, 8xH100, 16x8xH100, 2x24GB, or a TOML file.")] = "local",
     relaxed: Annotated[bool, typer.Option("--relaxed", help="A plan may be chosen that is not exact.")] = False,
     price: Annotated[float | None, typer.Option(metavar="PER_HOUR", help="Of a device; ranks plans by cost.")] = None,
     mtbf_hours: Annotated[float | None, typer.Option(

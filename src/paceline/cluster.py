@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from paceline.accelerators import CONTEXT_BYTES, cards, gpus, refusal, room, unusable
 from paceline.catalogue import Accelerator, LinkKind, named_by_driver
 from paceline.catalogue import accelerator as known_accelerator
+from paceline.catalogue import assumed as assumed_accelerator
 from paceline.catalogue import link as known_link
 from paceline.errors import ClusterError, nearest
 from paceline.topology import slowest
@@ -200,6 +201,13 @@ class Cluster:
     links: tuple[tuple[int, Link], ...] = ()
 
     @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the description leaves open and is assumed, in words."""
+        kinds = {device.accelerator for kind in self.nodes for device in kind.devices if device.accelerator is not None}
+        return tuple(sorted(f"a GPU of {kind.name} is assumed to have the speed, links and nodes of {kind.assumed}; "
+                            "name the GPU for its own figures" for kind in kinds if kind.assumed))
+
+    @property
     def first_here(self) -> str:
         """Where a job is tried out on this machine: "cpu", or the first of the GPUs; any GPU for described devices."""
         if self.nodes:
@@ -219,7 +227,8 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """A cluster from a word: "local", "2xcpu", "8xH100", "16x8xH100" (nodes x devices), or a TOML file.
+        """A cluster from a word: "local", "2xcpu", "8xH100", "16x8xH100" (nodes x devices), "2x24GB" (GPUs of
+        which only the memory is known), or a TOML file.
 
         Raises:
             ClusterError: it can't be read, names an accelerator that is not in the catalogue, or the file has a field
@@ -231,10 +240,10 @@ class Cluster:
             from paceline.cluster_file import read  # msgspec takes a moment to load
 
             return cls.of(read(Path(text)))
-        match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w .-]*)", text.strip())
+        match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\w[\w .-]*)", text.strip())
         if match is None:
             raise ClusterError(f"can't read the cluster '{text}'",
-                               hint="local, 2xcpu, 8xH100, 16x8xH100 (nodes x devices), or a TOML file")
+                               hint="local, 2xcpu, 8xH100, 16x8xH100 (nodes x devices), 2x24GB, or a TOML file")
         count, each = int(match[1] or 1), int(match[2])
         if count < 1 or each < 1:
             raise ClusterError(f"the cluster '{text}' has no devices", hint="numbers are at least 1")
@@ -243,7 +252,7 @@ class Cluster:
                 raise ClusterError(f"the cluster '{text}' has CPUs of several nodes, whose links nobody knows",
                                    hint="2xcpu is two ranks of this machine")
             return cls.local(f"cpu:0-{each - 1}")
-        accelerator = known_accelerator(match[3])
+        accelerator = _of_memory(match[3]) or known_accelerator(match[3])
         if match[1] is None and each > accelerator.devices_per_node:
             full, rest = divmod(each, accelerator.devices_per_node)
             if rest:
@@ -363,6 +372,19 @@ def described(accelerator: Accelerator, *, memory_bytes: int | None = None) -> D
     return Device("cuda", 0, memory_bytes or accelerator.memory_bytes, name=accelerator.name,
                   flops_per_s=accelerator.float32_flops_per_s * accelerator.product_reached,
                   memory_bytes_per_s=accelerator.memory_bytes_per_s, accelerator=accelerator)
+
+
+def _of_memory(text: str) -> Accelerator | None:
+    """A GPU of which only the memory is said, such as "24GB"; None for a name. 24 GiB are 24 GB, as makers have it."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:GB|GiB)", text, re.IGNORECASE)
+    if size is None:
+        return None
+    gib = float(size[1])
+    if gib < 1:
+        raise ClusterError(f"a GPU of {text} has less than 1 GiB", hint="2x24GB is two GPUs of 24 GiB each")
+    like = assumed_accelerator(int(gib * 2**30))
+    return replace(like, name=f"{gib:g}GB", memory_bytes=int(gib * 2**30), aliases=(), assumed=like.name,
+                   source=f"assumed to be as fast as {like.name}: {like.source}")
 
 
 def usual_nodes(accelerator: Accelerator, count: int, each: int) -> Nodes:

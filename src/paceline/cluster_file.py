@@ -26,7 +26,7 @@ _NODES = {"devices": Annotated[list[str], Meta(min_length=1, description='a list
           "memory": str, "link": str, "network": str, "link_bytes_per_s": _ABOVE_0, "link_latency_s": _ABOVE_0,
           "network_bytes_per_s": _ABOVE_0, "network_latency_s": _ABOVE_0, "price_per_hour": _ABOVE_0}
 _ACCELERATOR = {f.name: str if f.type == "str" else _ABOVE_0
-                for f in fields(Accelerator) if f.name not in ("name", "aliases")}
+                for f in fields(Accelerator) if f.name not in ("name", "aliases", "assumed")}
 _NEEDED = [f.name for f in fields(Accelerator) if f.default is MISSING and f.name not in ("name", "source")]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from paceline import foreign_fields
 from paceline.errors import JobError, nearest
 from paceline.losses import OwnLoss
 
@@ -126,6 +127,7 @@ def _length(data: Any) -> int | None:
 
 def _problems(job: Job) -> Iterator[str]:
     """Everything that is wrong with a job's fields, in words."""
+    yield from foreign_fields.problems(job)
     for name, may_be_none in (("model", False), ("loss", True), ("optimizer", False), ("collate", True)):
         if not callable(value := getattr(job, name)) and not (may_be_none and value is None):
             yield f"{name} must be callable, got {type(value).__name__}"

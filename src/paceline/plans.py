@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from paceline.errors import PlanError, nearest
+from paceline.plan_words import meant
 from paceline.strategies import extensions
 from paceline.strategies.axes import Axis
 from paceline.strategies.compile.keys import COMPILE, CompileName
@@ -234,7 +235,7 @@ class Plan:
             if name in ("single", "auto"):
                 raise PlanError(f"'{name}' takes no value, got '{word}'")
             if (spec := key(name)) is None:
-                raise PlanError(f"unknown plan key '{name}', {nearest(name, [*keys(), 'single', 'auto'])}")
+                raise _unknown(name, [*keys(), "single", "auto"])
             if not equals or not value:
                 raise PlanError(f"plan key '{name}' needs a value", hint=f"{name}={spec.allowed}")
             if name in given:
@@ -250,7 +251,7 @@ class Plan:
         """A plan from its keys: `Plan.of(data=2, accumulate="auto")`."""
         for name in values:
             if key(name) is None:
-                raise PlanError(f"unknown plan key '{name}', {nearest(name, keys())}")
+                raise _unknown(name, list(keys()))
         given: Mapping[str, Any] = values
         for plan_keys in BUILT_IN:
             given = plan_keys.complete(given)
@@ -310,6 +311,13 @@ class Plan:
 _SYNC_OF: dict[str, type[Synchronisation]] = {
     spec.name: plan_keys.sync for plan_keys in BUILT_IN if plan_keys.sync
     for spec in plan_keys.keys if spec.record == "sync"}
+
+
+def _unknown(name: str, known: list[str]) -> PlanError:
+    """A key that no strategy has; says what is meant where another tool has that word."""
+    if (words := meant(name)) is not None:
+        return PlanError(f"'{name}' is no plan key: {words}", hint="known keys: " + ", ".join(known))
+    return PlanError(f"unknown plan key '{name}', {nearest(name, known)}")
 
 
 def _others(values: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:

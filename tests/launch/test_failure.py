@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.errors import CheckpointError, OutOfMemory, PacelineError, PeerLost, Preempted, TrainingError
+from paceline.errors import CheckpointError, JobError, OutOfMemory, PacelineError, PeerLost, Preempted, TrainingError
 from paceline.launch import failure
 from paceline.launch.failure import Failure, RankFailed, cause_of, failure_of, is_users, killed, stopped
 from paceline.launch.heartbeats import Heartbeat
@@ -188,3 +188,23 @@ def test_files_of_the_user(name: str):
 def test_files_that_are_not_the_users(name: str):
     """Libraries, Python itself, what is made from text, and our own code."""
     assert not is_users(name)
+
+
+def test_a_hint_does_not_repeat_the_log(tmp_path: Path):
+    """The message of a failed rank says once where its log is, and its hint is the hint alone."""
+    log = tmp_path / "rank-1.log"
+    log.touch()
+    error = RankFailed(report(JobError("no such thing", hint="name another")), log)
+
+    assert error.hint == "name another"
+    assert str(error).endswith(f"no such thing\n\nhint: name another\n\nfull log: {log}")
+    log.unlink()
+    assert str(error).endswith("no such thing\n\nhint: name another")
+
+
+def test_a_stop_is_called_by_the_signal_that_asked_for_it():
+    """Ranks hear of each request as SIGTERM, and the report names what the command received."""
+    found = stopped(0, signal.SIGTERM, Heartbeat(3, "forward", 0.0))
+
+    assert found.asked_by(signal.SIGINT).message == found.message.replace("SIGTERM", "SIGINT")
+    assert found.asked_by(signal.SIGTERM) == found

@@ -333,10 +333,15 @@ def test_what_a_rank_makes_of_signals(run_ranks: Callable[..., Any]):
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, Preempted.exit_code), (signal.SIGINT, 130)])
+STOPS = pytest.mark.parametrize(("number", "kill", "exit_code"), [
+    (signal.SIGTERM, os.kill, Preempted.exit_code), (signal.SIGINT, os.killpg, 130), (signal.SIGINT, os.kill, 130)],
+    ids=["SIGTERM", "Ctrl-C", "SIGINT to the parent alone"])
+
+
+@STOPS
 def test_a_request_to_stop(start_child: Any, run_ranks: Callable[..., Any], wait_for: Callable[..., None],
-                           tmp_path: Path, number: int, exit_code: int):
-    """SIGTERM to the parent, and Ctrl-C, which a terminal sends to all, stop every rank after the same step."""
+                           tmp_path: Path, number: int, kill: Callable[[int, int], None], exit_code: int):
+    """A signal to the parent, and Ctrl-C, which a terminal sends to all, stop every rank after the same step."""
     def body(context: Any) -> None:
         (tmp_path / f"up-{context.rank}").touch()
         steps_until_stopped(context)
@@ -344,18 +349,18 @@ def test_a_request_to_stop(start_child: Any, run_ranks: Callable[..., Any], wait
     child = start_child(lambda: run_ranks(body, 2))
     ranks = child.ranks(2)
     wait_for(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)))
-    (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
+    kill(child.pid, number)
     assert child.exit_code() == exit_code
     assert "stopped by" in child.stderr
     assert "failed" not in child.stderr
     assert not psutil.wait_procs(ranks, timeout=10)[1]
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, Preempted.exit_code), (signal.SIGINT, 130)])
+@STOPS
 def test_a_request_to_stop_before_the_first_step(start_child: Any, run_ranks: Callable[..., Any],
                                                  wait_for: Callable[..., None], tmp_path: Path, number: int,
-                                                 exit_code: int):
-    """Where no step can be finished the ranks end at once, and that is no failure of theirs."""
+                                                 kill: Callable[[int, int], None], exit_code: int):
+    """Where no step can be finished the ranks end at once, and the signal is called by its name."""
     def body(context: Any) -> None:
         context.beat("build")
         (tmp_path / f"up-{context.rank}").touch()
@@ -363,7 +368,7 @@ def test_a_request_to_stop_before_the_first_step(start_child: Any, run_ranks: Ca
 
     child = start_child(lambda: run_ranks(body, 2))
     wait_for(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)))
-    (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
+    kill(child.pid, number)
     assert child.exit_code() == exit_code
     name = signal.Signals(number).name
     assert f"error: stopped by {name} in start (build), where no checkpoint can be saved" in child.stderr

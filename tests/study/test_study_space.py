@@ -15,7 +15,7 @@ from paceline.study.space import Numbers, Options, Space, parse, read
 
 def job(lr: Annotated[float, pl.Log(1e-5, 1e-1)] = 1e-3, layers: Annotated[int, pl.Range(2, 8)] = 2,
         width: Annotated[int, pl.Range(32, 256, step=32)] = 64, act: Literal["relu", "gelu"] = "relu",
-        norm: bool = False, decay: float = 0.1, name: str = "a") -> Any:
+        norm: Literal[False, True] = False, bf16: bool = False, decay: float = 0.1, name: str = "a") -> Any:
     """A job of every kind of parameter; nothing calls it."""
 
 
@@ -30,7 +30,7 @@ def refusal(function: Any = job, **options: Any) -> str:
 
 
 def test_annotated_parameters_are_varied_and_others_are_not():
-    """Ranges, logarithmic ranges, literals and booleans; a plain number keeps its default."""
+    """Ranges, logarithmic ranges and literals; a plain number or boolean keeps its default."""
     found = space()
     assert dict(found.domains) == {
         "lr": Numbers(1e-5, 0.1, None, True, whole=False), "layers": Numbers(2, 8, None, False, whole=True),
@@ -42,13 +42,14 @@ def test_annotated_parameters_are_varied_and_others_are_not():
 def test_settings_fix_and_vary_widens():
     """What is set is not varied; what is varied need not be annotated, nor hold the default."""
     found = space(settings={"lr": "0.01", "block.op": "conv"},
-                  vary={"decay": "1e-5..1e-1:log", "layers": "8..16", "name": "b,c"})
+                  vary={"decay": "1e-5..1e-1:log", "layers": "8..16", "name": "b,c", "bf16": "false,true"})
     assert "lr" not in found.domains and found.fixed == {"lr": "0.01", "block.op": "conv"}
     assert found.domains["decay"] == Numbers(1e-5, 0.1, None, True, whole=False)
     assert found.domains["layers"] == Numbers(8, 16, None, False, whole=True)
     assert found.domains["name"] == Options(("b", "c"))
+    assert found.domains["bf16"] == Options((False, True))
     assert found.example() == {"lr": "0.01", "block.op": "conv", "decay": 0.1, "layers": 8, "name": "b", "width": 64,
-                               "act": "relu", "norm": False}
+                               "act": "relu", "norm": False, "bf16": False}
 
 
 @pytest.mark.parametrize(("text", "kind", "domain"), [

@@ -10,7 +10,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from paceline.errors import OutOfMemory, PacelineError, PeerLost, Preempted
@@ -66,6 +66,11 @@ class Failure:
     def from_json(cls, text: str) -> Failure:
         return cls(**json.loads(text))
 
+    def asked_by(self, number: int) -> Failure:
+        """The report of a stop that this signal asked for: ranks hear of each request as SIGTERM."""
+        name = f"stopped by {signal.SIGTERM.name}"
+        return replace(self, message=self.message.replace(name, f"stopped by {signal.Signals(number).name}", 1))
+
     def describe(self, log: Path | None = None) -> str:
         """The message a user reads: where, what, what next."""
         if self.is_stop:
@@ -74,7 +79,12 @@ class Failure:
         shown = f"{place}, at {self.where}:\n{self.message}" if self.where else f"{place}:\n{self.message}"
         if self.trace:
             shown = f"{self.trace}\n{shown}"
-        return f"{shown}\n\nfull log: {log}" if log else shown
+        return with_log(shown, log)
+
+
+def with_log(message: str, log: Path | None) -> str:
+    """The message, and where a rank's log is."""
+    return f"{message}\n\nfull log: {log}" if log else message
 
 
 def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
@@ -126,13 +136,19 @@ def is_users(filename: str) -> bool:
 
 
 class RankFailed(PacelineError):
-    """A rank failed; the message is its report. `failure` is the cause among all ranks' reports."""
+    """A rank failed; the message is its report. `failure` is the cause among all ranks' reports.
+
+    log: of that rank; the message ends with its path as long as it is there.
+    """
 
     def __init__(self, failure: Failure, log: Path | None = None) -> None:
-        message, _, hint = failure.describe(log).partition("\n\nhint: ")
+        message, _, hint = failure.describe().partition("\n\nhint: ")
         super().__init__(message, hint=hint or None)
-        self.failure = failure
+        self.failure, self.log = failure, None if failure.is_stop else log
         self.exit_code = failure.exit_code
+
+    def __str__(self) -> str:
+        return with_log(super().__str__(), self.log if self.log is not None and self.log.exists() else None)
 
 
 def killed(rank: int, exit_code: int | None, sign: Heartbeat) -> Failure:

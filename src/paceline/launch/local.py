@@ -97,13 +97,20 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
                     while (cause := ranks.cause_of_end()) is not None and ranks.may_restart(cause):
                         ranks.restart_all(cause)
                     if cause is not None:
-                        error = RankFailed(cause, Path(log) if (log := ranks.of[cause.rank].log) else None)
-                        if interrupted and cause.is_stop and interrupted[0] == signal.SIGINT:
-                            error.exit_code = 128 + signal.SIGINT
-                        raise error
+                        raise _ended_by(cause, ranks.of[cause.rank].log, interrupted)
             finally:
                 ranks.end_all()
     return [rank.result for rank in ranks.of]
+
+
+def _ended_by(cause: Failure, log: str | None, interrupted: Sequence[int]) -> RankFailed:
+    """The error of a run. interrupted: signals that asked it to stop."""
+    if interrupted and cause.is_stop:
+        cause = cause.asked_by(interrupted[0])
+    error = RankFailed(cause, Path(log) if log else None)
+    if interrupted and cause.is_stop and interrupted[0] == signal.SIGINT:
+        error.exit_code = 128 + signal.SIGINT
+    return error
 
 
 def _be_rank(launch: _Launch, rank: int, line: Line) -> None:

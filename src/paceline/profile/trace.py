@@ -22,6 +22,7 @@ from paceline.capture.casts import cast_alone
 from paceline.capture.graph import without_cache
 from paceline.capture.probe import sparsely_trained
 from paceline.errors import JobError, PacelineError
+from paceline.foreign_fields import model_hint
 from paceline.job import AUTOCAST, Job
 from paceline.launch.fork import cuda_left_alone, in_a_fork
 from paceline.profile.attention import SparedBySelective, SparedScores
@@ -260,7 +261,7 @@ def build(job: Job) -> nn.Module:
 
     model = job.model()
     if not isinstance(model, nn.Module):
-        raise JobError(f"model returned {type(model).__name__} and not a torch.nn.Module")
+        raise JobError(f"model returned {type(model).__name__} and not a torch.nn.Module", hint=model_hint(model))
     if job.precision != "float64":
         return model
     if not any(isinstance(p, FakeTensor) for p in model.parameters()):

@@ -6,18 +6,22 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
+from paceline.launch.failure import RankFailed
 
 # What a run writes into its folder; `claim` takes any of these as the sign of an earlier run.
 PLAN, SUMMARY, METRICS, MODEL, JOB, CHECKPOINTS, PREDICTED, SPLIT, EVENTS = (
     "plan.json", "summary.json", "metrics.jsonl", "model.safetensors", "job.json", "checkpoints",
     "predicted.json", "split.json", "events.jsonl")
+
+_BUILDING = ("start", "build", "input")  # phases of a rank before its first forward
 
 
 def fresh_name(stem: str) -> Path:
@@ -59,12 +63,12 @@ def claimed(run_dir: Path) -> Iterator[Path]:
     """Hold the folder for one live run. The lock is the kernel's: that of a run that is killed goes with
     its last process.
 
-    A run that fails leaves no unfinished checkpoint behind.
+    A run that fails leaves no unfinished checkpoint behind, and one of a job that can't be built leaves no new folder.
 
     Raises:
         UsageError: a live run holds it, or it can't be written.
     """
-    own_pid = os.getpid()
+    own_pid, is_new = os.getpid(), not run_dir.exists()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -84,13 +88,28 @@ def claimed(run_dir: Path) -> Iterator[Path]:
             raise _unwritable(run_dir, error) from error
         try:
             yield run_dir
-        except BaseException:
-            _remove_unfinished(run_dir)
+        except BaseException as error:
+            if is_new and _never_began(run_dir, error):
+                shutil.rmtree(run_dir, ignore_errors=True)
+            else:
+                _remove_unfinished(run_dir)
             raise
     finally:
         if os.getpid() == own_pid:  # a run that is over is over, though forks of this process may end a little later
             fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
+
+
+def _never_began(run_dir: Path, error: BaseException) -> bool:
+    """Whether a run ended by an error of its job or its request before its first step: in the model, the optimizer, or
+    the first batch. What the folder then holds says no more than the error."""
+    metrics = run_dir / METRICS
+    if (run_dir / CHECKPOINTS).exists() or (metrics.exists() and metrics.stat().st_size):
+        return False
+    failure = error.failure if isinstance(error, RankFailed) else None
+    if failure is None or failure.exit_code != PacelineError.exit_code:
+        return isinstance(error, PacelineError) and error.exit_code == UsageError.exit_code
+    return failure.phase in _BUILDING and failure.step <= 1
 
 
 def _unwritable(run_dir: Path, error: OSError) -> UsageError:

@@ -29,6 +29,7 @@ from paceline.capture.probe import (
 )
 from paceline.cluster import Device
 from paceline.errors import JobError, PlanRefused
+from paceline.foreign_fields import model_hint
 from paceline.job import AUTOCAST, Job
 from paceline.launch.logs import logger
 from paceline.plans import Plan
@@ -64,7 +65,7 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
     model = job.model()
     if not isinstance(model, torch.nn.Module):
         raise JobError(f"model returned {type(model).__name__} and not a torch.nn.Module",
-                       hint="a job trains one module; several can be parts of one, whose forward says what runs")
+                       hint=model_hint(model))
     for name, p in model.named_parameters():
         if is_lazy(p):
             raise JobError(f"the shape of '{name}' is not known before the first forward",

@@ -37,7 +37,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """One of some values; what `Literal` and bool come to."""
+    """One of some values; what `Literal` comes to."""
 
     options: tuple[Any, ...]
 
@@ -184,8 +184,6 @@ def _domain(kind: Any) -> Domain | None:
         return _numbers(marks[0], plain)
     if nested := next(_marks_inside(plain), None):
         raise ValueError(f"{nested} must stand around the whole type: Annotated[..., {nested}]")
-    if plain is bool:
-        return Options((False, True))
     return Options(get_args(plain)) if get_origin(plain) is Literal else None
 
 

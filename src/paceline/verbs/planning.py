@@ -107,8 +107,8 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
     """Rank the plans that a job allows on a cluster by predicted speed, or by cost.
 
     Args:
-        cluster: What there is, or a word for it: "local", "2xcpu", "8xH100", "16x8xH100", or a TOML file. On this
-            machine plans may leave devices out.
+        cluster: What there is, or a word for it: "local", "2xcpu", "8xH100", "16x8xH100", "2x24GB", or a TOML file. On
+            this machine plans may leave devices out.
         relaxed: Whether a plan may be chosen that gives something up against one device.
         price_per_hour: Of a device. Plans are ranked by what a sample costs, and may leave devices out.
         mtbf_hours: Mean time between failures of a device, for the best interval between checkpoints.
@@ -147,7 +147,7 @@ def _answer(loaded: Job, where: Cluster, named: str, *, relaxed: bool, price_per
     if not where.nodes and not has_gpus():
         ranking = rehearse_best(ranking, partial(rehearse, loaded, where), budget_s=rehearse_s)
     chosen = ranking.chosen
-    notes = list(dict.fromkeys((*problem.profile.notes,
+    notes = list(dict.fromkeys((*where.assumptions, *problem.profile.notes,
                                 *(note for candidate in ranking.ranked for note in candidate.estimate.notes))))
     if problem.pieces.problem:
         notes.append(f"plans that split the model are left out: {problem.pieces.problem}")

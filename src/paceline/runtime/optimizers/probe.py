@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from paceline.capture.attributes import is_same
 from paceline.capture.randomness import drawing
 from paceline.errors import JobError
+from paceline.foreign_fields import optimizer_hint
 from paceline.runtime.checkpoint.values import pack
 from paceline.runtime.optimizers.closure import requires_closure
 from paceline.runtime.optimizers.kept import OptimizerState, load_snapshot, snapshot
@@ -348,5 +349,4 @@ def _copied(value: Any) -> tuple[Any, list[torch.Tensor]]:
 def no_optimizer(returned: object) -> JobError:
     """What a job is told whose `optimizer` returned something else."""
     return JobError(f"optimizer returned {type(returned).__name__} and not a torch.optim.Optimizer",
-                    hint="a job has one optimizer of torch, whose parameter groups may differ in learning rate and "
-                         "weight decay; several optimizers, and those of Keras, have no place in it yet")
+                    hint=optimizer_hint(returned))
