@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.planner.estimate import Estimate, MemoryNeed
+from paceline.planner.gain import Gain
 from paceline.planner.rank import kind_of
 from paceline.planner.space import uncompiled_variant
 from paceline.plans import Plan
@@ -36,14 +37,14 @@ class Rehearsal:
     """A few steps of a plan on the devices: the mean step, the fullest rank's peak, and seconds that it took
     once, as for compiling; of ranks without a process group with what they take to start.
 
-    gain_s: by which a step of compiled code is shorter than one of the blocks' own, of steps in turns; None where code
-        is not compiled.
+    gain: by which a step of compiled code is shorter than one of the blocks' own, of steps in turns; None where code is
+        not compiled.
     """
 
     step_s: float
     peak_memory_bytes: int
     start_s: float = 0.0
-    gain_s: float | None = None
+    gain: Gain | None = None
 
 
 class Corrections:
@@ -86,15 +87,17 @@ class Corrections:
             predicted, step_s=step_s, low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread),
             peak_memory_bytes=predicted.peak_memory_bytes + off.num_bytes, ledger=_with(predicted.ledger, off),
             breakdown=self._breakdown(predicted, step_s), is_measured=plan in self,
-            start_s=self._start_s(plan, predicted),
+            start_s=self._start_s(plan, predicted), gain=self._found[plan].gain if plan in self else predicted.gain,
             needs=tuple(MemoryNeed(need.name, need.device, _with(need.ledger, off)) for need in predicted.needs))
 
     def _step_s(self, plan: Plan) -> float:
         """Two runs of one plan differ by more than compiled code may gain: where both plans were rehearsed, the gain
-        that was found in turns counts."""
+        that was found in turns counts, and one that is not sure does not."""
         found = self._found[plan]
         plain = self._found.get(uncompiled_variant(plan))
-        return found.step_s if found.gain_s is None or plain is None else plain.step_s - found.gain_s
+        if found.gain is None or plain is None:
+            return found.step_s
+        return plain.step_s - (found.gain.seconds if found.gain.is_sure else min(0.0, found.gain.seconds))
 
     def _start_s(self, plan: Plan, predicted: Estimate) -> float:
         """A rehearsal leaves compiled code in torch's cache, so that a run starts sooner than it did."""

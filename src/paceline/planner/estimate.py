@@ -11,6 +11,7 @@ from paceline.cluster import Cluster, Device, Network, usable_cores
 from paceline.errors import PacelineError, PlanError
 from paceline.job import Precision
 from paceline.planner.analytic import least_bytes, play_described
+from paceline.planner.gain import Gain
 from paceline.planner.program import HOLES_ADDED, stage_program, start_s, step_program
 from paceline.plans import Plan
 from paceline.profile.device import DeviceRates, measure_device
@@ -51,7 +52,8 @@ class Estimate:
     breakdown: the slowest rank's seconds: compute, communication (what no computing hides), optimizer.
     notes: which figures are rough, and why.
     needs: of every kind of rank, what its device must hold.
-    start_s: seconds that the run takes once for this plan, such as for compiling.
+    start_s: seconds that the run takes once for this plan, such as for compiling. gain: by which what takes them
+        makes a step shorter, where that is known.
     low_s, high_s: between them the step is 80 times in 100.
     is_measured: whether steps were really taken.
     """
@@ -66,6 +68,7 @@ class Estimate:
     high_s: float = math.nan
     is_measured: bool = False
     start_s: float = 0.0
+    gain: Gain | None = None
 
     @property
     def fits(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.errors import PlanError
 from paceline.planner.estimate import Estimate, NotPriced
+from paceline.planner.gain import Gain
 from paceline.planner.space import (
     DeviceCounts,
     Limits,
@@ -22,6 +23,9 @@ from paceline.strategies.registry import active
 
 TIE = 0.02  # plans whose steps differ by less, as a part, tie: two measurements of one plan do
 MOST_REFINED = 12
+# Half the width of a 95 % interval around what compiled blocks gain by their price, as a part of the step: kernels that
+# torch compiles are that much slower or faster than others. See docs/compile.md.
+GAIN_SPREAD = 0.03
 Price = Callable[[Plan], Estimate]
 Least = Callable[[Plan], int]  # bytes that a plan is over its devices' memory by at least; cheap
 Rent = Callable[[Plan], float]  # what a plan's devices cost a second
@@ -64,6 +68,7 @@ class RankedPlans:
     refused: why plans could not be priced, by their kind. num_tried: plans that were priced.
     may_relax: whether a relaxed plan may be chosen.
     fitting, over: plans that fit with their prices, before any was tried, and those that don't or have no price.
+    compiling: what compiled blocks bring to the best plan by their price; empty where none was asked for.
     """
 
     ranked: list[Candidate] = field(default_factory=list)
@@ -73,6 +78,7 @@ class RankedPlans:
     may_relax: bool = False
     fitting: dict[Plan, Candidate] = field(default_factory=dict)
     over: tuple[Plan, ...] = ()
+    compiling: str = ""
 
     @property
     def rivals(self) -> list[Candidate]:
@@ -126,7 +132,7 @@ def search(price: Price, limits: Limits, shape: DeviceCounts, least: Least = _no
         cuts.setdefault(one.plan.model_cut, one.plan)
     for plan in list(cuts.values())[:most_refined]:
         _refine(asked, plan, limits)
-    _compile(asked, limits)
+    found.compiling = _compile(asked, limits)
     found.fitting, found.over = asked.fitting, tuple(asked.over)
     found.ranked = sorted(asked.fitting.values(), key=_cost)
     found.too_large = sorted(asked.too_large.values(), key=lambda one: one.missing_bytes)
@@ -203,19 +209,38 @@ def _refine(asked: _Asked, plan: Plan, limits: Limits) -> None:
                 break  # more of them take longer
 
 
-def _compile(asked: _Asked, limits: Limits) -> None:
-    """The best exact plan of each kind with compiled blocks, where the run is so long that all its steps gain more than
-    compiling takes."""
+def _compile(asked: _Asked, limits: Limits) -> str:
+    """The best exact plan of each kind with compiled blocks, where they gain anything for sure, and the run is so long
+    that all its steps gain more than compiling takes. Returns what the first of them gains."""
     if limits.compiled_steps is None:
-        return
+        return ""
+    texts: list[str] = []
     exact = [one for one in asked.fitting.values() if one.plan.relaxed is None]
     for plain in best_of_each_kind(sorted(exact, key=_cost)):
         compiled = compiled_variant(plain.plan)
         if compiled is None or asked(compiled) is None:
             continue
-        one = replace(asked.fitting.pop(compiled), steps=limits.compiled_steps)
-        if one.step_cost < plain.step_cost:
+        one = asked.fitting.pop(compiled)
+        gain = predicted_gain(plain.estimate, one.estimate)
+        one = replace(one, steps=limits.compiled_steps, estimate=replace(one.estimate, gain=gain))
+        texts.append(f"'{compiled}' {gain.describe(one.estimate.start_s)}")
+        if gain.is_sure and one.step_cost < plain.step_cost:
             asked.fitting[compiled] = one
+    return texts[0] if texts else ""
+
+
+def predicted_gain(plain: Estimate, compiled: Estimate) -> Gain:
+    """Both prices are off alike, and their difference by a part of the step."""
+    gain_s, off_s = plain.step_s - compiled.step_s, GAIN_SPREAD * plain.step_s
+    return Gain(gain_s, gain_s - off_s, gain_s + off_s)
+
+
+def compiling(plans: RankedPlans) -> str:
+    """What compiled blocks bring here, as measured if that was tried; empty where nobody asked."""
+    tried = [one for one in plans.ranked if one.estimate.gain is not None and one.estimate.is_measured]
+    if not tried or (gain := tried[0].estimate.gain) is None:
+        return plans.compiling
+    return f"'{tried[0].plan}' {gain.describe(tried[0].estimate.start_s)}"
 
 
 def kind_of(plan: Plan) -> str:

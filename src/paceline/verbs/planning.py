@@ -17,7 +17,7 @@ from paceline.planner.estimate import Estimate, NotPriced
 from paceline.planner.fit import set_aside, taken
 from paceline.planner.goodput import Goodput, outlook
 from paceline.planner.problem import PlanningProblem
-from paceline.planner.rank import Candidate, RankedPlans, reason
+from paceline.planner.rank import Candidate, RankedPlans, compiling, reason
 from paceline.plans import Plan
 from paceline.simulate.failures import CHECKPOINT_BYTES_PER_S
 from paceline.values import plain, value_of
@@ -81,6 +81,7 @@ class Answer:
                 "refused": dict(self.ranking.refused),
                 "precision": self.advice.to_dict() if self.advice is not None else None,
                 "failures": self.outlook.to_dict() if self.outlook is not None else None,
+                "compiling": compiling(self.ranking) or None,
                 "plans": [self._row(candidate, chosen or candidate)
                           for candidate in (*self.ranking.ranked, *self.ranking.too_large)]}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.planner.rank import Candidate, RankedPlans, best_of_each_kind, reason
+from paceline.planner.rank import Candidate, RankedPlans, best_of_each_kind, compiling, reason
 from paceline.tables import aligned, wrapped
 from paceline.verbs.planning import Advice, Answer
 
@@ -20,6 +20,8 @@ def lines(answer: Answer) -> Iterator[str]:
         yield f"chosen: {chosen.plan}"
         yield from (wrapped(f"  {text}") for text in _chosen(answer, chosen))
     yield from (wrapped(f"  with {name}: {candidate.plan}") for name, candidate in answer.flips)
+    if text := compiling(plans):
+        yield wrapped(f"  {text}")
     yield ""
     yield aligned(["plan", "s/step", "cost/M" if answer.is_priced else "samples/s", "MiB", "why not"],
                   [_row(candidate, chosen or candidate, answer) for candidate in _shown(plans)])

@@ -8,8 +8,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.cluster import Cluster
@@ -21,12 +21,21 @@ from paceline.launch.logs import Tee
 from paceline.planner.corrections import Corrections, Rehearsal
 from paceline.planner.rank import Candidate, RankedPlans
 from paceline.plans import Plan
-from paceline.verbs.turns import AlternatingSteps
+from paceline.verbs.turns import (
+    FEWEST_PAIRS,
+    WARM_UP_PAIRS,
+    AlternatingSteps,
+    Pair,
+    StepSeconds,
+    gain,
+    more_pairs,
+    start_s,
+)
 
 FEWEST_STEPS, MOST_STEPS = 12, 300
 TURN_S = 1.0  # of steps in one rehearsal, as far as the prediction is right
 # The same of a plan that starts late, whose steps are taken with and without what makes it late, in turns.
-FEWEST_IN_TURNS, IN_TURNS_S = 30, 10.0
+FEWEST_IN_TURNS, IN_TURNS_S, MOST_IN_TURNS_S = 30, 10.0, 60.0
 # What a CPU rank of a run holds beyond one of a rehearsal: figures and a last checkpoint are written. Measured on two
 # small models: 1 MiB under replicas, 4 where a tensor axis is put together.
 RUN_FOLDER_BYTES = 2 * 2**20
@@ -94,46 +103,72 @@ def _corrected(plans: RankedPlans, predicted: dict[Plan, Candidate], corrections
     return replace(plans, ranked=ranked, too_large=too_large)
 
 
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Steps that were taken. wall_s: of all of it, the start of ranks included. pairs: of steps in turns."""
+
+    step_s: float
+    peak_memory_bytes: int
+    wall_s: float
+    num_steps: int
+    pairs: Sequence[Pair]
+
+
 def rehearse(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Rehearsal:
     """A few steps of a plan on the cluster's first devices, as `train` would take them; nothing is written.
 
     A plan that starts late takes every other step without what makes it late: what that brings is less than what two
-    runs differ by.
+    runs differ by. It takes as many steps as its gain needs to be known.
 
     expected_s: of a step; says how many are taken.
 
     Raises:
         RankFailed: a rank failed.
     """
-    from paceline.launch.local import run_local
-    from paceline.planner.estimate import devices_of, split_shares
     from paceline.planner.program import starts_late
-    from paceline.runtime.drivers import fault_policy, train_rank
-    from paceline.runtime.loop import Settings
+    from paceline.runtime.drivers import fault_policy
     from paceline.strategies.compose import load
 
-    began_s = time.monotonic()
     load(plan)
     is_late = starts_late(plan) and fault_policy(plan).uses_process_group
     fewest, turn_s = (FEWEST_IN_TURNS, IN_TURNS_S) if is_late else (FEWEST_STEPS, TURN_S)
-    steps = min(MOST_STEPS, max(fewest, round(turn_s / expected_s)))
-    short = replace(job, steps=steps, epochs=None, validation=None, metrics={})
+    trial = _tried(job, cluster, plan, min(MOST_STEPS, max(fewest, round(turn_s / expected_s))), in_turns=is_late)
+    if len(trial.pairs) < WARM_UP_PAIRS + FEWEST_PAIRS:
+        return Rehearsal(trial.step_s, trial.peak_memory_bytes,
+                         max(0.0, trial.wall_s - trial.num_steps * trial.step_s))
+    warm = list(trial.pairs[WARM_UP_PAIRS:])
+    room = round(MOST_IN_TURNS_S / (2 * trial.step_s)) - len(warm)
+    if (more := min(more_pairs(warm), room)) > 0:
+        again = _tried(job, cluster, plan, 2 * (WARM_UP_PAIRS + more), in_turns=True)
+        warm += again.pairs[WARM_UP_PAIRS:]
+    found = gain(warm)
+    # The mean step is that of every other step with the gain.
+    return Rehearsal(trial.step_s - found.seconds / 2, trial.peak_memory_bytes, start_s(trial.pairs), found)
+
+
+def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: bool) -> _Trial:
+    from paceline.launch.local import run_local
+    from paceline.planner.estimate import devices_of, split_shares
+    from paceline.runtime.drivers import fault_policy, train_rank
+    from paceline.runtime.loop import Settings
+
+    began_s = time.monotonic()
+    short = replace(job, steps=num_steps, epochs=None, validation=None, metrics={})
     used = replace(cluster, devices=cluster.devices[:plan.world_size])
     settings = Settings(run_dir=None, shares=split_shares(plan, used), devices=devices_of(plan, used))
 
     def body(context: RankContext) -> Any:
-        turns = AlternatingSteps() if is_late else None
+        turns = AlternatingSteps() if in_turns else None
         with _silence():
             figures = train_rank(context, short, plan, replace(settings, observer=turns))
-        brought = turns and turns.brought()
-        return None if figures is None else {**figures, "brought": brought and asdict(brought)}  # of servers, rank 0's
+        pairs = [asdict(pair) for pair in turns.pairs()] if turns is not None else []
+        return None if figures is None else {**figures, "pairs": pairs}  # of servers, rank 0's
 
     figures = run_local(body, used.devices, timeout_s=TIMEOUT_S, fault_policy=fault_policy(plan))[0]
     beyond = RUN_FOLDER_BYTES if used.devices[0].kind == "cpu" else 0
-    step_s, peak_bytes, brought = figures["later_step_s"], figures["peak_memory_bytes"] + beyond, figures.get("brought")
-    if brought:
-        return Rehearsal(step_s - brought["gain_s"] / 2, peak_bytes, **brought)  # it is the gain of every other step
-    return Rehearsal(step_s, peak_bytes, max(0.0, time.monotonic() - began_s - steps * step_s))
+    pairs = [Pair(StepSeconds(**pair["with_all"]), StepSeconds(**pair["without"])) for pair in figures["pairs"]]
+    return _Trial(figures["later_step_s"], figures["peak_memory_bytes"] + beyond, time.monotonic() - began_s, num_steps,
+                  pairs)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from paceline.cluster import Device
 from paceline.planner.corrections import Corrections, Rehearsal
 from paceline.planner.estimate import Estimate, MemoryNeed
+from paceline.planner.gain import Gain
 from paceline.planner.program import start_s, starts_late
-from paceline.planner.rank import search
+from paceline.planner.rank import Candidate, RankedPlans, compiling, search
 from paceline.planner.space import DeviceCounts, Limits, compiled_variant
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Fused, Parameter, Profile, Segment, Work
@@ -83,11 +85,38 @@ def test_a_rehearsal_says_how_late_a_plan_starts():
 def test_the_gain_is_that_of_steps_in_turns():
     """Two runs of one plan differ by more: 1.1 s a step in the run of its own, 0.9 in the other one."""
     known = Corrections()
-    known.add(COMPILED, price(COMPILED), Rehearsal(0.8, 10, gain_s=0.1))
+    known.add(COMPILED, price(COMPILED), Rehearsal(0.8, 10, gain=Gain(0.1, 0.08, 0.12, 15)))
     assert known.apply(COMPILED, price(COMPILED)).step_s == 0.8
     known.add(Plan(), price(Plan()), Rehearsal(1.1, 10))
     assert known.apply(COMPILED, price(COMPILED)).step_s == 1.0
     assert known.apply(Plan(), price(Plan())).step_s == 1.1
+    assert known.apply(COMPILED, price(COMPILED)).gain == Gain(0.1, 0.08, 0.12, 15)
+
+
+@pytest.mark.parametrize(("gain", "step_s"), [(Gain(0.1, -0.02, 0.22, 9), 1.1), (Gain(-0.2, -0.3, -0.1, 9), 1.3)])
+def test_a_gain_that_is_not_sure_is_none(gain: Gain, step_s: float):
+    """What compiled code loses counts."""
+    known = Corrections()
+    known.add(Plan(), price(Plan()), Rehearsal(1.1, 10))
+    known.add(COMPILED, price(COMPILED), Rehearsal(1.0, 10, gain=gain))
+    assert known.apply(COMPILED, price(COMPILED)).step_s == pytest.approx(step_s)
+
+
+def test_the_planner_says_where_compiling_does_not_pay():
+    """A gain of 2 % by its price may be none; one of a half pays after 80 steps, and what was measured goes first."""
+    def hardly(plan: Plan) -> Estimate:
+        estimate = price(plan)
+        return replace(estimate, step_s=0.98 * price(Plan()).step_s) if estimate.start_s else estimate
+
+    def found(price: Callable[[Plan], Estimate]) -> RankedPlans:
+        return search(price, Limits(8, compiled_steps=10_000), DeviceCounts(1, 1))
+
+    assert "does not pay here" in compiling(found(hardly)) and found(hardly).chosen.plan == Plan()
+    assert "pays from 80 steps on" in compiling(found(price))
+    measured = replace(found(price).chosen.estimate, is_measured=True, start_s=20.0, gain=Gain(-0.1, -0.2, 0.01, 30))
+    tried = replace(found(price), ranked=[Candidate(COMPILED, measured)])
+    assert "does not pay here" in compiling(tried) and "30 pairs" in compiling(tried)
+    assert compiling(search(price, Limits(8), DeviceCounts(1, 1))) == ""
 
 
 def test_only_compiling_starts_late():
