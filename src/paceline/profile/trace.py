@@ -31,6 +31,7 @@ from paceline.profile.calls import NO_CALLS, OperatorCall, OperatorCalls
 from paceline.profile.fakes import FakeModel, convertible
 from paceline.profile.profile import Affine, Core, Fused, Parameter, Profile, Segment, Work, growing
 from paceline.profile.recorder import Levels, StepPosition, Tallied, WorkRecorder, follow
+from paceline.profile.updates import let_fuse
 from paceline.strategies.units import find_units
 from paceline.values import plain, value_of
 
@@ -332,6 +333,7 @@ def _trace_update(job: Job, model: nn.Module, recorder: WorkRecorder, repeats: R
     recorder.move_to(StepPosition(-1, "update"))  # the first, which is not counted
     try:
         optimizer = job.optimizer(named)
+        let_fuse(optimizer)
         with _gradients_of_more(named, repeats, [units[0] for units in repeats.kinds.values()]):
             optimizer.step()
         for number, more in enumerate([[], *([units[0]] for units in repeats.kinds.values())]):

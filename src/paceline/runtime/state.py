@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 # residuals/REPLICA/NAME, factors/NAME, outer/..., replicas/REPLICA/... (the optimizer's state is the first replica's
 # where each has one of its own; those of the others are replicas/REPLICA/optimizer/NAME/KEY).
 
+_KERNELS = "fused", "foreach"  # options of an optimizer that say how it computes and not what: as it was built here
 _VALUES = ".values"  # key of the text that holds what is no tensor of a parameter's optimizer state
 
 
@@ -400,7 +401,8 @@ def _name_and_key(full_name: str, parameters: Collection[str]) -> tuple[str, str
 
 def _load_options(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     for now, then in zip(groups, saved, strict=True):
-        now.update({key: _unplain(value, now.get(key)) for key, value in then.items() if key != "parameters"})
+        now.update({key: _unplain(value, now.get(key)) for key, value in then.items()
+                    if key not in ("parameters", *_KERNELS)})
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.runtime.state import _load_options
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -64,3 +65,10 @@ def test_a_fused_run_goes_on_on_one_device(tmp_path: Path):
     found = trained(tmp_path / "run", "AdamW", "single", fused=True, resume=True)
     for key, value in trained(tmp_path / "one", "AdamW", "single").items():
         torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-12)
+
+
+def test_a_checkpoint_does_not_say_how_updates_are_computed():
+    """That depends on the device, which may be another one now."""
+    group = {"lr": 0.1, "fused": None, "foreach": True}
+    _load_options([group], [{"parameters": ["weight"], "lr": 0.2, "fused": True, "foreach": None}])
+    assert group == {"lr": 0.2, "fused": None, "foreach": True}

@@ -14,6 +14,7 @@ from paceline.errors import JobError, PlanRefused
 from paceline.job import Job
 from paceline.launch.logs import logger
 from paceline.plans import Plan
+from paceline.profile.updates import let_fuse
 from paceline.runtime.optimizers.closure import requires_closure
 from paceline.runtime.optimizers.gather import GatheredTensors, connect
 from paceline.runtime.optimizers.kept import OptimizerState
@@ -70,6 +71,8 @@ def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
     elsewhere = () if gathered is None else gathered.parameters.keys() - whole.keys()
     updated = {name: p for name, p in {**parameters, **own_parts.plain, **whole}.items() if name not in elsewhere}
     optimizer, groups = _built(job, trainable, updated)
+    if gathered is None and not behaviour.needs_closure:
+        let_fuse(optimizer)
     state = OptimizerState(optimizer, updated, behaviour.changing, unnamed=behaviour.unnamed,
                            through_state_dict=behaviour.through_state_dict, unkept=behaviour.unkept,
                            distributed=own_parts.distributed,
