@@ -13,7 +13,7 @@ import pytest
 import paceline
 
 PUBLIC = ["Cluster", "Device", "Job", "Log", "PacelineError", "Plan", "Range", "choice", "evaluate", "load", "plan",
-          "predict", "scale", "search", "train", "verify"]
+          "predict", "scale", "search", "train", "verify", "weights"]
 
 
 def test_the_public_names_are_these_and_no_others():

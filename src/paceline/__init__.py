@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from paceline.job import Job
     from paceline.jobfile import load
     from paceline.plans import Plan
+    from paceline.pretrained import weights
     from paceline.study.space import Log, Range
     from paceline.verbs.inference import evaluate, predict
     from paceline.verbs.planning import plan
@@ -39,11 +40,12 @@ _HOMES = {
     "search": "paceline.verbs.search",
     "train": "paceline.verbs.train",
     "verify": "paceline.verbs.verify",
+    "weights": "paceline.pretrained",
 }
 
 __all__ = [
     "Cluster", "Device", "Job", "Log", "PacelineError", "Plan", "Range", "choice", "evaluate", "load", "plan",
-    "predict", "scale", "search", "train", "verify",
+    "predict", "scale", "search", "train", "verify", "weights",
 ]
 
 

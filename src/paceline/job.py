@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from paceline import foreign_fields
 from paceline.errors import JobError, nearest
 from paceline.losses import OwnLoss
+from paceline.pretrained import Weights
 
 Precision = Literal["float32", "tf32", "bf16", "fp16", "fp8", "float64"]
 # Names of the torch dtypes that forwards compute in under autocast; the weights are float32.
@@ -47,6 +48,9 @@ class Job:
         validation: Dataset that is evaluated at the end of every epoch and of the run, every sample once; not empty.
         test: Dataset that a search reads once, at its end, for the winner. Training never does.
         metrics: Name to (output, target) -> a mean over dim-0 samples, or (sum, count).
+        init: Pretrained weights in place of the seed's: a state dict, a function that returns one, or the path of a
+            safetensors file, of a folder of Transformers, or of a run; or `pl.weights(...)` of one of these where names
+            differ. Each rank reads the parts that it holds. See docs/phases.md.
         seed: Of initial weights, data order and random layers; at least 0.
         drop_last: Leave out the short last batch of an epoch.
 
@@ -69,6 +73,7 @@ class Job:
     validation: Any = None
     test: Any = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    init: Any = None
     seed: int = 0
     drop_last: bool = False
 
@@ -166,6 +171,8 @@ def _problems(job: Job) -> Iterator[str]:
             yield f"drop_last leaves nothing: data has {job.num_samples} samples and batch is {job.batch}"
     if job.sampler is not None:
         yield from _sampler_problems(job)
+    if job.init is not None:
+        yield from Weights.of(job.init).problems()
     for name, value in optional.items():
         if _length(value) == 0:
             yield f"{name} has no samples: leave it out, or give some"

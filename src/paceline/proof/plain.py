@@ -26,6 +26,7 @@ from paceline.capture.float8 import in_float8
 from paceline.capture.written import lazy_copy
 from paceline.job import AUTOCAST, Job
 from paceline.proof.device import kept, one_device
+from paceline.proof.initial import load_plainly
 from paceline.proof.order import whole_batches
 from paceline.runtime.feed import MicroBatch, map_tensors
 from paceline.runtime.optimizers.probe import needs_closure
@@ -69,13 +70,14 @@ class StepRecord:
 
 
 def build_plain(job: Job) -> torch.nn.Module:
-    """The job's model in training mode with the seed's initial weights, on the proof's one device."""
+    """The job's model in training mode with its initial weights, on the proof's one device."""
     seed_model(job.seed)
     model = job.model().to(one_device())
     if job.precision == "float64":
         model = in_float64(model)
     if job.precision == "fp8":
         model = in_float8(model)
+    load_plainly(job, model)
     return model.train()
 
 

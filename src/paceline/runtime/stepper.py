@@ -24,6 +24,7 @@ from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.clipping import clip, squared_norm
 from paceline.runtime.edits import Edits
 from paceline.runtime.feed import MicroBatch
+from paceline.runtime.initial import load_initial
 from paceline.runtime.loss import Tally
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure
 from paceline.runtime.optimizers.closure import Closure, step_gathered
@@ -37,11 +38,12 @@ from paceline.runtime.upload import uploaded
 from paceline.runtime.window import WindowWork
 from paceline.strategies.compose import (
     end_evaluation,
+    held_elsewhere,
     step_sync_of,
 )
 from paceline.strategies.mesh import Mesh, is_about_parts, local_part
 from paceline.strategies.shard.run import is_sharded
-from paceline.strategies.state_tensors import StateTensor
+from paceline.strategies.state_tensors import NOTHING_SAVED, StateTensor
 from paceline.strategies.step_sync import STEP_FIGURES, SyncedFigures
 
 _CHANGED = STEP_FIGURES + 2  # where a step's figures say whether forwards changed state that is not met yet
@@ -110,6 +112,7 @@ class Stepper:
         self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
         self.attributes, self.forwards_may_write = prepared.attributes, prepared.forwards_may_write
         self.step_sync = step_sync_of(self.synchronisers, mesh)
+        self._begin_from(plan)
         self.model.train()
         if job.precision == "fp8" and mesh.rank == 0 and (left := left_in_bf16(self.model)):
             logger.info("linear layers that stay in bf16: %s",
@@ -134,6 +137,17 @@ class Stepper:
         self.has_begun = False
         self.saw_unused = False
         self.trace: TraceRecorder | None = None
+
+    def _begin_from(self, plan: Plan) -> None:
+        """The job's initial weights, before the optimizer or anything else has seen those of the seed."""
+        if self.job.init is None:
+            return
+        module = self.layout.module
+        elsewhere = held_elsewhere(plan, module)
+        load_initial(self.job, self.model, {name: p for name, p in module.named_parameters() if p not in elsewhere},
+                     self.layout.extents)
+        for synchroniser in self.synchronisers:
+            synchroniser.restore(NOTHING_SAVED)
 
     def step(self, window: Window, batches: list[MicroBatch], *, step: int, stop: Callable[[], bool] = lambda: False,
              beat: Callable[[str], None] = lambda phase: None, ahead: Callable[[], None] = lambda: None,

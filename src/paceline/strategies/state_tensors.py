@@ -33,3 +33,19 @@ class SavedState(Protocol):
 
     def read(self, name: str, like: str = "") -> torch.Tensor:
         """A tensor; this rank's part of it, cut like a parameter, if one is given."""
+
+
+class NothingSaved:
+    """A run that begins."""
+
+    def __contains__(self, name: object) -> bool:
+        return False
+
+    def replicas(self, kind: str) -> int:
+        return 0
+
+    def read(self, name: str, like: str = "") -> torch.Tensor:
+        raise KeyError(name)
+
+
+NOTHING_SAVED = NothingSaved()

@@ -10,6 +10,7 @@ import torch
 
 from paceline.job import Job
 from paceline.plans import Plan
+from paceline.runtime.initial import load_initial
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure, refuse_coupled
 from paceline.runtime.optimizers.probe import is_elementwise
 from paceline.runtime.optimizers.schedule import build_schedule
@@ -78,6 +79,7 @@ class ServerState:
             extents[part.name] = Extent(part.shape, part.offsets)
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} if server == 0 else {}
         self.held = {**self.parameters, **frozen}
+        load_initial(job, model, self.held, extents)
         self.layout = Owned(frozenset(self.held), frozenset(persistent_buffers(model) if server == 0 else ()), extents)
         built = build_optimizer(job, self.trainable, self.parameters)
         self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
