@@ -110,7 +110,7 @@ def test_train_without_options_leaves_the_defaults_to_the_function(verb: Any, jo
     assert call("train", job_file).exit_code == 0
     assert train.given[1] is None
     assert train.options == {"devices": None, "procs": None, "memory": None, "steps": None, "save_every": None,
-                             "run": None, "trace": 0, "resume": False, "loader_workers": 0, "timeout_s": 300.0,
+                             "run": None, "trace": 0, "resume": False, "loader_workers": None, "timeout_s": 300.0,
                              "restarts": None, "check": True}
 
 

@@ -30,14 +30,14 @@ def collated(items: Sequence[Any], collate: Collate | None = None, *,
     """
     names = range(len(items)) if names is None else names
     if collate is not None:
-        return _pair(_made(collate, list(items), names))
+        return as_pair(_made(collate, list(items), names))
     pairs = [isinstance(item, tuple | list) and len(item) == 2 for item in items]
     for item, is_pair, name in zip(items, pairs, names, strict=True):
         if not is_pair and (any(pairs) or not _is_input(item)):
             kind = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
             raise TrainingError(f"sample {name} is a {kind} and not (input, target)", hint=_PAIR_HINT)
     try:
-        return _pair(default_collate([tuple(_plain(item)) if is_pair else _plain(item)
+        return as_pair(default_collate([tuple(_plain(item)) if is_pair else _plain(item)
                                       for item, is_pair in zip(items, pairs, strict=True)]))
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise _unstacked(items, names, error) from error
@@ -62,7 +62,7 @@ def _plain(item: Any) -> Any:
     return item
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def as_pair(batch: Any) -> tuple[Any, Any]:
     """A batch that is no pair is an input alone; a sequence of one is what it holds."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]

@@ -74,7 +74,8 @@ def train(
     trace: Annotated[int, typer.Option(metavar="STEPS", min=0, help="Steps to draw: schedule.svg, trace.json.")] = 0,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the run is written.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")] = False,
-    loader_workers: Annotated[int, typer.Option(metavar="N", min=0, help="Data loading processes a rank.")] = 0,
+    loader_workers: Annotated[int | None, typer.Option(metavar="N", min=0,
+                                                       help="Data loading processes a rank.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long a rank may hang.")] = 300.0,
     restarts: Annotated[int | None, typer.Option(
         metavar="N", min=0, help="Restarts of ranks that died; 3 with staleness, else 0.")] = None,

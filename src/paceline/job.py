@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from paceline import foreign_fields
+from paceline import foreign_fields, given_data
 from paceline.errors import JobError, nearest
+from paceline.loaders import Loading
 from paceline.losses import OwnLoss
 from paceline.pretrained import Weights
 
@@ -26,7 +27,8 @@ class Job:
         model: Builds the `torch.nn.Module`; called where and when it is needed, with the seed already set.
         data: A torch dataset (or any sequence); an item is (input, target), or an input alone: a tensor, a mapping or a
             dataclass, which then is its own target. A tuple input is passed as *args, a mapping or a dataclass as
-            **kwargs. An iterable dataset works with `steps` or a finite stream.
+            **kwargs. An iterable dataset works with `steps` or a finite stream. A `DataLoader`, a Hugging Face
+            `Dataset`, and arrays or tensors (x, y) are taken apart into the fields that they mean; see docs/data.md.
         loss: (output, target) -> a scalar, the mean over the samples along dim 0; or (sum, count) for
             anything else (ignored targets, tokens). The whole window's count normalises once. None takes the model's
             own: `output.loss`, weighted by its tokens where the batch has 'labels' of tokens.
@@ -34,9 +36,11 @@ class Job:
         sampler: Draws the indices of an epoch, as torch's samplers do; its length is that of an epoch. It must draw the
             same for an epoch each time: from torch's global generator or from its attribute `generator`, which are
             seeded by the epoch, or by `set_epoch`. By default each epoch is another shuffle of all samples.
+        weights: A number a sample: how likely each is drawn, with replacement, as `WeightedRandomSampler` does.
         collate: Makes a batch of a list of samples: (input, target), or an input alone. It is called for each
             micro-batch, so padding may depend on what is in it; samples lie along dim 0. By default they are stacked.
-        batch: Samples an optimizer step, over all devices.
+        validation_collate: The same for `validation` and `test`, where it is another one.
+        batch: Samples an optimizer step, over all devices; a `DataLoader`'s own if it is left out.
         epochs: Passes over the data; give either this or `steps`.
         steps: Optimizer steps; give either this or `epochs`.
         precision: "float32"; "tf32" for TF32 matrix products on GPUs; "bf16" for autocast; "fp16" for autocast with
@@ -53,6 +57,7 @@ class Job:
             differ. Each rank reads the parts that it holds. See docs/phases.md.
         seed: Of initial weights, data order and random layers; at least 0.
         drop_last: Leave out the short last batch of an epoch.
+        loading: How loader workers read; of a `DataLoader` that was given as data.
 
     Raises:
         JobError: a field has a value it can't have; the message names all of them.
@@ -61,10 +66,12 @@ class Job:
     model: Callable[[], Any]
     data: Any
     optimizer: Callable[[Any], Any]
-    batch: int
+    batch: int = None  # type: ignore[assignment]  # left out where the data says it
     loss: Callable[[Any, Any], Any] | None = None
     sampler: Any = None
+    weights: Any = None
     collate: Callable[[list[Any]], Any] | None = None
+    validation_collate: Callable[[list[Any]], Any] | None = None
     epochs: int | None = None
     steps: int | None = None
     precision: Precision = "float32"
@@ -76,8 +83,11 @@ class Job:
     init: Any = None
     seed: int = 0
     drop_last: bool = False
+    loading: Loading | None = None
 
     def __post_init__(self) -> None:
+        for name, value in given_data.settled(self).items():
+            object.__setattr__(self, name, value)
         problems = list(_problems(self))
         if problems:
             raise JobError("; ".join(problems))
@@ -86,6 +96,11 @@ class Job:
     def criterion(self) -> Callable[[Any, Any], Any]:
         """(output, target) -> the loss: the job's, or the model's own."""
         return OwnLoss() if self.loss is None else self.loss
+
+    @property
+    def evaluation_collate(self) -> Callable[[list[Any]], Any] | None:
+        """`collate` of the data that is evaluated; where there is no validation data, that is the training data."""
+        return self.validation_collate if self.validation_collate and self.validation is not None else self.collate
 
     @property
     def num_samples(self) -> int | None:
@@ -133,7 +148,8 @@ def _length(data: Any) -> int | None:
 def _problems(job: Job) -> Iterator[str]:
     """Everything that is wrong with a job's fields, in words."""
     yield from foreign_fields.problems(job)
-    for name, may_be_none in (("model", False), ("loss", True), ("optimizer", False), ("collate", True)):
+    for name, may_be_none in (("model", False), ("loss", True), ("optimizer", False), ("collate", True),
+                              ("validation_collate", True)):
         if not callable(value := getattr(job, name)) and not (may_be_none and value is None):
             yield f"{name} must be callable, got {type(value).__name__}"
     if not isinstance(job.model, type) and hasattr(job.model, "named_parameters"):
@@ -142,7 +158,8 @@ def _problems(job: Job) -> Iterator[str]:
         yield f"lr_schedule must be a function of the optimizer, got {type(job.lr_schedule).__name__}"
     for name in ("batch", "epochs", "steps"):
         value = getattr(job, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if (value is not None or name == "batch") and (not isinstance(value, int) or isinstance(value, bool)
+                                                       or value < 1):
             yield f"{name} must be a whole number of at least 1, got {value!r}"
     if (job.epochs is None) == (job.steps is None):
         given = "both" if job.epochs is not None else "neither"

@@ -34,7 +34,7 @@ _MEANT = {
                                         "by itself"),
     **dict.fromkeys(("ep", "expert", "experts"), "no plan key cuts experts yet; 'shard=N' splits their weights as all "
                                                  "others"),
-    **dict.fromkeys(("vp", "vpp", "virtualpipelinemodel", "interleaved"),
+    **dict.fromkeys(("vp", "vpp", "virtualpipelinemodel"),
                     "'pipeline=N schedule=interleaved virtual=V' gives each of N devices V stages"),
     **dict.fromkeys(("ga", "gas", "gradientaccumulation", "gradientaccumulationsteps", "accum", "gradaccum"),
                     "'accumulate=K' cuts a step into K micro-batches; the job's batch stays the same"),

@@ -199,7 +199,7 @@ class PlainRun:
         for index in indices:
             seed_sample(key_to_seed(self.job.seed, "evaluation"), index)
             items.append(data[index])
-        inputs, targets = collated(items, self.job.collate)
+        inputs, targets = collated(items, self.job.evaluation_collate)
         dtype = torch.float64 if self.job.precision == "float64" else None
         return MicroBatch(inputs, targets, len(items)).to(one_device(), dtype)
 

@@ -42,7 +42,7 @@ def evaluation_sums(model: torch.nn.Module, layout: Layout, job: Job, data: Any,
     was_training = model.training
     model.eval()
     with kept_streams(), torch.no_grad():
-        for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed, collate=job.collate):
+        for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed, collate=job.evaluation_collate):
             beat("evaluate")
             if not batch.samples and not layout.meets_in_forward:
                 continue

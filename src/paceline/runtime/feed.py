@@ -7,18 +7,20 @@ sample's place in the epoch, so a sample looks the same on any number of ranks a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from paceline.batches import Collate, collated
+from paceline.arrays import Arrays
+from paceline.batches import Collate, as_pair, collated
 from paceline.errors import JobError, PacelineError, TrainingError
 from paceline.job import Job
 from paceline.launch.failure import user_frames
+from paceline.loaders import Loading
 from paceline.runtime.order import Order, Window, split
 from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
 from paceline.runtime.upload import uploaded
@@ -109,7 +111,7 @@ def _indexed_feed(job: Job, *, order: Order, part: DataShard, steps: Sequence[in
     cuts = _Cuts(job, order, part, steps)
     made: Iterator[MicroBatch] = (cuts[index] for index in range(len(cuts)))
     if loader_workers:
-        made = map(_raised, DataLoader(_Loaded(cuts), batch_size=None, num_workers=loader_workers))
+        made = map(_raised, _read_ahead(_Loaded(cuts), replace(job.loading or Loading(), num_workers=loader_workers)))
     for step in steps:
         yield order.window(step), list(islice(made, part.num_microbatches))
 
@@ -132,6 +134,24 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
         pair = fetch(self.data, self.order.indices(window.epoch, positions), positions, collate=self.collate,
                      seed=key_to_seed(self.order.seed, "sample", window.epoch))
         return MicroBatch(*pair, samples=len(cut))
+
+
+def _read_ahead(made: _Loaded, loading: Loading) -> DataLoader[MicroBatch | PacelineError]:
+    return DataLoader(made, batch_size=None, num_workers=loading.num_workers, prefetch_factor=loading.prefetch_factor,
+                      timeout=loading.timeout_s, multiprocessing_context=loading.context,
+                      worker_init_fn=loading.init and _WorkerInit(loading.init, made.cuts.data))
+
+
+@dataclass(frozen=True)
+class _WorkerInit:
+    """The job's `worker_init_fn`, which finds the job's own data set as that of its worker."""
+
+    init: Callable[[int], Any]
+    data: Any
+
+    def __call__(self, worker: int) -> None:
+        object.__setattr__(torch.utils.data.get_worker_info(), "dataset", self.data)  # else it refuses
+        self.init(worker)
 
 
 class _Loaded(torch.utils.data.Dataset[MicroBatch | PacelineError]):
@@ -259,6 +279,8 @@ def fetch(data: Any, indices: Sequence[int], positions: Sequence[int], *, seed: 
         at = torch.as_tensor(indices)
         inputs, targets = data.tensors[0][at], data.tensors[-1]
         return inputs, targets[at] if len(data.tensors) == 2 else inputs
+    if type(data) is Arrays and data.is_in_memory and collate is None:
+        return as_pair(data.gather(indices))
     return collated([_sample(data, index, position, seed) for index, position in zip(indices, positions, strict=True)],
                     collate, names=indices)
 

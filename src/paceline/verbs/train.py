@@ -35,7 +35,7 @@ class Summary(Outcome):
 def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | None = None,
           procs: int | None = None, memory: str | None = None, steps: int | None = None,
           save_every: int | None = None, trace: int = 0, run: str | Path | None = None, resume: bool = False,
-          loader_workers: int = 0, timeout_s: float = 300.0, restarts: int | None = None,
+          loader_workers: int | None = None, timeout_s: float = 300.0, restarts: int | None = None,
           check: bool = True) -> Summary:
     """Train a job under a plan and leave a run folder.
 
@@ -51,7 +51,8 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         trace: Steps, after the first, of which every rank's work is noted: `trace.json` (Perfetto) and `schedule.svg`.
         run: The run folder; by default a new one in `runs/`. All hosts of a run must see it.
         resume: Go on from the newest valid checkpoint in the run folder, under this plan and these devices.
-        loader_workers: Processes a rank that read samples ahead; 0 reads them in the rank.
+        loader_workers: Processes a rank that read samples ahead; 0 reads them in the rank. By default as many as the
+            job's `DataLoader` has, or none.
         timeout_s: How long a rank may give no sign of life before the run is ended and the rank named.
         restarts: How often in a run ranks that were killed, or hang, are started again: a worker alone where the
             others go on without it, else all ranks, from the newest checkpoint. By default 3 with staleness, else 0.
@@ -73,6 +74,8 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
     machine: Any = {"devices": devices, "procs": procs, "memory": memory, "environment": current()}
     given = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan
     chosen = choose(loaded, given, **machine) if given is None or is_auto(given) else Chosen(Plan.read(given))
+    if loader_workers is None:
+        loader_workers = loaded.loading.num_workers if loaded.loading is not None else 0
     request = _Request(loaded, source, resolve(loaded, chosen.plan, **machine))
     with ExitStack() as claims:
         return request.train(claims, chosen, run, by_name=devices is not None, timeout_s=timeout_s, restarts=restarts,

@@ -1,0 +1,122 @@
+"""Arrays and tensors as data: samples lie along dim 0, and ranks that are forks share their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import JobError
+
+_ALLOWED = "(x, y), {'name': x, ...} or x, each along dim 0"
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """A data set whose samples are rows of arrays: an array, or mappings and tuples of arrays of one length.
+
+    is_in_memory: whether all are tensors, and not arrays that read their rows from a file.
+    """
+
+    tensors: Any
+    length: int
+    is_in_memory: bool = True
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if not -self.length <= index < self.length:
+            raise IndexError(f"there are {self.length} samples, and no number {index}")
+        return _mapped(lambda tensor: tensor[index], self.tensors)
+
+    def gather(self, indices: Sequence[int]) -> Any:
+        """These samples as one batch, of arrays that are in memory."""
+        import torch
+
+        at = torch.as_tensor(indices)
+        return _mapped(lambda tensor: tensor[at], self.tensors)
+
+
+def as_arrays(value: Any, *, name: str) -> Arrays | None:
+    """Arrays in place of numpy's, torch's and pandas' values; None for data that is something else.
+
+    A tuple of two is (input, target), of which the input may be a mapping or tuple of arrays; a mapping has arrays as
+    its values. A list stays a list of samples. NumPy's float64, which is its default, becomes float32, unless all is in
+    a tensor of torch; tensors keep their types. Nothing else is copied.
+
+    Raises:
+        JobError: the arrays have different lengths, or hold what is no number.
+    """
+    if not _holds_arrays(value):
+        return None
+    tensors = _mapped(lambda array: _tensor(array, name), value)
+    leaves = _leaves(tensors)
+    lengths = [len(leaf) for leaf in leaves]
+    if len(set(lengths)) != 1:
+        raise JobError(f"{name} holds arrays of {', '.join(map(str, lengths))} samples: dim 0 counts samples and must "
+                       "be equal", hint=f"data= takes {_ALLOWED}")
+    return Arrays(tensors, lengths[0], is_in_memory=all(hasattr(leaf, "data_ptr") for leaf in leaves))
+
+
+def _holds_arrays(value: Any) -> bool:
+    """Whether the value is arrays by samples, and no sequence of samples."""
+    if _is_array(value):
+        return True
+    if isinstance(value, Mapping):
+        return bool(value) and all(map(_is_array, value.values()))
+    if type(value) is not tuple or len(value) not in (1, 2):
+        return False
+    inputs, target = _leaves(value[0]), _leaves(value[-1])
+    return bool(inputs) and bool(target) and type(value[-1]) is not tuple and all(map(_is_array, [*inputs, *target]))
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return [leaf for item in value for leaf in _leaves(item)] if type(value) is tuple else [value]
+
+
+def _is_array(value: Any) -> bool:
+    shape = getattr(value, "shape", None)
+    return (isinstance(shape, tuple) and len(shape) > 0 and hasattr(value, "__getitem__")
+            and (hasattr(value, "dtype") or hasattr(value, "dtypes")))
+
+
+def _tensor(array: Any, name: str) -> Any:
+    """As a tensor of torch, of the same memory where the type stays; arrays in files (h5py, zarr) stay such."""
+    import numpy as np
+    import torch
+
+    if isinstance(array, torch.Tensor) or not (hasattr(array, "__array_interface__") or hasattr(array, "to_numpy")):
+        return array
+    plain = array.to_numpy() if hasattr(array, "to_numpy") else np.asarray(array)
+    if plain.dtype == np.float64:
+        return torch.from_numpy(plain.astype(np.float32))
+    if plain.dtype.kind not in "fiubc":
+        raise JobError(f"{name} holds an array of {plain.dtype}, which is no type of numbers",
+                       hint="give numbers: codes of categories, tokens of texts")
+    if not plain.flags.writeable or not plain.dtype.isnative:
+        return _unwritable(plain)
+    return torch.from_numpy(plain)
+
+
+def _unwritable(array: Any) -> Any:
+    """A memory-mapped file that was opened for reading shares its pages; torch would warn that it can't be written."""
+    import warnings
+
+    import torch
+
+    if not array.dtype.isnative:
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_mapped(function, item) for item in value)
+    return function(value)

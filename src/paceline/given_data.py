@@ -1,0 +1,134 @@
+"""Data as scripts have it, brought to the fields that a job runs on: a data set, a sampler, a collate function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline import loaders
+from paceline.arrays import as_arrays
+from paceline.errors import JobError
+from paceline.loaders import DrawnGroups
+
+Changes = dict[str, Any]
+_EVALUATED = ("validation", "test")
+
+
+def settled(job: Any) -> Changes:
+    """Fields of a job in place of those that were given. A job that is settled has none.
+
+    Raises:
+        JobError: two fields say different things, or the data can't be brought to these forms.
+    """
+    changes: Changes = {}
+    if loaders.is_loader(job.data):
+        changes.update(_of_loader(job))
+    else:
+        changes.update(_changed(job, "data", job.collate))
+    for name in _EVALUATED:
+        changes.update(_evaluated(job, name, changes.get("collate", job.collate)))
+    own = getattr(changes.get("data", job.data), "reading_order", None)
+    if own is not None and job.sampler is None and "sampler" not in changes:
+        changes["sampler"] = own  # a data set that knows in which order it is read
+    if job.weights is not None:
+        changes.update(_weighted(job, changes))
+    if isinstance(groups := changes.get("sampler", job.sampler), DrawnGroups):
+        changes.update(_grouped(job, groups, changes))
+    return changes
+
+
+def _of_loader(job: Any) -> Changes:
+    fields = loaders.training_fields(job.data)
+    for name, given in (("sampler", job.sampler), ("batch", job.batch), ("collate", job.collate)):
+        theirs = fields.get(name)
+        if given is None or (theirs is None and name != "sampler"):
+            fields[name] = theirs if given is None else given
+        elif given != theirs:
+            shown = f"{given} and {theirs}" if name == "batch" else "two of them"
+            raise JobError(f"{name} is given, and data is a DataLoader that has its own: {shown}",
+                           hint=f"leave {name}= out, or give data=loader.dataset")
+    if fields["batch"] is None and not isinstance(fields["sampler"], DrawnGroups):
+        fields.pop("batch")
+    fields["drop_last"] = fields["drop_last"] or job.drop_last
+    return {**fields, **_changed(job, "data", fields["collate"], value=fields["data"])}
+
+
+def _evaluated(job: Any, name: str, collate: Callable[..., Any] | None) -> Changes:
+    value = getattr(job, name)
+    if value is None:
+        return {}
+    if not loaders.is_loader(value):
+        return _changed(job, name, collate)
+    data, theirs = loaders.evaluated(value, name=name)
+    changes: Changes = {name: data, **_changed(job, name, theirs, value=data)}
+    if theirs is collate:
+        return changes
+    from torch.utils.data import default_collate
+
+    theirs = theirs or default_collate
+    if job.validation_collate not in (None, theirs):
+        raise JobError(f"validation_collate is given, and {name} is a DataLoader that has its own collate_fn",
+                       hint=f"leave one of them out: {name}=loader.dataset has none")
+    return {**changes, "validation_collate": theirs}
+
+
+def _changed(job: Any, name: str, collate: Callable[..., Any] | None, *, value: Any = None) -> Changes:
+    """The field with arrays and Hugging Face's data sets as data sets of tensors, if it is one."""
+    given = getattr(job, name) if value is None else value
+    package, kind = type(given).__module__.partition(".")[0], type(given).__name__
+    if package == "datasets" and isinstance(given, Mapping):
+        raise JobError(f"{name} is a {kind} with the splits {', '.join(map(str, given))}, and it is to be one of them",
+                       hint=f"{name}=dataset[{next(iter(given), 'train')!r}]")
+    if package == "datasets" and kind in ("Dataset", "IterableDataset"):
+        if collate is None and _format(given) is None:
+            return {name: given.with_format("torch")}
+        return {} if value is None else {name: given}
+    arrays = as_arrays(given, name=name)
+    return {name: arrays} if arrays is not None else {} if value is None else {name: given}
+
+
+def _format(dataset: Any) -> str | None:
+    """What a Hugging Face data set makes of its columns; None for Python's lists and numbers."""
+    known = getattr(dataset, "format", None)
+    if isinstance(known, Mapping):
+        return known.get("type")
+    return getattr(getattr(dataset, "_formatting", None), "format_type", None)
+
+
+def _weighted(job: Any, changes: Changes) -> Changes:
+    """A sampler that draws samples with these chances, with replacement, as many as there are."""
+    from torch.utils.data import WeightedRandomSampler
+
+    if changes.get("sampler", job.sampler) is not None:
+        raise JobError("weights draws the samples, and so does the sampler: give one of them",
+                       hint="weights= is WeightedRandomSampler(weights, len(data)) as the sampler")
+    try:
+        weights, size = [float(weight) for weight in job.weights], len(changes.get("data", job.data))
+    except (TypeError, ValueError) as error:
+        raise JobError(f"weights must be a number for each sample of data that has a length: {error}") from error
+    if len(weights) != size:
+        raise JobError(f"weights has {len(weights)} numbers, and data has {size} samples",
+                       hint="a number for each sample; class balance is 1 / (samples of its class)")
+    if not all(0 <= weight < float("inf") for weight in weights) or not sum(weights):
+        raise JobError("weights must be at least 0, finite, and not all 0")
+    return {"sampler": WeightedRandomSampler(weights, size), "weights": None}
+
+
+def _grouped(job: Any, groups: DrawnGroups, changes: Changes) -> Changes:
+    """The batch of a job whose steps are the groups of a batch sampler."""
+    if groups.size == 0:
+        from paceline.runtime.streams import kept_streams, key_to_seed, seed_streams
+
+        def seed() -> None:
+            seed_streams(job.seed, "sampler", 0)
+            if hasattr(groups.generator, "manual_seed"):
+                groups.generator.manual_seed(key_to_seed(job.seed, "sampler", 0))
+            groups.set_epoch(0)
+
+        with kept_streams():
+            groups.measure(seed)
+    given = changes.get("batch", job.batch)
+    if given not in (None, groups.size):
+        raise JobError(f"batch is {given}, and the batch sampler draws groups of {groups.size}",
+                       hint="leave batch= out: the groups say it")
+    return {"batch": groups.size}

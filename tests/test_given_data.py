@@ -1,0 +1,352 @@
+"""Data as scripts have it: DataLoaders, Hugging Face data sets, arrays and weights become the fields that they mean."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+import paceline
+from paceline.arrays import Arrays
+from paceline.errors import JobError
+from paceline.job import Job
+from paceline.loaders import DrawnGroups, Loading
+from paceline.proof.order import whole_batches, windows
+from paceline.runtime.feed import DataShard, is_stream, training_feed
+from paceline.runtime.order import Order
+
+X, Y = torch.arange(40.0).view(20, 2), torch.arange(20)
+SET = TensorDataset(X, Y)
+
+
+def job(**fields: Any) -> Job:
+    given = {"model": lambda: torch.nn.Linear(2, 3), "loss": lambda o, t: o.sum() / len(o),
+             "optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "steps": 7}
+    return Job(**{**given, **fields})
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(JobError) as caught:
+        job(**fields)
+    return str(caught.value)
+
+
+def read(made: Job, *, ranks: int = 1, loader_workers: int = 0) -> list[list[int]]:
+    """The targets of each step, as ranks get them together."""
+    order, steps = None if is_stream(made.data) else Order.of(made), range(made.steps or 1)
+    parts = [list(training_feed(made, order=order, part=DataShard((1,) * ranks, rank, 1), steps=steps,
+                                loader_workers=loader_workers)) for rank in range(ranks)]
+    return [[int(t) for part in parts for batch in part[step][1] if batch.samples for t in batch.target]
+            for step in range(len(parts[0]))]
+
+
+def paired(samples: list[Any]) -> Any:
+    return default_collate(samples)
+
+
+# --- DataLoaders ---------------------------------------------------------------------------------------------------
+
+
+def test_a_shuffling_loader_is_a_jobs_own_order():
+    """Its data set, batch size, short batch, collate function and workers are taken; a second look changes nothing."""
+    made = job(data=DataLoader(SET, batch_size=6, shuffle=True, drop_last=True, collate_fn=paired, num_workers=2,
+                               prefetch_factor=3, generator=torch.Generator().manual_seed(5)))
+    assert (made.data, made.batch, made.drop_last, made.collate) == (SET, 6, True, paired)
+    assert made.sampler is None and made.loading == Loading(2, None, 3)
+    assert replace(made, seed=1) == replace(replace(made, seed=1))
+    plain = job(data=SET, batch=6, drop_last=True, collate=paired)
+    assert read(made) == read(plain) == read(made, ranks=3)
+    assert plain.loading is None
+
+
+@pytest.mark.parametrize("sampler", [
+    WeightedRandomSampler(torch.arange(1.0, 21.0), 13), RandomSampler(SET, replacement=True),
+    RandomSampler(SET, num_samples=7), SubsetRandomSampler([1, 5, 6])], ids=lambda s: f"{type(s).__name__}-{len(s)}")
+def test_a_loaders_sampler_is_the_jobs(sampler: Any):
+    """It draws the same for the engine, on any number of ranks, and for the proof."""
+    made = job(data=DataLoader(SET, batch_size=4, sampler=sampler))
+    assert made.sampler is sampler and made.num_samples == len(sampler)
+    assert read(made) == read(made, ranks=3) == [indices for _, _, indices in islice(windows(made), 7)]
+
+
+def test_a_loader_in_the_samples_own_order():
+    """Without shuffle the samples come as they are, in every epoch."""
+    made = job(data=DataLoader(SET, batch_size=15))
+    assert type(made.sampler) is SequentialSampler
+    assert read(made)[:4] == [list(range(15)), list(range(15, 20))] * 2
+
+
+class ByLength(BatchSampler):
+    """Groups of neighbours, in another order each epoch: as those that group samples by length."""
+
+    def __init__(self, size: int, sizes: tuple[int, ...] = ()) -> None:
+        self.size, self.sizes = size, sizes
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        ends = np.cumsum([0, *self.sizes]) if self.sizes else [*range(0, 20, self.size), 20]
+        groups = [list(range(first, last)) for first, last in pairwise(ends)]
+        whole = groups if len(groups[-1]) == self.size else groups[:-1]
+        random.shuffle(whole)
+        yield from whole if self.sizes or len(groups[-1]) == self.size else [*whole, groups[-1]]
+
+
+@pytest.mark.parametrize("size", [5, 6])
+def test_groups_of_a_batch_sampler_are_steps(size: int):
+    """Each step is one group, drawn once for all ranks, in another order each epoch, from any step on."""
+    made = job(data=DataLoader(SET, batch_sampler=ByLength(size)))
+    assert made.batch == size and made.num_samples == 20
+    steps = read(made)
+    assert steps == read(made, ranks=2) == [indices for _, _, indices in islice(windows(made), 7)]
+    assert all(step == list(range(step[0], step[0] + len(step))) and step[0] % size == 0 for step in steps)
+    assert steps[:3] != steps[4:]
+    order = Order.of(made)
+    window = order.window(6)
+    assert order.indices(window.epoch, window.positions) == steps[6]
+
+
+def test_groups_of_other_sizes_are_refused():
+    """A step takes batch samples, so the groups must have one size; the message says which has another."""
+    made = job(data=DataLoader(SET, batch_sampler=ByLength(5, (5, 5, 5, 5))))
+    assert isinstance(made.sampler, DrawnGroups)
+    made.sampler.groups.sizes = (5, 3, 5, 4, 3)
+    with pytest.raises(JobError, match="draws groups of other sizes"):
+        read(made)
+    assert "batch is 4, and the batch sampler draws groups of 5" in refusal(
+        batch=4, data=DataLoader(SET, batch_sampler=ByLength(5)))
+
+
+def test_a_batch_sampler_that_only_cuts_is_its_sampler():
+    """BatchSampler over a sampler says no more than the loader's own arguments."""
+    sampler = WeightedRandomSampler(torch.ones(20), 9)
+    made = job(data=DataLoader(SET, batch_sampler=BatchSampler(sampler, 4, drop_last=True)))
+    assert (made.sampler, made.batch, made.drop_last) == (sampler, 4, True)
+
+
+class Numbers(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(X[i], Y[i]) for i in range(20)])
+
+
+def test_a_loader_over_a_stream():
+    """It is the stream in batches."""
+    made = job(data=DataLoader(Numbers(), batch_size=8), steps=None, epochs=1)
+    assert is_stream(made.data) and made.batch == 8
+    assert read(replace(made, steps=3, epochs=None)) == [list(range(8)), list(range(8, 16)), list(range(16, 20))]
+
+
+class Halved(DataLoader):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return islice(super().__iter__(), 2)
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"data": DataLoader(SET, 4), "batch": 5}, "batch is given, and data is a DataLoader that has its own: 5 and 4"),
+    ({"data": DataLoader(SET, 4), "sampler": RandomSampler(SET)}, "sampler is given, and data is a DataLoader"),
+    ({"data": DataLoader(SET, 4, collate_fn=paired), "collate": list}, "collate is given, and data is a DataLoader"),
+    ({"data": DataLoader(SET, batch_size=None)}, "batch_size=None: its data set makes whole batches"),
+    ({"data": DataLoader(Numbers(), batch_size=None)}, "batch_size=None"),
+    ({"data": DataLoader(Numbers(), batch_size=4, num_workers=2)}, "num_workers=2: each worker reads a stream"),
+    ({"data": Halved(SET, batch_size=4)}, "the Halved has an __iter__ of its own"),
+    ({"data": SET, "batch": 4, "validation": DataLoader(SET, 6, drop_last=True)}, "leaves out 2 samples"),
+    ({"data": SET, "batch": 4, "validation": DataLoader(SET, batch_sampler=ByLength(5))}, "sees every sample once"),
+    ({"data": SET, "batch": 4, "test": DataLoader(SET, 4, sampler=WeightedRandomSampler([1.0] * 20, 20))},
+     "test is a DataLoader with a WeightedRandomSampler"),
+    ({"data": DataLoader(SET, 4, sampler=torch.utils.data.DistributedSampler(SET, 2, 0))}, "draws one rank's part"),
+    ({"data": SET}, "batch must be a whole number of at least 1, got None"),
+])
+def test_what_contradicts_or_cannot_be_kept(fields: dict[str, Any], message: str):
+    """The field and the way out are named when the job is made."""
+    assert message in refusal(**fields)
+
+
+def test_loaders_of_evaluation_data():
+    """Their data set is evaluated, each sample once, with their own collate function; a subset's samples alone."""
+    made = job(data=DataLoader(SET, 4, collate_fn=paired), validation=DataLoader(SET, 7),
+               test=DataLoader(SET, 7, sampler=SubsetRandomSampler([3, 1])))
+    assert made.validation is SET and made.evaluation_collate is default_collate
+    assert type(made.test) is Subset and sorted(made.test.indices) == [1, 3]
+    same = job(data=DataLoader(SET, 4, collate_fn=paired),
+               validation=DataLoader(SET, 7, shuffle=True, collate_fn=paired))
+    assert same.validation_collate is None and same.evaluation_collate is paired
+    assert job(data=SET, batch=4, validation=DataLoader(SET, 20, drop_last=True)).validation is SET
+
+
+class Lazy(Dataset[Any]):
+    """Its items have what the worker's init wrote."""
+
+    mark = -1
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index], self.mark
+
+
+def mark(worker: int) -> None:
+    torch.utils.data.get_worker_info().dataset.mark = 100 + worker  # type: ignore[union-attr]
+
+
+def test_workers_are_set_up_as_the_loader_says():
+    """worker_init_fn runs in each worker, on the job's own data set."""
+    made = job(data=DataLoader(Lazy(), batch_size=5, num_workers=2, worker_init_fn=mark), steps=4)
+    assert {target for step in read(made, loader_workers=2) for target in step} == {100, 101}
+    assert {target for step in read(made) for target in step} == {-1}
+
+
+# --- Arrays --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [
+    (X, Y), (X.numpy(), Y.numpy()), (X.numpy().astype(float), Y.numpy()), ({"a": X, "b": X}, Y), ((X, X), Y),
+    {"a": X, "y": Y}, X, X.numpy()], ids=["tensors", "numpy", "float64", "named", "two", "mapping", "x", "numpy x"])
+def test_samples_are_rows_of_arrays(data: Any):
+    """A batch that is gathered is the one that samples make; memory is shared, and float64 of numpy becomes float32."""
+    made = job(data=data, batch=6)
+    assert isinstance(made.data, Arrays) and made.num_samples == 20
+    assert replace(made).data is made.data
+    gathered = next(training_feed(made, order=Order.of(made), part=DataShard((1,), 0, 1), steps=range(1),
+                                  loader_workers=0))[1][0]
+    stacked = next(iter(whole_batches(made, 1)))
+    torch.testing.assert_close(gathered.input, stacked.input, rtol=0, atol=0)
+    torch.testing.assert_close(gathered.target, stacked.target, rtol=0, atol=0)
+    assert (gathered.target is gathered.input) == (not isinstance(data, tuple))
+    first = made.data.tensors
+    while isinstance(first, tuple | dict):
+        first = first[0] if isinstance(first, tuple) else first["a"]
+    assert first.dtype == torch.float32
+
+
+def test_arrays_are_not_copied(tmp_path: Any):
+    """Tensors, arrays, and memory-mapped files that can't be written share their memory."""
+    array = X.numpy().copy()
+    assert job(data=(array, Y), batch=2).data.tensors[0].data_ptr() == array.ctypes.data
+    np.save(tmp_path / "x.npy", array)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    assert job(data=(mapped, Y), batch=2).data.tensors[0].data_ptr() == mapped.ctypes.data
+
+
+def test_frames_of_pandas():
+    """Columns are the input's numbers, and a series is a target."""
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"a": X[:, 0].numpy(), "b": X[:, 1].numpy(), "y": Y.numpy()})
+    tensors = job(data=(frame[["a", "b"]], frame["y"]), batch=2).data.tensors
+    assert torch.equal(tensors[0], X) and torch.equal(tensors[1], Y)
+
+
+def test_what_is_no_arrays_stays_a_sequence():
+    """Lists and tuples of samples are what they were."""
+    for data in ([X[0], X[1]], [(X[0], Y[0])], ((X[0], Y[0]), (X[1], Y[1])), [X, Y]):
+        assert job(data=data, batch=1).data is data
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"data": (X, Y[:3])}, "data holds arrays of 20, 3 samples"),
+    ({"data": (X, Y), "validation": {"x": X, "y": Y[1:]}}, "validation holds arrays of 20, 19 samples"),
+    ({"data": (np.array(["a", "b"]), np.arange(2))}, "data holds an array of <U1, which is no type of numbers"),
+    ({"data": (np.array([{}, {}]), np.arange(2))}, "an array of object"),
+])
+def test_arrays_that_are_no_data(fields: dict[str, Any], message: str):
+    """Lengths and types are named."""
+    assert message in refusal(batch=2, **fields)
+
+
+# --- Weights -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [[0.0] * 10 + [1.0] * 10, torch.cat([torch.zeros(10), torch.ones(10)])])
+def test_weights_are_chances_to_be_drawn(weights: Any):
+    """As WeightedRandomSampler draws: with replacement, as many as there are, never a sample of weight 0."""
+    made = replace(job(data=(X, Y), batch=5, weights=weights), seed=2)
+    assert isinstance(made.sampler, WeightedRandomSampler) and made.weights is None
+    drawn = [target for step in read(made) for target in step]
+    assert min(drawn) >= 10 and len(set(drawn)) < len(drawn)
+    assert read(made) == read(made, ranks=3)
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"weights": [1.0] * 3}, "weights has 3 numbers, and data has 20 samples"),
+    ({"weights": [1.0] * 20, "sampler": RandomSampler(SET)}, "weights draws the samples, and so does the sampler"),
+    ({"weights": [0.0] * 20}, "not all 0"), ({"weights": [-1.0] + [1.0] * 19}, "at least 0"),
+    ({"weights": 3}, "a number for each sample"), ({"weights": [1.0], "data": Numbers()}, "data that has a length"),
+])
+def test_weights_that_make_no_sense(fields: dict[str, Any], message: str):
+    """They are refused when the job is made."""
+    assert message in refusal(**{"data": SET, "batch": 4, **fields})
+
+
+# --- Hugging Face --------------------------------------------------------------------------------------------------
+
+
+def test_a_data_set_of_hugging_face():
+    """Its items become tensors, unless it has a format or the job collates; splits are named; a stream is a stream."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": X.tolist(), "label": Y.tolist()})
+    made = job(data=rows, batch=6)
+    batch = next(iter(whole_batches(made, 1)))
+    assert batch.input["x"].shape == (6, 2) and torch.equal(batch.input["x"], X[batch.target["label"]])
+    assert replace(made).data is made.data
+    assert job(data=rows, batch=6, collate=list).data is rows
+    numbers = rows.with_format("numpy")
+    assert job(data=numbers, batch=6).data is numbers
+    loader = job(data=DataLoader(rows.with_format("torch"), batch_size=6, shuffle=True))
+    assert torch.equal(next(iter(whole_batches(loader, 1))).input["x"], batch.input["x"])
+    splits = datasets.DatasetDict({"train": rows, "test": rows})
+    assert "a DatasetDict with the splits train, test" in refusal(data=splits, batch=6)
+    assert "data=dataset['train']" in refusal(data=splits, batch=6)
+    stream = job(data=rows.to_iterable_dataset(), batch=6)
+    assert is_stream(stream.data)
+    assert next(iter(whole_batches(stream, 1))).input["x"].shape == (6, 2)
+
+
+# --- Together ------------------------------------------------------------------------------------------------------
+
+
+def unequal(samples: list[tuple[Tensor, Tensor]]) -> Any:
+    """Padded to the longest of a micro-batch, with zeros that the model does not see."""
+    inputs = torch.nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True)
+    return inputs, torch.stack([y for _, y in samples])
+
+
+class Summed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)).sum(1)
+
+
+def test_a_loader_under_plans_computes_what_one_device_does():
+    """Unequal samples, a weighted sampler and a short last batch, as a script's two loaders have them."""
+    generator = torch.Generator().manual_seed(0)
+    samples = [(torch.randn(1 + i % 4, 3, generator=generator), torch.randn(2, generator=generator)) for i in range(23)]
+    made = Job(model=Summed, loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.AdamW(named, 0.01),
+               data=DataLoader(samples, batch_size=6, collate_fn=unequal,  # type: ignore[arg-type]
+                               sampler=WeightedRandomSampler(torch.arange(1.0, 24.0), 23)),
+               validation=DataLoader(samples, batch_size=4, collate_fn=unequal), steps=5)  # type: ignore[arg-type]
+    certificates = paceline.verify(made, ["data=3", "shard=2 accumulate=2"], steps=5)
+    assert [each.verdict for each in certificates] == ["passed", "passed"], [each.reason for each in certificates]
