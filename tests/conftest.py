@@ -22,6 +22,7 @@ from paceline.errors import PacelineError
 from paceline.launch.local import run_local
 from paceline.runtime.checkpoint import write_json
 
+os.environ.setdefault("KERAS_BACKEND", "torch")  # before anything imports keras
 torch.set_num_threads(1)  # ranks are forks, and the tests' sums are small
 
 # The same examples everywhere and always, however busy the machine is.

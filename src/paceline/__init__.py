@@ -48,12 +48,17 @@ __all__ = [
     "predict", "scale", "search", "train", "verify", "weights",
 ]
 
+# Packages of their own names, loaded when first used like the names.
+_PACKAGES = ("keras",)
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOMES and name not in _PACKAGES:
         raise AttributeError(f"module 'paceline' has no attribute '{name}'")
     import importlib
 
+    if name in _PACKAGES:
+        return importlib.import_module(f"paceline.{name}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

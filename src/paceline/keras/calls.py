@@ -1,0 +1,85 @@
+"""`fit`, `evaluate` and `predict` of a Keras model on several ranks: Keras's own, with other steps of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paceline.cluster import Cluster
+from paceline.errors import PlanError, UsageError
+from paceline.plans import Plan
+
+
+def fit(model: Any, x: Any = None, y: Any = None, *, plan: str | Plan | None = None, devices: str | None = None,
+        **arguments: Any) -> Any:
+    """Train a compiled Keras model on the ranks of a plan, as `model.fit` does on one device.
+
+    Args:
+        x, y: As in `model.fit`: arrays, tensors, dictionaries of them, a PyDataset, a DataLoader, a generator.
+        plan: "single" or "data=N"; by default a rank for each device that is named, or else "single".
+        devices: Names such as "cpu:0,cpu:1", one a rank.
+        arguments: All others of `model.fit`. `batch_size` is over all ranks. Callbacks run in this process.
+
+    Returns:
+        Keras's History.
+
+    Raises:
+        UsageError: the backend of Keras is not torch, or a batch can't be cut into samples.
+        PlanError: the plan doesn't suit the devices. PlanRefused: the first step is not what one process computes.
+        RankFailed: a rank failed.
+    """
+    with _on_ranks(model, plan, devices):
+        return model.fit(x, y, **arguments)
+
+
+def evaluate(model: Any, x: Any = None, y: Any = None, *, plan: str | Plan | None = None, devices: str | None = None,
+             **arguments: Any) -> Any:
+    """What `model.evaluate` returns, computed on the ranks of a plan. For arguments and errors see `fit`."""
+    with _on_ranks(model, plan, devices):
+        return model.evaluate(x, y, **arguments)
+
+
+def predict(model: Any, x: Any, *, plan: str | Plan | None = None, devices: str | None = None, **arguments: Any) -> Any:
+    """What `model.predict` returns, computed on the ranks of a plan. For arguments and errors see `fit`."""
+    with _on_ranks(model, plan, devices):
+        return model.predict(x, **arguments)
+
+
+@contextmanager
+def _on_ranks(model: Any, plan: str | Plan | None, devices: str | None) -> Iterator[None]:
+    _check_model(model)
+    size = _num_ranks(plan, devices)
+    if size == 1:
+        yield
+        return
+    from paceline.keras.ranks import Ranks
+
+    with Ranks(model, size).running():
+        yield
+
+
+def _check_model(model: Any) -> None:
+    import keras
+
+    if not isinstance(model, keras.Model):
+        raise UsageError(f"model must be a keras.Model, got {type(model).__name__}",
+                         hint="pl.train takes a pl.Job with any torch.nn.Module")
+    if keras.backend.backend() != "torch":
+        raise UsageError(f"Keras runs on the backend {keras.backend.backend()!r}, and Paceline trains on torch",
+                         hint="set KERAS_BACKEND=torch before keras is imported: "
+                              "os.environ['KERAS_BACKEND'] = 'torch'")
+
+
+def _num_ranks(plan: str | Plan | None, devices: str | None) -> int:
+    given = Plan.read(plan) if plan is not None else None
+    size = given.world_size if given is not None else len(Cluster.local(devices).devices) if devices is not None else 1
+    if given is not None and given != Plan.of(data=size):
+        raise PlanError(f"plan '{given}' is not one that fit knows", hint=f"plan='data={size}'")
+    cluster = Cluster.local(devices, num_ranks=size)
+    if len(cluster.devices) != size:
+        raise PlanError(f"plan '{given}' needs {size} devices and devices= names {len(cluster.devices)}",
+                        hint="one device a rank")
+    if any(device.kind != "cpu" for device in cluster.devices):
+        raise PlanError(f"{devices} names GPUs, and fit runs on CPUs yet", hint="devices='cpu:0,cpu:1'")
+    return size

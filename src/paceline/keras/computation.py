@@ -1,0 +1,63 @@
+"""One rank's side of a step: Keras's own training, test or prediction step on a part of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline.keras import losses, metrics, moments
+from paceline.keras.draws import WholeBatchDraws
+from paceline.keras.gradients import Gradients
+from paceline.keras.part import Part, computing
+from paceline.keras.patches import patched
+from paceline.keras.wire import map_tensors, tensors_of
+
+KINDS = ("train", "test", "predict")
+
+
+class Computation:
+    """A model's steps in this process. Parts are right only inside of `in_place`."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.gradients = Gradients(model.parameters)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """With all that makes a step on a part of a batch compute its share of the whole one's."""
+        with patched([*self.gradients.patches(), *losses.patches(), *metrics.patches(), *moments.patches()]):
+            yield
+
+    def step(self, kind: str, batch: Any, part: Part | None) -> Any:
+        """Logs, equal on every rank, or the outputs of this rank's samples.
+
+        Args:
+            kind: Of KINDS.
+            part: None computes the whole batch here.
+        """
+        step = getattr(self.model, f"{kind}_step")
+        if part is None:
+            with torch.set_grad_enabled(kind == "train"):
+                return step(batch)
+        with torch.set_grad_enabled(kind == "train"), computing(part), WholeBatchDraws():
+            answer = step(batch)
+        return answer if kind == "predict" else _of_all_ranks(part, answer)
+
+
+def _of_all_ranks(part: Part, logs: Any) -> Any:
+    """Logs that differ between ranks are means over their samples."""
+    floats = [tensor for tensor in tensors_of(logs) if tensor.is_floating_point()]
+    if not floats:
+        return logs
+    mine = torch.cat([tensor.detach().reshape(-1).double() for tensor in floats]).reshape(1, -1)
+    all_ranks = part.group.gather(mine, [1] * part.group.size)
+    if bool(((all_ranks == all_ranks[0]) | all_ranks.isnan()).all()):
+        return logs
+    weights = torch.tensor(part.counts, dtype=torch.float64).reshape(-1, 1) / part.total
+    means = iter(torch.where(weights > 0, all_ranks * weights, 0).sum(dim=0).split(
+        [tensor.numel() for tensor in floats]))
+    return map_tensors(lambda tensor: next(means).reshape(tensor.shape).to(tensor.dtype)
+                       if tensor.is_floating_point() else tensor, logs)

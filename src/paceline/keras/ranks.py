@@ -1,0 +1,212 @@
+"""The ranks of a Keras model: the calling process is the first, and forks of it are the others.
+
+Keras's own loop runs in the calling process, with its callbacks, its data and its model. Of each batch every rank
+computes a part. Between steps, workers are told new values of variables; after any other change they are forked anew.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.cluster import usable_cores
+from paceline.errors import DriftError, UsageError
+from paceline.keras import first_step
+from paceline.keras.computation import KINDS, Computation
+from paceline.keras.forks import forked
+from paceline.keras.group import RankGroup
+from paceline.keras.part import Part
+from paceline.keras.state import checksums, random_state, structure, variables, versions
+from paceline.keras.wire import map_tensors, receive, send, tensors_of
+from paceline.keras.worker import be_worker
+from paceline.launch.failure import Failure, RankFailed, cause_of, killed
+from paceline.launch.fork import refuse_used_cuda
+from paceline.launch.heartbeats import Heartbeat
+from paceline.runtime.order import split
+
+_REPORT_S = 5.0  # for a worker that failed to say so
+
+
+class Ranks:
+    """Computes the steps of a model on several ranks. Use it inside of `running`.
+
+    size: of the ranks, this process included; at least 2.
+    """
+
+    def __init__(self, model: Any, size: int) -> None:
+        self.model, self.size = model, size
+        self._computation = Computation(model)
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._group: RankGroup | None = None
+        self._structure: list[Any] = []
+        self._versions: list[int] = []
+        self._checked: set[str] = set()
+        self._folder = Path()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While the model's functions for batches are those of the ranks."""
+        refuse_used_cuda()
+        functions = {f"{kind}_function": getattr(self.model, f"{kind}_function") for kind in KINDS}
+        threads = torch.get_num_threads()
+        with tempfile.TemporaryDirectory(prefix="paceline-") as folder, self._computation.in_place():
+            self._folder = Path(folder)
+            for kind in KINDS:
+                setattr(self.model, f"{kind}_function", lambda data, kind=kind: self.step(kind, data[0]))
+            try:
+                yield
+                self._compare()
+            finally:
+                self._end()
+                torch.set_num_threads(threads)
+                for name, function in functions.items():
+                    setattr(self.model, name, function)
+
+    def step(self, kind: str, batch: Any) -> Any:
+        """One step of a kind of KINDS: its logs, or the outputs of the whole batch.
+
+        Raises:
+            PlanRefused: the first step of this kind is not what one process computes.
+            RankFailed: a worker failed. UsageError: the batch can't be cut into samples.
+        """
+        count = _samples(batch)
+        cuts = split(count, [1] * self.size)
+        counts = tuple(len(cut) for cut in cuts)
+        kept = self._begin(kind, batch, cuts)
+        with first_step.checked(self._computation, kind, batch, needed=kind not in self._checked) as check:
+            with self._failures():
+                assert self._group is not None
+                mine = map_tensors(lambda tensor: tensor[:max(1, counts[0])], batch)
+                answer = self._computation.step(kind, mine, Part(self._group, counts))
+                if kind == "predict":
+                    answer = self._joined([answer, *(receive(connection)["outputs"] for _, connection
+                                                     in self._workers)], counts)
+            check(answer)
+        self._checked.add(kind)
+        kept = variables(self.model)  # a first step may make some
+        self._structure, self._versions = structure(self.model, kept), versions(kept)
+        return answer
+
+    def _begin(self, kind: str, batch: Any, cuts: list[range]) -> list[Any]:
+        """Tell the workers of a step, with their samples and what changed since the last one."""
+        kept = variables(self.model)
+        current = structure(self.model, kept)
+        if self._workers and current != self._structure:
+            self._end()  # forks of the model as it is now take over
+        if not self._workers:
+            self._start()
+            self._versions = versions(kept)
+        changed = {index: variable._value.data for index, (variable, before, now) in enumerate(
+            zip(kept, self._versions, versions(kept), strict=True)) if before != now}
+        random, counts = random_state(), [len(cut) for cut in cuts]
+        with self._failures():
+            for cut, (_, connection) in zip(cuts[1:], self._workers, strict=True):
+                rows = slice(cut.start, cut.stop) if cut else slice(0, 1)
+                its = map_tensors(itemgetter(rows), batch)
+                send(connection, {"kind": kind, "counts": counts, "changed": changed, "random": random, "batch": its})
+        return kept
+
+    def _start(self) -> None:
+        rendezvous = self._folder / uuid.uuid4().hex
+        for rank in range(1, self.size):
+            self._workers.append(forked(
+                partial(be_worker, computation=self._computation, rank=rank, size=self.size, rendezvous=rendezvous),
+                beside=[connection for _, connection in self._workers]))
+        torch.set_num_threads(max(1, usable_cores() // self.size))
+        with self._failures():
+            self._group = RankGroup(0, self.size, rendezvous)
+
+    def _end(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        for _, connection in self._workers:
+            connection.close()
+        for process, _ in self._workers:
+            process.join(_REPORT_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._workers.clear()
+
+    def _compare(self) -> None:
+        """
+        Raises:
+            DriftError: variables of two ranks differ.
+        """
+        if not self._workers or self._group is None:
+            return
+        kept = variables(self.model)
+        unchanged = [i for i, (before, now) in enumerate(zip(self._versions, versions(kept), strict=False))
+                     if before == now]
+        with self._failures():
+            for _, connection in self._workers:
+                send(connection, {"kind": "compare"})
+            all_sums = self._group.gather(checksums(kept).reshape(1, -1), [1] * self.size)
+        same = ((all_sums == all_sums[0]) | all_sums.isnan()).all(dim=0).reshape(-1, 2).all(dim=1)
+        different = [kept[i].path for i in unchanged if not same[i]]
+        if different:
+            raise DriftError(f"ranks that should be equal are not: {', '.join(different[:5])}",
+                             hint="a training step that draws random numbers by other means than torch, Keras or "
+                                  "numpy, or that keeps state outside of Keras variables, needs plan='single'")
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """A worker's failure is raised in place of what this process notices of it."""
+        try:
+            yield
+        except (RuntimeError, OSError, EOFError) as error:
+            failures = [failure for rank, (process, connection) in enumerate(self._workers, 1)
+                        if (failure := _failure(rank, process, connection))]
+            if failures and not cause_of(failures).heard:
+                raise RankFailed(cause_of(failures)) from error
+            raise
+
+    def _joined(self, outputs: list[Any], counts: tuple[int, ...]) -> Any:
+        """The ranks' outputs, one after the other along dim 0."""
+        parts = [tensors_of(its) for its in outputs]
+        for part, count in zip(parts, counts, strict=True):
+            if any(not tensor.dim() or tensor.shape[0] != max(1, count) for tensor in part):
+                raise UsageError("predict_step returns something without the samples along dim 0", hint="plan='single'")
+        whole = iter([torch.cat([tensor[:count] for tensor, count in zip(same, counts, strict=True)])
+                      for same in zip(*parts, strict=True)])
+        return map_tensors(lambda _: next(whole), outputs[0])
+
+
+def _failure(rank: int, process: Any, connection: Connection) -> Failure | None:
+    """What a worker says of its end, if it ended or is about to."""
+    with suppress(EOFError, OSError, ValueError):
+        while connection.poll(_REPORT_S):
+            message = receive(connection)
+            if "failure" in message:
+                return Failure.from_json(message["failure"])
+    process.join(_REPORT_S)
+    return None if process.exitcode is None else killed(rank, process.exitcode, Heartbeat(0, "step", 0.0))
+
+
+def _samples(batch: Any) -> int:
+    """How many samples a batch has.
+
+    Raises:
+        UsageError: it has none, or not all of it has as many along dim 0.
+    """
+    try:
+        lengths = [tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)]
+    except TypeError as error:
+        raise UsageError(f"a batch holds {error}, which can't be cut into samples",
+                         hint="tensors and arrays, in tuples and dictionaries; or plan='single'") from error
+    if not lengths or None in lengths or len(set(lengths)) > 1:
+        raise UsageError(f"a batch has tensors of {', '.join(map(str, lengths)) or 'no'} samples along dim 0",
+                         hint="each tensor of a batch must have its samples along dim 0; or plan='single'")
+    assert lengths[0] is not None
+    return lengths[0]

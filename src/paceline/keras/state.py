@@ -1,0 +1,71 @@
+"""What a Keras model is at a moment: its variables, and all else that a callback may change between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+_PLAIN = (bool, int, float, str, type(None))
+# What Keras's own loop writes between steps, and no step reads.
+_OF_THE_LOOP = frozenset({"training", "stop_training", "stop_evaluating", "stop_predicting"})
+
+
+def optimizers(model: Any) -> list[Any]:
+    """The compiled one, and those that a model with a training step of its own keeps in attributes."""
+    values = [model.optimizer]
+    for value in vars(model).values():
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return _distinct(value for value in values if isinstance(value, BaseOptimizer))
+
+
+def variables(model: Any) -> list[Any]:
+    """Of the layers, the metrics and the optimizers, in an order that is equal on every rank."""
+    return _distinct(variable for variable in [*model.variables, *model.metrics_variables, *(
+        variable for optimizer in optimizers(model) for variable in optimizer.variables)]
+        if variable._value is not None)
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list({id(value): value for value in values}.values())
+
+
+def versions(kept: Iterable[Any]) -> list[int]:
+    """Of the variables' tensors; torch counts each change."""
+    return [variable._value._version for variable in kept]
+
+
+def structure(model: Any, kept: Iterable[Any]) -> list[Any]:
+    """All but the values of variables: which there are, which train, and plain attributes of layers and optimizers."""
+    return [[(id(variable._value), variable.trainable) for variable in kept],
+            *(sorted(_attributes(part)) for part in [model, *model._flatten_layers(), *optimizers(model)])]
+
+
+def _attributes(part: Any) -> Iterator[tuple[str, str]]:
+    for name, value in vars(part).items():
+        if isinstance(value, _PLAIN) and name not in _OF_THE_LOOP:
+            yield name, repr(value)
+
+
+def checksums(kept: Iterable[Any]) -> torch.Tensor:
+    """Two sums of each variable's values, in float64; equal for equal bits."""
+    sums = []
+    for variable in kept:
+        values = variable._value.detach().reshape(-1).double()
+        sums += [values.sum(), (values * torch.arange(1, len(values) + 1, dtype=torch.float64)).sum()]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
+
+
+def random_state() -> dict[str, Any]:
+    """Of torch's and numpy's global generators, as `set_random_state` takes it."""
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {"torch": torch.get_rng_state(), "numpy": torch.as_tensor(np.asarray(keys).astype(np.int64)),
+            "place": [int(position), int(has_gauss), float(gauss)]}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), *state["place"]))

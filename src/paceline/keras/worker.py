@@ -1,0 +1,50 @@
+"""A rank beside the calling process: a fork that computes its part of each batch as it is told."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.keras.computation import Computation
+from paceline.keras.group import RankGroup
+from paceline.keras.part import Part
+from paceline.keras.state import checksums, set_random_state, variables
+from paceline.keras.wire import receive, send
+from paceline.launch.failure import failure_of
+from paceline.launch.heartbeats import Heartbeat
+from paceline.launch.process import use_threads
+
+
+def be_worker(connection: Connection, computation: Computation, *, rank: int, size: int, rendezvous: Path) -> None:
+    """The life of a fork that is a rank. It answers predictions and failures; it ends when nobody speaks to it."""
+    steps, kind = 0, "start"
+    try:
+        use_threads(size)
+        group = RankGroup(rank, size, rendezvous)
+        while True:
+            message = receive(connection)
+            kind, steps = message["kind"], steps + 1
+            _compute(computation, group, message, connection)
+    except EOFError:
+        pass
+    except BaseException as error:
+        send(connection, {"failure": failure_of(error, rank=rank, sign=Heartbeat(steps, kind, 0.0)).to_json()})
+
+
+def _compute(computation: Computation, group: RankGroup, message: dict[str, Any], connection: Connection) -> None:
+    model, kind = computation.model, message["kind"]
+    kept = variables(model)
+    if kind == "compare":
+        group.gather(checksums(kept).reshape(1, -1), [1] * group.size)
+        return
+    with torch.no_grad():
+        for index, value in message["changed"].items():
+            kept[index]._value.copy_(value)
+    set_random_state(message["random"])
+    model.train(kind == "train")
+    answer = computation.step(kind, message["batch"], Part(group, tuple(message["counts"])))
+    if kind == "predict":
+        send(connection, {"outputs": answer})

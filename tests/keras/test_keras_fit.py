@@ -1,0 +1,295 @@
+"""Keras models on several ranks: whatever `fit`, `evaluate` and `predict` do is what they do in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras.src.backend.common import dtypes
+
+import paceline as pl
+from paceline.errors import PlanError, PlanRefused, UsageError
+from paceline.launch.failure import RankFailed
+
+ROUNDING = 1e-12
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's own
+
+
+@pytest.fixture(autouse=True)
+def real_float64(monkeypatch: pytest.MonkeyPatch):
+    """Keras computes in float32 where it promotes types; float64 tells a bug from rounding."""
+    monkeypatch.delitem(dtypes.BIT64_TO_BIT32_DTYPE, "float64")
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx(before[0])
+    keras.config.set_dtype_policy(before[1])
+
+
+class Guided(keras.Model):
+    """As in Keras's guide "Customizing what happens in fit() with PyTorch"."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        y_pred = self(x, training=True)
+        loss = self.compute_loss(y=y, y_pred=y_pred)
+        loss.backward()
+        trainable_weights = list(self.trainable_weights)
+        gradients = [v.value.grad for v in trainable_weights]
+        with torch.no_grad():
+            self.optimizer.apply(gradients, trainable_weights)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+X = np.random.default_rng(0).normal(size=(60, 6))
+Y = X[:, :3].argmax(1)
+
+
+def classifier(kind: type = keras.Model, *, optimizer: Any = "adam", **compiled: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2")(inputs)
+    hidden = keras.layers.Dropout(0.2)(keras.layers.BatchNormalization()(hidden))
+    model = kind(inputs, keras.layers.Dense(3, activation="softmax")(hidden))
+    usual = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
+    model.compile(optimizer=optimizer, **usual | compiled)
+    return model
+
+
+def assert_same(build: Callable[[], Any], plan: str, **fitted: Any) -> None:
+    """A fit under the plan leaves the weights, the optimizer and the History that one process leaves."""
+    arguments = {"x": X, "y": Y, "batch_size": 16, "epochs": 2, "verbose": 0} | fitted
+    runs = []
+    for its in (None, plan):
+        model = build()
+        made = {name: value() if callable(value) else value for name, value in arguments.items()}
+        history = pl.keras.fit(model, **made, plan=its).history if its else model.fit(**made).history
+        runs.append((model, history))
+    (plain, expected), (model, history) = runs
+    assert list(history) == list(expected)
+    for name in expected:
+        np.testing.assert_allclose(history[name], expected[name], rtol=ROUNDING, atol=ROUNDING, err_msg=name)
+    for one, other in zip([*model.variables, *model.optimizer.variables],
+                          [*plain.variables, *plain.optimizer.variables], strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=ROUNDING, atol=ROUNDING, err_msg=one.path)
+
+
+class Noted(keras.callbacks.Callback):
+    """What a user's own callback sees, by event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pid, self.events, self.sums = os.getpid(), [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.events.append((os.getpid() - self.pid, "batch", batch, sorted(logs)))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.events.append((os.getpid() - self.pid, "epoch", epoch, sorted(logs)))
+        self.sums.append(sum(float(abs(weight).sum()) for weight in self.model.get_weights()))
+
+
+def test_a_training_step_of_ones_own_on_1_2_and_3_ranks(tmp_path):
+    """Equal weights, History and checkpoints; callbacks run once, here, with weights as they are."""
+    runs = {}
+    for plan in ("single", "data=2", "data=3"):
+        model, noted, path = classifier(Guided), Noted(), tmp_path / f"{plan}.keras"
+        history = pl.keras.fit(
+            model, X, Y, batch_size=16, epochs=6, verbose=0, validation_split=0.3, plan=plan, callbacks=[
+                noted, keras.callbacks.EarlyStopping(patience=1, restore_best_weights=True, monitor="val_accuracy"),
+                keras.callbacks.ModelCheckpoint(str(path), save_best_only=True)])
+        loaded = keras.saving.load_model(path, custom_objects={"Guided": Guided})
+        runs[plan] = (history, [*model.get_weights(), loaded.predict(X, verbose=0)], noted)
+    history, arrays, noted = runs["single"]
+    assert len(history.epoch) < 6, "it stopped early"
+    for plan in ("data=2", "data=3"):
+        its_history, its_arrays, its_noted = runs[plan]
+        assert its_noted.events == noted.events
+        np.testing.assert_allclose(its_noted.sums, noted.sums, rtol=ROUNDING)
+        for name, values in history.history.items():
+            np.testing.assert_allclose(its_history.history[name], values, rtol=ROUNDING, err_msg=f"{plan} {name}")
+        for mine, other in zip(its_arrays, arrays, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-9, atol=ROUNDING)
+
+
+class Largest(keras.metrics.Metric):
+    """A metric that is no sum: the largest probability seen."""
+
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
+
+    def result(self):
+        return self.value
+
+
+def spread(y_true, y_pred):
+    """A metric of a whole batch, one number each."""
+    return keras.ops.std(y_pred)
+
+
+def test_metrics_weights_and_callbacks_that_change_the_model():
+    """Keras's metrics, those of no sum, class weights, learning rates set by callbacks, and a layer that is frozen."""
+    def build() -> Any:
+        return classifier(optimizer=keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5), metrics=[
+            "accuracy", keras.metrics.SparseTopKCategoricalAccuracy(k=2), Largest(), spread])
+
+    class Freeze(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.layers[1].trainable = False
+            self.model.layers[-1].bias.assign_add([0.1, 0.0, 0.0])
+
+    assert_same(build, "data=3", epochs=3, class_weight={0: 1.0, 1: 2.0, 2: 0.5}, validation_data=(X[:19], Y[:19]),
+                callbacks=lambda: [keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1)), Freeze(),
+                                   keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=0, factor=0.5)])
+
+
+def tokens() -> tuple[np.ndarray, np.ndarray]:
+    drawn = np.random.default_rng(1)
+    x = drawn.integers(1, 9, size=(23, 7))
+    for row, length in enumerate(drawn.integers(1, 8, size=23)):
+        x[row, length:] = 0
+    return x, drawn.integers(0, 3, size=(23, 7))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight", "sum_over_batch_size"])
+def test_losses_that_are_no_means_over_samples(reduction: str):
+    """Sums, means over weights, and means over what a mask leaves; two outputs with weighted losses."""
+    def build() -> Any:
+        keras.utils.set_random_seed(5)
+        inputs = keras.Input((7,), dtype="int32")
+        hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
+        hidden = keras.layers.LSTM(4, return_sequences=True)(hidden)
+        model = keras.Model(inputs, {"tokens": keras.layers.Dense(3, activation="softmax", name="tokens")(hidden),
+                                     "size": keras.layers.Dense(1, name="size")(
+                                         keras.layers.GlobalAveragePooling1D()(hidden))})
+        model.compile(optimizer=keras.optimizers.RMSprop(0.01), loss={
+            "tokens": keras.losses.SparseCategoricalCrossentropy(reduction=reduction),
+            "size": keras.losses.MeanSquaredError(reduction=reduction)}, loss_weights={"tokens": 1.0, "size": 0.3},
+            weighted_metrics={"tokens": ["accuracy"], "size": [keras.metrics.RootMeanSquaredError()]})
+        return model
+
+    x, y = tokens()
+    weights = np.random.default_rng(2).uniform(0.1, 3, size=23)
+    assert_same(build, "data=2", x=x, y={"tokens": y, "size": x.sum(1, keepdims=True) / 10.0}, batch_size=8,
+                sample_weight={"tokens": np.tile(weights[:, None], (1, 7)), "size": weights})
+
+
+class Pairs(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        x, y = X[index * 16:index * 16 + 16], Y[index * 16:index * 16 + 16]
+        return {"a": x[:, :2], "b": x[:, 2:]}, y
+
+
+def test_data_of_every_kind():
+    """A PyDataset of dictionaries with a short last batch; a DataLoader; prediction and evaluation of both."""
+    def build() -> Any:
+        keras.utils.set_random_seed(3)
+        a, b = keras.Input((2,), name="a"), keras.Input((4,), name="b")
+        model = keras.Model({"a": a, "b": b}, keras.layers.Dense(3)(keras.layers.Concatenate()([a, b])))
+        model.compile(optimizer="adamw", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    assert_same(build, "data=2", x=Pairs, y=None, batch_size=None, epochs=1, shuffle=False)
+    pairs = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    loader = torch.utils.data.DataLoader(pairs, batch_size=25)
+    assert_same(classifier, "data=3", x=loader, y=None, batch_size=None, epochs=1, shuffle=False)
+    model = classifier()
+    np.testing.assert_allclose(pl.keras.predict(model, X, batch_size=7, plan="data=3", verbose=0),
+                               model.predict(X, batch_size=7, verbose=0), rtol=ROUNDING)
+    np.testing.assert_allclose(pl.keras.evaluate(model, X, Y, devices="cpu:0,cpu:1", verbose=0),
+                               model.evaluate(X, Y, verbose=0), rtol=ROUNDING)
+
+
+class Contrastive(keras.Model):
+    def train_step(self, data):
+        x, _ = data
+        self.zero_grad()
+        outputs = self(x)
+        loss = torch.logsumexp(outputs @ outputs.T, dim=1).mean()
+        loss.backward()
+        self.optimizer.apply([v.value.grad for v in self.trainable_weights], self.trainable_weights)
+        return {"loss": loss}
+
+
+class Clipped(keras.Model):
+    """A loss by hand, a clip by torch, and an optimizer of torch."""
+
+    def train_step(self, data):
+        x, y = data
+        if not hasattr(self, "torch_optimizer"):
+            self.torch_optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
+        self.torch_optimizer.zero_grad()
+        loss = torch.nn.functional.nll_loss(self(x, training=True).log(), y.long())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        self.torch_optimizer.step()
+        return {"loss": loss}
+
+
+def test_steps_of_torch_and_steps_that_couple_samples():
+    """The first are as in one process. The others are refused by name, and the model is as it was."""
+    assert_same(lambda: classifier(Clipped), "data=2", shuffle=False)
+    model = classifier(Contrastive)
+    before = model.get_weights()
+    with pytest.raises(PlanRefused, match=r"train step of Contrastive .* not what one process computes: the grad"):
+        pl.keras.fit(model, X, Y, batch_size=16, verbose=0, plan="data=2")
+    for mine, other in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert torch.autograd.backward.__module__ == "torch.autograd", "patches are gone"
+    assert model.train_function is None
+
+
+class Failing(keras.Model):
+    how: Any = None
+
+    def train_step(self, data):
+        if os.getpid() != PID and int(self.optimizer.iterations) == 2:
+            self.how()
+        return super().train_step(data)
+
+
+PID = os.getpid()
+
+
+def test_a_rank_that_fails_is_named(monkeypatch):
+    def error() -> None:
+        raise ValueError("no such sample")
+
+    for how, words in ((error, "rank 1 .*\n.*no such sample"),
+                       (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL")):
+        monkeypatch.setattr(Failing, "how", staticmethod(how))
+        with pytest.raises(RankFailed, match=words):
+            pl.keras.fit(classifier(Failing), X, Y, batch_size=16, verbose=0, plan="data=2")
+
+
+def test_what_is_refused_before_a_rank_starts(monkeypatch):
+    model = classifier()
+    with pytest.raises(UsageError, match=r"must be a keras\.Model"):
+        pl.keras.fit(torch.nn.Linear(1, 1), X, Y)
+    with pytest.raises(PlanError, match="plan='data=2'"):
+        pl.keras.fit(model, X, Y, plan="tensor=2")
+    with pytest.raises(PlanError, match="one device a rank"):
+        pl.keras.fit(model, X, Y, plan="data=3", devices="cpu:0,cpu:1")
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(UsageError, match="KERAS_BACKEND"):
+        pl.keras.fit(model, X, Y, plan="data=2")
