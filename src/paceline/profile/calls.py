@@ -13,6 +13,22 @@ MIB = 2**20
 WINDOWS = ((MIB, 0), (4 * MIB, 4 * MIB), (16 * MIB, 16 * MIB))
 FAR = 64 * MIB
 UNKNOWN = ""  # of an operator that can't be called from what was noted
+# Operators that wait for memory on every device.
+PLAIN = frozenset((
+    "add", "sub", "mul", "div", "neg", "addcmul", "addcdiv", "lerp", "sqrt", "relu", "threshold_backward", "copy",
+    "clone", "cat", "stack", "fill", "zero", "zeros_like", "ones_like", "new_zeros", "full_like", "_to_copy", "sum",
+    "_foreach_add", "_foreach_mul", "_foreach_div", "_foreach_lerp", "_foreach_addcmul", "_foreach_addcdiv",
+    "_foreach_sqrt", "_foreach_norm", "linalg_vector_norm", "_fused_adamw", "_fused_adam", "_fused_sgd",
+))
+
+
+def is_plain(name: str) -> bool:
+    """Whether an operator, by its name in aten, waits for memory on every device.
+
+    >>> is_plain("add_"), is_plain("gelu")
+    (True, False)
+    """
+    return name.rstrip("_") in PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +73,11 @@ class OperatorCall:
 
     def operands(self) -> Iterable[Operand]:
         return _operands((self.arguments, self.options))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it waits for memory."""
+        return self.operator != UNKNOWN and is_plain(self.operator.split(".")[1])
 
     def across(self, step_bytes: float) -> OperatorCall:
         """With the bytes that a step touches for what is last touched in another pass."""

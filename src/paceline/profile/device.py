@@ -12,10 +12,12 @@ from paceline.cluster import DeviceKind
 from paceline.job import AUTOCAST, Precision
 from paceline.launch.fork import apart_from_cuda
 from paceline.profile import cache
+from paceline.profile.fusion import saved_s
 
 if TYPE_CHECKING:
     import torch
 
+    from paceline.profile.calls import OperatorCall
     from paceline.profile.operators import OperatorTimes
     from paceline.profile.profile import Product
     from paceline.simulate.program import Compute
@@ -91,22 +93,27 @@ class DeviceRates:
                 + event.new_bytes * self.new_page_s + event.fixed_s), 0.0
 
     def _timed_s(self, event: Compute, precision: Precision) -> float:
-        """Of operators one by one, and of autograd beside each. One that was not timed takes as long as what it
-        computes and moves."""
+        """Of operators one by one, and of autograd beside each."""
         assert self.timed is not None
-        total_s = 0.0
-        for call, count in event.calls:
-            found_s = self.timed.seconds(call)
-            if found_s is None:
-                found_s = (call.flops / self.matrix_flops_per_s(precision) if call.flops
-                           else call.num_bytes / self.function_bytes_per_s)
-            total_s += count * found_s
+        timed = [(call, count, self._call_s(call, self.timed, precision)) for call, count in event.calls]
+        total_s = sum(count * seconds for _, count, seconds in timed)
         beside_s = max(0.0, self.operator_s - self.timed.launch_s)
-        spared_s = event.spared_bytes / self.memory_bytes_per_s + event.spared_operators * self.operator_s
-        least_s = event.flops / self.matrix_flops_per_s(precision) if spared_s else 0.0
+        least_s = 0.0
+        if event.is_compiled:
+            total_s -= saved_s(timed, event.spared_bytes, memory_bytes_per_s=self.memory_bytes_per_s)
+            total_s -= event.spared_operators * self.timed.launch_s
+            least_s = event.flops / self.matrix_flops_per_s(precision)
         once_s = BESIDE_OPERATORS_S if event.part == "optimizer" else 0.0
         return event.fixed_s + once_s + max(
-            self.turns * IN_A_STEP * total_s + event.operators * beside_s - spared_s, least_s)
+            self.turns * IN_A_STEP * total_s + event.operators * beside_s, least_s)
+
+    def _call_s(self, call: OperatorCall, times: OperatorTimes, precision: Precision) -> float:
+        """One that was not timed takes as long as what it computes and moves."""
+        seconds = times.seconds(call)
+        if seconds is not None:
+            return seconds
+        return (call.flops / self.matrix_flops_per_s(precision) if call.flops
+                else call.num_bytes / self.function_bytes_per_s)
 
     def _starved_s(self, products: Sequence[Product], precision: Precision) -> float:
         """By how much products take longer than their arithmetic: each of their matrices is read or written once.

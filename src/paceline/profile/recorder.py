@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from paceline.profile.calls import UNKNOWN, Operand, OperatorCall
+from paceline.profile.calls import UNKNOWN, Operand, OperatorCall, is_plain
 from paceline.profile.fusion import Fusion, SparedByFusion
 from paceline.profile.products import products_of
 from paceline.profile.profile import Product
@@ -137,7 +137,7 @@ class WorkRecorder(TorchDispatchMode):
             tallied.products += products_of(func._overloadpacket, args, kwargs, result)
             return
         name = func._schema.name.removeprefix("aten::")
-        if name.rstrip("_") in _PLAIN:
+        if is_plain(name):
             tallied.moved_bytes += num_bytes
         else:
             tallied.function_bytes += num_bytes * _SLOWER.get(name, 1)
@@ -287,13 +287,6 @@ def _flash_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any,
     return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
 
 
-# Operators that wait for memory on every device.
-_PLAIN = frozenset((
-    "add", "sub", "mul", "div", "neg", "addcmul", "addcdiv", "lerp", "sqrt", "relu", "threshold_backward", "copy",
-    "clone", "cat", "stack", "fill", "zero", "zeros_like", "ones_like", "new_zeros", "full_like", "_to_copy", "sum",
-    "_foreach_add", "_foreach_mul", "_foreach_div", "_foreach_lerp", "_foreach_addcmul", "_foreach_addcdiv",
-    "_foreach_sqrt", "_foreach_norm", "linalg_vector_norm", "_fused_adamw", "_fused_adam", "_fused_sgd",
-))
 # How much slower than a GELU, byte for byte: max_pool2d 1.2 GB/s, GELU 8.4 GB/s, one core, torch 2.13.
 _SLOWER = {"max_pool2d_with_indices": 7}
 # torch's counter takes the CPU's attention kernel for free: it is not in its registry. The causal half that a

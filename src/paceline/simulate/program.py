@@ -23,8 +23,8 @@ class Compute:
     part: of the step, for its breakdown.
     after: names of collectives that must have ended; one that is in no step has.
     products: what `flops` consists of, where shapes are known: of all samples.
-    calls: the operators, and how often each, where a device may have timed them. spared_bytes, spared_operators: of
-        them, by fusing what they do.
+    calls: the operators, and how often each, where a device may have timed them. is_compiled: whether they are fused,
+        which spares spared_bytes and spared_operators of them.
     """
 
     flops: float = 0.0
@@ -36,6 +36,7 @@ class Compute:
     after: tuple[str, ...] = ()
     products: tuple[Product, ...] = ()
     calls: tuple[tuple[OperatorCall, float], ...] = ()
+    is_compiled: bool = False
     spared_bytes: float = 0.0
     spared_operators: float = 0.0
     new_bytes: float = 0.0

@@ -170,7 +170,8 @@ def compute(work: Work, samples: float, *, part: Part = "compute") -> Compute:
                    function_bytes=work.function_bytes.at(samples), operators=work.operators, part=part,
                    products=_of_samples(work.products, samples) if work.products else (),
                    calls=_calls_of_samples(work.calls, samples) if work.calls.first else (),
-                   spared_bytes=work.spared.spared_bytes.at(samples), spared_operators=work.spared.spared_operators)
+                   is_compiled=work.spared.kernels > 0, spared_bytes=work.spared.spared_bytes.at(samples),
+                   spared_operators=work.spared.spared_operators)
 
 
 _grown: dict[tuple[int, float], tuple[tuple[Product, ...], tuple[Product, ...]]] = {}

@@ -12,7 +12,7 @@ from paceline.strategies.costs import Hooks, Step
 # Seconds of a core that a machine's first compilation takes on its own (g++ tries the processor's instructions, and
 # translates torch's headers), and those of each kernel, from tracing to g++. See docs/compile.md.
 FIRST_S = 14.5
-KERNEL_S = 1.0
+KERNEL_S = 0.85
 
 
 def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
