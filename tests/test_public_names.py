@@ -12,8 +12,9 @@ import pytest
 
 import paceline
 
-PUBLIC = ["Cluster", "Device", "Job", "Log", "PacelineError", "Plan", "Range", "choice", "evaluate", "load", "plan",
-          "predict", "scale", "search", "train", "verify", "weights"]
+PUBLIC = ["Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "PacelineError", "Plan", "Range",
+          "choice", "evaluate", "load", "open", "plan", "predict", "scale", "search", "train", "verify",
+          "weights"]
 
 
 def test_the_public_names_are_these_and_no_others():

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.callbacks.callback import Callback
+    from paceline.callbacks.keep_best import KeepBest
+    from paceline.callbacks.stopping import EarlyStopping
     from paceline.choices import choice
     from paceline.cluster import Cluster, Device
     from paceline.errors import PacelineError
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.study.space import Log, Range
     from paceline.verbs.inference import evaluate, predict
     from paceline.verbs.planning import plan
+    from paceline.verbs.result import open
     from paceline.verbs.scaling import scale
     from paceline.verbs.search import search
     from paceline.verbs.train import train
@@ -24,9 +28,12 @@ __version__ = "0.1.0"
 
 # Where each public name lives; loaded when first used, so that `import paceline` stays fast.
 _HOMES = {
+    "Callback": "paceline.callbacks.callback",
     "Cluster": "paceline.cluster",
     "Device": "paceline.cluster",
+    "EarlyStopping": "paceline.callbacks.stopping",
     "Job": "paceline.job",
+    "KeepBest": "paceline.callbacks.keep_best",
     "Log": "paceline.study.space",
     "PacelineError": "paceline.errors",
     "Plan": "paceline.plans",
@@ -34,6 +41,7 @@ _HOMES = {
     "choice": "paceline.choices",
     "evaluate": "paceline.verbs.inference",
     "load": "paceline.jobfile",
+    "open": "paceline.verbs.result",
     "plan": "paceline.verbs.planning",
     "predict": "paceline.verbs.inference",
     "scale": "paceline.verbs.scaling",
@@ -44,8 +52,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "Cluster", "Device", "Job", "Log", "PacelineError", "Plan", "Range", "choice", "evaluate", "load", "plan",
-    "predict", "scale", "search", "train", "verify", "weights",
+    "Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "PacelineError", "Plan", "Range",
+    "choice", "evaluate", "load", "open", "plan", "predict", "scale", "search", "train", "verify", "weights",
 ]
 
 # Packages of their own names, loaded when first used like the names.

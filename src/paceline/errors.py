@@ -69,6 +69,10 @@ class CheckpointError(PacelineError):
     """A checkpoint that can't be written, or none that can be read."""
 
 
+class CallbackError(PacelineError):
+    """A callback raised an exception, which ended the run."""
+
+
 class OutOfMemory(PacelineError):
     """A device's memory is exhausted."""
 

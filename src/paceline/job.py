@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from paceline import foreign_fields, given_data
+from paceline.callbacks.callback import Callback
 from paceline.errors import JobError, nearest
 from paceline.loaders import Loading
 from paceline.losses import OwnLoss
@@ -58,6 +59,7 @@ class Job:
         seed: Of initial weights, data order and random layers; at least 0.
         drop_last: Leave out the short last batch of an epoch.
         loading: How loader workers read; of a `DataLoader` that was given as data.
+        callbacks: Look on the run and control it, once a run, in the process that started it; see docs/callbacks.md.
 
     Raises:
         JobError: a field has a value it can't have; the message names all of them.
@@ -84,6 +86,7 @@ class Job:
     seed: int = 0
     drop_last: bool = False
     loading: Loading | None = None
+    callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
         for name, value in given_data.settled(self).items():
@@ -136,6 +139,21 @@ def _sampler_problems(job: Job) -> Iterator[str]:
                "leave it out, each rank takes its own part")
     if _length(job.data) is None:
         yield "sampler draws indices, and the data is a stream"
+
+
+def _callback_problems(job: Job) -> Iterator[str]:
+    if not isinstance(job.callbacks, Sequence) or isinstance(job.callbacks, str):
+        yield f"callbacks must be a list of callbacks, got {type(job.callbacks).__name__}"
+        return
+    for callback in job.callbacks:
+        if isinstance(callback, type):
+            yield f"callbacks must hold {callback.__name__}(...), a callback, not the class"
+        elif not isinstance(callback, Callback):
+            yield f"callbacks must hold instances of pl.Callback, got {type(callback).__name__}"
+        elif job.callbacks.count(callback) > 1:
+            yield f"callbacks holds the same {type(callback).__name__} twice"
+        elif (problem := callback.problem(job)) is not None:
+            yield problem
 
 
 def _length(data: Any) -> int | None:
@@ -193,6 +211,7 @@ def _problems(job: Job) -> Iterator[str]:
     for name, value in optional.items():
         if _length(value) == 0:
             yield f"{name} has no samples: leave it out, or give some"
+    yield from _callback_problems(job)
     if not isinstance(job.metrics, Mapping) or not all(callable(f) for f in job.metrics.values()):
         yield "metrics must map names to functions (output, target)"
     elif job.metrics and job.validation is None:

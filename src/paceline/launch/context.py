@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from paceline.launch.heartbeats import Heartbeat, HeartbeatTable
+    from paceline.launch.messages import Line
 
 
 @dataclass
@@ -33,6 +34,7 @@ class RankContext:
     deaths: how often each rank had died in this run when this one was started.
     restarts: how often ranks that die may still be started again.
     lost: ranks that are known to have died, the first one first; grows while they run.
+    line: to the process that controls the run, if it is another one and listens.
     """
 
     rank: int
@@ -53,6 +55,7 @@ class RankContext:
     deaths: tuple[int, ...] = ()
     restarts: int = 0
     lost: list[int] = field(default_factory=list)
+    line: Line | None = None
 
     def beat(self, phase: str) -> None:
         """A sign of life."""

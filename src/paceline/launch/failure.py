@@ -102,8 +102,7 @@ def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
     elif isinstance(error, RuntimeError) and any(words in lowered for words in _PEER_WORDS):
         exit_code, heard = PeerLost.exit_code, True
     elif frames:
-        title = "Traceback (most recent call last, your code only):" if where else "Traceback (most recent call last):"
-        trace = f"{title}\n{''.join(traceback.format_list(frames)).rstrip()}"
+        trace = traced(error).rstrip()
     if message == text and isinstance(error, RuntimeError) and any(words in lowered for words in _LATE_WORDS):
         message = f"{text}\n\nhint: {_LATE_HINT}"
     culprit = getattr(error, "rank", None) if isinstance(error, PeerLost) else None
@@ -128,6 +127,13 @@ def user_frames(error: BaseException) -> tuple[str, list[traceback.FrameSummary]
             return f"{user[-1].filename}:{user[-1].lineno}", user
         cause = cause.__cause__
     return "", list(traceback.extract_tb(error.__traceback__))
+
+
+def traced(error: BaseException) -> str:
+    """The traceback of an error, of the user's frames where there are any; nothing without frames."""
+    where, frames = user_frames(error)
+    title = "Traceback (most recent call last, your code only):" if where else "Traceback (most recent call last):"
+    return f"{title}\n{''.join(traceback.format_list(frames))}" if frames else ""
 
 
 def is_users(filename: str) -> bool:

@@ -6,7 +6,8 @@ import mmap
 import time
 from dataclasses import dataclass
 
-PHASES = ("start", "build", "restore", "input", "forward", "backward", "reduce", "optimizer", "evaluate", "save", "end")
+PHASES = ("start", "build", "restore", "input", "forward", "backward", "reduce", "optimizer", "evaluate", "save",
+          "callback", "end")
 _WORDS, _WORD_BYTES = 2, 8  # of an entry: where its rank is, and when it said so
 
 

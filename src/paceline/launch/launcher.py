@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.cluster import Device
 from paceline.errors import UsageError
@@ -13,6 +13,9 @@ from paceline.launch.environment import Environment
 from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.process import Body
+
+if TYPE_CHECKING:
+    from paceline.launch.local import Listener
 
 
 class Launcher:
@@ -42,11 +45,13 @@ class Launcher:
         return agree(self._store, self.environment, key, make, timeout_s=self.timeout_s)
 
     def run(self, body: Body, *, run_dir: Path | None, idle: Callable[[HeartbeatTable], None] | None = None,
-            fault_policy: FaultPolicy = ALL_NEEDED, restarts: int | None = None) -> Any:
+            fault_policy: FaultPolicy = ALL_NEEDED, restarts: int | None = None,
+            listener: Listener | None = None) -> Any:
         """Run the body as every rank and return rank 0's result (inside a launcher, this rank's).
 
         idle: called in a fork of this process while forked ranks work, with their signs of life.
         restarts: how often ranks that died are started again; by default as the policy has it.
+        listener: hears forked rank 0; inside a launcher that is this process, which needs nobody to hear it.
 
         Raises:
             UsageError: restarts are asked for inside a launcher, which starts ranks itself.
@@ -56,7 +61,7 @@ class Launcher:
 
             return run_local(body, self.devices, run_dir=run_dir, timeout_s=self.timeout_s, idle=idle,
                              fault_policy=fault_policy,
-                             restarts=fault_policy.restarts if restarts is None else restarts)[0]
+                             restarts=fault_policy.restarts if restarts is None else restarts, listener=listener)[0]
         if restarts:
             raise UsageError(f"restarts={restarts}: {self.environment.launcher} started this rank, not Paceline",
                              hint="torchrun --max-restarts N starts ranks again; give the command --resume with it")

@@ -9,11 +9,11 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.cluster import Device
 from paceline.errors import PeerLost
@@ -23,7 +23,7 @@ from paceline.launch.failure import Failure, RankFailed, cause_of, killed, stopp
 from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.fork import refuse_used_cuda
 from paceline.launch.heartbeats import HeartbeatTable
-from paceline.launch.messages import Line, Message
+from paceline.launch.messages import Line, Message, RanksGone
 from paceline.launch.process import Body, run_rank, set_up_device
 from paceline.launch.supervisor import Supervisor
 
@@ -41,10 +41,25 @@ class _Rank:
     finished: bool = False
 
 
+class Listener(Protocol):
+    """Hears what the first rank says of the run while ranks work."""
+
+    def told(self) -> dict[str, Any] | None:
+        """Something happened, and nobody waits. Returns an order to the first rank, if there is one."""
+
+    def asked(self, question: Any, exchange: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+        """The first rank waits for this answer. exchange: gives it an order before, and returns what it says to that.
+
+        Raises:
+            RanksGone: from `exchange`, the rank is no more.
+        """
+
+
 @dataclass(frozen=True)
 class _Launch:
     """What ranks are started with.
 
+    listener: hears the first rank.
     name: of this launch. starts, deaths, restarts: of all ranks until now, of each rank, and those that are left.
     """
 
@@ -57,6 +72,7 @@ class _Launch:
     fault_policy: FaultPolicy
     restarts: int
     deaths: tuple[int, ...]
+    listener: Listener | None = None
     num_starts: int = 0
     name: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
@@ -64,7 +80,7 @@ class _Launch:
 
 def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = None, timeout_s: float = 300.0,
               idle: Callable[[HeartbeatTable], None] | None = None, fault_policy: FaultPolicy = ALL_NEEDED,
-              restarts: int = 0) -> list[Any]:
+              restarts: int = 0, listener: Listener | None = None) -> list[Any]:
     """Run `body(context)` as one rank a device and return the results in rank order.
 
     Results travel as JSON. The ranks are forks, so the body may be any closure; nothing is pickled. Ctrl-C and
@@ -77,6 +93,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         fault_policy: Which ranks the others go on without; the result of one that was killed is None.
         restarts: How often ranks that died or hang are started again: such a one alone, or else all of them, with
             `context.num_starts` above 1. A rank that raised an error is not: it would again.
+        listener: Hears what rank 0 reports and asks, in this process.
 
     Raises:
         RankFailed: with the report of the rank whose failure the others followed from.
@@ -87,7 +104,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
     refuse_used_cuda()
     with tempfile.TemporaryDirectory(prefix="paceline-") as rendezvous:
         launch = _Launch(body, devices, HeartbeatTable(len(devices)), Path(rendezvous), run_dir, timeout_s,
-                         fault_policy, restarts, (0,) * len(devices))
+                         fault_policy, restarts, (0,) * len(devices), listener)
         with (closing(Supervisor(partial(_be_rank, launch))) as processes,
               _forwarded_signals(processes) as interrupted):
             ranks = _Ranks(launch, processes, interrupted)
@@ -121,7 +138,8 @@ def _be_rank(launch: _Launch, rank: int, line: Line) -> None:
     context = RankContext(
         rank, world_size, world_size, set_up_device(device, world_size), None, launch.board, rank,
         f"{launch.name}-{start['num_starts']}", secret=launch.secret, timeout_s=launch.timeout_s,
-        num_starts=start["num_starts"], deaths=tuple(start["deaths"]), restarts=start["restarts"])
+        num_starts=start["num_starts"], deaths=tuple(start["deaths"]), restarts=start["restarts"],
+        line=line if launch.listener is not None and rank == 0 else None)
     # Not the store that the ranks of an earlier start have left.
     store = launch.rendezvous / f"store-{context.num_starts}"
     result, failure, log = run_rank(
@@ -242,8 +260,42 @@ class _Ranks:
             rank.result, rank.failure, rank.log = message.value, message.failure, message.log
             rank.finished = message.failure is None
             return
+        if message.kind in ("report", "question"):
+            self._listen(number, message)
+            return
         rank.finished = True
         if rank.failure is None:
             sign, code = self.launch.board.read(number), message.value
             ours = self.interrupted and -(code or 0) in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
             rank.failure = stopped(number, self.interrupted[0], sign) if ours else killed(number, code, sign)
+
+    def _listen(self, number: int, message: Message) -> None:
+        """Let the listener hear what a rank says, and pass on what it answers."""
+        listener = self.launch.listener
+        assert listener is not None
+        if message.kind == "report":
+            if (order := listener.told()) is not None:
+                self.processes.tell(number, Message(0, "order", number, order))
+            return
+        with suppress(RanksGone):  # the rank's end is what follows
+            answer = listener.asked(message.value, partial(self._exchange, number))
+            self.processes.tell(number, Message(0, "answer", number, answer))
+
+    def _exchange(self, number: int, order: dict[str, Any]) -> Any:
+        """Have a rank that waits do something, and wait until it has.
+
+        Raises:
+            RanksGone: it ended.
+        """
+        self.processes.tell(number, Message(0, "answer", number, order))
+        replies: list[Any] = []
+        while not replies:
+            left = [other for other, rank in enumerate(self.of) if not rank.finished]
+            if number not in left or self._cause() is not None:
+                raise RanksGone
+            for other, message in self.processes.wait(left, 0.5):
+                if other == number and message.kind == "question":
+                    replies.append(message.value)
+                else:
+                    self._hear(other, self.of[other], message)
+        return replies[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -14,15 +15,19 @@ import msgspec
 
 from paceline.launch.failure import Failure
 
-Kind = Literal["start", "answer", "stop", "report", "question", "end", "ended", "lost"]
+Kind = Literal["start", "answer", "order", "stop", "report", "question", "end", "ended", "lost"]
+
+
+class RanksGone(Exception):
+    """Ranks ended while whoever supervises them waited for a word; what they left says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """Of a task, by one of its ranks or to it.
 
-    kind: "end" is a rank's or a task's last word; "ended" is said of a process, with its exit code, by whoever started
-        it; "lost" of a task by whoever lost its node.
+    kind: an "answer" is to a question, an "order" comes unasked; "end" is a rank's or a task's last word; "ended" is
+        said of a process, with its exit code, by whoever started it; "lost" of a task by whoever lost its node.
     value: what JSON can hold. Of a task's end: rank 0's result or None.
     failure: why it ended, if it failed. log: the rank's.
     """
@@ -68,6 +73,23 @@ class Line:
         """Ask whoever started the task, and wait for the answer."""
         self._send("question", question)
         return Message.decode(self._connection.recv_bytes()).value
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether a short report would be sent at once."""
+        return bool(select.select([], [self._connection], [], 0)[1])
+
+    def hear(self, timeout_s: float | None) -> Message | None:
+        """What whoever supervises says within the timeout; None is without an end.
+
+        Raises:
+            EOFError, OSError: it is gone.
+        """
+        return Message.decode(self._connection.recv_bytes()) if self._connection.poll(timeout_s) else None
+
+    def question(self, value: Any) -> None:
+        """Ask without waiting for the answer."""
+        self._send("question", value)
 
     def end(self, value: Any, failure: Failure | None, log: Path | None = None) -> None:
         """A process that goes on after it may say it again, with what it knows then."""

@@ -18,16 +18,17 @@ from typing import Any, Protocol
 import torch
 
 from paceline.cluster import Device
-from paceline.errors import JobError, Preempted
+from paceline.errors import CallbackError, JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.plans import Plan
 from paceline.runtime import drift, state, trace
 from paceline.runtime.checkpoint.write import Writer, write_json
+from paceline.runtime.control import Controlling, RunControl
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import evaluate
 from paceline.runtime.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
-from paceline.runtime.folder import SPLIT
+from paceline.runtime.folder import CHECKPOINTS, SPLIT
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
 from paceline.runtime.prefetch import Prefetch
@@ -67,6 +68,7 @@ class Settings:
     trace_steps: how many steps to trace, after the first of this launch.
     observer: looks on without changing anything; `verify` compares through it.
     on_evaluation: told of each evaluation on rank 0: the step, and "validation_loss" and every metric.
+    controller: what callbacks hear of the run, and what they ask of it, goes through this.
     """
 
     run_dir: Path | None
@@ -80,6 +82,7 @@ class Settings:
     trace_steps: int = 0
     observer: Observer | None = None
     on_evaluation: Callable[[int, Mapping[str, float]], None] | None = None
+    controller: Controlling | None = None
 
 
 def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> DataShard:
@@ -136,6 +139,8 @@ class _Run:
     loss: of the last step after which ranks met and that has a finite one. unmet: what is to be recorded of the steps
         since the ranks met.
     due: what is to be done when replicas are where a run may be saved. stop: some rank was asked to.
+    ended: why a callback ended the run, if one did. epoch: of the last step. ended_epochs: that callbacks are to hear
+        of. evaluated_step: of the last evaluation.
     """
 
     context: RankContext
@@ -155,7 +160,14 @@ class _Run:
     unmet: list[dict[str, Any]] = field(default_factory=list)
     due: set[str] = field(default_factory=set)
     stop: bool = False
+    control: RunControl | None = None
+    restored_callbacks: list[dict[str, Any]] | None = None
+    ended: str | None = None
+    epoch: int = 0
+    ended_epochs: list[int] = field(default_factory=list)
+    evaluated_step: int | None = None
     saved_step: int | None = None
+    num_exports: int = 0
     blocked_s: float = 0.0
     speed: Speed = field(default_factory=Speed)
 
@@ -177,11 +189,12 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     run = _build(context, job, plan, settings)
     try:
         _restore(run)
+        _begin_control(run)
         if settings.trace_steps:  # the first step is not like the others: models are captured in it
             stepper = run.stepper
             stepper.trace = trace.TraceRecorder(context.rank, range(run.step + 1, run.step + 1 + settings.trace_steps))
         with context.stoppable():
-            if _steps(run):
+            if run.ended is None and _steps(run):
                 _stop(run)  # a request may reach this rank later than the others that told it
         return _finish(run, started_s)
     finally:
@@ -226,6 +239,7 @@ def _restore(run: _Run) -> None:
     if checkpoint is None:
         run.display.say("no checkpoint to resume from: starting at step 0")
     else:
+        run.restored_callbacks = checkpoint.document.get("callbacks")
         notes = state.restore(run.stepper, checkpoint)
         run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
         run.display.say("; ".join([f"resumed from {checkpoint.path.name}", *notes]))
@@ -240,8 +254,69 @@ def cut_metrics(path: Path, step: int) -> None:
         path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
 
 
+# --- Callbacks ---------------------------------------------------------------------------------------------------
+
+
+def _begin_control(run: _Run) -> None:
+    """Let callbacks know that the first step is next."""
+    if run.settings.controller is None:
+        return
+    run.control = RunControl(run.context, run.settings.controller, partial(_obey, run))
+    _heed(run, run.control.ask({"event": "start", "step": run.step, "callbacks": run.restored_callbacks}))
+
+
+def _obey(run: _Run, order: dict[str, Any]) -> dict[str, Any]:
+    """What callbacks need while ranks wait: the weights as they are now, in a checkpoint without the optimizer."""
+    assert order["do"] == "weights" and run.writer is not None and run.settings.run_dir is not None
+    if run.saved_step == run.step:
+        run.writer.wait()
+        return {"path": str(run.settings.run_dir / CHECKPOINTS / f"step-{run.step}"), "is_temporary": False}
+    run.stepper.step_sync.drain()
+    run.num_exports += 1
+    folder = run.settings.run_dir / f".weights-{run.context.attempt}-{run.num_exports}"
+    writer = Writer(folder, rank=run.context.rank, world_size=run.context.world_size, attempt=run.context.attempt)
+    writer.save(run.step, state.weights_of(state.pieces(run.stepper)), {"step": run.step}, snapshot=False)
+    writer.wait()
+    _greatest(run, 0)  # every rank has seen it complete before it is removed
+    return {"path": str(folder / CHECKPOINTS / f"step-{run.step}"), "is_temporary": True}
+
+
+def _event(run: _Run, hook: str, event: str, **values: Any) -> None:
+    """Let callbacks hear of an event, if one has the hook, and do what they ask for."""
+    if run.control is not None and run.control.has(hook):
+        _heed(run, run.control.ask({"event": event, "step": run.step, **values}))
+
+
+def _heed(run: _Run, answer: Mapping[str, Any]) -> None:
+    """Note what callbacks ask for.
+
+    Raises:
+        CallbackError: one of them failed; the run is saved where it is.
+    """
+    if answer.get("failed"):
+        saves = run.settings.run_dir is not None and run.settings.save_on_stop and run.step > 0
+        if saves and run.saved_step != run.step:
+            _save(run, last=True)
+        raise CallbackError(answer["failed"] + ("; a checkpoint is saved" if saves else ""))
+    run.ended = run.ended if run.ended is not None else answer.get("stop")
+    run.due |= {name for name in ("evaluate", "save") if answer.get(name)}
+
+
+def _attend(run: _Run) -> bool:
+    """Some rank was asked to stop, or callbacks want something. Returns whether the run is to be left as it is."""
+    if run.control is None or _greatest(run, int(run.context.stop_signal is not None)):
+        return True
+    run.stop = False
+    _heed(run, run.control.take())
+    _do_what_is_due(run)
+    return False
+
+
+# --- Steps -------------------------------------------------------------------------------------------------------
+
+
 def _steps(run: _Run) -> bool:
-    """Take every step that is left. Returns whether the run was asked to stop."""
+    """Take every step that is left, or until a callback ends the run. Returns whether the run was asked to stop."""
     job, context = run.job, run.context
     order = None if is_stream(job.data) else Order.of(job)
     recorder, stepper = run.stepper.trace, run.stepper
@@ -251,6 +326,9 @@ def _steps(run: _Run) -> bool:
         context.beat(phase)
         if recorder is not None:
             recorder.phase(phase)
+
+    def stop() -> bool:
+        return context.stop_signal is not None or (run.control is not None and run.control.wants_attention)
 
     def ahead() -> None:
         if run.writer is not None:
@@ -276,19 +354,21 @@ def _steps(run: _Run) -> bool:
                 observer.initial(stepper)
             observer.samples(run.step, fed.batches)
         scale = stepper.scaling.scale if stepper.scaling is not None else None
-        result = stepper.step(fed.window, fed.placed, step=run.step, stop=lambda: context.stop_signal is not None,
-                              beat=beat, ahead=ahead,
+        result = stepper.step(fed.window, fed.placed, step=run.step, stop=stop, beat=beat, ahead=ahead,
                               observe=partial(observer.gradients, run.step) if observer else None)
         step_s = time.perf_counter() - began_s
         if recorder is not None:
             recorder.phase("end")
         _after_step(run, fed.window, result, step_s, input_s, scale)
         if order is not None and run.step % order.steps_per_epoch == 0:
-            run.due.add("evaluate")
+            run.due |= {"evaluate", "epoch"}
+            run.ended_epochs.append(fed.window.epoch)
         if result.is_settled and run.step != job.total_steps:
             _do_what_is_due(run)
-            if run.stop:
+            if run.stop and _attend(run):
                 return True
+            if run.ended is not None:
+                break
     return False
 
 
@@ -309,7 +389,10 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
         more |= {"loss_scale": scale, **({"skipped": True} if result.is_skipped else {})}
     run.unmet.append({"step": run.step, "epoch": window.epoch, "samples": run.samples,
                       "lr": learning_rate(run.stepper.optimizer), "step_s": step_s, **more})
+    run.epoch = window.epoch
     _learn(run, result)
+    if run.control is not None:
+        run.control.tell()
     if run.settings.observer is not None:
         run.settings.observer.weights(run.step - 1, run.stepper, run.loss)
     if run.step % drift.EVERY_STEPS == 0 or run.speed.steps == 1:
@@ -340,14 +423,25 @@ def _learn(run: _Run, result: StepResult) -> None:
 
 
 def _do_what_is_due(run: _Run) -> None:
-    """Compare, save and evaluate, now that replicas are where they may be."""
-    due, run.due = run.due, set()
-    if "compare" in due:
-        _compare(run)
-    if "save" in due:
-        _save(run)
-    if "evaluate" in due:
-        _evaluate(run)
+    """Compare, evaluate and save, now that replicas are where they may be, and what callbacks ask for meanwhile.
+
+    Callbacks hear of the evaluation and the epoch before the checkpoint is saved that has their state.
+    """
+    while run.due:
+        due, run.due = run.due, set()
+        if "compare" in due:
+            _compare(run)
+        if "evaluate" in due:
+            _evaluate(run)
+        if "epoch" in due:
+            epochs, run.ended_epochs = run.ended_epochs, []
+            for epoch in epochs:
+                _event(run, "on_epoch", "epoch", epoch=epoch, samples=run.samples)
+        if "save" in due and run.due & {"evaluate"}:
+            run.due.add("save")  # after what is to be evaluated first
+        elif "save" in due | run.due:
+            run.due.discard("save")
+            _save(run)
 
 
 def _compare(run: _Run) -> None:
@@ -368,15 +462,26 @@ def _save(run: _Run, *, last: bool = False) -> None:
     if run.writer is None:
         return
     run.context.beat("save")
+    if run.saved_step == run.step:
+        run.writer.wait()
+        return
     run.stepper.step_sync.drain()
-    run.saved_step = run.step
     document = state.document(run.stepper, step=run.step, samples=run.samples)
+    answer: Mapping[str, Any] = {}
+    if run.control is not None and run.control.has("state_dict"):
+        answer = run.control.ask({"event": "state", "step": run.step})
+        document["callbacks"] = answer.get("callbacks")  # rank 0 alone knows, and its document counts
+    run.saved_step = run.step
     blocked_s = run.writer.save(run.step, state.pieces(run.stepper), document, snapshot=not last,
                                 is_for_updates=partial(state.is_for_updates, run.stepper))
     if last:
         run.writer.wait()
     run.blocked_s += blocked_s
     run.record(saved=True, blocked_s=blocked_s)
+    if run.control is not None and run.control.has("on_save"):
+        run.writer.wait()
+        _event(run, "on_save", "save", path=str(run.writer.folder / f"step-{run.step}"))
+    _heed(run, answer)
 
 
 def _save_trained(run: _Run) -> None:
@@ -389,8 +494,9 @@ def _save_trained(run: _Run) -> None:
 
 
 def _evaluate(run: _Run) -> None:
-    if run.job.validation is None:
+    if run.job.validation is None or run.evaluated_step == run.step:
         return
+    run.evaluated_step = run.step
     stepper, part = run.stepper, part_of(run.plan, run.mesh, run.settings.shares)
     if run.writer is not None:
         run.writer.before_update()  # replicas may have shared weights put in place of their own
@@ -404,6 +510,8 @@ def _evaluate(run: _Run) -> None:
     run.display.say(f"step {run.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in run.evaluated.items()))
     if run.settings.on_evaluation is not None and run.context.rank == 0:
         run.settings.on_evaluation(run.step, run.evaluated)
+    _event(run, "on_evaluation", "evaluation", epoch=run.epoch, validation_loss=run.evaluated["validation_loss"],
+           metrics=figures)
 
 
 def _stop(run: _Run) -> None:
@@ -420,21 +528,27 @@ def _stop(run: _Run) -> None:
 
 def _finish(run: _Run, started_s: float) -> dict[str, Any]:
     if run.step == 0:
-        raise JobError("there was nothing to train on: no step was taken")
+        raise JobError("there was nothing to train on: no step was taken" if run.ended is None else
+                       f"a callback stopped the run before its first step: {run.ended}")
     if run.writer is not None:
         run.writer.before_update()
     run.stepper.layout.module.zero_grad()  # their memory is free for evaluating, saving and exporting
     settled = run.stepper.settle(run.step)
     if settled is not None:
         _learn(run, settled)
-    _compare(run)
-    _evaluate(run)
+    stopped = run.ended if run.step != run.job.total_steps else None
+    if stopped is not None:
+        run.display.say(f"stopped after step {run.step}: {stopped}")
+    run.due = {"compare", "evaluate"} | run.due - {"save"}
+    _do_what_is_due(run)
     run.context.beat("save")
     if run.settings.run_dir is not None:
         assert run.writer is not None
         run.writer.wait()
         if run.settings.keep is None or run.settings.keep():
             _save_trained(run)
+    if run.control is not None:
+        _heed(run, run.control.ask({"event": "end", "step": run.step}))
     run.context.beat("end")
     logs = run.settings.run_dir / "logs" if run.settings.run_dir is not None else None
     if run.stepper.trace is not None and logs is not None:
@@ -461,6 +575,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "bytes_sent": round(run.stepper.sent_bytes),
         **reported(run.stepper.synchronisers),
         **({"loss_scale": scaling.scale, "skipped_steps": scaling.skipped_steps} if scaling is not None else {}),
+        **({"stopped": stopped} if stopped is not None else {}),
     }
 
 

@@ -110,6 +110,11 @@ def pieces(stepper: StateOwner) -> Iterator[TensorPiece]:
                 yield TensorPiece(kept.name, piece.shape, piece.offsets, kept.tensor)
 
 
+def weights_of(pieces: Iterable[TensorPiece]) -> Iterator[TensorPiece]:
+    """Those of the model alone, without what belongs to its training."""
+    return (piece for piece in pieces if piece.name.startswith(("parameters/", "buffers/", "attributes/")))
+
+
 def _tensors(stepper: StateOwner) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...], Extent | None]]:
     """Names, tensors, along which axes ranks hold them alike, and where they lie if they are a part."""
     mesh, owned, extents = stepper.mesh, stepper.layout.owned, stepper.layout.extents

@@ -19,24 +19,21 @@ from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.verbs.auto import Chosen, choose, is_auto
-from paceline.verbs.outcome import Outcome
-from paceline.verbs.prediction import predict_once_started, price, sum_up, what_would_fit
+from paceline.verbs.prediction import Priced, predict_once_started, price, sum_up, what_would_fit
+from paceline.verbs.result import Result
 
 if TYPE_CHECKING:
+    from paceline.callbacks.controller import RunController
     from paceline.launch.context import RankContext
+    from paceline.launch.process import Body
     from paceline.proof.first_update import FirstUpdate
-
-
-class Summary(Outcome):
-    """What a run came to; `DIR/summary.json`. Times in seconds, memory of the fullest rank in bytes, devices of the
-    first rank's host."""
 
 
 def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | None = None,
           procs: int | None = None, memory: str | None = None, steps: int | None = None,
           save_every: int | None = None, trace: int = 0, run: str | Path | None = None, resume: bool = False,
           loader_workers: int | None = None, timeout_s: float = 300.0, restarts: int | None = None,
-          check: bool = True) -> Summary:
+          check: bool = True) -> Result:
     """Train a job under a plan and leave a run folder.
 
     Args:
@@ -92,10 +89,11 @@ class _Request:
     asked: Resolved
 
     def train(self, claims: ExitStack, chosen: Chosen, run: str | Path | None, *, by_name: bool, timeout_s: float,
-              restarts: int | None, check: bool, **options: Any) -> Summary:
+              restarts: int | None, check: bool, **options: Any) -> Result:
         """Train it, in a run folder that stays claimed as long as `claims` does. options: see `Settings`."""
+        from paceline.callbacks.controller import RunController, controlled
         from paceline.planner.estimate import devices_of
-        from paceline.runtime.drivers import fault_policy, train_rank
+        from paceline.runtime.drivers import train_rank
         from paceline.runtime.loop import Settings
         from paceline.strategies.compose import load
 
@@ -107,26 +105,37 @@ class _Request:
         if launcher.is_first:
             print(_banner(job, asked, chosen.why, run_dir, by_name=by_name), file=sys.stderr, flush=True)
         checked = _checked(job, self.source, asked, launcher) if check else None
+        controller = RunController(job.callbacks, job, plan=str(asked.plan), folder=run_dir) if job.callbacks else None
         settings = Settings(run_dir=run_dir, shares=asked.shares, devices=devices_of(asked.plan, asked.cluster),
-                            **options)
+                            controller=controller, **options)
 
         def body(context: RankContext) -> Any:
             return train_rank(context, job, asked.plan,
                               replace(settings, resume=settings.resume or context.num_starts > 1))
 
+        with controlled(controller, speaks=launcher.is_first):
+            figures = self._run(launcher, body, priced, run_dir, controller=controller, restarts=restarts)
+            if launcher.is_first:
+                figures = sum_up(run_dir, {**figures, "devices": asked.devices,
+                                           "check": checked and checked.to_dict()}, priced)
+            result = Result(figures, run_dir, job)
+            if controller is not None and launcher.is_first:
+                controller.ended(result)
+        return result
+
+    def _run(self, launcher: Launcher, body: Body, priced: Priced, run_dir: Path, *, controller: RunController | None,
+             restarts: int | None) -> Any:
+        from paceline.runtime.drivers import fault_policy
+
         try:
-            figures = launcher.run(body, run_dir=run_dir, restarts=restarts, fault_policy=fault_policy(asked.plan),
-                                   idle=lambda board: predict_once_started(board, priced, run_dir))
+            return launcher.run(body, run_dir=run_dir, restarts=restarts, fault_policy=fault_policy(self.asked.plan),
+                                idle=lambda board: predict_once_started(board, priced, run_dir), listener=controller)
         except RankFailed as failed:
             for part in run_dir.glob(f".{folder.PREDICTED}.*.tmp"):  # the process that predicts is killed at any line
                 part.unlink()
             if failed.exit_code == OutOfMemory.exit_code and launcher.is_first:
                 print(what_would_fit(priced), file=sys.stderr, flush=True)
             raise
-        if launcher.is_first:
-            figures = sum_up(run_dir, {**figures, "devices": asked.devices, "check": checked and checked.to_dict()},
-                             priced)
-        return Summary(figures, run_dir)
 
     def _claim(self, claims: ExitStack, run: str | Path | None, *, resume: bool) -> str:
         """The run folder, as text."""

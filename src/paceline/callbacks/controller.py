@@ -1,0 +1,279 @@
+"""Tells callbacks what happens in a run, and ranks what callbacks ask for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.callbacks.callback import (
+    Callback,
+    CheckpointReport,
+    EpochReport,
+    EvaluationReport,
+    StepReport,
+    all_hooks,
+    hooks_of,
+)
+from paceline.callbacks.handle import Requests, RunHandle
+from paceline.errors import CallbackError
+from paceline.launch.failure import traced
+from paceline.launch.messages import RanksGone
+from paceline.runtime.folder import METRICS
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.job import Job
+
+# Has the ranks do something while they wait, and returns what came of it.
+Exchange = Callable[[dict[str, Any]], Any]
+
+
+class RunController:
+    """The callbacks of one run, in the process that controls it.
+
+    Steps are read from `metrics.jsonl`, which rank 0 writes anyway: however long a callback takes, no rank waits and
+    no step is lost. Where ranks wait, rank 0 asks: `asked` first reads the steps until then.
+
+    error: what a callback raised, if one did; callbacks are told of nothing more then.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], job: Job, *, plan: str, folder: Path) -> None:
+        self.callbacks, self.hooks = tuple(callbacks), all_hooks(callbacks)
+        self.run = RunHandle(job, plan, folder, job.total_steps)
+        self.error: Exception | None = None
+        self._failure = ""
+        self._initial: list[dict[str, Any]] | None = None
+        self._offset = 0
+        self._samples = 0
+        self._epoch_loss: dict[int, tuple[float, int]] = {}  # sum over samples, and their number
+        self._evaluation: EvaluationReport | None = None
+        self._told: dict[tuple[int, str], int] = {}  # the last step or epoch that a callback was told of
+        self._heard = {"start": self._start, "epoch": self._epoch, "evaluation": self._evaluated, "save": self._saved}
+
+    # --- Heard from rank 0 ------------------------------------------------------------------------------------------
+
+    def told(self) -> dict[str, Any] | None:
+        """Steps were taken. Returns what callbacks ask of the ranks since the last time; None if nothing."""
+        self._read_steps()
+        return self._taken_requests() if self.run._requests else None
+
+    def asked(self, event: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:
+        """Ranks wait after a step. Returns what callbacks ask of them, and "callbacks", their state, where it is asked
+        for.
+
+        event: {"event": "start", "evaluation", "epoch", "save", "state" or "end", "step", ...}.
+        """
+        kind = event["event"]
+        if kind != "start":
+            self._read_steps()
+        answer: dict[str, Any] = {}
+        self.run._weights = lambda: self._read_weights(exchange)
+        try:
+            if kind == "state":
+                answer["callbacks"] = self._states()
+            elif self.error is None and kind in self._heard:
+                self._heard[kind](event)
+        finally:
+            self.run._weights = None
+        return answer | self._taken_requests()
+
+    def _taken_requests(self) -> dict[str, Any]:
+        taken, self.run._requests = self.run._requests, Requests()
+        return taken.to_dict()
+
+    def _start(self, event: Mapping[str, Any]) -> None:
+        """Ranks begin, or begin again: callbacks with state go back to what it was at that step, and are told again of
+        what follows; others are told of nothing twice."""
+        self.run.step, is_again = event["step"], self._initial is not None
+        self.run.restarts += is_again
+        if self._initial is None:
+            self._initial = self._states()
+        self._restore(event.get("callbacks"), step=event["step"], is_again=is_again)
+        self._epoch_loss, self._samples, self._offset, self._evaluation = {}, 0, 0, None
+        for line in self._new_lines():
+            self._count(line)
+        self._call("on_start")
+        self._states()  # refused now, not after an hour
+
+    def _restore(self, saved: list[dict[str, Any]] | None, *, step: int, is_again: bool) -> None:
+        left = list(saved if saved is not None else (self._initial or []) if is_again else [])
+        for callback in self.callbacks:
+            if "state_dict" not in hooks_of(callback):
+                continue
+            kind = type(callback).__name__
+            state = next((entry for entry in left if entry["kind"] == kind), None)
+            if state is not None:
+                left.remove(state)
+                self._protected(callback, "load_state_dict", state["state"])
+            elif saved is not None:
+                print(f"note: the checkpoint holds no state of the callback {kind}, which starts anew", file=sys.stderr)
+            # What the state knows of, and nothing else, it was told of.
+            epochs = step // per_epoch if (per_epoch := self.run.job.steps_per_epoch) else 0
+            self._told |= {(id(callback), hook): epochs - 1 if hook == "on_epoch" else step
+                           for hook in hooks_of(callback)}
+        for entry in left if saved is not None else ():
+            print(f"note: the checkpoint holds the state of a callback {entry['kind']}, which this run does not have",
+                  file=sys.stderr)
+
+    def _epoch(self, event: Mapping[str, Any]) -> None:
+        total, count = self._epoch_loss.get(event["epoch"], (0.0, 0))
+        evaluation = self._evaluation if self._evaluation and self._evaluation.step == event["step"] else None
+        report = EpochReport(event["epoch"], event["step"], event["samples"], total / count if count else None,
+                             evaluation)
+        self._call("on_epoch", report, number=report.epoch)
+
+    def _evaluated(self, event: Mapping[str, Any]) -> None:
+        self._evaluation = EvaluationReport(event["step"], event["epoch"], event["validation_loss"], event["metrics"])
+        self._call("on_evaluation", self._evaluation, number=self._evaluation.step)
+
+    def _saved(self, event: Mapping[str, Any]) -> None:
+        self._call("on_save", CheckpointReport(event["step"], Path(event["path"])), number=event["step"])
+
+    # --- Steps ------------------------------------------------------------------------------------------------------
+
+    def _new_lines(self) -> Iterator[dict[str, Any]]:
+        """Complete lines of metrics.jsonl that were not read before."""
+        path = self.run.folder / METRICS
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[:data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            yield json.loads(line)
+
+    def _count(self, line: Mapping[str, Any]) -> bool:
+        """Take the loss of a step into that of its epoch. Returns whether the line is a step's."""
+        if "loss" not in line or "samples" not in line:
+            return False
+        count, self._samples = line["samples"] - self._samples, line["samples"]
+        if line["loss"] is not None:
+            total, before = self._epoch_loss.get(line["epoch"], (0.0, 0))
+            self._epoch_loss[line["epoch"]] = total + line["loss"] * count, before + count
+        return True
+
+    def _read_steps(self) -> None:
+        for line in self._new_lines():
+            if not self._count(line):
+                continue
+            self.run.step, self.run.epoch = line["step"], line["epoch"]
+            report = StepReport(line["step"], line["epoch"], line["samples"], line["loss"], line.get("lr"),
+                                line.get("step_s", 0.0), line)
+            self._call("on_step", report, number=report.step)
+
+    # --- Callbacks --------------------------------------------------------------------------------------------------
+
+    def _call(self, hook: str, *values: Any, number: int | None = None) -> None:
+        """Tell every callback that has the hook and was not told of this before. number: of the step or the epoch."""
+        for callback in self.callbacks:
+            if self.error is not None:
+                return
+            if hook not in hooks_of(callback):
+                continue
+            if number is not None:
+                if number <= self._told.get((id(callback), hook), -1):
+                    continue
+                self._told[id(callback), hook] = number
+            self._protected(callback, hook, self.run, *values)
+
+    def _protected(self, callback: Callback, method: str, *values: Any) -> Any:
+        """Call a method; what it raises ends the run."""
+        try:
+            return getattr(callback, method)(*values)
+        except RanksGone:
+            raise
+        except Exception as error:
+            self._fail(callback, method, error)
+            return None
+
+    def _fail(self, callback: Callback, method: str, error: Exception) -> None:
+        if self.error is None:
+            self.error = error
+            self._failure = (f"{traced(error)}the callback {type(callback).__name__} failed in {method} after step "
+                             f"{self.run.step}: {type(error).__name__}: {error}")
+        self.run._requests.failed = self._failure
+
+    def _states(self) -> list[dict[str, Any]]:
+        """What a checkpoint keeps of the callbacks."""
+        states = []
+        for callback in self.callbacks:
+            if "state_dict" in hooks_of(callback):
+                state = self._protected(callback, "state_dict")
+                try:
+                    states.append({"kind": type(callback).__name__, "state": json.loads(json.dumps(state))})
+                except TypeError as error:
+                    self._fail(callback, "state_dict", error)
+        return states
+
+    def failure(self) -> CallbackError:
+        return CallbackError(self._failure)
+
+    def raise_failure(self) -> None:
+        """
+        Raises:
+            CallbackError: a callback has failed; from what it raised.
+        """
+        if self.error is not None:
+            raise self.failure() from self.error
+
+    # --- Weights and the end ----------------------------------------------------------------------------------------
+
+    def _read_weights(self, exchange: Exchange) -> dict[str, torch.Tensor]:
+        from paceline.runtime.checkpoint.assemble import whole_state
+        from paceline.runtime.checkpoint.read import open_checkpoint
+
+        written = exchange({"do": "weights"})
+        checkpoint = open_checkpoint(Path(written["path"]), checksums=False)
+        try:
+            return whole_state(checkpoint)
+        finally:
+            if written["is_temporary"]:
+                shutil.rmtree(Path(written["path"]).parent.parent, ignore_errors=True)
+
+    def ended(self, result: Any) -> None:
+        """The run is done.
+
+        Raises:
+            CallbackError: a callback failed, now or before.
+        """
+        self.raise_failure()
+        self.run._weights = result.state_dict
+        self._call("on_end", result)
+        self.run._weights = None
+        self.raise_failure()
+
+    def failed(self, error: BaseException) -> None:
+        """The run ended before it was done. What callbacks raise now is told and changes nothing."""
+        for callback in self.callbacks:
+            if "on_failure" in hooks_of(callback):
+                try:
+                    callback.on_failure(self.run, error)
+                except Exception as second:
+                    print(f"warning: the callback {type(callback).__name__} failed in on_failure: "
+                          f"{type(second).__name__}: {second}", file=sys.stderr)
+
+
+@contextmanager
+def controlled(controller: RunController | None, *, speaks: bool) -> Iterator[None]:
+    """While a run goes on: if it fails, its callbacks are told, and what a callback raised is the reason.
+
+    speaks: whether this process is the one that controls the run.
+
+    Raises:
+        CallbackError: a callback failed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if controller is not None and speaks:
+            controller.failed(controller.error or error)
+            controller.raise_failure()
+        raise

@@ -1,0 +1,86 @@
+"""Keeps the checkpoints of the best evaluations."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.callbacks.callback import Callback, CheckpointReport, EvaluationReport
+from paceline.callbacks.monitor import Monitor
+from paceline.errors import JobError
+from paceline.runtime.folder import BEST, CHECKPOINTS
+
+if TYPE_CHECKING:
+    from paceline.callbacks.handle import RunHandle
+    from paceline.job import Job
+
+
+class KeepBest(Callback):
+    """Saves a checkpoint after each evaluation that is among the `n` best, and keeps those and the newest alone.
+
+    Args:
+        monitor: "validation_loss" or a metric of the job.
+        n: How many checkpoints are kept; at least 1.
+        mode: Whether "min" or "max" is better; by default "min" for losses and "max" for metrics.
+
+    Raises:
+        JobError: a value that makes no sense.
+
+    kept: step and figure of each, the best first; of equal ones the earlier.
+    """
+
+    def __init__(self, monitor: str = "validation_loss", n: int = 1, mode: Literal["min", "max"] | None = None) -> None:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise JobError(f"KeepBest's n must be a whole number of at least 1, got {n!r}")
+        self.monitor, self.n = Monitor(monitor, mode), n
+        self.kept: list[tuple[int, float]] = []
+
+    def problem(self, job: Job) -> str | None:
+        if self.monitor.is_of_epochs:
+            return "KeepBest keeps the best evaluations, and 'loss' is no figure of an evaluation"
+        return self.monitor.problem(job, "KeepBest")
+
+    def on_start(self, run: RunHandle) -> None:
+        if run.step == 0:
+            self.kept = []
+        self._note(run.folder)
+
+    def on_evaluation(self, run: RunHandle, evaluation: EvaluationReport) -> None:
+        value = evaluation.figures[self.monitor.name]
+        place = next((number for number, (_, kept) in enumerate(self.kept)
+                      if self.monitor.is_better(value, kept)), len(self.kept))
+        if value != value or place == self.n:
+            return
+        self.kept = [*self.kept[:place], (evaluation.step, value), *self.kept[place:]][:self.n]
+        run.save()
+
+    def on_save(self, run: RunHandle, checkpoint: CheckpointReport) -> None:
+        self._note(run.folder)
+        wanted = {checkpoint.step, *(step for step, _ in self.kept)}
+        for path in (run.folder / CHECKPOINTS).glob("step-*"):
+            if (number := re.fullmatch(r"step-(\d+)", path.name)) and int(number[1]) not in wanted:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _note(self, run_dir: Path) -> None:
+        from paceline.runtime.checkpoint.write import write_json
+
+        write_json(run_dir / BEST, {"monitor": self.monitor.name, "mode": self.monitor.mode,
+                                    "checkpoints": [{"step": step, "value": value} for step, value in self.kept]})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [list(entry) for entry in self.kept]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = [(step, value) for step, value in state["kept"]]
+
+
+def ranking_of(run_dir: Path) -> Monitor | None:
+    """By what the best checkpoints of a run are kept; None if they are not."""
+    path = run_dir / BEST
+    if not path.exists():
+        return None
+    document = json.loads(path.read_text())
+    return Monitor(document["monitor"], document["mode"])

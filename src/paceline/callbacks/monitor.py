@@ -1,0 +1,63 @@
+"""A figure of a run by which it is judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from paceline.errors import JobError, nearest
+
+if TYPE_CHECKING:
+    from paceline.job import Job
+
+LOSSES = ("loss", "validation_loss")
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """name: "validation_loss", a metric, or "loss", the mean training loss of an epoch.
+    given_mode: which values are better; None is "min" for losses and "max" for metrics.
+
+    Raises:
+        JobError: another mode.
+    """
+
+    name: str
+    given_mode: Literal["min", "max"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.given_mode not in (None, "min", "max"):
+            raise JobError(f"mode must be 'min' or 'max', got {self.given_mode!r}")
+
+    @property
+    def mode(self) -> Literal["min", "max"]:
+        return self.given_mode or ("min" if self.name in LOSSES else "max")
+
+    @property
+    def is_of_epochs(self) -> bool:
+        return self.name == "loss"
+
+    def problem(self, job: Job, who: str) -> str | None:
+        """Why a job has no such figure; None if it has."""
+        known: Iterable[str] = ("loss",)
+        if job.validation is not None:
+            known = ("validation_loss", *job.metrics, "loss")
+        if self.name in known:
+            return None
+        if job.validation is None and self.name == "validation_loss":
+            return f"{who} looks at validation_loss, and the job has no validation data: give validation="
+        return f"{who} looks at {self.name!r}, which this job does not compute: {nearest(self.name, known)}"
+
+    def is_better(self, value: float, than: float | None, *, by: float = 0.0) -> bool:
+        """Whether a value is better than another by more than so much; NaN never is.
+
+        >>> Monitor("accuracy").is_better(0.5, 0.4), Monitor("validation_loss").is_better(0.5, 0.4)
+        (True, False)
+        """
+        if math.isnan(value):
+            return False
+        if than is None:
+            return True
+        return value < than - by if self.mode == "min" else value > than + by

@@ -1,0 +1,39 @@
+"""A checkpoint's model as whole tensors in one process's memory, or refused where they would not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import psutil
+import torch
+
+from paceline.errors import OutOfMemory
+from paceline.runtime.checkpoint.read import Checkpoint
+
+_OF_MODEL = ("parameters/", "buffers/")
+
+
+def whole_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer by the model's own name; one with several names is there under its first.
+
+    Raises:
+        OutOfMemory: they would not fit.
+    """
+    names = [name for name in checkpoint.tensors if name.startswith(_OF_MODEL)]
+    check_fits((checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape) for name in names)
+    return {name.partition("/")[2]: checkpoint.read(name) for name in names}
+
+
+def check_fits(kinds: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """
+    Raises:
+        OutOfMemory: tensors of these dtypes and shapes need more memory than this machine has free.
+    """
+    needed_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds)
+    free_bytes = psutil.virtual_memory().available
+    if needed_bytes > free_bytes:
+        raise OutOfMemory(f"the whole model has {needed_bytes / 2**30:.1f} GiB and this machine has "
+                          f"{free_bytes / 2**30:.1f} GiB free",
+                          hint="paceline evaluate and predict run it under a plan, each rank with its own part; "
+                               "model.safetensors in the run folder is read tensor by tensor")

@@ -1,0 +1,180 @@
+"""What a run leaves: figures, history and the trained model, of a run that has just ended or of a run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.callbacks.handle import read_history
+from paceline.callbacks.keep_best import ranking_of
+from paceline.callbacks.monitor import Monitor
+from paceline.errors import CheckpointError, UsageError
+from paceline.jobfile import JobFile
+from paceline.runtime import folder
+from paceline.verbs.outcome import Outcome
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.job import Job
+    from paceline.runtime.checkpoint.read import Checkpoint
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model of one step of a run.
+
+    step: None for the newest that is there.
+    """
+
+    run: Path
+    job: Job | None
+    step: int | None = None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights, whole, in this process's memory, under the model's own names. A tensor that the model has under
+        several names is there under its first.
+
+        Raises:
+            CheckpointError: they are not on the disk. OutOfMemory: they would not fit.
+        """
+        from paceline.runtime.checkpoint.assemble import whole_state
+
+        return whole_state(self.checkpoint())
+
+    def model(self) -> torch.nn.Module:
+        """The model on the CPU, built by the job and given these weights, in evaluation mode.
+
+        Raises:
+            UsageError: the job is not known here. CheckpointError, OutOfMemory: see `state_dict`.
+        """
+        import torch
+
+        from paceline.runtime import state
+        from paceline.runtime.checkpoint.assemble import check_fits
+
+        if self.job is None:
+            raise UsageError(f"{self.run} does not say which job it is of, so its model can't be built",
+                             hint="pl.open(run, job=...) takes the job")
+        checkpoint = self.checkpoint()
+        check_fits((entry.dtype, entry.shape) for name, entry in checkpoint.tensors.items()
+                   if name.startswith(("parameters/", "buffers/")))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.job.seed)
+            model: torch.nn.Module = self.job.model()
+        if self.job.precision == "float64":
+            model = model.double()
+        if (why := state.model_mismatch(model, checkpoint)) is not None:
+            raise CheckpointError(f"{checkpoint.path} is of another model: {why}")
+        state.load_weights(model, dict(model.named_parameters()), checkpoint)
+        return model.eval()
+
+    def checkpoint(self) -> Checkpoint:
+        """Where the weights are."""
+        from paceline.launch.logs import logger
+        from paceline.runtime.checkpoint.read import newest_checkpoint, open_checkpoint
+
+        if self.step is None:
+            newest = newest_checkpoint(self.run, accept=lambda found: None, warn=logger.warning)
+            if newest is None:
+                raise CheckpointError(f"{self.run} has no checkpoint", hint="train it first, or longer")
+            return newest
+        path = self.run / folder.CHECKPOINTS / f"step-{self.step}"
+        if not path.exists():
+            raise CheckpointError(f"{self.run} holds no weights of step {self.step}",
+                                  hint="callbacks=[pl.KeepBest(...)] keeps the best checkpoints")
+        return open_checkpoint(path)
+
+
+@dataclass(frozen=True)
+class Best(TrainedModel):
+    """The best evaluation of a run, and its model if a checkpoint of that step was kept.
+
+    monitor, value: by which it is the best. metrics: "validation_loss" and all metrics.
+    """
+
+    monitor: str = "validation_loss"
+    value: float = float("nan")
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result(Outcome):
+    """What a run came to. `result["final_loss"]` is an item of `DIR/summary.json`: times in seconds, memory of the
+    fullest rank in bytes, devices of the first rank's host. A run that did not end has "plan" and "steps" alone.
+
+    job: None where it is not known.
+    """
+
+    job: Job | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`, a mapping each: of steps ("loss", "lr", ...), of evaluations
+        ("validation_loss", "metrics"), and of checkpoints ("saved")."""
+        return read_history(self.run)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last evaluation: "validation_loss" and the job's metrics, by name; empty without validation data."""
+        evaluations = _evaluations(self.history)
+        return evaluations[-1][1] if evaluations else {}
+
+    @property
+    def best(self) -> Best | None:
+        """The best evaluation, by what `KeepBest` looks at, else by the validation loss; None without evaluations."""
+        monitor = ranking_of(self.run) or Monitor("validation_loss")
+        return self.best_by(monitor.name, monitor.mode)
+
+    def best_by(self, monitor: str, mode: Any = None) -> Best | None:
+        """The best evaluation by another figure. mode: "min" or "max"; see `EarlyStopping`."""
+        judge, best = Monitor(monitor, mode), None
+        for step, figures in _evaluations(self.history):
+            if monitor not in figures:
+                raise UsageError(f"{self.run} has no figure {monitor!r}; it has {', '.join(figures)}")
+            if judge.is_better(figures[monitor], None if best is None else best.value):
+                best = Best(self.run, self.job, step, monitor, figures[monitor], figures)
+        return best
+
+    @property
+    def trained(self) -> TrainedModel:
+        return TrainedModel(self.run, self.job)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The newest weights; see `TrainedModel.state_dict`."""
+        return self.trained.state_dict()
+
+    def model(self) -> torch.nn.Module:
+        """The newest model; see `TrainedModel.model`."""
+        return self.trained.model()
+
+
+def _evaluations(history: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
+    return [(line["step"], {"validation_loss": line["validation_loss"], **line.get("metrics", {})})
+            for line in history if "validation_loss" in line]
+
+
+def open(run: str | Path, *, job: Job | JobFile | None = None) -> Result:
+    """A finished or interrupted run, as `pl.train` returned or would have returned it.
+
+    Args:
+        job: What was trained, where the run folder does not name a job file; only `model` needs it.
+
+    Raises:
+        UsageError: no run folder.
+    """
+    run_dir = Path(run)
+    plan = folder.read_document(run_dir, folder.PLAN)
+    if job is None and (run_dir / folder.JOB).exists():
+        job = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
+    if (run_dir / folder.SUMMARY).exists():
+        figures = folder.read_document(run_dir, folder.SUMMARY)
+    else:
+        steps = [line["step"] for line in read_history(run_dir)]
+        figures = {"plan": plan["plan"], "steps": max(steps, default=0)}
+    return Result(figures, run_dir, job.load() if isinstance(job, JobFile) else job)
