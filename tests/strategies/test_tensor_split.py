@@ -205,6 +205,58 @@ def test_what_lies_between_is_cut_along_the_sequence(run_ranks: Callable[..., An
     assert without[1] - with_parts[1] == 2 * 4 * (4 * 6 * 24 + 2 * 4 * 6) // 2
 
 
+def parts_of(stepper: Any, samples: int = 4) -> list[tuple[str, tuple[int, ...]]]:
+    """Values between pieces of which a rank has a part, each with the shape of that."""
+    captured = stepper.layout._staged(example_batch(stepper.job, samples)).capture
+    names = {name for piece in captured.pieces for name in piece.parts}
+    return [(name, captured.values[name].shape) for name in captured.values if name in names]
+
+
+def test_values_between_blocks_stay_cut(run_ranks: Callable[..., Any], small_sequences: None) -> None:
+    """What one block gives to the next is cut; what a module without such a cut gives or takes is whole. Each border
+    spares a gathering in forward and one in backward."""
+    def body(context: Any, blocks: int) -> Any:
+        job = job_of(lambda: Stack(*(Fused(width=24) for _ in range(blocks)), width=24))
+        stepper, batch = laid_out(job, "tensor=2", context), example_batch(job, 4)
+        stepper.layout.forward(batch)  # records
+        with _Counted() as forward:
+            output = stepper.layout.forward(batch)
+        with torch.autograd.set_multithreading_enabled(False), _Counted() as backward:
+            output.square().mean().backward()
+        return [list(shape) for _, shape in parts_of(stepper)], forward.exchanges, backward.exchanges
+
+    one, two, three = (run_ranks(lambda context, blocks=blocks: body(context, blocks), 2)[0] for blocks in (1, 2, 3))
+
+    assert [shapes for shapes, *_ in (one, two, three)] == [[], [[4, 3, 24]], [[4, 3, 24]] * 2]
+    assert [three[at] - two[at] for at in (1, 2)] == [two[at] - one[at] for at in (1, 2)] == [4, 5]
+
+
+class InPlace(Fused):
+    """A block that changes what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+@pytest.mark.parametrize(("second", "plan"), [(Fused, "tensor=4"), (InPlace, "tensor=2")])
+def test_values_that_can_not_be_cut_pass_whole(second: Callable[..., nn.Module], plan: str,
+                                               run_ranks: Callable[..., Any], small_sequences: None) -> None:
+    """Six places are no part for each of four ranks. What is edited in place must be one tensor."""
+    job = job_of(lambda: Stack(Fused(width=16, heads=4), second(width=16, heads=4), width=16))
+
+    assert run_ranks(lambda context: parts_of(laid_out(job, plan, context)), int(plan[-1]))[0] == []
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("plan", ["pipeline=2 tensor=2", "tensor=2", "pipeline=2 tensor=2 schedule=zero-bubble",
+                                  "tensor=2 recompute=full", "shard=2 tensor=2"])
+def test_cut_values_between_blocks_compute_the_same(plan: str, small_sequences: None) -> None:
+    """Also where they pass from rank to rank, and where blocks are computed again."""
+    model = lambda: Stack(*(Fused(width=24) for _ in range(3)), width=24)  # noqa: E731
+    certificate, = paceline.verify(job_of(model, clip=0.5, precision="float64"), [plan], steps=2)
+    assert certificate.passed, certificate.describe()
+
+
 def test_a_sequence_that_does_not_divide(run_ranks: Callable[..., Any], small_sequences: None) -> None:
     """Six places are no part for each of four ranks: what lies between is computed whole."""
     job = job_of(lambda: Stack(Fused(width=16, heads=4), width=16))

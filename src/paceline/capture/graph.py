@@ -63,6 +63,7 @@ class Piece:
     inputs, outputs: names of values; a piece's inputs are outputs of earlier ones or of the model's own inputs.
     mutates: values of other pieces that it changes in place. edited: outputs of its own that another one changes.
     changes: buffers and parameters that it changes in place, by name; an opaque module's own are not among them.
+    parts: of its inputs and outputs those of which a rank has a part of the sequence alone.
     opaque: paths of modules in it that are taken whole.
     run: (*parameters, *buffers, *inputs) -> outputs.
     """
@@ -79,6 +80,7 @@ class Piece:
     opaque: tuple[str, ...]
     run: Callable[..., tuple[torch.Tensor, ...]]
     nodes: tuple[fx.Node, ...] = field(repr=False)
+    parts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

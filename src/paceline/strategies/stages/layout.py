@@ -231,7 +231,7 @@ class Stages:
         if key not in self.captures:
             with self.context():
                 captured = capture(self.template, args, kwargs, opaque=self.opaque, tensors=self.tensors)
-            captured = renamed(captured, self.first_name)
+            captured = self.split.in_parts(renamed(captured, self.first_name))
             cut_for_mode = self._cut_for_training if self.template.training else self._cut_for_evaluation
             self.captures[key] = cut_for_mode(captured)
         return self.captures[key]

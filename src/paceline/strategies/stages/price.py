@@ -187,7 +187,7 @@ class SplitJob:
             if samples not in self._captures:
                 self._captures[samples] = self.example if samples == EXAMPLE_SAMPLES else renamed(
                     capture(self.model, args, kwargs, opaque=self.opaque), self.first_name)
-            found, key = self._captures[samples], (samples, id(split))
+            found, key = split.in_parts(self._captures[samples]), (samples, id(split))
             if key not in self._priced:
                 like = self.opaque.repeats.members if isinstance(self.opaque, RepeatedBlocks) else {}
                 run = [piece for piece in found.pieces if piece.key not in like]

@@ -61,7 +61,7 @@ class SplitPiece:
         self.piece, self.mesh, self.cuts, self.derive = piece, mesh, cuts, derive
         self.exchanges = exchanges or Exchanges(mesh)
         self.sequence, self.cuts_sequence = sequence, False
-        self.inputs = set(placeholders_of(piece)[-len(piece.inputs):] if piece.inputs else ())
+        self.inputs = dict(zip(reversed(placeholders_of(piece)), reversed(piece.inputs), strict=False))
         self.rules = rules or CutRules()
         self.graph: fx.Graph = piece.run.graph  # type: ignore[attr-defined]
         self.parameter_of = dict(zip(placeholders_of(piece), piece.parameters, strict=False))
@@ -106,11 +106,12 @@ class SplitPiece:
                 attribute = getattr(self.piece.run, str(node.target))
                 values[node] = self.recorder.constant(attribute) if isinstance(attribute, torch.Tensor) else attribute
             elif node.op == "output":
-                whole = [self.recorder.moved(self.value(arg, values), None) for arg in node.args[0]]
+                outputs = [self.recorder.moved(self.value(arg, values), self._between_pieces(name))
+                           for name, arg in zip(self.piece.outputs, node.args[0], strict=True)]
                 # What an exchange gives may be a view, which can't be edited in place.
                 return self.recorder.program([
                     self.recorder.run(aten.clone.default, value) if name in self.piece.edited else value
-                    for name, value in zip(self.piece.outputs, whole, strict=True)])
+                    for name, value in zip(self.piece.outputs, outputs, strict=True)])
             elif node not in self.turned:
                 values[node] = self._run(node, values)
         raise AssertionError("a graph ends with its output")
@@ -123,10 +124,15 @@ class SplitPiece:
             shape = [length // self.mesh.size() if dim == cut.dim else length
                      for dim, length in enumerate(tensor.shape)]
             return self.recorder.input(self.recorder.empty(shape, tensor), cut, trained=trained)
-        value = self.recorder.input(self.recorder.fake_of(tensor), None, trained=trained, is_weight=name is not None)
+        given = self._between_pieces(self.inputs.get(node))
+        value = self.recorder.input(self.recorder.fake_of(tensor), given, trained=trained, is_weight=name is not None)
         # Constants of the sequence, such as rotations, are for values that are cut along their heads.
         return self.recorder.moved(value, Cut(SEQUENCE)) if (
             node in self.inputs and tensor.requires_grad and self._has_sequence(value)) else value
+
+    def _between_pieces(self, name: str | None) -> Cut | None:
+        """How a value lies on the ranks on its way from piece to piece."""
+        return Cut(SEQUENCE) if name in self.piece.parts else None
 
     def value(self, node: fx.Node, values: Mapping[Any, Any]) -> Any:
         """What a node gave; a turned weight is made when it is asked for."""

@@ -20,7 +20,7 @@ from paceline.capture.randomness import WithoutRandomness
 from paceline.strategies.layout import Report
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.leaf import give_leaf
-from paceline.strategies.tensor.piece import CutRules, SplitPiece
+from paceline.strategies.tensor.piece import SEQUENCE, CutRules, SplitPiece
 from paceline.strategies.tensor.report import pattern, report
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 # the dtype of the result or of the one that autocast computes in.
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 # A piece whose values between products have fewer bytes a micro-batch cuts no sequence. A block then exchanges four
-# times a step in place of eleven, and computes its norms and residual sums whole. An estimate: seven exchanges take a
-# host about 0.4 ms, in which an H100 does the products of a block of width 1024 at this size, shared by two ranks
-# (72 x bytes / 2 x width / ranks operations in bf16).
+# times a step in place of nine, or of eleven where its neighbours cut none, and computes its norms and residual sums
+# whole. An estimate: seven exchanges take a host about 0.4 ms, in which an H100 does the products of a block of width
+# 1024 at this size, shared by two ranks (72 x bytes / 2 x width / ranks operations in bf16).
 SEQUENCE_BYTES = 8 * 2**20
 # Of a split piece, its weights, buffers, inputs, and whether each of those is trained: the whole piece's outputs, and
 # why it can't be split; None if it can, "" if nothing in it was cut.
@@ -59,6 +59,34 @@ class TensorSplit:
 
     def touches(self, piece: Piece) -> bool:
         return any(name in self.cuts for name in piece.parameters)
+
+    def in_parts(self, capture: Capture) -> Capture:
+        """The capture as ranks run it: values that go from one piece that cuts the sequence to others stay cut.
+
+        The model's outputs, what is edited in place, and what a piece takes that cuts no sequence are whole.
+        """
+        if self.mesh is None or not self.sequence:
+            return capture
+        takers: dict[str, list[Piece]] = {}
+        for piece in capture.pieces:
+            for name in piece.inputs:
+                takers.setdefault(name, []).append(piece)
+        outputs = {output for output in capture.outputs if isinstance(output, str)}
+        parts = frozenset(
+            name for piece in capture.pieces if piece.key in self.sequence and self.touches(piece)
+            for name in piece.outputs
+            if name not in outputs and name not in piece.edited and self._divides(capture.values[name])
+            and all(taker.key in self.sequence and self.touches(taker) for taker in takers.get(name, ())))
+        return replace(
+            capture, values={name: _part_of_sequence(value, self.mesh.size()) if name in parts else value
+                             for name, value in capture.values.items()},
+            pieces=tuple(replace(piece, parts=parts.intersection((*piece.inputs, *piece.outputs)))
+                         for piece in capture.pieces))
+
+    def _divides(self, value: Value) -> bool:
+        assert self.mesh is not None
+        return (value.differentiable and len(value.shape) == 3 and value.shape[SEQUENCE] % self.mesh.size() == 0
+                and value.dtype.is_floating_point)
 
     def empty_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """As large as a rank's part of a parameter."""
@@ -94,6 +122,11 @@ class TensorSplit:
         for name in tensors.keys() - self.cuts.keys() if device is not None else ():
             tensors[name].data = tensors[name].data.to(device)
         return parameters
+
+
+def _part_of_sequence(value: Value, ranks: int) -> Value:
+    samples, length, features = value.shape
+    return replace(value, shape=(samples, length // ranks, features))
 
 
 def _distributed(own: torch.Tensor, mesh: DeviceMesh, cut: Cut, device: torch.device) -> torch.Tensor:
