@@ -53,8 +53,8 @@ class Observer(Protocol):
     def gradients(self, step: int, stepper: state.StateOwner) -> None:
         """Gradients are complete and not yet clipped."""
 
-    def weights(self, step: int, stepper: state.StateOwner, loss: float) -> None:
-        """The update is done."""
+    def weights(self, step: int, stepper: state.StateOwner, loss: float) -> bool | None:
+        """The update is done. Returns whether the run ends here, alike on every rank."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class _Run:
     loss: of the last step after which ranks met and that has a finite one. unmet: what is to be recorded of the steps
         since the ranks met.
     due: what is to be done when replicas are where a run may be saved. stop: some rank was asked to.
-    ended: why a callback ended the run, if one did. epoch: of the last step. ended_epochs: that callbacks are to hear
-        of. evaluated_step: of the last evaluation.
+    ended: why a callback or the observer ended the run, if one did. epoch: of the last step. ended_epochs: that
+        callbacks are to hear of. evaluated_step: of the last evaluation.
     """
 
     context: RankContext
@@ -394,7 +394,8 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
     if run.control is not None:
         run.control.tell()
     if run.settings.observer is not None:
-        run.settings.observer.weights(run.step - 1, run.stepper, run.loss)
+        if run.settings.observer.weights(run.step - 1, run.stepper, run.loss):
+            run.ended = "its observer said so"
     if run.step % drift.EVERY_STEPS == 0 or run.speed.steps == 1:
         run.due.add("compare")
     if run.writer is not None:

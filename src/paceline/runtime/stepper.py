@@ -136,6 +136,7 @@ class Stepper:
         self.edits = Edits({name: p for name, p in self.held.items() if not is_sharded(p)})
         self.has_begun = False
         self.saw_unused = False
+        self.gradient_norm: float | None = None  # of the last step, before clipping
         self.trace: TraceRecorder | None = None
 
     def _begin_from(self, plan: Plan) -> None:
@@ -170,7 +171,7 @@ class Stepper:
         own_part = sum(batch.samples for batch in batches) / window.count
         evaluate = partial(self._evaluate, window, batches, step=step, stop=stop, beat=beat, ahead=ahead)
         evaluation = evaluate(observe=observe)
-        norm = evaluation.norm
+        norm = self.gradient_norm = evaluation.norm
         if self.needs_closure:
             evaluation = self._update_with_closure(evaluation, evaluate, own_part=own_part, step=step)
         elif not evaluation.is_skipped:

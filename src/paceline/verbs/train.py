@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from paceline.launch.context import RankContext
     from paceline.launch.process import Body
     from paceline.proof.first_update import FirstUpdate
+    from paceline.runtime.loop import Observer
+
+Follow = Callable[["RankContext", Path], "Observer"]
 
 
 def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | None = None,
@@ -68,50 +72,75 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
     source, loaded = (job, job.load()) if isinstance(job, JobFile) else (None, job)
     if steps is not None:
         loaded = replace(loaded, steps=steps, epochs=None)
-    machine: Any = {"devices": devices, "procs": procs, "memory": memory, "environment": current()}
     given = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan
-    chosen = choose(loaded, given, **machine) if given is None or is_auto(given) else Chosen(Plan.read(given))
     if loader_workers is None:
         loader_workers = loaded.loading.num_workers if loaded.loading is not None else 0
-    request = _Request(loaded, source, resolve(loaded, chosen.plan, **machine))
-    with ExitStack() as claims:
-        return request.train(claims, chosen, run, by_name=devices is not None, timeout_s=timeout_s, restarts=restarts,
-                             check=check, save_every=save_every, resume=resume, loader_workers=loader_workers,
-                             trace_steps=trace)
+    request = TrainRequest.of(loaded, source, given, devices=devices, procs=procs, memory=memory)
+    return request.train(run, timeout_s=timeout_s, restarts=restarts, check=check, save_every=save_every,
+                         resume=resume, loader_workers=loader_workers, trace_steps=trace)
 
 
 @dataclass(frozen=True)
-class _Request:
-    """A job that is to be trained as was asked. source: its file, if it has one."""
+class TrainRequest:
+    """A job that is to be trained as was asked.
+
+    source: its file, if it has one. by_name: whether the devices were named.
+    """
 
     job: Job
     source: JobFile | None
     asked: Resolved
+    chosen: Chosen
+    by_name: bool
 
-    def train(self, claims: ExitStack, chosen: Chosen, run: str | Path | None, *, by_name: bool, timeout_s: float,
-              restarts: int | None, check: bool, **options: Any) -> Result:
-        """Train it, in a run folder that stays claimed as long as `claims` does. options: see `Settings`."""
+    @classmethod
+    def of(cls, job: Job, source: JobFile | None, plan: str | Plan | None, *, devices: str | None = None,
+           procs: int | None = None, memory: str | None = None) -> TrainRequest:
+        """
+        Raises:
+            UsageError: the request makes no sense.
+        """
+        machine: Any = {"devices": devices, "procs": procs, "memory": memory, "environment": current()}
+        chosen = choose(job, plan, **machine) if plan is None or is_auto(plan) else Chosen(Plan.read(plan))
+        return cls(job, source, resolve(job, chosen.plan, **machine), chosen, devices is not None)
+
+    def train(self, run: str | Path | None, *, timeout_s: float = 300.0, restarts: int | None = None,
+              check: bool = True, follow: Follow | None = None, **options: Any) -> Result:
+        """Train it, in a run folder that is claimed meanwhile.
+
+        Args:
+            follow: Makes a rank's observer, of its context and the run folder.
+            options: See `Settings`.
+        """
+        with ExitStack() as claims:
+            return self._train(claims, run, timeout_s=timeout_s, restarts=restarts, check=check, follow=follow,
+                               **options)
+
+    def _train(self, claims: ExitStack, run: str | Path | None, *, timeout_s: float, restarts: int | None, check: bool,
+               follow: Follow | None, **options: Any) -> Result:
         from paceline.callbacks.controller import RunController, controlled
         from paceline.planner.estimate import devices_of
         from paceline.runtime.drivers import train_rank
         from paceline.runtime.loop import Settings
         from paceline.strategies.compose import load
 
-        job, asked = self.job, self.asked
+        job, asked, chosen = self.job, self.asked, self.chosen
         load(asked.plan)
-        priced = price(job, asked, chosen, snapshot=options["save_every"] is not None)
+        priced = price(job, asked, chosen, snapshot=options.get("save_every") is not None)
         launcher = Launcher(current(), asked.cluster.devices, timeout_s=timeout_s)
-        run_dir = Path(launcher.agree("run folder", lambda: self._claim(claims, run, resume=options["resume"])))
+        is_resumed = options.get("resume", False)
+        run_dir = Path(launcher.agree("run folder", lambda: self._claim(claims, run, resume=is_resumed)))
         if launcher.is_first:
-            print(_banner(job, asked, chosen.why, run_dir, by_name=by_name), file=sys.stderr, flush=True)
+            print(_banner(job, asked, chosen.why, run_dir, by_name=self.by_name), file=sys.stderr, flush=True)
         checked = _checked(job, self.source, asked, launcher) if check else None
         controller = RunController(job.callbacks, job, plan=str(asked.plan), folder=run_dir) if job.callbacks else None
         settings = Settings(run_dir=run_dir, shares=asked.shares, devices=devices_of(asked.plan, asked.cluster),
                             controller=controller, **options)
 
         def body(context: RankContext) -> Any:
+            observer = settings.observer if follow is None else follow(context, run_dir)
             return train_rank(context, job, asked.plan,
-                              replace(settings, resume=settings.resume or context.num_starts > 1))
+                              replace(settings, resume=settings.resume or context.num_starts > 1, observer=observer))
 
         with controlled(controller, speaks=launcher.is_first):
             figures = self._run(launcher, body, priced, run_dir, controller=controller, restarts=restarts)

@@ -1,0 +1,23 @@
+"""Transformers' Trainer under any plan: a script changes one import.
+
+`Trainer` stands for `transformers.Trainer`. `PlannedTraining` is what makes it so, for a Trainer of another library:
+`class MyTrainer(PlannedTraining, TheirTrainer)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.transformers.trainer import PlannedTraining, Trainer
+
+_HOMES = {"Trainer": "trainer", "PlannedTraining": "trainer"}
+
+__all__ = ["PlannedTraining", "Trainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline.transformers' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"paceline.transformers.{_HOMES[name]}"), name)

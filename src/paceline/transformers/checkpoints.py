@@ -1,0 +1,64 @@
+"""Checkpoints in Trainer's folders: a run's own, which any plan goes on from, beside what `save_pretrained` writes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from paceline.errors import CheckpointError
+from paceline.runtime import folder
+from paceline.transformers.experiment import OwnLossModel
+
+_PLACE = "paceline"  # in a folder checkpoint-N
+
+
+def keep(run_dir: Path, checkpoint: Path, *, step: int) -> None:
+    """Put the run's checkpoint of this step into Trainer's folder."""
+    place = checkpoint / _PLACE / folder.CHECKPOINTS
+    place.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(_of_step(run_dir, step), place / f"step-{step}", copy_function=_link, dirs_exist_ok=True)
+
+
+def bring(checkpoint: Path, run_dir: Path, *, step: int) -> None:
+    """Let a new run folder begin with the checkpoint that is in Trainer's folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    source = _of_step(checkpoint / _PLACE, step)
+    if not source.is_dir():
+        raise CheckpointError(f"{checkpoint} has no checkpoint of a run under a plan",
+                              hint="transformers.Trainer goes on from its own checkpoints; to begin anew with these "
+                                   "weights, load them by from_pretrained and leave out resume_from_checkpoint")
+    shutil.copytree(source, _of_step(run_dir, step), copy_function=_link)
+
+
+def drop(run_dir: Path, *, step: int) -> None:
+    """Forget a checkpoint of the run folder that is kept elsewhere or that nobody asked for."""
+    shutil.rmtree(_of_step(run_dir, step), ignore_errors=True)
+
+
+def load_weights(model: torch.nn.Module, run_dir: Path, *, is_wrapped: bool) -> None:
+    """Put what a run has saved last into the model."""
+    prefix = OwnLossModel.PREFIX if is_wrapped else ""
+    weights = {name.removeprefix(prefix): tensor for name, tensor in load_file(run_dir / folder.MODEL).items()}
+    missing: Any = model.load_state_dict(weights, strict=False)
+    assert not missing.unexpected_keys, missing.unexpected_keys
+
+
+def _of_step(run_dir: Path, step: int) -> Path:
+    return run_dir / folder.CHECKPOINTS / f"step-{step}"
+
+
+def _link(source: str, target: str) -> str:
+    """Where files can be linked, a checkpoint that lies in two folders takes no more room."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target

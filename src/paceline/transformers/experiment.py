@@ -1,0 +1,203 @@
+"""A Trainer's parts as a job: its model, data in its order, loss, optimizer, schedule and length."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from paceline.errors import UsageError
+from paceline.job import Job, Precision
+from paceline.losses import IGNORED
+from paceline.transformers.optimizers import Recipe, schedule_of
+
+_NO_LIMIT = sys.float_info.max  # Trainer reports the norm of gradients that it doesn't clip, too
+
+
+def job_of(trainer: Any, loader: Any, *, steps: int) -> Job:
+    """The experiment that a Trainer describes. loader: what its `get_train_dataloader` made."""
+    args, dataset = trainer.args, loader.dataset
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    is_stream = isinstance(dataset, IterableDataset)
+    sampler = None if is_stream else EpochSampler(
+        _sampler(loader), len(loader) * args.per_device_train_batch_size if args.dataloader_drop_last
+        else len(_sampler(loader)), seed=args.seed if args.data_seed is None else args.data_seed)
+    wraps, separates = computes_own_loss(trainer), separates_labels(trainer)
+    return Job(
+        model=ModelOf(trainer), data=dataset, sampler=sampler, collate=Collated(loader.collate_fn, separates),
+        loss=CallersLoss() if wraps else SeparateLoss(trainer) if separates else None,
+        optimizer=Recipe.of(trainer.optimizer, trainer.model, prefix=OwnLossModel.PREFIX if wraps else ""),
+        lr_schedule=lambda optimizer: schedule_of(trainer, optimizer, steps=steps), batch=batch, steps=steps,
+        clip=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else _NO_LIMIT,
+        precision=precision_of(args), seed=args.seed, drop_last=is_stream and args.dataloader_drop_last)
+
+
+def precision_of(args: Any) -> Precision:
+    """Of the forwards; weights keep the model's own dtype."""
+    if args.fp16:
+        return "fp16"
+    return "bf16" if args.bf16 else "tf32" if args.tf32 else "float32"
+
+
+def _sampler(loader: Any) -> Any:
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if sampler is None:
+        raise UsageError(f"the training data is drawn by a {type(loader.batch_sampler).__name__}, which draws batches",
+                         hint="a global batch is cut by the plan: give a sampler that draws one sample at a time")
+    return sampler
+
+
+class EpochSampler:
+    """A sampler of torch, drawn for each epoch as Trainer draws it on one device.
+
+    Accelerate seeds random samplers by the epoch. Others draw from torch's global generator; here it is seeded once,
+    and epochs before are drawn again, which equals Trainer as long as nothing else draws.
+
+    length: of an epoch, without what a last short batch would leave out.
+    """
+
+    def __init__(self, sampler: Any, length: int, *, seed: int) -> None:
+        self.sampler, self.length, self.seed, self.epoch = sampler, length, seed, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(self.epoch)
+            return islice(iter(self.sampler), self.length)
+        drawn: Iterable[int] = ()
+        torch.manual_seed(self.seed)
+        for _ in range(self.epoch + 1):
+            torch.empty((), dtype=torch.int64).random_()  # as a DataLoader does for its workers
+            drawn = list(self.sampler)
+        return islice(iter(drawn), self.length)
+
+
+class ModelOf:
+    """Builds a rank's own copy of a Trainer's model. In a fake mode it gives the model itself: real tensors must not
+    be copied there."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def __call__(self) -> torch.nn.Module:
+        from torch._guards import detect_fake_mode
+
+        trainer = self.trainer
+        model = trainer.model if detect_fake_mode() is not None else copy.deepcopy(trainer.model)
+        model.train()
+        return OwnLossModel(trainer, model) if computes_own_loss(trainer) else model
+
+
+def computes_own_loss(trainer: Any) -> bool:
+    """Whether a subclass says how the loss comes about, running the model itself."""
+    import transformers
+
+    return type(trainer).compute_loss is not transformers.Trainer.compute_loss
+
+
+def separates_labels(trainer: Any) -> bool:
+    """Whether the loss is computed from the outputs and labels, which the model then isn't given."""
+    return trainer.compute_loss_func is not None or trainer.label_smoother is not None
+
+
+@dataclass(frozen=True)
+class Collated:
+    """The Trainer's collator; with the labels as the target if the model isn't given them."""
+
+    collate: Callable[[list[Any]], Any]
+    separates: bool
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = self.collate(samples)
+        batch = dict(batch) if isinstance(batch, Mapping) else batch
+        if not self.separates or "labels" not in batch:
+            return batch
+        return {key: value for key, value in batch.items() if key != "labels"}, batch
+
+
+def count_items(trainer: Any, batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """Labels that count, by Trainer's rule; None where samples do."""
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor):
+        return None
+    counted = trainer._get_num_items_in_batch([dict(batch)], labels.device)
+    if counted is None and trainer.label_smoother is not None:
+        counted = (labels[..., 1:] if _shifts(trainer) else labels).ne(IGNORED).sum()
+    return counted if isinstance(counted, torch.Tensor) else None
+
+
+def _shifts(trainer: Any) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    return type(model).__name__ in CAUSAL.values()
+
+
+class SeparateLoss:
+    """(output, batch) -> the loss of `compute_loss_func` or of label smoothing, as (sum, count).
+
+    Each is given the number of labels of its own micro-batch and so returns a mean over them, whether it divides by
+    that number or averages by itself.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def __call__(self, output: Any, batch: Mapping[str, Any]) -> Any:
+        trainer, labels, count = self.trainer, batch.get("labels"), count_items(self.trainer, batch)
+        if count is not None and not count:
+            return _nothing(output), count
+        if trainer.compute_loss_func is not None:
+            loss = trainer.compute_loss_func(output, labels, num_items_in_batch=count)
+        else:
+            loss = trainer.label_smoother(output, labels, shift_labels=_shifts(trainer))
+        return loss if count is None else (loss * count, count)
+
+
+def _nothing(output: Any) -> torch.Tensor:
+    """The sum of no elements of the output: without effect, but with a gradient."""
+    logits = output["logits"] if isinstance(output, Mapping) else output[0]
+    return logits.flatten()[:0].sum()
+
+
+class OwnLossModel(torch.nn.Module):
+    """A model whose forward is a Trainer's `compute_loss`: it returns the outputs, their loss and what that is a mean
+    over."""
+
+    PREFIX = "model."
+
+    def __init__(self, trainer: Any, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self._trainer = model, [trainer]  # not a module, and not to be copied
+
+    def forward(self, **inputs: Any) -> dict[str, Any]:
+        (trainer,) = self._trainer
+        count = count_items(trainer, inputs)
+        loss, outputs = trainer.compute_loss(self.model, dict(inputs), return_outputs=True, num_items_in_batch=count)
+        named = outputs if isinstance(outputs, Mapping) else {f"output {i}": item for i, item in enumerate(outputs)}
+        return {**{key: item for key, item in named.items() if key != "loss"}, "loss": loss,
+                **({} if count is None else {"count": count})}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnLossModel:
+        return OwnLossModel(self._trainer[0], copy.deepcopy(self.model, memo))
+
+
+class CallersLoss:
+    """The loss that `OwnLossModel` computed, as (sum, count) where labels count."""
+
+    def __call__(self, output: Mapping[str, Any], batch: Any) -> Any:
+        if "count" not in output:
+            return output["loss"]
+        count = output["count"]
+        return (output["loss"] * count if count else output["loss"].new_zeros(())), count

@@ -1,0 +1,68 @@
+"""A Trainer's optimizer and schedule, made again for the parameters of a rank."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make an optimizer again: its class, what it was given, and its groups by the names of parameters."""
+
+    kind: type[torch.optim.Optimizer]
+    arguments: Mapping[str, Any]
+    groups: tuple[tuple[Mapping[str, Any], tuple[str, ...]], ...]
+
+    @classmethod
+    def of(cls, optimizer: Any, model: torch.nn.Module, *, prefix: str = "") -> Recipe:
+        """prefix: of the names of the model's parameters on ranks.
+
+        Raises:
+            UsageError: it is no optimizer of torch, has taken steps, or has parameters that are not the model's.
+        """
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # what Accelerate has wrapped
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"the optimizer is a {type(optimizer).__name__} and not a torch.optim.Optimizer")
+        if optimizer.state:
+            raise UsageError(f"the {type(optimizer).__name__} has taken steps already, and ranks would begin without "
+                             "its state", hint="resume_from_checkpoint= goes on from a checkpoint")
+        names = {id(p): prefix + name for name, p in model.named_parameters()}
+        unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise UsageError(f"the {type(optimizer).__name__} has {len(unknown)} parameters that are not of the model",
+                             hint="make it of model.parameters() of the model that the Trainer has")
+        accepted = inspect.signature(type(optimizer)).parameters
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
+        arguments = {key: value for key, value in optimizer.defaults.items() if takes_any or key in accepted}
+        groups = tuple(({key: value for key, value in group.items() if key not in ("params", "param_names")},
+                        tuple(names[id(p)] for p in group["params"])) for group in optimizer.param_groups)
+        return cls(type(optimizer), arguments, groups)
+
+    def __call__(self, named: Iterable[tuple[str, Any]]) -> torch.optim.Optimizer:
+        parameters = dict(named)
+        groups = [{**options, "params": [parameters[name] for name in names if name in parameters]}
+                  for options, names in self.groups]
+        return self.kind(groups, **self.arguments)
+
+
+def schedule_of(trainer: Any, optimizer: torch.optim.Optimizer, *, steps: int) -> Any:
+    """The Trainer's learning-rate schedule of this optimizer: as `create_scheduler` makes it, or a copy of a given one.
+    """
+    given = trainer.lr_scheduler
+    if given is not None and not trainer._created_lr_scheduler:
+        if type(given) is torch.optim.lr_scheduler.LambdaLR:
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, given.lr_lambdas)
+        return copy.deepcopy(given, {id(given.optimizer): optimizer})
+    trainer.lr_scheduler = None
+    try:
+        return trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
+    finally:
+        trainer.lr_scheduler, trainer._created_lr_scheduler = given, given is not None

@@ -1,0 +1,194 @@
+"""A Trainer's training on a rank: it goes on until it is to wait, and then does what the controlling process says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.errors import PeerLost
+from paceline.runtime import state
+from paceline.runtime.checkpoint.write import Writer
+from paceline.runtime.feed import DataShard, MicroBatch, map_tensors
+from paceline.runtime.order import Order
+from paceline.runtime.prepare import autocast
+from paceline.runtime.stepper import Stepper
+from paceline.transformers.experiment import OwnLossModel, count_items
+from paceline.transformers.wire import decode, encode
+from paceline.waiting import waiting
+
+if TYPE_CHECKING:
+    from paceline.launch.context import RankContext
+
+_BEAT_S = 1.0
+
+
+class TrainerRank:
+    """Looks on at a run and obeys the controlling process between steps. All ranks are told the same.
+
+    Orders are mappings with the item "do":
+        "go": take steps up to "until", then wait.
+        "evaluate": answer with loss, what that is a mean over, logits and labels of this rank's part of "inputs".
+        "save": a checkpoint and the model by itself, in the run folder.
+        "end": the run ends after this step.
+        "abandon": leave at once; it may come at any time.
+    """
+
+    def __init__(self, trainer: Any, context: RankContext, connection: Connection, run_dir: Path,
+                 shares: tuple[int, ...]) -> None:
+        self.trainer, self.context, self.connection = trainer, context, connection
+        self.run_dir, self.shares = run_dir, shares
+        self.until, self.is_over, self.rate = 0, False, float("nan")
+        self._writer: Writer | None = None
+        self._prepare = trainer.preprocess_logits_for_metrics
+
+    def initial(self, stepper: Any) -> None:
+        """Before the first step: told where to wait first."""
+        self._obey(stepper, self.context.step - 1)
+
+    def samples(self, step: int, batches: list[MicroBatch]) -> None:
+        """Nothing is to be seen there."""
+
+    def gradients(self, step: int, stepper: Any) -> None:
+        """The learning rate is that of the update which is next."""
+        rate = stepper.optimizer.param_groups[0]["lr"]
+        self.rate = float(rate)
+
+    def weights(self, step: int, stepper: Any, loss: float) -> bool:
+        """Tell of a step, and wait where this rank is to. Returns whether the run ends here."""
+        if self.context.rank == 0:
+            self._say({"step": step + 1, "loss": loss, "learning_rate": self.rate,
+                       "grad_norm": stepper.gradient_norm})
+        if step + 1 >= self.until or self.connection.poll():
+            self._obey(stepper, step + 1)
+        return self.is_over
+
+    def _say(self, value: Any) -> None:
+        self.connection.send_bytes(encode(value))
+
+    def _obey(self, stepper: Stepper, step: int) -> None:
+        while True:
+            order = self._next_order()
+            match order["do"]:
+                case "go":
+                    self.until = order["until"]
+                    return
+                case "evaluate":
+                    self._say(self._evaluate(stepper, order))
+                case "save":
+                    self._save(stepper, step)
+                    self._say({"saved": step})
+                case "end":
+                    self.is_over = True
+                    return
+                case "abandon":
+                    raise PeerLost("the process that controls the run gave it up")
+
+    def _next_order(self) -> dict[str, Any]:
+        """Waits with signs of life: callbacks may take long."""
+        with waiting:
+            while not self.connection.poll(_BEAT_S):
+                self.context.beat("control")
+        try:
+            order: dict[str, Any] = decode(self.connection.recv_bytes())
+        except EOFError:
+            raise PeerLost("the process that controls the run is gone") from None
+        return order
+
+    def _save(self, stepper: Stepper, step: int) -> None:
+        context = self.context
+        context.beat("save")
+        if self._writer is None:
+            self._writer = Writer(self.run_dir, rank=context.rank, world_size=context.world_size,
+                                  attempt=f"{context.attempt}-trainer")
+        document = state.document(stepper, step=step, samples=samples_until(stepper.job, step))
+        self._writer.save(step, state.pieces(stepper), document, snapshot=False)
+        self._writer.wait()
+        if context.rank == 0:
+            state.export(stepper.model, self.run_dir, step=step)
+
+    def _evaluate(self, stepper: Stepper, order: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a batch of samples. Collective."""
+        inputs, layout, mesh = order["inputs"], stepper.layout, stepper.mesh
+        total = batch_size(inputs)
+        (cut,) = DataShard(self.shares, mesh.replica, 1).cuts(total)
+        if not cut and not layout.meets_in_forward:
+            return {}
+        used = cut or range(1)
+        part = {key: value[used.start:used.stop] if is_batched(value, total) else value
+                for key, value in inputs.items()}
+        calls = _Calls(stepper, len(cut))
+        was_training = stepper.model.training
+        stepper.model.eval()
+        try:
+            with torch.no_grad():
+                if not layout.has_output:
+                    calls(**part)
+                    return {}
+                answer = self._predicted(calls, part, order)
+        finally:
+            stepper.model.train(was_training)
+        return answer if cut and mesh.is_first_of_same_loss else {}
+
+    def _predicted(self, calls: _Calls, part: dict[str, Any], order: Mapping[str, Any]) -> dict[str, Any]:
+        """Loss, logits and labels by Trainer's own rules."""
+        trainer, size, count = self.trainer, batch_size(part), count_items(self.trainer, part)
+        accepts, trainer.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs, False
+        if isinstance(calls.stepper.model, OwnLossModel):
+            trainer.compute_loss = calls.own_loss  # of this rank's trainer alone
+        try:
+            loss, logits, labels = trainer.plain_prediction_step(
+                calls, part, order["prediction_loss_only"], order["ignore_keys"])
+        finally:
+            trainer.model_accepts_loss_kwargs = accepts
+        if logits is not None and self._prepare is not None:
+            logits = self._prepare(logits, labels)
+        weight = size if count is None else int(count)
+        return {"loss": None if loss is None else float(loss.detach().double()) if weight else 0.0, "weight": weight,
+                "logits": logits, "labels": labels}
+
+
+class _Calls:
+    """Stands for the model in Trainer's code: runs the rank's layout of it, in the job's numeric context."""
+
+    def __init__(self, stepper: Stepper, samples: int) -> None:
+        self.stepper, self.samples = stepper, samples
+
+    def __call__(self, **inputs: Any) -> Any:
+        stepper = self.stepper
+        dtype = torch.float64 if stepper.job.precision == "float64" else None
+        batch = MicroBatch(inputs, inputs, self.samples).to(stepper.device, dtype)
+        with autocast(stepper.job, stepper.device):
+            output = stepper.layout.forward(batch)
+        return map_tensors(lambda tensor: tensor.float() if tensor.dtype in _HALVES else tensor, output)
+
+    def own_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
+        """What a subclass computes in the forward of `OwnLossModel`."""
+        outputs = dict(self(**inputs))
+        loss = outputs.pop("loss")
+        outputs.pop("count", None)
+        return (loss, outputs) if return_outputs else loss
+
+
+_HALVES = (torch.float16, torch.bfloat16)  # Accelerate returns outputs of autocast in float32
+
+
+def batch_size(inputs: Mapping[str, Any]) -> int:
+    """Samples of a batch: its first tensor's size along dim 0."""
+    return next(len(value) for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim())
+
+
+def is_batched(value: Any, size: int) -> bool:
+    """Whether an item of a batch has a part for each sample."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == size
+
+
+def samples_until(job: Any, step: int) -> int:
+    """Samples that the steps before this one have used."""
+    if job.num_samples is None:
+        return int(step * job.batch)
+    epoch, in_epoch = divmod(step, Order.of(job).steps_per_epoch)
+    return int(epoch * job.num_samples + min(in_epoch * job.batch, job.num_samples))

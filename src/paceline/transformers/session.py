@@ -1,0 +1,115 @@
+"""The controlling process's side of ranks that train or evaluate for a Trainer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.transformers.rank import TrainerRank
+from paceline.transformers.wire import decode, encode
+
+if TYPE_CHECKING:
+    from paceline.launch.context import RankContext
+
+_LOOK_S = 0.2
+_LEAVE_S = 60.0
+Follow = Callable[["RankContext", Path], TrainerRank]
+
+
+class Session:
+    """Ranks at work. They are started and supervised on a thread, so that callbacks run on the caller's own.
+
+    step: that the ranks have told of last. is_waiting: whether they wait for orders.
+    """
+
+    def __init__(self, trainer: Any, run: Callable[[Follow], Any], *, shares: tuple[int, ...],
+                 world_size: int, step: int) -> None:
+        self._pipes = [multiprocessing.Pipe() for _ in range(world_size)]
+        self._error: BaseException | None = None
+        self.result: Any = None
+        self.step, self.is_waiting, self._until = step, True, step
+
+        def follow(context: RankContext, run_dir: Path) -> TrainerRank:
+            return TrainerRank(trainer, context, self._pipes[context.rank][1], run_dir, shares)
+
+        def supervise() -> None:
+            try:
+                self.result = run(follow)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=supervise, name="ranks", daemon=True)
+        self._thread.start()
+
+    def go(self, until: int) -> None:
+        """Let the ranks take steps up to this one, after which they wait."""
+        self._tell({"do": "go", "until": until})
+        self._until, self.is_waiting = until, False
+
+    def next_step(self) -> dict[str, Any]:
+        """What is known of the next step, once it is taken: step, loss, learning_rate, grad_norm."""
+        report: dict[str, Any] = self._hear([0])[0]
+        self.step = report["step"]
+        self.is_waiting = self.step >= self._until
+        return report
+
+    def evaluate(self, inputs: Any, **options: Any) -> list[dict[str, Any]]:
+        """What the ranks that have outputs say of their parts of a batch, in the order of the samples."""
+        self._tell({"do": "evaluate", "inputs": inputs, **options})
+        return [answer for answer in self._hear(range(len(self._pipes))) if answer]
+
+    def save(self) -> None:
+        """Let the ranks write a checkpoint and the model."""
+        self._tell({"do": "save"})
+        self._hear(range(len(self._pipes)))
+
+    def end(self) -> None:
+        """Let the run end here, and wait for it.
+
+        Raises:
+            RankFailed, PacelineError: it failed.
+        """
+        if self.is_waiting:
+            self._tell({"do": "end"})
+        self._thread.join()
+        self._close()
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """End ranks after an error here; their own errors say nothing more."""
+        self.is_waiting = True
+        self._tell({"do": "abandon"})
+        self._thread.join(timeout=_LEAVE_S)
+        self._close()
+
+    def _close(self) -> None:
+        for ours, theirs in self._pipes:
+            ours.close()
+            theirs.close()
+
+    def _tell(self, order: dict[str, Any]) -> None:
+        if not self.is_waiting:
+            raise RuntimeError("ranks are told something only where they wait")
+        data = encode(order)
+        for ours, _ in self._pipes:
+            with suppress(OSError):  # a rank that is gone is heard of below
+                ours.send_bytes(data)
+
+    def _hear(self, ranks: Sequence[int]) -> list[Any]:
+        """A word of each rank, in their order."""
+        heard: dict[Connection, Any] = {}
+        connections = [self._pipes[rank][0] for rank in ranks]
+        while left := [connection for connection in connections if connection not in heard]:
+            ready = wait(left, _LOOK_S)
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                heard[connection] = decode(connection.recv_bytes())
+            if not ready and not self._thread.is_alive():
+                raise self._error or RuntimeError("the ranks ended before their time")
+        return [heard[connection] for connection in connections]

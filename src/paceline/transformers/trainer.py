@@ -1,0 +1,266 @@
+"""Transformers' Trainer, whose training and evaluation run under a plan."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers.trainer_utils import SaveStrategy, TrainOutput
+
+from paceline.job import Job
+from paceline.transformers import arguments, checkpoints
+from paceline.transformers.experiment import computes_own_loss, job_of
+from paceline.transformers.session import Session
+from paceline.verbs.train import TrainRequest
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _AnyTrainer
+else:
+    _AnyTrainer = object  # a Trainer comes after it among the bases of a class
+
+_STEP_EVENTS = ("on_step_begin", "on_step_end", "on_optimizer_step", "on_log")
+_PLAN = "PACELINE_PLAN"
+
+
+class PlannedTraining(_AnyTrainer):
+    """What makes a Trainer train and evaluate under a plan; to stand before it among the bases of a class.
+
+    Callbacks, logs, checkpoints and metrics stay in the process that calls `train`. Ranks, which it starts, take the
+    steps. `self.model` has the trained weights after `train`, and those of the moment in `on_save`, `on_train_end` and,
+    if a callback is there for it, in `on_evaluate` and `on_epoch_end`.
+
+    Args:
+        plan: A plan or its text; by default the environment's PACELINE_PLAN, else the fastest that fits.
+        devices: Names such as "cpu:0,cpu:1"; by default this machine's GPUs, else one CPU rank a core.
+        run: Folder of the run's own files; by default a new one in the output directory, then in `self.run_dir`.
+
+    Raises:
+        UsageError: an argument contradicts a plan or is not honoured.
+    """
+
+    control: Any
+    lr_scheduler: Any
+    preprocess_logits_for_metrics: Any
+    _created_lr_scheduler: bool
+    run_dir: Path
+
+    def __init__(self, *args: Any, plan: Any = None, devices: str | None = None, run: str | Path | None = None,
+                 **options: Any) -> None:
+        self.plan = plan if plan is not None else os.environ.get(_PLAN)
+        self.devices, self.run = devices, run
+        self._session: Session | None = None
+        self._weights_step: int | None = None
+        training_args = options.get("args") or (args[1] if len(args) > 1 else None)
+        if training_args is not None and torch.cuda.is_available():
+            training_args.use_cpu = True  # this process must not touch the GPUs that its ranks use
+        super().__init__(*args, **options)
+        arguments.refuse(self)
+        arguments.name_idle(self.args)
+
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        """Nothing is computed in this process, so it needs no autocast."""
+        made: dict[str, Any] = super()._build_accelerator_args(**options)
+        return made | {"mixed_precision": "no"}
+
+    # --- Training -----------------------------------------------------------------------------------------------
+
+    def _inner_training_loop(self, batch_size: int | None = None, args: Any = None,
+                             resume_from_checkpoint: str | None = None, trial: Any = None,
+                             ignore_keys_for_eval: list[str] | None = None) -> TrainOutput:
+        """Train under the plan; events, logs and checkpoints in the order that Trainer has them."""
+        arguments.refuse(self)  # callbacks may have been added
+        loader = self.get_train_dataloader()
+        epochs, steps_per_epoch, _, num_samples, _, batches, steps = self.set_initial_training_values(args, loader)
+        self._init_training_state(steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.create_optimizer()
+        job = job_of(self, loader, steps=steps)
+        self.create_scheduler(num_training_steps=steps)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = loader
+        began_s = time.time()
+        self._initial_num_input_tokens_seen, self._initial_global_step = 0, self.state.global_step
+        self._tr_loss, self._total_loss_scalar = torch.tensor(0.0, dtype=torch.float64), 0.0
+        self._globalstep_last_logged = self.state.global_step
+        with self._ranks(job, resume_from_checkpoint):
+            self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
+            if args.eval_on_start:
+                self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+            _Progress(self, steps=steps, steps_per_epoch=steps_per_epoch, batches=batches, trial=trial,
+                      ignore_keys=ignore_keys_for_eval, began_s=began_s).run()
+            self._bring_weights()
+        output: TrainOutput = self._finalize_training(trial, num_samples, began_s)
+        return output
+
+    @contextmanager
+    def _ranks(self, job: Job, resume_from_checkpoint: str | None = None, **options: Any) -> Iterator[None]:
+        """Ranks that work for this trainer meanwhile."""
+        request = TrainRequest.of(job, None, self.plan, devices=self.devices)
+        run_dir = self.run_dir = Path(self.run) if self.run is not None else _new_run_dir(Path(self.args.output_dir))
+        step = self.state.global_step
+        if resume_from_checkpoint is not None:
+            checkpoints.bring(Path(resume_from_checkpoint), run_dir, step=step)
+        self._weights_step = None
+        session = self._session = Session(
+            self, lambda follow: request.train(
+                run_dir, follow=follow, resume=resume_from_checkpoint is not None, keep=lambda: False,
+                loader_workers=self.args.dataloader_num_workers, **options),
+            shares=request.asked.shares, world_size=request.asked.plan.world_size, step=step)
+        try:
+            yield
+            session.end()
+        except BaseException:
+            session.abandon()
+            raise
+        finally:
+            self._session = None
+
+    def _bring_weights(self) -> None:
+        """Let `self.model` have the weights that ranks have now."""
+        session, step = self._session, self.state.global_step
+        if session is None or self._weights_step == step:
+            return
+        session.save()
+        checkpoints.load_weights(self.model, self.run_dir, is_wrapped=computes_own_loss(self))
+        if self._weights_step is not None:
+            checkpoints.drop(self.run_dir, step=self._weights_step)
+        self._weights_step = step
+
+    # --- Checkpoints --------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer does; while it trains, with the weights of the moment."""
+        self._bring_weights()
+        super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        checkpoints.keep(self.run_dir, Path(output_dir), step=self.state.global_step)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """It is in the run's checkpoint."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Random streams are known from the seed and the step."""
+
+    # --- Evaluation ---------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Trainer's own, by the ranks that train, or by ranks that are started for it."""
+        prepare, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None  # ranks do it
+        if not self.accelerator._models:
+            self.accelerator._models.append(self.model)  # nothing is to be prepared here
+        try:
+            return super().evaluation_loop(*args, **options)
+        finally:
+            self.preprocess_logits_for_metrics = prepare
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool,
+                        ignore_keys: list[str] | None = None) -> tuple[Any, Any, Any]:
+        """Loss, logits and labels of a batch, each rank computing its part."""
+        if self._session is None:
+            return self.plain_prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        answers = self._session.evaluate(dict(inputs), prediction_loss_only=prediction_loss_only,
+                                         ignore_keys=ignore_keys)
+        weight = sum(answer["weight"] for answer in answers)
+        loss = None if answers[0]["loss"] is None else torch.tensor(
+            sum(answer["loss"] * answer["weight"] for answer in answers) / max(weight, 1), dtype=torch.float32)
+        return loss, *(_joined([answer[name] for answer in answers]) for name in ("logits", "labels"))
+
+    def plain_prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool,
+                              ignore_keys: list[str] | None = None) -> tuple[Any, Any, Any]:
+        """The Trainer's own, in this process."""
+        answer: tuple[Any, Any, Any] = super().prediction_step(
+            model, inputs, prediction_loss_only, ignore_keys)
+        return answer
+
+
+class Trainer(PlannedTraining, transformers.Trainer):
+    """`transformers.Trainer` under a plan; see `PlannedTraining`."""
+
+
+class _Progress:
+    """Follows the ranks step by step and lets Trainer's events happen, as its own loop does."""
+
+    def __init__(self, trainer: Any, *, steps: int, steps_per_epoch: int, batches: int, trial: Any,
+                 ignore_keys: list[str] | None, began_s: float) -> None:
+        self.trainer, self.steps, self.steps_per_epoch, self.batches = trainer, steps, steps_per_epoch, batches
+        self.trial, self.ignore_keys, self.began_s = trial, ignore_keys, began_s
+        self.waits_each_step = arguments.must_wait(trainer, _STEP_EVENTS)
+        self.report: dict[str, Any] = {"grad_norm": None, "learning_rate": None}
+
+    def run(self) -> None:
+        """Until the last step, or until a callback has it stop."""
+        trainer = self.trainer
+        args, state, handler = trainer.args, trainer.state, trainer.callback_handler
+        while state.global_step < self.steps and not trainer.control.should_training_stop:
+            epoch = state.global_step // self.steps_per_epoch
+            trainer.control = handler.on_epoch_begin(args, state, trainer.control)
+            while state.global_step < min((epoch + 1) * self.steps_per_epoch, self.steps):
+                self._step(epoch)
+                if trainer.control.should_training_stop or trainer.control.should_epoch_stop:
+                    break
+            if arguments.must_wait(trainer, ("on_epoch_end",)):
+                trainer._bring_weights()
+            trainer.control = handler.on_epoch_end(args, state, trainer.control)
+            self._log_save_evaluate(epoch)
+            if trainer.control.should_epoch_stop and not trainer.control.should_training_stop:
+                raise NotImplementedError("a callback set should_epoch_stop: an epoch under a plan has its samples "
+                                          "once; use should_training_stop")
+
+    def _step(self, epoch: int) -> None:
+        trainer, session = self.trainer, self.trainer._session
+        args, state, handler = trainer.args, trainer.state, trainer.callback_handler
+        trainer.control = handler.on_step_begin(args, state, trainer.control)
+        if session.is_waiting:
+            session.go(self._next_pause(state.global_step))
+        self.report = session.next_step()
+        trainer._tr_loss += self.report["loss"]
+        trainer.control = handler.on_optimizer_step(args, state, trainer.control)
+        state.global_step += 1
+        in_epoch = state.global_step - epoch * self.steps_per_epoch
+        done = min(in_epoch * args.gradient_accumulation_steps, self.batches)
+        state.epoch = epoch + done / self.batches
+        trainer.control = handler.on_step_end(args, state, trainer.control)
+        self._log_save_evaluate(epoch)
+
+    def _log_save_evaluate(self, epoch: int) -> None:
+        trainer = self.trainer
+        if trainer.control.should_evaluate and arguments.must_wait(trainer, ("on_evaluate",)):
+            trainer._bring_weights()
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss, self.report["grad_norm"], trainer.model, self.trial, epoch, self.ignore_keys,
+            self.began_s, learning_rate=self.report["learning_rate"])
+
+    def _next_pause(self, step: int) -> int:
+        """The step after which ranks wait: the next at which this process may want something of them."""
+        args, state = self.trainer.args, self.trainer.state
+        if self.waits_each_step:
+            return step + 1
+        pauses = [self.steps, (step // self.steps_per_epoch + 1) * self.steps_per_epoch]
+        for strategy, every in ((args.eval_strategy, state.eval_steps), (args.save_strategy, state.save_steps)):
+            if strategy == SaveStrategy.STEPS.value and every:
+                pauses.append((step // every + 1) * every)
+        return int(min(pauses))
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Parts of a batch one after the other: tensors, padded on the right to the longest, in tuples and mappings."""
+    from transformers.trainer_pt_utils import nested_concat
+
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = nested_concat(joined, part, padding_index=-100)
+    return joined
+
+
+def _new_run_dir(output_dir: Path) -> Path:
+    return output_dir / "runs" / f"{datetime.now():%Y%m%d-%H%M%S-%f}"

@@ -1,0 +1,219 @@
+"""Transformers' Trainer under a plan, held against transformers.Trainer on one device."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import UsageError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+_TOLERANCE = 3e-6  # of logged figures, which are of float32; relative where they are large
+
+
+def _samples(count: int, seed: int) -> list[dict[str, list[int]]]:
+    """Of unequal lengths, the first labels ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for _ in range(count):
+        length = int(torch.randint(4, 20, (1,), generator=generator))
+        tokens = torch.randint(3, 60, (length,), generator=generator).tolist()
+        ignored = int(torch.randint(1, max(2, length // 2), (1,), generator=generator))
+        samples.append({"input_ids": tokens, "attention_mask": [1] * length,
+                        "labels": [-100] * ignored + tokens[ignored:]})
+    return samples
+
+
+def _collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {key: torch.tensor([sample[key] + [value] * (longest - len(sample[key])) for sample in samples])
+            for key, value in fill.items()}
+
+
+def _model() -> Any:
+    transformers.set_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0))
+
+
+def _adapted() -> Any:
+    peft = pytest.importorskip("peft")
+    model = _model()
+    transformers.set_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+
+
+def _accuracy(prediction: Any) -> dict[str, float]:
+    guesses, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    return {"accuracy": float((guesses == labels)[labels != -100].mean()), "width": float(guesses.shape[1])}
+
+
+def _likeliest(logits: Any, labels: Any) -> Any:
+    return logits.argmax(-1)
+
+
+class _Notes(transformers.TrainerCallback):
+    """Notes what happens, asks to evaluate and save, and ends the training."""
+
+    def __init__(self, last: int = 7) -> None:
+        self.last, self.seen = last, list[tuple[str, int]]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen.append(("step", state.global_step))
+        control.should_evaluate |= state.global_step == 3
+        control.should_save |= state.global_step == 3
+        control.should_training_stop |= state.global_step == self.last
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        self.seen.append(("evaluate", state.global_step))
+        total = sum(p.detach().double().sum() for p in model.parameters())
+        self.seen.append(("weights", round(float(total) * 1e4)))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen.append(("save", state.global_step))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen.append(("end", state.global_step))
+
+
+def _trainer(kind: Any, folder: Path, model: Any, *, arguments: dict[str, Any] | None = None, **options: Any) -> Any:
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2, "warmup_steps": 3,
+        "learning_rate": 1e-2, "weight_decay": 0.1, "logging_steps": 1, "report_to": [], "use_cpu": True,
+        "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "disable_tqdm": True,
+        "metric_for_best_model": "loss", "per_device_eval_batch_size": 5, **(arguments or {})}
+    return kind(model=model, args=transformers.TrainingArguments(str(folder), **given), train_dataset=_samples(37, 1),
+                eval_dataset=_samples(11, 2), data_collator=_collate, compute_metrics=_accuracy,
+                preprocess_logits_for_metrics=_likeliest, **options)
+
+
+def _equal_logs(history: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
+    """All figures that are not of time."""
+    assert [entry.keys() for entry in history] == [entry.keys() for entry in plain]
+    for entry, expected in zip(history, plain, strict=True):
+        for key, value in expected.items():
+            if not key.endswith(("runtime", "per_second", "total_flos")):
+                assert math.isclose(entry[key], value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE), (key, entry, expected)
+
+
+def _equal_weights(model: Any, plain: Any) -> None:
+    for (name, tensor), expected in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(tensor, expected, atol=2e-6, rtol=1e-5, msg=name)
+
+
+def test_adapters_are_trained_as_on_one_device(tmp_path: Path):
+    """Losses, norms, rates, metrics, events, the best checkpoint and the adapters are Trainer's own under data=2, and
+    what was saved loads again."""
+    from peft import PeftModel
+
+    from paceline.transformers import Trainer
+
+    plain_notes, notes = _Notes(), _Notes()
+    plain = _trainer(transformers.Trainer, tmp_path / "plain", _adapted(), callbacks=[plain_notes])
+    plain.train()
+    planned = _trainer(Trainer, tmp_path / "planned", _adapted(), callbacks=[notes], plan="data=2")
+    planned.train()
+
+    _equal_logs(planned.state.log_history, plain.state.log_history)
+    _equal_weights(planned.model, plain.model)
+    assert notes.seen == plain_notes.seen
+    assert Path(planned.state.best_model_checkpoint).name == Path(plain.state.best_model_checkpoint).name
+    planned.save_model(str(tmp_path / "saved"))
+    loaded, batch = PeftModel.from_pretrained(_model(), tmp_path / "saved").eval(), _collate(_samples(3, 4))
+    assert torch.equal(loaded(**batch).logits, planned.model.eval()(**batch).logits)
+
+
+def test_a_run_goes_on_under_another_plan(tmp_path: Path):
+    """Stopped after step 4 under shard=2 and resumed on one device, a run logs and trains what an uninterrupted one
+    does; the loss is a function of one's own."""
+    from paceline.transformers import Trainer
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        return total / num_items_in_batch
+
+    arguments = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 4, "eval_steps": 4,
+                 "load_best_model_at_end": False}
+    options: dict[str, Any] = {"arguments": arguments, "compute_loss_func": loss}
+    plain = _trainer(transformers.Trainer, tmp_path / "plain", _model(), **options)
+    plain.train()
+    first = _trainer(Trainer, tmp_path / "run", _model(), plan="shard=2", callbacks=[_Notes(last=4)], **options)
+    first.train()
+    assert first.state.global_step == 4
+    second = _trainer(Trainer, tmp_path / "run", _model(), plan="single", **options)
+    second.train(resume_from_checkpoint=True)
+
+    history = [entry for entry in second.state.log_history
+               if not ("eval_loss" in entry and entry["step"] == 3) and "train_runtime" not in entry]
+    _equal_logs(history, [entry for entry in plain.state.log_history if "train_runtime" not in entry])
+    _equal_weights(second.model, plain.model)
+    assert json.loads((tmp_path / "run/checkpoint-8/trainer_state.json").read_text())["global_step"] == 8
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"torch_compile": True}, "compiling belongs to the plan"),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "known only after the step"),
+    ({"auto_find_batch_size": True}, "accumulate=K"),
+    ({"include_num_input_tokens_seen": "all"}, "not counted"),
+    ({"train_sampling_strategy": "batch_rebalance"}, "group_by_length"),
+])
+def test_what_is_not_honoured_is_refused(arguments: dict[str, Any], message: str, tmp_path: Path):
+    """An argument that a plan contradicts is named before anything starts."""
+    from paceline.transformers import Trainer
+
+    with pytest.raises(UsageError, match=message):
+        _trainer(Trainer, tmp_path, _model(), arguments=arguments)
+
+
+def test_a_launcher_and_an_event_without_a_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """So is a callback that would look at gradients, and a start by torchrun."""
+    from paceline.transformers import Trainer
+
+    class Looks(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            raise AssertionError
+
+    with pytest.raises(UsageError, match=r"Looks\.on_pre_optimizer_step"):
+        _trainer(Trainer, tmp_path, _model(), callbacks=[Looks()])
+
+
+def test_an_epoch_is_drawn_as_accelerate_draws_it(tmp_path: Path):
+    """The sampler gives the same order for an epoch each time, which is that of the Trainer's own loader."""
+    from paceline.transformers import Trainer
+    from paceline.transformers.experiment import job_of
+
+    trainer = _trainer(Trainer, tmp_path, _model(), arguments={"dataloader_drop_last": True})
+    trainer.create_optimizer()
+    sampler = job_of(trainer, trainer.get_train_dataloader(), steps=4).sampler
+    loader = trainer.get_train_dataloader()
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        sampler.set_epoch(epoch)
+        drawn = [index for batch in loader.batch_sampler for index in batch]
+        assert list(sampler) == drawn == list(sampler)
+        assert len(drawn) == len(sampler) == 36
+
+
+def test_values_travel_without_pickle():
+    """Tensors of any shape and dtype, in tuples, lists and mappings, come back as they were."""
+    from paceline.transformers.wire import decode, encode
+
+    value = {"a": (torch.arange(6).reshape(2, 3).T, [torch.tensor(1.5, dtype=torch.bfloat16), None]), "b": "text",
+             "c": [1, 2.5, True], "none": {}}
+    told = decode(encode(value))
+    assert torch.equal(told["a"][0], value["a"][0]) and told["a"][0].dtype == torch.int64
+    assert told["a"][1][0].dtype == torch.bfloat16 and told["a"][1][1] is None
+    assert (told["b"], told["c"], told["none"], type(told["a"])) == ("text", [1, 2.5, True], {}, tuple)
+    with pytest.raises(TypeError, match="object"):
+        encode({"a": object()})
