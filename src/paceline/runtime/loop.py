@@ -393,9 +393,8 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
     _learn(run, result)
     if run.control is not None:
         run.control.tell()
-    if run.settings.observer is not None:
-        if run.settings.observer.weights(run.step - 1, run.stepper, run.loss):
-            run.ended = "its observer said so"
+    if run.settings.observer is not None and run.settings.observer.weights(run.step - 1, run.stepper, run.loss):
+        run.ended = "its observer said so"
     if run.step % drift.EVERY_STEPS == 0 or run.speed.steps == 1:
         run.due.add("compare")
     if run.writer is not None:
