@@ -75,7 +75,8 @@ def _num_ranks(plan: str | Plan | None, devices: str | None) -> int:
     given = Plan.read(plan) if plan is not None else None
     size = given.world_size if given is not None else len(Cluster.local(devices).devices) if devices is not None else 1
     if given is not None and given != Plan.of(data=size):
-        raise PlanError(f"plan '{given}' is not one that fit knows", hint=f"plan='data={size}'")
+        raise PlanError(f"plan '{given}' is not one that fit knows",
+                        hint=f"plan='data={size}', or pl.train(pl.keras.job(model, x, y, ...), '{given}')")
     cluster = Cluster.local(devices, num_ranks=size)
     if len(cluster.devices) != size:
         raise PlanError(f"plan '{given}' needs {size} devices and devices= names {len(cluster.devices)}",

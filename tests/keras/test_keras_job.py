@@ -1,0 +1,95 @@
+"""Keras models as jobs, with Keras's own optimizers under any plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+from paceline.errors import JobError
+from paceline.keras.optimizer import KerasOptimizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's own
+DECAY = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+OPTIMIZERS: list[Any] = [
+    keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, clipnorm=0.5), keras.optimizers.Adam(DECAY, amsgrad=True),
+    keras.optimizers.AdamW(0.05, weight_decay=0.1), keras.optimizers.Adamax(0.05), keras.optimizers.Nadam(0.05),
+    keras.optimizers.Adagrad(0.05), keras.optimizers.Adadelta(0.5), keras.optimizers.RMSprop(0.05, centered=True),
+    keras.optimizers.Ftrl(0.05), keras.optimizers.Lion(0.05), keras.optimizers.Adafactor(0.05),
+    keras.optimizers.Lamb(0.05), keras.optimizers.SGD(0.1, global_clipnorm=0.5)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda its: type(its).__name__)
+def test_the_rule_is_that_of_keras_also_after_a_reload(optimizer: Any):
+    """Four steps by Keras are two steps by torch's interface and two more of another that took its state."""
+    drawn = torch.Generator().manual_seed(0)
+    weights = {"a": torch.randn(4, 3, generator=drawn), "b": torch.randn(3, generator=drawn)}
+    gradients = [{name: torch.randn(its.shape, generator=drawn) for name, its in weights.items()} for _ in range(4)]
+    plain = type(optimizer).from_config(optimizer.get_config())
+    variables = [keras.Variable(weight.clone()) for weight in weights.values()]
+    for each in gradients:
+        plain.apply(list(each.values()), variables)
+
+    parameters = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
+    first = KerasOptimizer(parameters.items(), optimizer)
+    _step(first, parameters, gradients[:2])
+    second = KerasOptimizer(parameters.items(), optimizer)
+    second.load_state_dict(first.state_dict())
+    _step(second, parameters, gradients[2:])
+    for parameter, variable in zip(parameters.values(), variables, strict=True):
+        torch.testing.assert_close(parameter.detach(), variable.value.detach(), rtol=0, atol=0)
+
+
+def _step(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], gradients: list[Any]) -> None:
+    for each in gradients:
+        for name, parameter in parameters.items():
+            parameter.grad = each[name].clone()
+        optimizer.step()
+
+
+def classifier(**compiled: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((6,)), *(keras.layers.Dense(8, activation="tanh") for _ in range(2)),
+                              keras.layers.Dense(4)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": loss} | compiled)
+    return model
+
+
+X = np.random.default_rng(0).normal(size=(60, 6)).astype("float32")
+Y = X[:, :3].argmax(1)
+
+
+def test_a_run_gives_its_weights_back(tmp_path):
+    """They are other weights than before, and evaluate to the run's validation loss."""
+    model = classifier()
+    before = model.get_weights()
+    job = pl.keras.job(model, X, Y, batch_size=16, epochs=1, validation_data=(X, Y))
+    summary = pl.train(job, "data=2", run=tmp_path)
+    for mine, other in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(mine, other)
+    pl.keras.load(model, tmp_path)
+    assert any(bool((mine != other).any()) for mine, other in zip(model.get_weights(), before, strict=True))
+    np.testing.assert_allclose(model.evaluate(X, Y, verbose=0), summary["validation_loss"], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_plans_that_split_a_keras_model_are_exact():
+    certificates = pl.verify(pl.keras.job(classifier(), X, Y, batch_size=16),
+                             ["data=2", "shard=2", "tensor=2", "pipeline=2"], steps=4)
+    assert [certificate.passed for certificate in certificates] == [True] * 4
+
+
+@pytest.mark.parametrize(("compiled", "words"), [
+    ({"loss": keras.losses.MeanSquaredError(reduction="sum")}, "reduced by 'sum'"),
+    ({"optimizer": keras.optimizers.Adam(use_ema=True)}, "use_ema"),
+])
+def test_what_a_job_can_not_have_is_named(compiled: dict[str, Any], words: str):
+    with pytest.raises(JobError, match=words):
+        pl.keras.job(classifier(**compiled), X, Y)
