@@ -19,7 +19,7 @@ from paceline.keras.optimizer import KerasOptimizer
 from paceline.runtime.folder import MODEL
 
 _MEANS = ("sum_over_batch_size", "mean")
-_PREFIX = "model."  # of the Keras model's names in `Trained`
+_PREFIX = "model."  # of the Keras model's names in `KerasModule`
 
 
 def job(model: Any, x: Any, y: Any, *, batch_size: int = 32, epochs: int = 1, validation_data: Any = None,
@@ -39,7 +39,7 @@ def job(model: Any, x: Any, y: Any, *, batch_size: int = 32, epochs: int = 1, va
         raise JobError("; ".join(problems), hint="pl.keras.fit with plan='data=N' trains any compiled Keras model")
     loss, optimizer = _loss(model.loss), model.optimizer
     weights = {f"{_PREFIX}{name}": value.detach().clone() for name, value in model.state_dict().items()}
-    return Job(model=lambda: Trained(keras.models.clone_model(model)), data=_pairs(x, y),
+    return Job(model=lambda: KerasModule(keras.models.clone_model(model)), data=_pairs(x, y),
                loss=lambda output, target: loss(target, output),
                optimizer=lambda named: KerasOptimizer(named, optimizer), batch=batch_size, epochs=epochs,
                validation=None if validation_data is None else _pairs(*validation_data),
@@ -61,7 +61,7 @@ def load(model: Any, run: str | Path) -> None:
     model.load_state_dict(weights)
 
 
-class Trained(nn.Module):
+class KerasModule(nn.Module):
     """A Keras model that trains where torch's modules do: Keras asks for that with each call."""
 
     def __init__(self, model: Any) -> None:
