@@ -13,8 +13,8 @@ import pytest
 import paceline
 
 PUBLIC = ["Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "PacelineError", "Plan", "Range",
-          "choice", "evaluate", "load", "open", "plan", "predict", "scale", "search", "train", "verify",
-          "weights"]
+          "by_epoch", "by_step", "choice", "evaluate", "load", "monitored", "open", "plan", "predict",
+          "scale", "search", "train", "verify", "weights"]
 
 
 def test_the_public_names_are_these_and_no_others():

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from paceline.errors import PacelineError
     from paceline.job import Job
     from paceline.jobfile import load
+    from paceline.phases import by_epoch, by_step, monitored
     from paceline.plans import Plan
     from paceline.pretrained import weights
     from paceline.study.space import Log, Range
@@ -38,9 +39,12 @@ _HOMES = {
     "PacelineError": "paceline.errors",
     "Plan": "paceline.plans",
     "Range": "paceline.study.space",
+    "by_epoch": "paceline.phases",
+    "by_step": "paceline.phases",
     "choice": "paceline.choices",
     "evaluate": "paceline.verbs.inference",
     "load": "paceline.jobfile",
+    "monitored": "paceline.phases",
     "open": "paceline.verbs.result",
     "plan": "paceline.verbs.planning",
     "predict": "paceline.verbs.inference",
@@ -53,7 +57,8 @@ _HOMES = {
 
 __all__ = [
     "Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "PacelineError", "Plan", "Range",
-    "choice", "evaluate", "load", "open", "plan", "predict", "scale", "search", "train", "verify", "weights",
+    "by_epoch", "by_step", "choice", "evaluate", "load", "monitored", "open", "plan", "predict", "scale", "search",
+    "train", "verify", "weights",
 ]
 
 # Packages of their own names, loaded when first used like the names.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -13,6 +13,7 @@ from paceline.callbacks.callback import Callback
 from paceline.errors import JobError, nearest
 from paceline.loaders import Loading
 from paceline.losses import OwnLoss
+from paceline.phases import BatchSizes, Collates, PhasedWindows, Phases
 from paceline.pretrained import Weights
 
 Precision = Literal["float32", "tf32", "bf16", "fp16", "fp8", "float64"]
@@ -40,8 +41,12 @@ class Job:
         weights: A number a sample: how likely each is drawn, with replacement, as `WeightedRandomSampler` does.
         collate: Makes a batch of a list of samples: (input, target), or an input alone. It is called for each
             micro-batch, so padding may depend on what is in it; samples lie along dim 0. By default they are stacked.
+            Phases of it change the length of sequences; evaluations use the last one.
         validation_collate: The same for `validation` and `test`, where it is another one.
-        batch: Samples an optimizer step, over all devices; a `DataLoader`'s own if it is left out.
+        freeze: Names of parameters that are not trained: a pattern, several, or phases of them by step or epoch. A
+            pattern is a name, a module's path, or has wildcards. A frozen parameter keeps its optimizer state.
+        batch: Samples an optimizer step, over all devices; a `DataLoader`'s own if it is left out; or phases of it,
+            `pl.by_step({0: 64, 1000: 128})`.
         epochs: Passes over the data; give either this or `steps`.
         steps: Optimizer steps; give either this or `epochs`.
         precision: "float32"; "tf32" for TF32 matrix products on GPUs; "bf16" for autocast; "fp16" for autocast with
@@ -83,14 +88,22 @@ class Job:
     test: Any = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     init: Any = None
+    freeze: Any = ()
     seed: int = 0
     drop_last: bool = False
     loading: Loading | None = None
     callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
+        problems = list(_phase_problems(self))
+        if problems:
+            raise JobError("; ".join(problems))
+        if isinstance(self.batch, Phases):
+            object.__setattr__(self, "batch", BatchSizes(self.batch))
         for name, value in given_data.settled(self).items():
             object.__setattr__(self, name, value)
+        if isinstance(self.collate, Phases):
+            object.__setattr__(self, "collate", Collates(self.collate))
         problems = list(_problems(self))
         if problems:
             raise JobError("; ".join(problems))
@@ -112,9 +125,11 @@ class Job:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps an epoch; None for a stream of unknown length."""
+        """Optimizer steps an epoch, of the first one where batches change; None for a stream of unknown length."""
         if self.num_samples is None:
             return None
+        if (windows := self.windows) is not None:
+            return windows.first_step(1)
         whole, rest = divmod(self.num_samples, self.batch)
         return whole + (1 if rest and not self.drop_last else 0)
 
@@ -124,7 +139,41 @@ class Job:
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
+        if (windows := self.windows) is not None:
+            return windows.first_step(self.epochs)
         return None if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
+
+    @property
+    def windows(self) -> PhasedWindows | None:
+        """Where windows lie whose sizes change; None where they don't, or for a stream."""
+        if self.num_samples is None or not isinstance(self.batch, BatchSizes):
+            return None
+        return PhasedWindows(self.num_samples, self.batch.phases, drop_last=self.drop_last)
+
+
+def _phase_problems(job: Job) -> Iterator[str]:
+    if isinstance(job.batch, Phases):
+        wrong = [value for value in job.batch.values
+                 if isinstance(value, bool) or not isinstance(value, int) or value < 1]
+        if wrong:
+            yield f"batch must be a whole number of at least 1 in every phase, got {wrong[0]!r}"
+        elif job.drop_last and max(job.batch.values) > (_length(job.data if job.sampler is None else job.sampler) or
+                                                        max(job.batch.values)):
+            yield f"drop_last leaves nothing in the phase of batch={max(job.batch.values)}: data has fewer samples"
+    if isinstance(job.collate, Phases) and not all(map(callable, job.collate.values)):
+        yield "collate must be callable in every phase"
+    values = job.freeze.values if isinstance(job.freeze, Phases) else (job.freeze,)
+    if not all(isinstance(value, str) or (isinstance(value, Collection) and all(isinstance(p, str) for p in value))
+               for value in values):
+        yield f"freeze must be patterns of names of parameters, got {job.freeze!r}"
+    for name in ("batch", "collate", "freeze"):
+        value = getattr(job, name)
+        phases = value if isinstance(value, Phases) else getattr(value, "phases", None)
+        if isinstance(phases, Phases) and phases.unit == "epoch" and _length(job.data) is None:
+            yield f"{name} has phases by epoch, and the data is a stream whose epochs have no known length: by_step"
+    for name in ("model", "data", "optimizer", "loss", "lr_schedule", "clip", "validation", "metrics", "precision"):
+        if isinstance(getattr(job, name), Phases):
+            yield f"{name} can't have phases; batch, collate and freeze can"
 
 
 def _sampler_problems(job: Job) -> Iterator[str]:

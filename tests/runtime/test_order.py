@@ -68,8 +68,8 @@ def test_every_index_once_an_epoch(order: Order, shares: list[int], num_microbat
     """Over any number of ranks, shares and micro-batches an epoch uses every index once, or as many as drop_last
     leaves."""
     used: list[int] = []
-    first = epoch * order.steps_per_epoch
-    for step in range(first, first + order.steps_per_epoch):
+    length = order.epoch_end(0)
+    for step in range(epoch * length, (epoch + 1) * length):
         window = order.window(step)
         assert window.epoch == epoch
         for rank in range(len(shares)):

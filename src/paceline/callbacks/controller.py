@@ -114,7 +114,8 @@ class RunController:
             elif saved is not None:
                 print(f"note: the checkpoint holds no state of the callback {kind}, which starts anew", file=sys.stderr)
             # What the state knows of, and nothing else, it was told of.
-            epochs = step // per_epoch if (per_epoch := self.run.job.steps_per_epoch) else 0
+            windows, per_epoch = self.run.job.windows, self.run.job.steps_per_epoch
+            epochs = windows.epoch(step) if windows is not None else step // per_epoch if per_epoch else 0
             self._told |= {(id(callback), hook): epochs - 1 if hook == "on_epoch" else step
                            for hook in hooks_of(callback)}
         for entry in left if saved is not None else ():

@@ -164,7 +164,7 @@ def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended
             recorder = DifferenceRecorder(tensors, random, ready=wait)
             with suppress(_NoReferenceError):
                 train_rank(context, in_precision(job, job.precision, random), asked.plan,
-                           Settings(None, asked.shares, observer=recorder, devices=devices))
+                           Settings(None, asked.shares, is_trial=True, observer=recorder, devices=devices))
         return recorder.to_dict()
 
     return body

@@ -14,6 +14,7 @@ import torch
 
 from paceline.batches import collated
 from paceline.job import Job
+from paceline.phases import value_at
 from paceline.proof.device import one_device
 from paceline.runtime.feed import MicroBatch, is_stream
 from paceline.runtime.streams import kept_streams, key_to_seed, seed_sample, seed_streams
@@ -53,16 +54,18 @@ def _mixed(value: int, key: int) -> int:
 
 def windows(job: Job) -> Iterator[tuple[int, list[int], list[int]]]:
     """For every optimizer step its epoch, the positions of its samples in the epoch, and their indices; endless."""
-    num_samples, epoch = len(job.data) if job.sampler is None else len(job.sampler), 0
+    num_samples, epoch, step = len(job.data) if job.sampler is None else len(job.sampler), 0, 0
     while True:
         start, seed = 0, key_to_seed(job.seed, "order", epoch)
         drawn = _drawn(job, epoch) if job.sampler is not None else None
         while start < num_samples:
-            positions = [position for position in range(start, start + job.batch) if position < num_samples]
-            if len(positions) == job.batch or not job.drop_last:
+            size = value_at(job.batch, step, epoch)
+            positions = [position for position in range(start, start + size) if position < num_samples]
+            if len(positions) == size or not job.drop_last:
                 yield epoch, positions, [shuffled(position, num_samples, seed) if drawn is None else drawn[position]
                                          for position in positions]
-            start += job.batch
+                step += 1
+            start += size
         epoch += 1
 
 
@@ -85,17 +88,17 @@ def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
 
 
 def _indexed(job: Job) -> Iterator[tuple[Any, Any, int]]:
-    for epoch, positions, indices in windows(job):
+    for step, (epoch, positions, indices) in enumerate(windows(job)):
         items = []
         for position, index in zip(positions, indices, strict=True):
             seed_sample(key_to_seed(job.seed, "sample", epoch), position)
             items.append(job.data[index])
-        inputs, targets = collated(items, job.collate)
+        inputs, targets = collated(items, value_at(job.collate, step, epoch))
         yield inputs, targets, len(items)
 
 
 def _stream(job: Job) -> Iterator[tuple[Any, Any, int]]:
-    epoch = 0
+    epoch, step = 0, 0
     while job.epochs is None or epoch < job.epochs:
         if hasattr(job.data, "set_epoch"):
             job.data.set_epoch(epoch)
@@ -103,12 +106,14 @@ def _stream(job: Job) -> Iterator[tuple[Any, Any, int]]:
         items, start = iter(job.data), 0
         while True:
             seed_streams(job.seed, "stream", epoch, start)
-            taken = list(islice(items, job.batch))
-            if len(taken) == job.batch or (taken and not job.drop_last):
-                inputs, targets = collated(taken, job.collate)
+            size = value_at(job.batch, step, epoch)
+            taken = list(islice(items, size))
+            if len(taken) == size or (taken and not job.drop_last):
+                inputs, targets = collated(taken, value_at(job.collate, step, epoch))
                 yield inputs, targets, len(taken)
+                step += 1
             start += len(taken)
-            if len(taken) < job.batch:
+            if len(taken) < size:
                 break
         epoch += 1
 
@@ -124,7 +129,7 @@ def order_difference(job: Job, *, steps: int) -> str | None:
     if is_stream(job.data):
         return None
     order = Order.of(job)
-    last = order.steps_per_epoch
+    last = order.epoch_end(0)
     wanted = sorted({*range(min(steps, last + 1)), *((last - 1, last) if last * job.batch <= _FEW else ())})
     for step, (epoch, positions, indices) in enumerate(islice(windows(job), wanted[-1] + 1)):
         if step not in wanted:

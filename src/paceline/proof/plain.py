@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ from paceline.capture.written import lazy_copy
 from paceline.job import AUTOCAST, Job
 from paceline.proof.device import kept, one_device
 from paceline.proof.initial import load_plainly
-from paceline.proof.order import whole_batches
+from paceline.proof.order import whole_batches, windows
 from paceline.runtime.feed import MicroBatch, map_tensors
+from paceline.runtime.freezing import frozen_names
 from paceline.runtime.optimizers.probe import needs_closure
 from paceline.runtime.order import split
 from paceline.runtime.streams import key_to_seed, seed_model, seed_sample, seed_streams
@@ -77,6 +78,9 @@ def build_plain(job: Job) -> torch.nn.Module:
         model = in_float64(model)
     if job.precision == "fp8":
         model = in_float8(model)
+    throughout = set.intersection(*(set(names) for names in frozen_names(job, model).values))
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad and name not in throughout)
     load_plainly(job, model)
     return model.train()
 
@@ -89,6 +93,8 @@ class PlainRun:
         self.job, self.variation, self.shares, self.microbatches = job, variation, shares, microbatches
         self.model = build_plain(job)
         self.draws = torch.Generator().manual_seed(0)
+        self.frozen = frozen_names(job, self.model)
+        self.epochs = (epoch for epoch, _, _ in windows(job)) if self.frozen.unit == "epoch" else repeat(0)
         self.named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.make_optimizer()
         self.num_steps, self.attributes = 0, AttributeSnapshot(self.model)
@@ -119,6 +125,10 @@ class PlainRun:
 
     def backward(self, batch: MicroBatch) -> float:
         """Leave the gradients of a batch in the model, and return its loss."""
+        if len(set(self.frozen.values)) > 1:
+            frozen = self.frozen.at(self.num_steps, next(self.epochs))
+            for name, p in self.named:
+                p.requires_grad_(name not in frozen)
         if self.variation.permuted:
             batch = permuted(batch, self.draws)
         self.replicas = ([cut_batch(batch, self.variation.cuts)] if self.variation.cuts > 1
@@ -161,7 +171,7 @@ class PlainRun:
         if not self.is_skipped:
             adjust_gradients()
             update(self.optimizer, evaluate if self.needs_closure else None, loss)
-            if self.schedule is not None:
+            if self.schedule is not None and not hasattr(self.schedule, "num_bad_epochs"):  # evaluations step those
                 self.schedule.step()
         self.num_steps += 1
         return StepRecord(

@@ -155,7 +155,7 @@ def _save_single(context: Any, job: Job, precision: Precision, folder: Path, sav
     run_dir.mkdir(parents=True, exist_ok=True)
     with WithoutRandomness() as random:
         exact = replace(in_precision(job, precision, random), steps=saved_step, validation=None, metrics={})
-        train_rank(context, exact, Plan(), Settings(run_dir, (1,), save_every=saved_step))
+        train_rank(context, exact, Plan(), Settings(run_dir, (1,), save_every=saved_step, is_trial=True))
 
 
 def cut_reference(proof: Proof, *, shares: Sequence[int], microbatches: int) -> dict[Precision, dict[str, Any]]:
@@ -245,7 +245,7 @@ def _watch(context: Any, proof: Proof, asked: Resolved, folder: Path, precision:
         data = evaluation_data(job) if evaluates else None
         job = replace(job, validation=data, metrics=job.metrics if data is not None else {})
         train_rank(context, job, asked.plan, Settings(
-            run_dir, asked.shares, observer=recorder, resume=resume, keep=lambda: False,
+            run_dir, asked.shares, is_trial=True, observer=recorder, resume=resume, keep=lambda: False,
             save_every=proof.saved_step if run_dir is not None and not resume and proof.saved_step else None,
             on_evaluation=recorder.evaluation))
     return recorder.to_dict()

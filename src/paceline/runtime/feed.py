@@ -21,6 +21,7 @@ from paceline.errors import JobError, PacelineError, TrainingError
 from paceline.job import Job
 from paceline.launch.failure import user_frames
 from paceline.loaders import Loading
+from paceline.phases import value_at
 from paceline.runtime.order import Order, Window, split
 from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
 from paceline.runtime.upload import uploaded
@@ -131,7 +132,8 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
         window = self.order.window(self.steps[which_step])
         cut = self.part.cuts(window.count)[which_cut]
         positions = [window.start + offset for offset in cut] or [window.start]
-        pair = fetch(self.data, self.order.indices(window.epoch, positions), positions, collate=self.collate,
+        pair = fetch(self.data, self.order.indices(window.epoch, positions), positions,
+                     collate=value_at(self.collate, self.steps[which_step], window.epoch),
                      seed=key_to_seed(self.order.seed, "sample", window.epoch))
         return MicroBatch(*pair, samples=len(cut))
 
@@ -189,15 +191,16 @@ def _stream_feed(job: Job, *, part: DataShard, steps: range) -> Iterator[tuple[W
             return
         position += 1
         window, items = following
+        collate = value_at(job.collate, step, window.epoch)
         yield window, [
-            MicroBatch(*collated([items[offset] for offset in cut or [0]], job.collate,
+            MicroBatch(*collated([items[offset] for offset in cut or [0]], collate,
                                  names=[window.start + offset for offset in cut or [0]]), samples=len(cut))
             for cut in part.cuts(window.count)
         ]
 
 
 def _stream_windows(job: Job) -> Iterator[tuple[Window, list[Any]]]:
-    data, batch, seed, drop_last, epochs = job.data, job.batch, job.seed, job.drop_last, job.epochs
+    data, seed, drop_last, epochs, step = job.data, job.seed, job.drop_last, job.epochs, 0
     for epoch in count() if epochs is None else range(epochs):
         if hasattr(data, "set_epoch"):
             data.set_epoch(epoch)
@@ -205,9 +208,11 @@ def _stream_windows(job: Job) -> Iterator[tuple[Window, list[Any]]]:
         items, start = iter(data), 0
         while True:
             seed_streams(seed, "stream", epoch, start)  # the same on every rank, whatever it drew since
+            batch = value_at(job.batch, step, epoch)
             taken = list(islice(items, batch))
             if taken and not (drop_last and len(taken) < batch):
                 yield Window(epoch, start, len(taken)), taken
+                step += 1
             start += len(taken)
             if len(taken) < batch:
                 break

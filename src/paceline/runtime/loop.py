@@ -30,6 +30,7 @@ from paceline.runtime.evaluate import evaluate
 from paceline.runtime.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
 from paceline.runtime.folder import CHECKPOINTS, SPLIT
 from paceline.runtime.memory import PeakMemory
+from paceline.runtime.optimizers.schedule import check_monitored, monitored_by, waits_for_metric
 from paceline.runtime.order import Order, Window
 from paceline.runtime.prefetch import Prefetch
 from paceline.runtime.shares import refuse_single_samples
@@ -69,6 +70,7 @@ class Settings:
     observer: looks on without changing anything; `verify` compares through it.
     on_evaluation: told of each evaluation on rank 0: the step, and "validation_loss" and every metric.
     controller: what callbacks hear of the run, and what they ask of it, goes through this.
+    is_trial: whether steps are timed or compared, and what follows from evaluations is left out.
     """
 
     run_dir: Path | None
@@ -83,6 +85,7 @@ class Settings:
     observer: Observer | None = None
     on_evaluation: Callable[[int, Mapping[str, float]], None] | None = None
     controller: Controlling | None = None
+    is_trial: bool = False
 
 
 def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> DataShard:
@@ -138,6 +141,7 @@ class _Run:
 
     loss: of the last step after which ranks met and that has a finite one. unmet: what is to be recorded of the steps
         since the ranks met.
+    scheduled_step: after which an evaluation stepped the schedule last.
     due: what is to be done when replicas are where a run may be saved. stop: some rank was asked to.
     ended: why a callback or the observer ended the run, if one did. epoch: of the last step. ended_epochs: that
         callbacks are to hear of. evaluated_step: of the last evaluation.
@@ -153,6 +157,7 @@ class _Run:
     display: Display
     writer: Writer | None
     metrics: Path | None
+    scheduled_step: int = -1
     step: int = 0
     samples: int = 0
     loss: float = float("nan")
@@ -208,6 +213,8 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     mesh.connect()
     refuse_single_samples(job, plan, settings.shares, context.device)
     stepper = Stepper(job, plan, mesh, context.device, devices=settings.devices)
+    if not settings.is_trial:
+        check_monitored(stepper.schedule, job)
     drift.check_replicas(drift.replicated(stepper), mesh=mesh, step=0)
     run_dir = settings.run_dir
     writer = metrics = None
@@ -360,7 +367,7 @@ def _steps(run: _Run) -> bool:
         if recorder is not None:
             recorder.phase("end")
         _after_step(run, fed.window, result, step_s, input_s, scale)
-        if order is not None and run.step % order.steps_per_epoch == 0:
+        if order is not None and order.ends_epoch(run.step):
             run.due |= {"evaluate", "epoch"}
             run.ended_epochs.append(fed.window.epoch)
         if result.is_settled and run.step != job.total_steps:
@@ -506,6 +513,10 @@ def _evaluate(run: _Run) -> None:
         figures = evaluate(stepper.model, stepper.layout, run.job, run.job.validation, mesh=run.mesh,
                            device=run.context.device, part=part, beat=run.context.beat)
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}
+    if waits_for_metric(stepper.schedule) and not run.settings.is_trial and run.speed.steps and (
+            run.scheduled_step != run.step and Order.of(run.job).ends_epoch(run.step)):
+        stepper.schedule.step(run.evaluated[monitored_by(run.job)])
+        run.scheduled_step = run.step
     run.record(validation_loss=run.evaluated["validation_loss"], metrics=figures)
     run.display.say(f"step {run.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in run.evaluated.items()))
     if run.settings.on_evaluation is not None and run.context.rank == 0:

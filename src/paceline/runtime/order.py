@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.job import Job
+from paceline.phases import BatchSizes, PhasedWindows
 from paceline.runtime.sampling import DrawnEpochs
 from paceline.runtime.streams import key_to_seed
 
@@ -79,7 +80,7 @@ class Window:
         return range(self.start, self.start + self.count)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Order:
     """Windows and indices of a data set of known size."""
 
@@ -96,14 +97,38 @@ class Order:
         drawn = DrawnEpochs(job.sampler, job.seed, len(job.data)) if job.sampler is not None else None
         return cls(job.num_samples, job.batch, job.seed, job.drop_last, drawn)
 
+    @cached_property
+    def _phased(self) -> PhasedWindows | None:
+        if not isinstance(self.batch, BatchSizes):
+            return None
+        return PhasedWindows(self.num_samples, self.batch.phases, drop_last=self.drop_last)
+
     @property
-    def steps_per_epoch(self) -> int:
+    def _steps_per_epoch(self) -> int:
         whole, rest = divmod(self.num_samples, self.batch)
         return whole + (1 if rest and not self.drop_last else 0)
 
+    def epoch_end(self, step: int) -> int:
+        """The first step after the epoch that a step lies in."""
+        if self._phased is not None:
+            return self._phased.first_step(self._phased.epoch(step) + 1)
+        return (step // self._steps_per_epoch + 1) * self._steps_per_epoch
+
+    def ends_epoch(self, steps: int) -> bool:
+        """Whether so many steps end with an epoch."""
+        return steps > 0 and self.epoch_end(steps - 1) == steps
+
+    def fewest(self, steps: int) -> int:
+        """Samples of the smallest of so many first windows."""
+        if self._phased is not None:
+            return self._phased.fewest(steps)
+        return min(self.window(step).count for step in {0, min(steps, self._steps_per_epoch) - 1})
+
     def window(self, step: int) -> Window:
         """The window of optimizer step `step`, counted from 0 over all epochs."""
-        epoch, in_epoch = divmod(step, self.steps_per_epoch)
+        if self._phased is not None:
+            return Window(*self._phased.window(step))
+        epoch, in_epoch = divmod(step, self._steps_per_epoch)
         start = in_epoch * self.batch
         return Window(epoch, start, min(self.batch, self.num_samples - start))
 

@@ -36,6 +36,7 @@ from paceline.plans import Plan
 from paceline.profile.trace import cast_parameters_of_rank, state_factor
 from paceline.runtime.attributes import ChangingAttributes
 from paceline.runtime.feed import DataShard, MicroBatch, evaluation_feed, example_batch
+from paceline.runtime.freezing import freeze_throughout
 from paceline.runtime.streams import kept_streams, seed_model
 from paceline.strategies.compose import (
     Synchroniser,
@@ -73,6 +74,7 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError("the model has no trainable parameter",
                        hint="every parameter has requires_grad=False, or the module registers none")
+    freeze_throughout(job, model)
     model = model.to(device)
     if job.precision == "fp8":
         return in_float8(model)

@@ -20,10 +20,10 @@ from paceline.strategies.compose import holds_parts
 def smallest_cut(order: Order, steps: int, part: DataShard) -> tuple[int, int]:
     """The fewest samples of any rank's micro-batch in so many steps, and of any window. A rank that gets none runs
     the window's first sample."""
-    windows = [order.window(step).count for step in {0, min(steps, order.steps_per_epoch) - 1}]
-    cuts = [len(cut) for count in windows for replica in range(len(part.shares))
+    counts = {order.window(0).count, order.fewest(steps)}
+    cuts = [len(cut) for count in counts for replica in range(len(part.shares))
             for cut in DataShard(part.shares, replica, part.num_microbatches).cuts(count)]
-    return max(1, min(cuts)), min(windows)
+    return max(1, min(cuts)), min(counts)
 
 
 def refuse_single_samples(job: Job, plan: Plan, shares: tuple[int, ...], device: torch.device) -> None:

@@ -16,6 +16,7 @@ from paceline.errors import CheckpointError, JobError
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
+from paceline.phases import BatchSizes
 from paceline.runtime.attributes import ChangingAttributes, restore_attributes
 from paceline.runtime.checkpoint.pieces import TensorPiece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
@@ -215,7 +216,7 @@ def document(stepper: StateOwner, *, step: int, samples: int) -> dict[str, Any]:
         "step": step,
         "samples": samples,
         "seed": stepper.job.seed,
-        "batch": stepper.job.batch,
+        "batch": _batch(stepper.job),
         "num_samples": stepper.job.num_samples,
         "replicas": stepper.mesh.num_copies if stepper.step_sync.has_own_steps else 1,
         "optimizer": {"kind": type(stepper.optimizer).__name__, "groups": groups,
@@ -225,6 +226,11 @@ def document(stepper: StateOwner, *, step: int, samples: int) -> dict[str, Any]:
         "schedule": _plain(schedule, "the learning-rate schedule"),
         **({"loss_scale": stepper.scaling.to_dict()} if stepper.scaling is not None else {}),
     }
+
+
+def _batch(job: Job) -> int | str:
+    """Samples a step, or the phases of it in words."""
+    return str(job.batch) if isinstance(job.batch, BatchSizes) else job.batch
 
 
 def refuse_unsaveable(stepper: StateOwner) -> None:
@@ -291,7 +297,7 @@ def mismatch(stepper: StateOwner, checkpoint: Checkpoint) -> str | None:
     if other:
         return other
     for key in ("seed", "batch", "num_samples"):
-        now = getattr(stepper.job, key)
+        now = _batch(stepper.job) if key == "batch" else getattr(stepper.job, key)
         if checkpoint.document.get(key) != now:
             return f"its {key} was {checkpoint.document.get(key)} and this job's is {now}"
     kind, then = type(stepper.optimizer).__name__, checkpoint.document["optimizer"]["kind"]

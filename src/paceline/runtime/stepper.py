@@ -24,11 +24,12 @@ from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.clipping import clip, squared_norm
 from paceline.runtime.edits import Edits
 from paceline.runtime.feed import MicroBatch
+from paceline.runtime.freezing import Freezing
 from paceline.runtime.initial import load_initial
 from paceline.runtime.loss import Tally
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure
 from paceline.runtime.optimizers.closure import Closure, step_gathered
-from paceline.runtime.optimizers.schedule import build_schedule
+from paceline.runtime.optimizers.schedule import build_schedule, step_schedule
 from paceline.runtime.order import Window
 from paceline.runtime.prepare import prepare_job
 from paceline.runtime.refusals import check_loss, check_used
@@ -100,6 +101,7 @@ class Stepper:
     own_parts: what it updates of tensors that ranks hold in parts. needs_closure: whether it evaluates the loss itself.
     sparsely_trained: parameters of this rank that get sparse gradients.
     forwards_may_write: whether a forward might write to a parameter; not looked at on CPUs.
+    freezing: which parameters are frozen in which steps.
     scaling: of losses; None but in fp16.
     """
 
@@ -112,6 +114,8 @@ class Stepper:
         self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
         self.attributes, self.forwards_may_write = prepared.attributes, prepared.forwards_may_write
         self.step_sync = step_sync_of(self.synchronisers, mesh)
+        self.freezing = Freezing(job, self.model)
+        self.freezing.refuse_kept(self.kept())
         self._begin_from(plan)
         self.model.train()
         if job.precision == "fp8" and mesh.rank == 0 and (left := left_in_bf16(self.model)):
@@ -178,8 +182,8 @@ class Stepper:
             self._update()
         if self._merges_edits:
             self.edits.updated()
-        if self.schedule is not None and not evaluation.is_skipped:
-            self.schedule.step()
+        if not evaluation.is_skipped:
+            step_schedule(self.schedule)
         met = self.step_sync.end_step(step + 1, evaluation.figures, evaluation.known, beat)
         if met is None:
             return StepResult((), 0, norm, is_settled=False)
@@ -197,6 +201,7 @@ class Stepper:
         part = self.mesh.loss_number
         self._look()
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
+        self.freezing.let_go(self.parameters, step, window.epoch)
         overflow = None if self.scaling is None else self.scaling.unscale(
             [local_part(p.grad) for p in self.parameters.values() if p.grad is not None], self.device)
         squares = squared_norm(self.job.clip, self.parameters, self.layout.owned, self.mesh, self.device)

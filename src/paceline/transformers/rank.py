@@ -190,5 +190,5 @@ def samples_until(job: Any, step: int) -> int:
     """Samples that the steps before this one have used."""
     if job.num_samples is None:
         return int(step * job.batch)
-    epoch, in_epoch = divmod(step, Order.of(job).steps_per_epoch)
-    return int(epoch * job.num_samples + min(in_epoch * job.batch, job.num_samples))
+    window = Order.of(job).window(step)
+    return int(window.epoch * job.num_samples + window.start)

@@ -155,7 +155,7 @@ def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: 
     began_s = time.monotonic()
     short = replace(job, steps=num_steps, epochs=None, validation=None, metrics={})
     used = replace(cluster, devices=cluster.devices[:plan.world_size])
-    settings = Settings(run_dir=None, shares=split_shares(plan, used), devices=devices_of(plan, used))
+    settings = Settings(run_dir=None, is_trial=True, shares=split_shares(plan, used), devices=devices_of(plan, used))
 
     def body(context: RankContext) -> Any:
         turns = AlternatingSteps() if in_turns else None

@@ -20,6 +20,7 @@ from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
 from paceline.runtime.folder import EVENTS, METRICS
 from paceline.runtime.loop import Speed, cut_metrics, learning_rate, predicted_step_s
+from paceline.runtime.optimizers.schedule import monitored_by, waits_for_metric
 from paceline.runtime.refusals import check_loss, check_used
 from paceline.strategies.server.clock import LEASES, Clock
 from paceline.strategies.server.exchange.serve import listen_to
@@ -103,7 +104,7 @@ class Coordinator(Server):
                              goes_on=context.num_starts > 1)
         if context.num_starts > 1:
             self._note_restart()
-        self.completed = self.step  # steps; not always the first ones
+        self.completed = self.first_step = self.step  # steps; not always the first ones
         self.samples = int(self.checkpoint.document["samples"]) if self.checkpoint is not None else 0
         if settings.resume:
             self.display.say(f"resumed from {self.checkpoint.path.name}" if self.checkpoint is not None else
@@ -442,21 +443,22 @@ class Coordinator(Server):
         if self.settings.save_every:
             stops.append((self.step // self.settings.save_every + 1) * self.settings.save_every)
         if self.job.validation is not None:
-            stops.append((self.step // self.order.steps_per_epoch + 1) * self.order.steps_per_epoch)
+            stops.append(self.order.epoch_end(self.step))
         return min(stops)
 
     def _stop_here(self) -> None:
-        """Nothing is on its way: save and evaluate if it is time, then go on or end."""
+        """Nothing is on its way: evaluate and save if it is time, then go on or end."""
         every, is_last = self.settings.save_every, self.step >= self.total_steps
+        evaluates = self.job.validation is not None and self.evaluated_step != self.step and self.step > 0
+        if evaluates and (is_last or self.order.ends_epoch(self.step)) and not (
+                self.stop_asked and not is_last and not waits_for_metric(self.shelf.schedule)):
+            if self.workers:
+                self._begin_evaluation()
+            return
         if self.step != self.saved_step and self.step and (is_last or self.stop_asked or
                                                            (every and self.step % every == 0)):
             self._save(last=is_last or self.stop_asked)
-        evaluates = self.job.validation is not None and self.evaluated_step != self.step and self.step > 0
-        if evaluates and (is_last or self.step % self.order.steps_per_epoch == 0) and not (
-                self.stop_asked and not is_last):
-            if self.workers:
-                self._begin_evaluation()
-        elif is_last or self.stop_asked:
+        if is_last or self.stop_asked:
             self.over = True
         else:
             self.clock.end = self.turns.before(self._next_stop())
@@ -518,6 +520,9 @@ class Coordinator(Server):
         self.evaluation, self.evaluated_step = None, self.step
         figures = quotients(self.job, evaluation.sums)
         self.evaluated = {"validation_loss": figures.pop("loss"), **figures}
+        if waits_for_metric(self.shelf.schedule) and self.order.ends_epoch(self.step) and not (
+                self.settings.is_trial or self.step == self.first_step):
+            self._order({"metric": self.evaluated[monitored_by(self.job)]})
         self._note(step=self.step, validation_loss=self.evaluated["validation_loss"], metrics=figures)
         self.display.say(f"step {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in self.evaluated.items()))
         if self.settings.on_evaluation is not None:

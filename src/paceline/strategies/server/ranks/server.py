@@ -15,6 +15,7 @@ from paceline.runtime import state
 from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.checkpoint.write import Writer
 from paceline.runtime.memory import PeakMemory
+from paceline.runtime.optimizers.schedule import check_monitored
 from paceline.runtime.order import Order
 from paceline.strategies.server.exchange.serve import Acceptor, ShardEvents, ShardService, ShardTerms, listen_to
 from paceline.strategies.server.exchange.wire import Connection, Peer, Role, WireError, connect, listen
@@ -53,6 +54,8 @@ class Server:
         events = ShardEvents(held=self._held, ready=self._ready, lost=self._lost, failed=self._failed)
         self.exchange = ShardService(shards[number], terms, events, task.uplink)
         self.shelf = ServerState(job, plan, number, shards, model, self.exchange)
+        if not settings.is_trial:
+            check_monitored(self.shelf.schedule, job)
         self.writer = None
         if settings.run_dir is not None:
             self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt)
@@ -98,6 +101,8 @@ class Server:
             self.exchange.drop(order["drop"])
         elif "gone" in order:
             self.exchange.dismiss(order["gone"], order["incarnation"], keeps=order["keeps"])
+        elif "metric" in order:
+            self.shelf.schedule.step(order["metric"])
         elif "save" in order:
             self.save(order["save"], last=order["last"])
 
@@ -129,7 +134,9 @@ class Server:
         self.context.step = self.step + 1
         self.history.add(order["turn"])
         observer, shelf = self.settings.observer, self.shelf
-        shelf.take_gradient(order["make"], scale=order["scale"], unused=frozenset(order["unused"]))
+        step, _ = self.turns.place(order["turn"])
+        shelf.take_gradient(order["make"], scale=order["scale"], unused=frozenset(order["unused"]).union(
+            shelf.freezing.at(step, self.order.window(step).epoch)))
         if observer is not None:
             observer.samples(self.version, [])
             observer.gradients(self.version, shelf)

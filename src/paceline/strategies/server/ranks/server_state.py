@@ -10,10 +10,11 @@ import torch
 
 from paceline.job import Job
 from paceline.plans import Plan
+from paceline.runtime.freezing import Freezing
 from paceline.runtime.initial import load_initial
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure, refuse_coupled
 from paceline.runtime.optimizers.probe import is_elementwise
-from paceline.runtime.optimizers.schedule import build_schedule
+from paceline.runtime.optimizers.schedule import build_schedule, step_schedule
 from paceline.runtime.prepare import build_in_files
 from paceline.runtime.state import persistent_buffers
 from paceline.strategies.layout import Extent
@@ -79,6 +80,7 @@ class ServerState:
             extents[part.name] = Extent(part.shape, part.offsets)
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} if server == 0 else {}
         self.held = {**self.parameters, **frozen}
+        self.freezing = Freezing(job, model)
         load_initial(job, model, self.held, extents)
         self.layout = Owned(frozenset(self.held), frozenset(persistent_buffers(model) if server == 0 else ()), extents)
         built = build_optimizer(job, self.trainable, self.parameters)
@@ -97,7 +99,8 @@ class ServerState:
     def takes_slices(self) -> bool:
         """Whether slices may be updated one by one, each when its gradient is there."""
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
-        return self.job.clip is None and is_elementwise(self.optimizer) and not any(hooks)
+        return self.job.clip is None and is_elementwise(self.optimizer) and not any(hooks) and (
+            not self.freezing.changes)
 
     def update_slices(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
         """One step of the optimizer for these slices alone."""
@@ -137,8 +140,8 @@ class ServerState:
         if rate != 1.0:
             for group, own in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = own
-        if self.schedule is not None and ends_step:
-            self.schedule.step()
+        if ends_step:
+            step_schedule(self.schedule)
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from paceline.errors import PlanRefused
+from paceline.phases import BatchSizes
 from paceline.runtime.order import Order
 from paceline.strategies.server.keys import Servers
 
@@ -18,18 +20,27 @@ class UpdateOrder:
     def __init__(self, order: Order, sync: Servers) -> None:
         self.order = order
         self.width = 1 if sync.staleness == 0 else sync.workers
-        self._usual = min(self.width, order.batch)
-        self._per_epoch = self.before(order.steps_per_epoch - 1) + self._in(order.steps_per_epoch - 1)
+        if self.width == 1:
+            return
+        if isinstance(order.batch, BatchSizes):
+            raise PlanRefused(f"the batch changes during the run ({order.batch}), and with staleness={sync.staleness} "
+                              "workers take parts of steps that are cut alike", hint="staleness=0, or a data=N plan")
+        self._usual, self._steps_per_epoch = min(self.width, order.batch), order.epoch_end(0)
+        self._per_epoch = self.before(self._steps_per_epoch - 1) + self._in(self._steps_per_epoch - 1)
 
     def before(self, step: int) -> int:
         """Turns of the steps before this one."""
-        epoch, in_epoch = divmod(step, self.order.steps_per_epoch)
+        if self.width == 1:
+            return step
+        epoch, in_epoch = divmod(step, self._steps_per_epoch)
         return (epoch * self._per_epoch if epoch else 0) + in_epoch * self._usual
 
     def steps(self, turns: int) -> int:
         """Steps that are whole among the first so many turns."""
+        if self.width == 1:
+            return turns
         epoch, rest = divmod(turns, self._per_epoch)
-        return epoch * self.order.steps_per_epoch + rest // self._usual
+        return epoch * self._steps_per_epoch + rest // self._usual
 
     def begun(self, turns: int) -> int:
         """Steps of which anything is among the first so many turns."""

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.capture.written import SeenValue
-from paceline.errors import JobError
+from paceline.errors import JobError, PlanRefused
 from paceline.launch.logs import logger
 from paceline.runtime.evaluate import evaluation_sums
 from paceline.runtime.feed import DataShard, MicroBatch, training_feed
@@ -59,7 +59,10 @@ class Worker:
         self.links = [ServerConnection(reach(server, Role.DATA), shard, worker=number, incarnation=incarnation,
                                        uplink=task.uplink, compress=plan.modifiers.compress)
                       for server, shard in enumerate(shards)]
+        self.frozen: frozenset[str] = frozenset()
         tables_of_rows = tables(self.stepper.model)
+        if self.stepper.freezing.changes:
+            self._send_zeros_for_frozen(tables_of_rows)
         for name in tables_of_rows:  # no rank that works holds them
             del self.stepper.parameters[name], self.stepper.held[name]
         self.rows = Rows(tables_of_rows, self.links)
@@ -76,6 +79,23 @@ class Worker:
         self.is_over = threading.Event()
         threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
         self.waited_for_step_s = 0.0
+
+    def _send_zeros_for_frozen(self, tables_of_rows: Collection[str]) -> None:
+        """What is frozen in a step counts nothing in the norm of its gradient. Before the hooks that send gradients.
+
+        Raises:
+            PlanRefused: a table would be trained in some steps alone.
+        """
+        if names := sorted(set().union(*self.stepper.freezing.phases.values).intersection(tables_of_rows)):
+            raise PlanRefused(f"freeze changes during the run, and rows of '{names[0]}' lie on servers",
+                              hint="sparse=False in the embedding, or a data=N plan")
+
+        def silence(name: str, p: torch.Tensor) -> None:
+            if name in self.frozen and p.grad is not None:
+                p.grad.zero_()
+
+        for name, p in self.stepper.parameters.items():
+            p.register_post_accumulate_grad_hook(partial(silence, name))
 
     def run(self) -> None:
         """Work until the coordinator says that it is over."""
@@ -126,6 +146,7 @@ class Worker:
         self.context.step = step + 1
         self._fetch(order)
         window, batches = self._samples(step, order["part"])
+        self.frozen = self.stepper.freezing.at(step, window.epoch)
         if observer is not None:
             observer.samples(step, batches)
             observer.gradients(step, _Elsewhere(self.number))  # type: ignore[arg-type]

@@ -1,0 +1,75 @@
+"""Which parameters are trained in which steps, by the patterns of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from paceline.errors import JobError, PlanRefused
+from paceline.job import Job
+from paceline.phases import Phases, matching, patterns
+from paceline.strategies.state_tensors import StateTensor
+
+
+def frozen_names(job: Job, model: torch.nn.Module) -> Phases[frozenset[str]]:
+    """The parameters that are frozen in each phase, by the first of each one's names.
+
+    Raises:
+        JobError: a pattern stands for no parameter, or a phase leaves none to train.
+    """
+    phases = patterns(job.freeze)
+    names = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(p): name for name, p in model.named_parameters()}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    frozen = tuple(frozenset(first[id(names[name])] for name in matching(wanted, list(names)))
+                   for wanted in phases.values)
+    for start, found in zip(phases.starts, frozen, strict=True):
+        if trained and not trained - found:
+            raise JobError(f"freeze leaves no parameter to train from {phases.unit} {start} on",
+                           hint="let the patterns of each phase leave some out")
+    return Phases(phases.unit, phases.starts, frozen)
+
+
+def freeze_throughout(job: Job, model: torch.nn.Module) -> None:
+    """Parameters that are frozen in every phase need no gradient at all."""
+    frozen = frozenset.intersection(*frozen_names(job, model).values)
+    for name, p in model.named_parameters():
+        if name in frozen:
+            p.requires_grad_(False)
+
+
+class Freezing:
+    """The phases of a run's frozen parameters. A gradient that is made of one is let go of before anything looks at it,
+    so that it is to the norm, the optimizer and its state as a parameter that nothing uses."""
+
+    def __init__(self, job: Job, model: torch.nn.Module) -> None:
+        self.phases = frozen_names(job, model)
+
+    @property
+    def changes(self) -> bool:
+        """Whether a parameter is frozen in some steps and trained in others."""
+        return len(set(self.phases.values)) > 1
+
+    def at(self, step: int, epoch: int) -> frozenset[str]:
+        """Names of those that are frozen in a step."""
+        return self.phases.at(step, epoch) if self.changes else frozenset()
+
+    def let_go(self, parameters: Mapping[str, torch.nn.Parameter], step: int, epoch: int) -> None:
+        """Drop the gradients of those that are frozen in a step."""
+        for name in self.at(step, epoch):
+            if name in parameters:
+                parameters[name].grad = None
+
+    def refuse_kept(self, kept: Iterable[StateTensor]) -> None:
+        """
+        Args:
+            kept: What the plan's rooms keep from step to step.
+
+        Raises:
+            PlanRefused: a part of each gradient is kept for a later step, when its parameter may be frozen.
+        """
+        if self.changes and any(tensor.name.startswith("residuals/") for tensor in kept):
+            raise PlanRefused("compress= sends later what it leaves out of a gradient, and freeze changes during the "
+                              "run: it would be sent when its parameter is frozen",
+                              hint="leave out compress, or freeze the same parameters in the whole run")
