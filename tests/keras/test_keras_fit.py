@@ -259,6 +259,58 @@ def test_steps_of_torch_and_steps_that_couple_samples():
     assert model.train_function is None
 
 
+class Gan(keras.Model):
+    """As in Keras's guide: two optimizers, batches that are joined, and noise on their labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.discriminator = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="relu"),
+                                               keras.layers.Dropout(0.3), keras.layers.Dense(1)])
+        self.generator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.BatchNormalization(),
+                                           keras.layers.Dense(6)])
+        self.seed_generator = keras.random.SeedGenerator(7)
+        self.d_optimizer, self.g_optimizer = keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02)
+        self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
+        self.d_loss, self.g_loss = keras.metrics.Mean(name="d_loss"), keras.metrics.Mean(name="g_loss")
+        self.built = True
+
+    @property
+    def metrics(self):
+        return [self.d_loss, self.g_loss]
+
+    def update(self, part, optimizer, loss):
+        self.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            optimizer.apply([v.value.grad for v in part.trainable_weights], part.trainable_weights)
+
+    def train_step(self, real):
+        number = real.shape[0]
+        generated = self.generator(keras.random.normal((number, 4), seed=self.seed_generator))
+        labels = torch.concat([torch.ones((number, 1)), torch.zeros((number, 1))], axis=0)
+        labels = labels + 0.05 * keras.random.uniform(labels.shape, seed=self.seed_generator)
+        guesses = self.discriminator(torch.concat([generated, real], axis=0), training=True)
+        d_loss = self.loss_fn(labels, guesses)
+        self.update(self.discriminator, self.d_optimizer, d_loss)
+        noise = keras.random.normal((number, 4), seed=self.seed_generator)
+        g_loss = self.loss_fn(torch.zeros((number, 1)), self.discriminator(self.generator(noise, training=True)))
+        self.update(self.generator, self.g_optimizer, g_loss)
+        self.d_loss.update_state(d_loss)
+        self.g_loss.update_state(g_loss)
+        return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
+
+
+def test_a_gan_with_two_optimizers():
+    """The step of Keras's guide, on ranks of unequal shares."""
+    def build() -> Any:
+        keras.utils.set_random_seed(1)
+        model = Gan()
+        model.compile(optimizer=model.d_optimizer)
+        return model
+
+    assert_same(build, "data=3", y=None)
+
+
 class Failing(keras.Model):
     how: Any = None
 

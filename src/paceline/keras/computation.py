@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.keras import losses, metrics, moments
 from paceline.keras.draws import WholeBatchDraws
 from paceline.keras.gradients import Gradients
@@ -61,3 +62,24 @@ def _of_all_ranks(part: Part, logs: Any) -> Any:
         [tensor.numel() for tensor in floats]))
     return map_tensors(lambda tensor: next(means).reshape(tensor.shape).to(tensor.dtype)
                        if tensor.is_floating_point() else tensor, logs)
+
+
+def rows_of(batch: Any, cut: range) -> Any:
+    """The samples of a rank, or the batch's first one for a rank that has none."""
+    rows = slice(cut.start, cut.stop) if cut else slice(0, 1)
+    return map_tensors(lambda tensor: tensor[rows], batch)
+
+
+def joined(outputs: Sequence[Any], counts: Sequence[int]) -> Any:
+    """The ranks' outputs, one after the other along dim 0.
+
+    Raises:
+        UsageError: an output does not have the samples along dim 0.
+    """
+    parts = [tensors_of(its) for its in outputs]
+    for part, count in zip(parts, counts, strict=True):
+        if any(not tensor.dim() or tensor.shape[0] != max(1, count) for tensor in part):
+            raise UsageError("predict_step returns something without the samples along dim 0", hint="plan='single'")
+    whole = iter([torch.cat([tensor[:count] for tensor, count in zip(same, counts, strict=True)])
+                  for same in zip(*parts, strict=True)])
+    return map_tensors(lambda _: next(whole), outputs[0])

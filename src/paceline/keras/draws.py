@@ -13,6 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.keras.part import Part, current_part
 
+# What rows of a tensor are that has several for each sample: the batch several times over, as where two batches are
+# joined; or all rows of a sample together, as where steps of sequences become rows; or nothing that is cut by samples.
+ORDERS = ("blocks", "runs", "none")
+several: set[bool] = set()  # not empty once such a tensor was drawn in this process
+
 
 class WholeBatchDraws(TorchFunctionMode):
     """While it is on, random tensors with this rank's samples along dim 0 are rows of the whole batch's."""
@@ -24,8 +29,33 @@ class WholeBatchDraws(TorchFunctionMode):
         return func(*args, **kwargs) if draw is None else draw(part, func, *args, **kwargs)
 
 
-def _rows(part: Part, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[part.start:part.start + part.rows]
+def _times(part: Part, length: int) -> int:
+    """How many rows a random tensor has for each of this rank's samples; 0 if its rows are no samples."""
+    times, rest = divmod(length, part.rows)
+    if rest or not times:
+        return 0
+    if times > 1:
+        several.add(True)
+        return times if part.order != "none" else 0
+    return times
+
+
+def _rows(part: Part, whole: torch.Tensor, times: int) -> torch.Tensor:
+    """Those of this rank's samples."""
+    if times == 1 or part.order == "runs":
+        return whole[times * part.start:times * (part.start + part.rows)]
+    blocks = whole.reshape(times, part.total, *whole.shape[1:])[:, part.start:part.start + part.rows]
+    return blocks.reshape(times * part.rows, *whole.shape[1:])
+
+
+def _embedded(part: Part, tensor: torch.Tensor, times: int) -> torch.Tensor:
+    """In a tensor for the whole batch, whose other rows don't matter."""
+    blocks = 1 if part.order == "runs" else times
+    per_sample, rest = times // blocks, tensor.shape[1:]
+    before = tensor.new_zeros((blocks, per_sample * part.start, *rest))
+    after = tensor.new_zeros((blocks, per_sample * (part.total - part.start - part.rows), *rest))
+    cut = tensor.reshape(blocks, per_sample * part.rows, *rest)
+    return torch.cat([before, cut, after], dim=1).reshape(times * part.total, *rest)
 
 
 def _sized(position: int) -> Callable[..., torch.Tensor]:
@@ -37,9 +67,10 @@ def _sized(position: int) -> Callable[..., torch.Tensor]:
             before, shape = args[:position], args[position:]
             if len(shape) == 1 and not isinstance(shape[0], int):
                 shape = tuple(shape[0])
-        if not shape or shape[0] != part.rows:
+        times = _times(part, shape[0]) if shape else 0
+        if not times:
             return func(*before, size=shape, **kwargs)
-        return _rows(part, func(*before, size=(part.total, *shape[1:]), **kwargs))
+        return _rows(part, func(*before, size=(times * part.total, *shape[1:]), **kwargs), times)
 
     return draw
 
@@ -51,34 +82,31 @@ def _randint(part: Part, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _normal(part: Part, func: Any, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **kwargs: Any) -> torch.Tensor:
-    if size is None:  # a mean or a deviation for each element
-        given = [value for value in (mean, std) if isinstance(value, torch.Tensor)]
-        if given and all(map(part.has_samples, given)):
-            mean, std = (_embedded(part, value) if isinstance(value, torch.Tensor) else value for value in (mean, std))
-            return _rows(part, func(mean, std, **kwargs))
+    if size is not None:
+        return _sized(2)(part, func, mean, std, size=size, **kwargs)
+    given = [value for value in (mean, std) if isinstance(value, torch.Tensor)]  # for each element
+    lengths = {value.shape[0] if value.dim() else 0 for value in given}
+    times = _times(part, lengths.pop()) if len(lengths) == 1 else 0
+    if not times:
         return func(mean, std, **kwargs)
-    return _sized(2)(part, func, mean, std, size=size, **kwargs)
-
-
-def _embedded(part: Part, tensor: torch.Tensor) -> torch.Tensor:
-    """In a tensor for the whole batch, whose other rows don't matter."""
-    rest = tensor.shape[1:]
-    return torch.cat([tensor.new_zeros((part.start, *rest)), tensor,
-                      tensor.new_zeros((part.total - part.start - part.rows, *rest))])
+    mean, std = (_embedded(part, its, times) if isinstance(its, torch.Tensor) else its for its in (mean, std))
+    return _rows(part, func(mean, std, **kwargs), times)
 
 
 def _like(part: Part, func: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if not part.has_samples(input):
+    times = _times(part, input.shape[0]) if input.dim() else 0
+    if not times:
         return func(input, *args, **kwargs)
-    return _rows(part, func(_embedded(part, input), *args, **kwargs))
+    return _rows(part, func(_embedded(part, input, times), *args, **kwargs), times)
 
 
 def _in_place(part: Part, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if not part.has_samples(tensor):
+    times = _times(part, tensor.shape[0]) if tensor.dim() else 0
+    if not times:
         return func(tensor, *args, **kwargs)
-    drawn = func(tensor.new_empty((part.total, *tensor.shape[1:])), *args, **kwargs)
+    drawn = func(tensor.new_empty((times * part.total, *tensor.shape[1:])), *args, **kwargs)
     with torch.no_grad():
-        return tensor.copy_(_rows(part, drawn))
+        return tensor.copy_(_rows(part, drawn, times))
 
 
 _functional = torch.nn.functional

@@ -1,24 +1,27 @@
 """A run's first step on several ranks, held against the same step of one process.
 
-A fork of the calling process computes the step on the whole batch, with Keras alone. Its gradients, its changes of
-variables and its logs must be those of the ranks. If they are not, the model is put back and the plan is refused: the
-training step is no sum over samples, in a way that nothing corrected.
+Forks of the calling process compute it: one with Keras alone and the whole batch, and one for each rank. Their
+gradients, variables and logs must be the same. If they are not, the plan is refused before this process's model takes a
+step: the training step is no sum over samples, in a way that nothing corrected.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.errors import PlanRefused
-from paceline.keras.computation import Computation
+from paceline.keras.computation import Computation, joined, rows_of
+from paceline.keras.draws import ORDERS, several
 from paceline.keras.forks import forked
-from paceline.keras.state import variables
+from paceline.keras.group import RankGroup
+from paceline.keras.part import Part
 from paceline.keras.wire import receive, send, tensors_of
 
 ROUNDINGS = 10  # tolerated, in square roots of the dtype's relative step: 0.3 % in float32
@@ -28,83 +31,91 @@ _HINT = ("{kind}_step couples the samples of a batch; it must be a sum or a mean
          "mean of values that each depend on one sample. plan='single' trains anything")
 
 
-@contextmanager
-def checked(computation: Computation, kind: str, batch: Any, *, needed: bool) -> Iterator[Callable[[Any], None]]:
-    """What is to be called with the answer of the ranks' step, which is taken inside.
+def settled_order(computation: Computation, kind: str, batch: Any, cuts: Sequence[range], folder: Path) -> str:
+    """Of `draws.ORDERS` the one by which ranks compute what one process does. This process's model is left alone.
+
+    Args:
+        cuts: The samples of each rank. folder: For files by which the ranks meet.
 
     Raises:
-        PlanRefused: one process computes something else. The variables are as they were before.
+        PlanRefused: none does.
     """
-    if not needed:
-        yield lambda answer: None
-        return
-    before = [(variable, variable._value.detach().clone()) for variable in variables(computation.model)]
+    alone = forked(partial(_compute, computation=computation, kind=kind, batch=batch, part=None))
+    expected, differing = None, ""
+    for order in ORDERS:
+        ranks: list[tuple[Any, Connection]] = []
+        rendezvous = folder / uuid.uuid4().hex
+        for rank in range(len(cuts)):
+            ranks.append(forked(partial(_try, computation=computation, kind=kind, batch=batch, cuts=cuts, rank=rank,
+                                        order=order, rendezvous=rendezvous),
+                                beside=[alone[1], *(connection for _, connection in ranks)]))
+        answers = [_answer(*rank) for rank in ranks]
+        expected = expected or _answer(*alone)
+        if expected is None or None in answers:  # an error of the step itself, which comes again where it can be seen
+            return order
+        first = answers[0]
+        if kind == "predict":
+            first["answer"] = tensors_of(joined([its["answer"] for its in answers], [len(cut) for cut in cuts]))
+        differing = _differing(first, expected)
+        if not differing:
+            return order
+        if not first["several"]:
+            break
+    name = type(computation.model).__name__
+    raise PlanRefused(f"the first {kind} step of {name} on several ranks is not what one process computes: {differing}",
+                      hint=_HINT.format(kind=kind))
+
+
+def _try(connection: Connection, computation: Computation, kind: str, batch: Any, cuts: Sequence[range], *, rank: int,
+         order: str, rendezvous: Path) -> None:
+    """In a fork: be one of the ranks."""
+    group = RankGroup(rank, len(cuts), rendezvous)
+    part = Part(group, tuple(len(cut) for cut in cuts), order)
+    _compute(connection, computation, kind, rows_of(batch, cuts[rank]), part)
+
+
+def _compute(connection: Connection, computation: Computation, kind: str, batch: Any, part: Part | None) -> None:
+    """In a fork: take the step, and tell what it computed."""
+    torch.set_num_threads(1)
+    model = computation.model
     gradients: list[torch.Tensor | None] = []
     computation.gradients.recorder = gradients.extend
-    process, connection = _begun(computation, kind, batch)
+    answer = computation.step(kind, batch, part)
+    # Of what trains, the gradients tell all. An update may turn the rounding of a gradient that is zero into a step.
+    kept = model.non_trainable_variables if gradients else model.variables
+    send(connection, {"gradients": gradients, "names": [variable.path for variable in model.trainable_variables],
+                      "variables": {variable.path: variable._value for variable in kept},
+                      "answer": tensors_of(answer), "several": bool(several)})
 
-    def check(answer: Any) -> None:
-        differing = _differing(computation.model, kind, gradients, answer, connection)
-        if differing:
-            with torch.no_grad():
-                for variable, value in before:
-                    variable._value.copy_(value)
-            name = type(computation.model).__name__
-            raise PlanRefused(f"the first {kind} step of {name} on several ranks is not what one process computes: "
-                              f"{differing}", hint=_HINT.format(kind=kind))
 
+def _answer(process: Any, connection: Connection) -> Any:
+    """What a fork told, or None if it failed."""
     try:
-        yield check
+        return receive(connection)
+    except (EOFError, OSError):
+        return None
     finally:
-        computation.gradients.recorder = None
         connection.close()
         process.kill()
         process.join()
 
 
-def _begun(computation: Computation, kind: str, batch: Any) -> tuple[Any, Connection]:
-    """A fork that computes the step."""
-    def compute(connection: Connection) -> None:
-        torch.set_num_threads(1)
-        gradients: list[torch.Tensor | None] = []
-        computation.gradients.recorder = gradients.extend
-        answer = computation.step(kind, batch, None)
-        send(connection, {"gradients": gradients, "answer": tensors_of(answer),
-                          "variables": [variable._value for variable in _compared(computation.model, gradients)]})
-
-    return forked(compute)
-
-
-def _compared(model: Any, gradients: list[Any]) -> list[Any]:
-    """Variables that a step changes by more than a Keras optimizer's update, whose gradients are compared."""
-    return list(model.non_trainable_variables if gradients else model.variables)
-
-
-def _differing(model: Any, kind: str, gradients: list[Any], answer: Any, connection: Connection) -> str:
-    """What differs from one process, in words; nothing if nothing does, or if that process came to no end."""
-    try:
-        expected = receive(connection)
-    except (EOFError, OSError):
-        print(f"the first {kind} step was not compared with one process: that process failed", file=sys.stderr)
-        return ""
-    kept = _compared(model, gradients)
-    for what, ours, theirs, names in (
-            ("the gradient", gradients, expected["gradients"], _paths(model.trainable_variables)),
-            ("the variable", [variable._value for variable in kept], expected["variables"], _paths(kept)),
-            ("the result", tensors_of(answer), expected["answer"], [])):
-        if len(ours) != len(theirs):
-            return f"{len(ours)} in place of {len(theirs)} tensors as {what}s"
-        largest = max((float(tensor.detach().double().abs().max()) for tensor in theirs
+def _differing(ours: Any, theirs: Any) -> str:
+    """What differs from one process, in words; nothing if nothing does."""
+    for what, names, mine, other in (
+            ("the gradient of ", ours["names"], ours["gradients"], theirs["gradients"]),
+            ("the variable ", list(ours["variables"]), list(ours["variables"].values()),
+             list(theirs["variables"].values())),
+            ("result ", [], ours["answer"], theirs["answer"])):
+        if len(mine) != len(other):
+            return f"there are {len(mine)} and not {len(other)} of {what.split()[-1]}s"
+        largest = max((float(tensor.double().abs().max()) for tensor in other
                        if tensor is not None and tensor.numel()), default=0.0)
-        for place, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-            if not _are_near(mine, other, floor=_FLOOR * largest):
-                name = f" of {names[place]}" if place < len(names) else f" {place}"
-                return f"{what}{name} is {_shown(mine)} in place of {_shown(other)}"
+        for place, (value, expected) in enumerate(zip(mine, other, strict=True)):
+            if not _are_near(value, expected, floor=_FLOOR * largest):
+                name = names[place] if place < len(names) else place
+                return f"{what}{name} is {_shown(value)} in place of {_shown(expected)}"
     return ""
-
-
-def _paths(kept: Iterable[Any]) -> list[str]:
-    return [variable.path for variable in kept]
 
 
 def _are_near(mine: Any, other: Any, *, floor: float) -> bool:

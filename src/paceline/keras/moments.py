@@ -22,10 +22,11 @@ def _moments(part: Part, original: Any, layer: Any, inputs: torch.Tensor, mask: 
     axes = layer._reduction_axes
     values = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
     if mask is None:
-        count = values.numel() // values.shape[layer.axis] // values.shape[0] * part.total
-        sums = torch.stack([values.sum(dim=axes), values.square().sum(dim=axes)])
-        mean, square = _sum(part, sums) / count
-        variance = square - mean.square()
+        total = values.sum(dim=axes)
+        count = torch.full_like(total, values.numel() // total.numel())
+        total, square, count = _sum(part, torch.stack([total, values.square().sum(dim=axes), count]))
+        mean = total / count
+        variance = square / count - mean.square()
     else:
         present = ops.cast(ops.broadcast_to(ops.expand_dims(mask, axis=-1), ops.shape(inputs)), "bool")
         values = torch.where(present, values, 0)

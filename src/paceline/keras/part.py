@@ -16,12 +16,14 @@ from paceline.keras.group import RankGroup
 class Part:
     """A rank's run of consecutive samples of one batch.
 
+    order: of random rows where a tensor has several for each sample, of `draws.ORDERS`.
     counts: samples of each rank. A rank without any computes the batch's first sample, at weight zero, so that every
         rank enters every collective.
     """
 
     group: RankGroup
     counts: tuple[int, ...]
+    order: str = "blocks"
 
     @property
     def count(self) -> int:

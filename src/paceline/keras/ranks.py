@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ import torch
 from paceline.cluster import usable_cores
 from paceline.errors import DriftError, UsageError
 from paceline.keras import first_step
-from paceline.keras.computation import KINDS, Computation
+from paceline.keras.computation import KINDS, Computation, joined, rows_of
 from paceline.keras.forks import forked
 from paceline.keras.group import RankGroup
 from paceline.keras.part import Part
 from paceline.keras.state import checksums, random_state, structure, variables, versions
-from paceline.keras.wire import map_tensors, receive, send, tensors_of
+from paceline.keras.wire import receive, send, tensors_of
 from paceline.keras.worker import be_worker
 from paceline.launch.failure import Failure, RankFailed, cause_of, killed
 from paceline.launch.fork import refuse_used_cuda
@@ -50,7 +49,7 @@ class Ranks:
         self._group: RankGroup | None = None
         self._structure: list[Any] = []
         self._versions: list[int] = []
-        self._checked: set[str] = set()
+        self._orders: dict[str, str] = {}  # of random rows, by kind of step, once its first one was tried
         self._folder = Path()
 
     @contextmanager
@@ -82,22 +81,20 @@ class Ranks:
         count = _samples(batch)
         cuts = split(count, [1] * self.size)
         counts = tuple(len(cut) for cut in cuts)
-        kept = self._begin(kind, batch, cuts)
-        with first_step.checked(self._computation, kind, batch, needed=kind not in self._checked) as check:
-            with self._failures():
-                assert self._group is not None
-                mine = map_tensors(lambda tensor: tensor[:max(1, counts[0])], batch)
-                answer = self._computation.step(kind, mine, Part(self._group, counts))
-                if kind == "predict":
-                    answer = self._joined([answer, *(receive(connection)["outputs"] for _, connection
-                                                     in self._workers)], counts)
-            check(answer)
-        self._checked.add(kind)
+        if kind not in self._orders:
+            self._orders[kind] = first_step.settled_order(self._computation, kind, batch, cuts, self._folder)
+        self._begin(kind, batch, cuts)
+        with self._failures():
+            assert self._group is not None
+            answer = self._computation.step(kind, rows_of(batch, cuts[0]),
+                                            Part(self._group, counts, self._orders[kind]))
+            if kind == "predict":
+                answer = joined([answer, *(receive(connection)["outputs"] for _, connection in self._workers)], counts)
         kept = variables(self.model)  # a first step may make some
         self._structure, self._versions = structure(self.model, kept), versions(kept)
         return answer
 
-    def _begin(self, kind: str, batch: Any, cuts: list[range]) -> list[Any]:
+    def _begin(self, kind: str, batch: Any, cuts: list[range]) -> None:
         """Tell the workers of a step, with their samples and what changed since the last one."""
         kept = variables(self.model)
         current = structure(self.model, kept)
@@ -108,13 +105,11 @@ class Ranks:
             self._versions = versions(kept)
         changed = {index: variable._value.data for index, (variable, before, now) in enumerate(
             zip(kept, self._versions, versions(kept), strict=True)) if before != now}
-        random, counts = random_state(), [len(cut) for cut in cuts]
+        told = {"kind": kind, "counts": [len(cut) for cut in cuts], "order": self._orders[kind], "changed": changed,
+                "random": random_state()}
         with self._failures():
             for cut, (_, connection) in zip(cuts[1:], self._workers, strict=True):
-                rows = slice(cut.start, cut.stop) if cut else slice(0, 1)
-                its = map_tensors(itemgetter(rows), batch)
-                send(connection, {"kind": kind, "counts": counts, "changed": changed, "random": random, "batch": its})
-        return kept
+                send(connection, {**told, "batch": rows_of(batch, cut)})
 
     def _start(self) -> None:
         rendezvous = self._folder / uuid.uuid4().hex
@@ -171,16 +166,6 @@ class Ranks:
             if failures and not cause_of(failures).heard:
                 raise RankFailed(cause_of(failures)) from error
             raise
-
-    def _joined(self, outputs: list[Any], counts: tuple[int, ...]) -> Any:
-        """The ranks' outputs, one after the other along dim 0."""
-        parts = [tensors_of(its) for its in outputs]
-        for part, count in zip(parts, counts, strict=True):
-            if any(not tensor.dim() or tensor.shape[0] != max(1, count) for tensor in part):
-                raise UsageError("predict_step returns something without the samples along dim 0", hint="plan='single'")
-        whole = iter([torch.cat([tensor[:count] for tensor, count in zip(same, counts, strict=True)])
-                      for same in zip(*parts, strict=True)])
-        return map_tensors(lambda _: next(whole), outputs[0])
 
 
 def _failure(rank: int, process: Any, connection: Connection) -> Failure | None:

@@ -45,6 +45,6 @@ def _compute(computation: Computation, group: RankGroup, message: dict[str, Any]
             kept[index]._value.copy_(value)
     set_random_state(message["random"])
     model.train(kind == "train")
-    answer = computation.step(kind, message["batch"], Part(group, tuple(message["counts"])))
+    answer = computation.step(kind, message["batch"], Part(group, tuple(message["counts"]), message["order"]))
     if kind == "predict":
         send(connection, {"outputs": answer})
