@@ -154,9 +154,9 @@ class Counted(nn.Module):
         return output
 
 
-@pytest.mark.parametrize(("coupled", "forwards"), [(False, 1), (True, 6)])
+@pytest.mark.parametrize(("coupled", "forwards"), [(False, 1), (True, 7)])
 def test_a_yardstick_is_measured_only_where_it_matters(coupled: bool, forwards: int, tmp_path: Path) -> None:
-    """One forward of one device is enough for a plan that agrees to a few roundings. A coupled one needs five more:
+    """One forward of one device is enough for a plan that agrees to a few roundings. A coupled one needs six more:
     with nudged weights, and for each replica's part of the batch, with the weights as they are and with nudged ones."""
     job = make_job(lambda: Counted(tmp_path, coupled=coupled), steps=1)
     asked = resolve(job, Plan.read("data=2"), devices=None, procs=None, memory=None, environment=None)

@@ -22,6 +22,7 @@ from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
 from paceline.proof.order import whole_batches
 from paceline.proof.plain import PlainRun, Variation, autocast, distance, expected_marks, gradients_of, greatest
+from paceline.proof.problems import loss_problem
 from paceline.proof.reference import (
     ALL_KINDS,
     EPSILON,
@@ -92,6 +93,10 @@ class FirstStep:
             if len(shares) > 1 or microbatches > 1:
                 reference = write_cut(self.job, cut_folder, reference, beside=self.folder, shares=shares,
                                       microbatches=microbatches, variations=_NUDGED)
+            if reference["coupling"] is not None:
+                with suppress(Exception):  # it says more, or nothing
+                    problem = loss_problem(self.job, steps=1)
+                    reference["cause"] = str(problem) if problem is not None else None
         return reference
 
     def _reference(self, epsilon: float, variations: Sequence[Variation]) -> dict[str, Any]:

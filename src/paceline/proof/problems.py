@@ -7,6 +7,7 @@ a batch influence each other.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +35,7 @@ from paceline.proof.plain import (
     update,
 )
 from paceline.proof.reference import EXACT
+from paceline.proof.replacement import replacement
 from paceline.runtime.feed import MicroBatch, map_tensors
 from paceline.runtime.optimizers.probe import needs_closure
 
@@ -70,7 +72,7 @@ class Problem:
 
 def job_problem(job: Job, *, steps: int) -> Problem | None:
     """The first thing that keeps any plan that cuts the batch from being exact; None if nothing."""
-    return _unsteady_weights(job) or _loss_problem(job, steps=steps) or _coupling(job, steps=steps)
+    return _unsteady_weights(job) or loss_problem(job, steps=steps) or _coupling(job, steps=steps)
 
 
 def _unsteady_weights(job: Job) -> Problem | None:
@@ -85,11 +87,12 @@ def _unsteady_weights(job: Job) -> Problem | None:
 
 # --- The loss -----------------------------------------------------------------------------------------------------
 
+_MEAN_IN_FLOAT32 = 1e-4
 # What a loss raises for an output that is not cut by samples: that says nothing about the loss.
 _NOT_CUT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, TrainingError)
 
 
-def _loss_problem(job: Job, *, steps: int) -> Problem | None:
+def loss_problem(job: Job, *, steps: int) -> Problem | None:
     """Whether the loss compares samples, or a scalar one is no mean over its samples."""
     model, loss = build_plain(job), job.criterion
     # It is called several times with one target, and may write to it.
@@ -99,7 +102,7 @@ def _loss_problem(job: Job, *, steps: int) -> Problem | None:
             continue
         with autocast(job):  # a forward may take gradients
             output = map_tensors(torch.Tensor.detach, unspoilt(batch).call(model))
-        for check in (_comparing, _no_mean):
+        for check in (_comparing, partial(_no_mean, loss=loss)):
             with suppress(*_NOT_CUT):
                 if problem := check(job, output, batch):
                     return problem
@@ -138,23 +141,37 @@ def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
                    f"let an item of the data hold all samples that are compared; {UNCUT}")
 
 
-def _no_mean(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
-    """Whether a scalar loss is no mean over its samples: computed whole and in two uneven parts of one output."""
-    first = max(1, batch.samples // 3)
+def _no_mean(job: Job, output: Any, batch: MicroBatch, *, loss: Any) -> Problem | None:
+    """Whether a scalar loss is no mean over its samples: computed whole and in two parts of one output, cut twice.
+
+    loss: the user's own, in place of which the job's may stand.
+    """
     with torch.no_grad(), autocast(job):
         value = job.criterion(output, batch.target)
         if isinstance(value, tuple | list):
             return None
-        mixed = sum(len(part) / batch.samples * float(job.criterion(rows(output, part, batch.samples),
-                                                               rows(batch.target, part, batch.samples)))
-                    for part in (range(first), range(first, batch.samples)))
-    if abs(mixed - float(value)) <= EXACT[job.precision] * max(1.0, abs(float(value))):
-        return None
-    return Problem("loss", ("the loss",), "the loss is a scalar and not the mean over its samples: "
-                   f"{float(value):.6g} of {batch.samples} samples at once, {mixed:.6g} as the mean of its parts; "
-                   "ignored targets or weights do this",
-                   "return (sum, count) instead of a scalar: the loss's sum, and the number or weight of what it "
-                   "counts")
+    # A mean of values in float32 is that exact, however many; class weights can move it by no more than a thousandth.
+    exact = min(EXACT[job.precision], _MEAN_IN_FLOAT32) if job.precision == "float32" else EXACT[job.precision]
+    for first in sorted({max(1, batch.samples // 3), max(1, batch.samples // 2)}):
+        parts = [(rows(output, part, batch.samples), rows(batch.target, part, batch.samples))
+                 for part in (range(first), range(first, batch.samples))]
+        with torch.no_grad(), autocast(job):
+            means = [float(job.criterion(*part)) for part in parts]
+        mixed = (first * means[0] + (batch.samples - first) * means[1]) / batch.samples
+        if abs(mixed - float(value)) > exact * max(1.0, abs(float(value))):
+            return Problem("loss", ("the loss",), "the loss is a scalar and not the mean over its samples: "
+                           f"{float(value):.6g} of {batch.samples} samples at once, {mixed:.6g} as the mean of its "
+                           "parts; ignored targets or weights do this",
+                           f"return (sum, count) instead of a scalar{_as_pair(job, loss, output, batch, parts)}")
+    return None
+
+
+def _as_pair(job: Job, loss: Any, output: Any, batch: MicroBatch, parts: list[tuple[Any, Any]]) -> str:
+    """The replacement of a loss as code, where one was found; else what it is in words."""
+    with torch.no_grad(), autocast(job), suppress(Exception):  # the loss is the user's
+        if (code := replacement(loss, output, batch.target, parts)) is not None:
+            return f". This is the same loss:\n\n{textwrap.indent(code, '    ')}\n"
+    return ": the loss's sum, and the number or weight of what it counts"
 
 
 # --- Layers -------------------------------------------------------------------------------------------------------
