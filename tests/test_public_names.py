@@ -13,7 +13,7 @@ import pytest
 import paceline
 
 PUBLIC = ["Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "PacelineError", "Plan", "Range",
-          "by_epoch", "by_step", "choice", "evaluate", "load", "monitored", "open", "plan", "predict",
+          "Shards", "by_epoch", "by_step", "choice", "evaluate", "load", "monitored", "open", "plan", "predict",
           "scale", "search", "train", "verify", "weights"]
 
 

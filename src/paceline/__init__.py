@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.phases import by_epoch, by_step, monitored
     from paceline.plans import Plan
     from paceline.pretrained import weights
+    from paceline.shards import Shards
     from paceline.study.space import Log, Range
     from paceline.verbs.inference import evaluate, predict
     from paceline.verbs.planning import plan
@@ -39,6 +40,7 @@ _HOMES = {
     "PacelineError": "paceline.errors",
     "Plan": "paceline.plans",
     "Range": "paceline.study.space",
+    "Shards": "paceline.shards",
     "by_epoch": "paceline.phases",
     "by_step": "paceline.phases",
     "choice": "paceline.choices",
@@ -57,7 +59,7 @@ _HOMES = {
 
 __all__ = [
     "Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "PacelineError", "Plan", "Range",
-    "by_epoch", "by_step", "choice", "evaluate", "load", "monitored", "open", "plan", "predict", "scale", "search",
+    "Shards", "by_epoch", "by_step", "choice", "evaluate", "load", "monitored", "open", "plan", "predict", "scale", "search",
     "train", "verify", "weights",
 ]
 

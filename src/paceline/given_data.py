@@ -27,9 +27,9 @@ def settled(job: Any) -> Changes:
         changes.update(_changed(job, "data", job.collate))
     for name in _EVALUATED:
         changes.update(_evaluated(job, name, changes.get("collate", job.collate)))
-    own = getattr(changes.get("data", job.data), "reading_order", None)
-    if own is not None and job.sampler is None and "sampler" not in changes:
-        changes["sampler"] = own  # a data set that knows in which order it is read
+    own, batch = getattr(changes.get("data", job.data), "reading_order", None), changes.get("batch", job.batch)
+    if own is not None and job.weights is None and changes.get("sampler", job.sampler) is None and batch:
+        changes["sampler"] = own(batch)  # a data set that knows in which order it is read
     if job.weights is not None:
         changes.update(_weighted(job, changes))
     if isinstance(groups := changes.get("sampler", job.sampler), DrawnGroups):
