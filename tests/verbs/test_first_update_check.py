@@ -157,7 +157,8 @@ class Counted(nn.Module):
 @pytest.mark.parametrize(("coupled", "forwards"), [(False, 1), (True, 7)])
 def test_a_yardstick_is_measured_only_where_it_matters(coupled: bool, forwards: int, tmp_path: Path) -> None:
     """One forward of one device is enough for a plan that agrees to a few roundings. A coupled one needs six more:
-    with nudged weights, and for each replica's part of the batch, with the weights as they are and with nudged ones."""
+    with nudged weights, for each replica's part of the batch with the weights as they are and with nudged ones, and to
+    look at the loss by itself."""
     job = make_job(lambda: Counted(tmp_path, coupled=coupled), steps=1)
     asked = resolve(job, Plan.read("data=2"), devices=None, procs=None, memory=None, environment=None)
 
@@ -165,6 +166,17 @@ def test_a_yardstick_is_measured_only_where_it_matters(coupled: bool, forwards: 
 
     assert found.verdict == ("coupled" if coupled else "passed")
     assert len(list(tmp_path.iterdir())) == forwards
+
+
+def test_the_note_of_a_loss_that_is_no_mean_shows_the_replacement() -> None:
+    """A run that is not what one device computes says which loss to write, before it trains."""
+    job = make_job(loss=lambda output, target: F.cross_entropy(output, target, ignore_index=0), steps=1)
+    asked = resolve(job, Plan.read("data=2"), devices=None, procs=None, memory=None, environment=None)
+
+    found = check_first_update(job, asked, timeout_s=60)
+
+    assert found.verdict == "coupled"
+    assert "def loss(output, target):\n        return (F.cross_entropy(output, target, ignore_index=0" in found.reason
 
 
 def check_with_memory(job: paceline.Job, plan: str, available: int, monkeypatch: pytest.MonkeyPatch) -> FirstUpdate:
