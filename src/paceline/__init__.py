@@ -59,8 +59,8 @@ _HOMES = {
 
 __all__ = [
     "Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "PacelineError", "Plan", "Range",
-    "Shards", "by_epoch", "by_step", "choice", "evaluate", "load", "monitored", "open", "plan", "predict", "scale", "search",
-    "train", "verify", "weights",
+    "Shards", "by_epoch", "by_step", "choice", "evaluate", "load", "monitored", "open", "plan", "predict", "scale",
+    "search", "train", "verify", "weights",
 ]
 
 # Packages of their own names, loaded when first used like the names.
@@ -72,9 +72,16 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'paceline' has no attribute '{name}'")
     import importlib
 
-    if name in _PACKAGES:
-        return importlib.import_module(f"paceline.{name}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        if name in _PACKAGES:
+            return importlib.import_module(f"paceline.{name}")
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        from paceline.errors import on_windows
+
+        if (refusal := on_windows(error)) is not None:
+            raise refusal from error
+        raise
     globals()[name] = value
     return value
 

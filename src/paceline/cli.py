@@ -19,7 +19,7 @@ import typer
 
 import paceline
 from paceline.document import strict
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, on_windows
 from paceline.jobfile import JobFile
 from paceline.launch import environment
 from paceline.launch.imports import OF_RUNS, load_modules
@@ -289,7 +289,10 @@ def _reported() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(130) from None
-    except Exception:
+    except Exception as error:
+        if (refusal := on_windows(error)) is not None:
+            typer.echo(f"error: {refusal}", err=True)
+            raise typer.Exit(refusal.exit_code) from None
         traceback.print_exc()
         typer.echo("error: this is a bug in paceline; please report it with the lines above", err=True)
         raise typer.Exit(1) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -93,6 +94,14 @@ class Preempted(PacelineError):
     """The scheduler asked the run to stop; it saved a checkpoint and can be resumed."""
 
     exit_code = 5
+
+
+def on_windows(error: BaseException) -> UsageError | None:
+    """What to say in place of the name of a module that Python has on other systems alone; None for other errors."""
+    if sys.platform != "win32" or not isinstance(error, ModuleNotFoundError) or error.name not in ("fcntl", "resource"):
+        return None
+    return UsageError("paceline runs ranks on Linux and macOS, and this is Windows",
+                      hint="use it inside WSL 2 (wsl --install), where it is Linux")
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

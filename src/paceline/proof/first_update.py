@@ -188,7 +188,8 @@ def _write_references(job: Job, asked: Resolved, folder: Path) -> None:
 
     models = 1 + asked.plan.num_copies  # that are in memory at once: each replica has its own
     most_bytes = psutil.virtual_memory().available // models
-    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))  # a model that is too large is an error here
+    with suppress(ValueError, OSError):  # not every system has this limit; a model that is too large is an error here
+        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     random = WithoutRandomness()
 
     steps: list[FirstStep] = []

@@ -1,0 +1,77 @@
+"""What runs without Linux's own calls, as on macOS, and what is said on Windows."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.errors import UsageError, on_windows
+
+SCRIPT = '''
+import ctypes, os, pathlib, resource, sys, sysconfig
+import psutil, torch, torch.nn.functional as F
+import torch.distributed, torch.utils.data, multiprocessing
+sysconfig.get_paths()
+# This system without what macOS does not have. Libraries have chosen by the true system above.
+sys.platform = "darwin"
+for name in ("memfd_create", "sched_getaffinity", "posix_fallocate", "pidfd_open"):
+    delattr(os, name)
+def refuse(*args):
+    raise ValueError("macOS does not let a process lower this limit")
+resource.setrlimit = refuse
+load = ctypes.CDLL
+def only_mac(name, *args, **kwargs):
+    if "so.6" in str(name):
+        raise OSError(f"no {name} here")
+    return load(name, *args, **kwargs)
+ctypes.CDLL = only_mac
+for method in ("exists", "read_text", "read_bytes", "write_text", "open"):
+    def hidden(path, *args, real=getattr(pathlib.Path, method), method=method, **kwargs):
+        if str(path).startswith(("/proc", "/sys")):
+            if method == "exists":
+                return False
+            raise FileNotFoundError(str(path))
+        return real(path, *args, **kwargs)
+    setattr(pathlib.Path, method, hidden)
+import paceline as pl
+x = torch.linspace(-1, 1, 60).view(20, 3)
+def job():
+    return pl.Job(model=lambda: torch.nn.Linear(3, 2), data=(x, (x[:, 0] > 0).long()), loss=F.cross_entropy, batch=6,
+                  steps=5, validation=(x, (x[:, 0] > 0).long()), optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+figures = pl.train(job(), sys.argv[1], run=sys.argv[2], save_every=2)
+print(figures["final_loss"], figures["check"] and figures["check"]["verdict"])
+'''
+def run(script: str, *words: str) -> str:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=100,
+                          env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_runs_need_no_call_that_linux_alone_has(tmp_path: Path):
+    """One rank, and two that exchange gradients and are checked before, train and save without them."""
+    single = run(SCRIPT, "single", str(tmp_path / "a")).split()
+    both = run(SCRIPT, "data=2", str(tmp_path / "b")).split()
+    assert abs(float(single[0]) - float(both[0])) < 1e-6
+    assert both[1] == "passed"
+
+
+@pytest.mark.parametrize("name", ["fcntl", "resource"])
+def test_windows_is_told_the_way_out(name: str, monkeypatch: pytest.MonkeyPatch):
+    """A run is refused with what to use instead, in place of the name of a module that Windows does not have."""
+    def missing(module: str) -> None:
+        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.delitem(vars(paceline), "train", raising=False)
+    with pytest.raises(UsageError, match=r"this is Windows(?s:.*)WSL 2"):
+        paceline.train  # noqa: B018
+    assert on_windows(ModuleNotFoundError(name="torch")) is None
