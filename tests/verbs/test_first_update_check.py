@@ -171,7 +171,7 @@ def test_a_yardstick_is_measured_only_where_it_matters(coupled: bool, forwards: 
 def test_the_note_of_a_loss_that_is_no_mean_shows_the_replacement() -> None:
     """A run that is not what one device computes says which loss to write, before it trains."""
     job = make_job(loss=lambda output, target: F.cross_entropy(output, target, ignore_index=0), steps=1)
-    asked = resolve(job, Plan.read("data=2"), devices=None, procs=None, memory=None, environment=None)
+    asked = resolve(job, Plan.read("data=3"), devices=None, procs=None, memory=None, environment=None)
 
     found = check_first_update(job, asked, timeout_s=60)
 

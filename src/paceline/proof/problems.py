@@ -152,7 +152,9 @@ def _no_mean(job: Job, output: Any, batch: MicroBatch, *, loss: Any) -> Problem 
             return None
     # A mean of values in float32 is that exact, however many; class weights can move it by no more than a thousandth.
     exact = min(EXACT[job.precision], _MEAN_IN_FLOAT32) if job.precision == "float32" else EXACT[job.precision]
-    for first in sorted({max(1, batch.samples // 3), max(1, batch.samples // 2)}):
+    third = max(1, batch.samples // 3)
+    # One cut may part what counts evenly by chance; the next one then does not, unless each sample counts alike.
+    for first in sorted({third, min(batch.samples - 1, third + 1)}):
         parts = [(rows(output, part, batch.samples), rows(batch.target, part, batch.samples))
                  for part in (range(first), range(first, batch.samples))]
         with torch.no_grad(), autocast(job):
