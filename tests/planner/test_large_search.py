@@ -39,8 +39,9 @@ def searched(nodes: int, limits: Limits, *, prunes: bool = True) -> RankedPlans:
     def price(plan: Plan) -> Estimate:
         return estimate(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM)
 
-    def least(plan: Plan) -> int:
-        return least_missing_bytes(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM)
+    def least(plan: Plan, enough_bytes: float) -> int:
+        return least_missing_bytes(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM,
+                                   enough_bytes=enough_bytes)
 
     return search(price, limits, DeviceCounts(8 * nodes, 8), *((least,) if prunes else ()))
 
@@ -80,6 +81,9 @@ def test_what_is_missing_at_least_is_never_more_than_what_is_missing():
         least = least_missing_bytes(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM)
         assert least <= max(0, *(need.missing_bytes for need in exact.needs))
         assert exact.fits <= (least == 0)
+        at_once = least_missing_bytes(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM,
+                                      enough_bytes=0)
+        assert (at_once > 0) == (least > 0) and at_once <= least
 
 
 MEASURED = """

@@ -79,21 +79,22 @@ def play_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int
 
 
 def least_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
-                software: Software) -> list[tuple[float, Device]]:
-    """The most that the first two ranks of a pipeline hold until their first backward is done, and their devices; none
-    of a model that is not split. Ranks after them hold fewer micro-batches, and it is a small part of what playing the
-    whole step takes.
+                software: Software) -> Iterator[tuple[float, Device]]:
+    """What the first two ranks of a pipeline hold at their highest until their first backward is done, and their
+    devices: each time that it rises, so that nobody needs to play more of a step than it takes to see that it is too
+    much. None of a model that is not split. Ranks after these hold fewer micro-batches.
 
     Raises:
         PlanError: as `play_described`.
     """
     samples = _samples(plan, cluster, batch)
     if not plan.has_schedule:
-        return []
+        return
     costs = islice(_ranks(profile, plan, cluster, software, samples, precision), 2)
     on = _stages_on(cluster, plan.num_stage_ranks, plan.world_size // plan.num_stage_ranks, precision, software)
-    return [(_held_ahead(rank, _place(rank, plan, where, precision, software)), where.device)
-            for rank, where in zip(costs, on, strict=False)]
+    for rank, where in zip(costs, on, strict=False):
+        for peak_bytes in _held_ahead(rank, _place(rank, plan, where, precision, software)):
+            yield peak_bytes, where.device
 
 
 def _samples(plan: Plan, cluster: Cluster, batch: int) -> float:
@@ -162,7 +163,8 @@ class _Place:
     def __init__(self, rank: RankCost, filling: LoweredStep, rates: AcceleratorRates, network: Network,
                  precision: Precision, num_microbatches: int, blocks: dict[tuple[object, ...], _Block]) -> None:
         self.rank, self.filling, self.rates, self.network = rank, filling, rates, network
-        self.precision, self.last = precision, num_microbatches - 1
+        self.precision = precision
+        self.number_of = {FIRST: 0, MIDDLE: min(1, num_microbatches - 1), LAST: num_microbatches - 1}
         self.blocks = blocks
         segments = filling.step.profile.segments
         self.kind_of = {stage.segments: tuple((segments[k].repeat, segments[k].unit == "", len(segments[k].gradients))
@@ -173,12 +175,12 @@ class _Place:
 
     def of(self, stage: StageCost, kind: str, microbatch: str) -> _Block:
         """Stages of the rank that are alike but for their turn share blocks, and so do all forwards."""
-        microbatch, alike = MIDDLE if kind == "F" else microbatch, self.kind_of[stage.segments]
-        key = (alike, kind, microbatch)
-        if key not in self.blocks:
-            at = {FIRST: 0, MIDDLE: min(1, self.last), LAST: self.last}[microbatch]
-            self.blocks[key] = self.play(self._events(self.first_of[alike], kind, at))
-        return self.blocks[key]
+        at, alike = self.number_of[MIDDLE if kind == "F" else microbatch], self.kind_of[stage.segments]
+        key = (alike, kind, at)
+        block = self.blocks.get(key)
+        if block is None:
+            block = self.blocks[key] = self.play(self._events(self.first_of[alike], kind, at))
+        return block
 
     def _events(self, stage: StageCost, kind: str, microbatch: int) -> Sequence[Event]:
         taken = sum(m.num_bytes for m in stage.takes)
@@ -333,17 +335,19 @@ def _seconds(cost: RankCost, place: _Place, kinds: Sequence[str], num_microbatch
     return sum(times * block.own_s for times, block in found), sum(times * block.busy_s for times, block in found)
 
 
-def _held_ahead(cost: RankCost, place: _Place) -> float:
-    """The most bytes that a rank holds until its first backward is done."""
+def _held_ahead(cost: RankCost, place: _Place) -> Iterator[float]:
+    """The most bytes that a rank has held until then, up to the end of its first backward."""
     held_bytes = peak_bytes = sum(place.start().kept.values()) + cost.batch_bytes
+    yield peak_bytes
     last = max(action.microbatch for action in cost.order)
     for action in cost.order:
         block = place.of(cost.stages[action.stage], action.kind, which(action.microbatch, last + 1))
-        peak_bytes = max(peak_bytes, held_bytes + block.peak_bytes)
+        if held_bytes + block.peak_bytes > peak_bytes:
+            peak_bytes = held_bytes + block.peak_bytes
+            yield peak_bytes
         held_bytes += block.kept_bytes
         if action.kind != "F":
             break
-    return peak_bytes
 
 
 def _remembered(cost: RankCost, place: _Place, ending: _Block) -> Timeline:

@@ -170,17 +170,23 @@ def _beside(peak_bytes: int, software: Software) -> dict[str, int]:
 
 
 def least_missing_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
-                        software: Software = PACELINE) -> int:
+                        software: Software = PACELINE, enough_bytes: float = math.inf) -> int:
     """By how much a plan is over its devices' memory at least; 0 where that is not known at a glance.
+
+    enough_bytes: above 0, and this much, it may be more: nobody looks further.
 
     Raises:
         PlanError: as `estimate`.
     """
     if not cluster.nodes or not profile.by_dimensions:
         return 0
-    found = least_bytes(profile, plan, cluster, batch=batch, precision=precision, software=software)
-    return max([0, *(int(peak_bytes) - ROUNDED_BYTES + sum(_beside(int(peak_bytes), software).values())
-                     - device.memory_bytes for peak_bytes, device in found)])
+    missing_bytes = 0
+    for peak_bytes, device in least_bytes(profile, plan, cluster, batch=batch, precision=precision, software=software):
+        missing_bytes = max(missing_bytes, int(peak_bytes) - ROUNDED_BYTES
+                            + sum(_beside(int(peak_bytes), software).values()) - device.memory_bytes)
+        if missing_bytes > 0 and missing_bytes >= enough_bytes:
+            break
+    return missing_bytes
 
 
 def _estimate_split(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,

@@ -121,18 +121,18 @@ class PlanningProblem:
         return estimate(profile, plan, used, batch=self.job.batch, precision=self.computes_in, split=self.pieces,
                         snapshot=False, times_operators=self.times_operators)
 
-    def least_missing_bytes(self, plan: Plan, cluster: Cluster) -> int:
+    def least_missing_bytes(self, plan: Plan, enough_bytes: float, *, cluster: Cluster) -> int:
         """See `planner.estimate`."""
         if not cluster.nodes or not plan.has_schedule:
             return 0
         return least_missing_bytes(self.pieces.layers(), plan, cluster, batch=self.job.batch,
-                                   precision=self.computes_in)
+                                   precision=self.computes_in, enough_bytes=enough_bytes)
 
     def search(self, cluster: Cluster, *, may_relax: bool = False, most_refined: int | None = None) -> RankedPlans:
         """Rank the plans that the job allows on a cluster."""
         more = {} if most_refined is None else {"most_refined": most_refined}
         return search(lambda plan: self.price(plan, cluster), self.limits(cluster), self.shape(cluster),
-                      lambda plan: self.least_missing_bytes(plan, cluster), rent=self.rent(cluster),
+                      partial(self.least_missing_bytes, cluster=cluster), rent=self.rent(cluster),
                       may_relax=may_relax, **more)
 
     def flips(self, found: RankedPlans, cluster: Cluster) -> list[tuple[str, Candidate]]:

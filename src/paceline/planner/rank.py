@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,7 +28,8 @@ MOST_REFINED = 12
 # torch compiles are that much slower or faster than others. See docs/compile.md.
 GAIN_SPREAD = 0.03
 Price = Callable[[Plan], Estimate]
-Least = Callable[[Plan], int]  # bytes that a plan is over its devices' memory by at least; cheap
+# Bytes that a plan is over its devices' memory by at least; cheap. It may stop where they are above 0 and enough.
+Least = Callable[[Plan, float], int]
 Rent = Callable[[Plan], float]  # what a plan's devices cost a second
 
 
@@ -106,7 +108,7 @@ def ties(one: Candidate, other: Candidate) -> bool:
     return abs(one.step_cost / other.step_cost - 1) <= TIE and not is_apart
 
 
-def _nothing_is_sure(plan: Plan) -> int:
+def _nothing_is_sure(plan: Plan, enough_bytes: float) -> int:
     return 0
 
 
@@ -166,9 +168,9 @@ class _Asked:
         kind = kind_of(plan)
         nearest = self.too_large.get(kind)
         try:
-            missing_bytes = self.least(plan)
-            is_over = missing_bytes > 0 and (not self.wants_nearest or (
-                nearest is not None and missing_bytes >= nearest.missing_bytes))
+            enough_bytes = 0 if not self.wants_nearest else math.inf if nearest is None else nearest.missing_bytes
+            missing_bytes = self.least(plan, enough_bytes)
+            is_over = missing_bytes > 0 and missing_bytes >= enough_bytes
             one = None if is_over else Candidate(plan, self.price(plan), self.rent(plan))
         except (PlanError, NotPriced) as error:
             self.found.refused.setdefault(kind, str(error).partition("\n")[0])
