@@ -255,6 +255,8 @@ def test_steps_of_torch_and_steps_that_couple_samples():
         pl.keras.fit(model, X, Y, batch_size=16, verbose=0, plan="data=2")
     for mine, other in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(mine, other)
+    with keras.RematScope(mode="full"), pytest.raises(PlanRefused, match="fails, and that of one process does not"):
+        pl.keras.fit(classifier(), X, Y, batch_size=16, verbose=0, plan="data=2")
     assert torch.autograd.backward.__module__ == "torch.autograd", "patches are gone"
     assert model.train_function is None
 

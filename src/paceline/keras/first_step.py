@@ -7,6 +7,7 @@ step: the training step is no sum over samples, in a way that nothing corrected.
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import PlanRefused
+from paceline.errors import PacelineError, PlanRefused
 from paceline.keras.computation import Computation, joined, rows_of
 from paceline.keras.draws import ORDERS, several
 from paceline.keras.forks import forked
@@ -25,6 +26,7 @@ from paceline.keras.part import Part
 from paceline.keras.wire import receive, send, tensors_of
 
 ROUNDINGS = 10  # tolerated, in square roots of the dtype's relative step: 0.3 % in float32
+_KILLED = "it was killed"
 _FLOOR = 1e-3  # of the largest value of all: what is smaller is a rounding of nothing
 
 _HINT = ("{kind}_step couples the samples of a batch; it must be a sum or a mean over samples: a loss of Keras, or a "
@@ -41,7 +43,8 @@ def settled_order(computation: Computation, kind: str, batch: Any, cuts: Sequenc
         PlanRefused: none does.
     """
     alone = forked(partial(_compute, computation=computation, kind=kind, batch=batch, part=None))
-    expected, differing = None, ""
+    expected: dict[str, Any] = {}
+    differing = ""
     for order in ORDERS:
         ranks: list[tuple[Any, Connection]] = []
         rendezvous = folder / uuid.uuid4().hex
@@ -51,8 +54,15 @@ def settled_order(computation: Computation, kind: str, batch: Any, cuts: Sequenc
                                 beside=[alone[1], *(connection for _, connection in ranks)]))
         answers = [_answer(*rank) for rank in ranks]
         expected = expected or _answer(*alone)
-        if expected is None or None in answers:  # an error of the step itself, which comes again where it can be seen
+        if "failure" in expected:  # of the step itself: it comes again in this process, where it can be seen
+            if expected["failure"] == _KILLED:
+                print(f"{_title(computation, kind)} was not compared with one process, which was killed: memory may "
+                      "have run out", file=sys.stderr)
             return order
+        failures = [answer["failure"] for answer in answers if "failure" in answer]
+        if failures:
+            raise PlanRefused(f"{_title(computation, kind)} fails, and that of one process does not: "
+                              f"{min(failures, key=_is_of_a_peer)}", hint=_HINT.format(kind=kind))
         first = answers[0]
         if kind == "predict":
             first["answer"] = tensors_of(joined([its["answer"] for its in answers], [len(cut) for cut in cuts]))
@@ -61,9 +71,17 @@ def settled_order(computation: Computation, kind: str, batch: Any, cuts: Sequenc
             return order
         if not first["several"]:
             break
-    name = type(computation.model).__name__
-    raise PlanRefused(f"the first {kind} step of {name} on several ranks is not what one process computes: {differing}",
+    raise PlanRefused(f"{_title(computation, kind)} is not what one process computes: {differing}",
                       hint=_HINT.format(kind=kind))
+
+
+def _is_of_a_peer(failure: str) -> bool:
+    """Whether a rank only noticed that another one failed."""
+    return "gloo" in failure.lower()
+
+
+def _title(computation: Computation, kind: str) -> str:
+    return f"the first {kind} step of {type(computation.model).__name__} on several ranks"
 
 
 def _try(connection: Connection, computation: Computation, kind: str, batch: Any, cuts: Sequence[range], *, rank: int,
@@ -80,7 +98,12 @@ def _compute(connection: Connection, computation: Computation, kind: str, batch:
     model = computation.model
     gradients: list[torch.Tensor | None] = []
     computation.gradients.recorder = gradients.extend
-    answer = computation.step(kind, batch, part)
+    try:
+        answer = computation.step(kind, batch, part)
+    except Exception as error:
+        message = str(error.args[0]) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        send(connection, {"failure": message})
+        return
     # Of what trains, the gradients tell all. An update may turn the rounding of a gradient that is zero into a step.
     kept = model.non_trainable_variables if gradients else model.variables
     send(connection, {"gradients": gradients, "names": [variable.path for variable in model.trainable_variables],
@@ -89,11 +112,11 @@ def _compute(connection: Connection, computation: Computation, kind: str, batch:
 
 
 def _answer(process: Any, connection: Connection) -> Any:
-    """What a fork told, or None if it failed."""
+    """What a fork told; a failure if it was killed."""
     try:
         return receive(connection)
     except (EOFError, OSError):
-        return None
+        return {"failure": _KILLED}
     finally:
         connection.close()
         process.kill()
