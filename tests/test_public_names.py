@@ -12,9 +12,9 @@ import pytest
 
 import paceline
 
-PUBLIC = ["Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "PacelineError", "Plan", "Range",
-          "Shards", "by_epoch", "by_step", "choice", "evaluate", "load", "monitored", "open", "plan", "predict",
-          "scale", "search", "train", "verify", "weights"]
+PUBLIC = ["Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "Optimizer", "PacelineError",
+          "Plan", "Range", "Shards", "StepContext", "by_epoch", "by_step", "choice", "copy_every", "ema", "evaluate",
+          "frozen", "load", "monitored", "open", "plan", "predict", "scale", "search", "train", "verify", "weights"]
 
 
 def test_the_public_names_are_these_and_no_others():

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from paceline.errors import PacelineError
     from paceline.job import Job
     from paceline.jobfile import load
+    from paceline.own_step import Optimizer, StepContext, copy_every, ema, frozen
     from paceline.phases import by_epoch, by_step, monitored
     from paceline.plans import Plan
     from paceline.pretrained import weights
@@ -37,14 +38,19 @@ _HOMES = {
     "Job": "paceline.job",
     "KeepBest": "paceline.callbacks.keep_best",
     "Log": "paceline.study.space",
+    "Optimizer": "paceline.own_step",
     "PacelineError": "paceline.errors",
     "Plan": "paceline.plans",
     "Range": "paceline.study.space",
     "Shards": "paceline.shards",
     "by_epoch": "paceline.phases",
     "by_step": "paceline.phases",
+    "StepContext": "paceline.own_step",
     "choice": "paceline.choices",
+    "copy_every": "paceline.own_step",
+    "ema": "paceline.own_step",
     "evaluate": "paceline.verbs.inference",
+    "frozen": "paceline.own_step",
     "load": "paceline.jobfile",
     "monitored": "paceline.phases",
     "open": "paceline.verbs.result",
@@ -58,9 +64,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "PacelineError", "Plan", "Range",
-    "Shards", "by_epoch", "by_step", "choice", "evaluate", "load", "monitored", "open", "plan", "predict", "scale",
-    "search", "train", "verify", "weights",
+    "Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "Optimizer", "PacelineError", "Plan",
+    "Range", "Shards", "StepContext", "by_epoch", "by_step", "choice", "copy_every", "ema", "evaluate", "frozen",
+    "load", "monitored", "open", "plan", "predict", "scale", "search", "train", "verify", "weights",
 ]
 
 # Packages of their own names, loaded when first used like the names.

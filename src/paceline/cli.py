@@ -113,11 +113,12 @@ def predict(
     plan: OnePlan = None,
     devices: Devices = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the outputs are written.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Of several models, the one that predicts.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compute a trained run's outputs for an input."""
     with _reported():
-        outcome = paceline.predict(run, input, plan, devices=devices, output=output)
+        outcome = paceline.predict(run, input, plan, devices=devices, output=output, model=model)
         speaks = _is_first_rank()
     if speaks:
         typer.echo(_json(outcome) if as_json else _table(outcome))

@@ -53,11 +53,11 @@ def model_hint(returned: object) -> str:
         return "the function must return the module that it builds"
     if isinstance(returned, type):
         return f"call it: model=lambda: {returned.__name__}(...)"
-    return "a job trains one module; several can be parts of one, whose forward says what runs"
+    return "model= builds one module; several by name are models={...} with a step of your own, see docs/own-step.md"
 
 
 _SEVERAL = ("a job has one optimizer of torch, whose parameter groups may differ in learning rate and weight decay; "
-            "several can be parts of one, see docs/optimizers.md")
+            "several by name: models={\"net\": build} and optimizers={...}, see docs/own-step.md")
 
 
 def keras_optimizer(optimizer: object) -> str:

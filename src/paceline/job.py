@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from paceline import foreign_fields, given_data
+from paceline import foreign_fields, given_data, own_step
 from paceline.callbacks.callback import Callback
 from paceline.errors import JobError, nearest
 from paceline.loaders import Loading
@@ -35,6 +35,14 @@ class Job:
             anything else (ignored targets, tokens). The whole window's count normalises once. None takes the model's
             own: `output.loss`, weighted by its tokens where the batch has 'labels' of tokens.
         optimizer: Builds the optimizer from (name, parameter) pairs.
+        models: Name to what builds a `torch.nn.Module`, in the place of `model`; see docs/own-step.md.
+        optimizers: Name to what builds an optimizer, or to `paceline.Optimizer`; each updates the model of its name, or
+            the parameters that it says.
+        step: (ctx, batch) -> None, called once an optimizer step; see `paceline.StepContext`. By default the loss of
+            the one model, and an update of every optimizer.
+        followers: Name to `paceline.ema`, `copy_every` or `frozen`: models whose weights follow from others'.
+        validate: (ctx, batch) -> what is measured of a batch of the validation data: a loss as `loss` returns it, or a
+            mapping of such by name, with "loss" among them.
         sampler: Draws the indices of an epoch, as torch's samplers do; its length is that of an epoch. It must draw the
             same for an epoch each time: from torch's global generator or from its attribute `generator`, which are
             seeded by the epoch, or by `set_epoch`. By default each epoch is another shuffle of all samples.
@@ -70,10 +78,15 @@ class Job:
         JobError: a field has a value it can't have; the message names all of them.
     """
 
-    model: Callable[[], Any]
+    model: Callable[[], Any] = None  # type: ignore[assignment]
     data: Any
-    optimizer: Callable[[Any], Any]
+    optimizer: Callable[[Any], Any] = None  # type: ignore[assignment]
     batch: int = None  # type: ignore[assignment]  # left out where the data says it
+    models: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    optimizers: Mapping[str, Any] = field(default_factory=dict)
+    step: Callable[[Any, Any], None] | None = None
+    followers: Mapping[str, own_step.FollowerModel] = field(default_factory=dict)
+    validate: Callable[[Any, Any], Any] | None = None
     loss: Callable[[Any, Any], Any] | None = None
     sampler: Any = None
     weights: Any = None
@@ -104,7 +117,11 @@ class Job:
             object.__setattr__(self, name, value)
         if isinstance(self.collate, Phases):
             object.__setattr__(self, "collate", Collates(self.collate))
-        problems = list(_problems(self))
+        problems = list(own_step.problems(self))
+        if self.models and not problems:
+            for name, value in own_step.derived(self).items():
+                object.__setattr__(self, name, value)
+        problems += [] if problems else _problems(self)
         if problems:
             raise JobError("; ".join(problems))
 
@@ -117,6 +134,16 @@ class Job:
     def evaluation_collate(self) -> Callable[[list[Any]], Any] | None:
         """`collate` of the data that is evaluated; where there is no validation data, that is the training data."""
         return self.validation_collate if self.validation_collate and self.validation is not None else self.collate
+
+    @property
+    def own_step(self) -> Callable[[Any, Any], None] | None:
+        """What is done in a step of a job with models by name; None of a job with one model."""
+        return (self.step or own_step.default_step(self)) if self.models else None
+
+    @property
+    def own_validate(self) -> Callable[[Any, Any], Any] | None:
+        """What is measured of a batch of a job with models by name; None where it says neither that nor a loss."""
+        return self.validate or (own_step.default_validate(self) if self.models and self.loss is not None else None)
 
     @property
     def num_samples(self) -> int | None:

@@ -5,7 +5,8 @@ It uses only a job's fields, the order of data and the keys of random streams fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from torch.utils.data import IterableDataset, default_collate
 from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
 from paceline.runtime.order import Order, split
+from paceline.runtime.step_draws import WindowDraws
 from paceline.runtime.streams import key_to_seed, seed_model, seed_sample, seed_streams
 
 
@@ -61,6 +63,34 @@ def run_plainly(job: Job, cut: Cut = WHOLE, *, random_layers: bool = False) -> O
     with WithoutRandomness() if random_layers else nullcontext() as random:
         build = random.building(job.model) if isinstance(random, WithoutRandomness) else job.model
         return _run(job, cut, build)
+
+
+def run_by_hand(job: Job, step: Callable[..., Tensor]) -> Outcome:
+    """Train several models on one device with a step that is written out. See `Entry.by_hand`."""
+    models = {name: _begun(build, job, name) for name, build in job.models.items()}
+    models |= {name: copy.deepcopy(models[follower.source]) if isinstance(follower.source, str)
+               else _begun(follower.source, job, name) for name, follower in job.followers.items()}
+    optimizers = {}
+    for name, each in job.optimizers.items():
+        build, wanted = (each.build, each.parameters) if hasattr(each, "build") else (each, None)
+        wanted = wanted or (name,)
+        optimizers[name] = build([(f"{model}.{key}", p) for model in job.models
+                                  for key, p in models[model].named_parameters()
+                                  if (wanted(f"{model}.{key}", p) if callable(wanted) else model in wanted)])
+    outcome = Outcome()
+    for number, items in enumerate(islice(_windows(job), job.total_steps)):
+        given, target = _batch(job, items)
+        with WindowDraws(rows=len(items), first=0, count=len(items), key=(job.seed, "own step", number)):
+            outcome.losses.append(float(step(models, optimizers, given, target)))
+    outcome.state = {f"{name}.{key}": value.detach().clone() for name, model in models.items()
+                     for key, value in model.state_dict().items()}
+    return outcome
+
+
+def _begun(build: Callable[[], nn.Module], job: Job, name: str) -> nn.Module:
+    seed_model(key_to_seed(job.seed, "model", name))
+    model = build()
+    return model.double() if job.precision == "float64" else model
 
 
 def _run(job: Job, cut: Cut, build: Any) -> Outcome:

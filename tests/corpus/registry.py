@@ -18,7 +18,7 @@ import paceline
 from paceline.runtime.feed import is_stream
 
 THEMES = ("optimizers", "schedules", "data", "losses", "layers", "state", "hooks", "sharing", "attention", "recurrent",
-          "convolution", "structure", "experts", "libraries", "combined")
+          "convolution", "structure", "experts", "libraries", "combined", "own_steps")
 SAMPLES, BATCH, STEPS, FEATURES = 50, 12, 6, 8  # the fifth window has two samples, the sixth begins an epoch
 
 
@@ -29,7 +29,8 @@ class Entry:
     idea: what it tries, in a line. make: builds a fresh job; it evaluates on some of its own samples if on nothing
     else, unless its model can't be evaluated. random_layers: the model draws, so it runs with its random
     layers off. tolerance: how far results may be apart, relative to the largest number of a tensor; None for that of
-    the job's precision. needs: a package beside torch.
+    the job's precision. needs: a package beside torch. by_hand: of a step of the job's own, what a loop does in its
+    place, from models, optimizers, input and target; it returns the loss.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Entry:
     random_layers: bool = False
     tolerance: float | None = None
     needs: str | None = None
+    by_hand: Callable[..., Tensor] | None = None
 
 
 _ENTRIES: dict[str, Entry] = {}

@@ -29,7 +29,7 @@ from paceline.plans import Plan
 from paceline.runtime.drivers import fault_policy, train_rank
 from paceline.runtime.loop import Settings
 
-from .plain import WHOLE, Cut, Outcome, run_plainly
+from .plain import WHOLE, Cut, Outcome, run_by_hand, run_plainly
 from .registry import Entry
 
 PLANS = (
@@ -264,7 +264,8 @@ def _all_ranks_refuse(context: Any, number: int) -> bool:
 def _plain_figures(entry: Entry, cut: Cut, path: Path, context: Any) -> dict[str, Any]:
     context.beat("forward")
     try:
-        outcome = run_plainly(entry.make(), cut, random_layers=entry.random_layers)
+        outcome = (run_by_hand(entry.make(), entry.by_hand) if entry.by_hand is not None else
+                   run_plainly(entry.make(), cut, random_layers=entry.random_layers))
     except Exception as error:
         return {"failure": f"{type(error).__name__}: {first_line(error)}"}
     save_file({name: _real(tensor).contiguous().clone() for name, tensor in outcome.state.items()}, path)

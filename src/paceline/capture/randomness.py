@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -163,6 +163,7 @@ class WithoutRandomness(TorchDispatchMode):
 
     def building(self, build: Callable[[], Any]) -> Callable[[], Any]:
         """The same function with its draws left alone, for initial weights."""
+        @wraps(build)
         def built() -> Any:
             before, self._building = self._building, True
             try:

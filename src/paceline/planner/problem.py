@@ -48,8 +48,10 @@ class PlanningProblem:
         """Trace a job. Reads the first samples of its data. device: see `profile_job`. like: of the same job in another
         precision of the same weights."""
         from paceline.profile import profile_job
+        from paceline.profile.named import priced
         from paceline.profile.trace import fake_model
 
+        job = priced(job)
         built = fake_model(job) if like is None else like.pieces.built
         profile = profile_job(job, device=device, like=None if like is None else like.profile, built=built)
         return cls(job, profile, LazyPieces(job, profile, built), price_per_hour)

@@ -54,6 +54,8 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
     _check_samples(given, job)
     conflicts.check(given)
     conflicts.check_precision(given, job.precision)
+    if job.models:
+        conflicts.check_own_step(given)
     shares, accumulate = given.modifiers.shares, given.modifiers.accumulate
     if isinstance(shares, str) and shares != "equal":
         from paceline.planner.estimate import split_shares
@@ -63,10 +65,12 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
         from paceline.launch.fork import apart_from_cuda
         from paceline.planner.estimate import fewest_microbatches
         from paceline.profile import profile_job
+        from paceline.profile.named import priced
 
         asked: Plan = given
         accumulate = apart_from_cuda(lambda: fewest_microbatches(
-            profile_job(job, device=cluster.first_here), asked, cluster, batch=job.batch, precision=job.precision))
+            profile_job(priced(job), device=cluster.first_here), asked, cluster, batch=job.batch,
+            precision=job.precision))
         given = given.with_(accumulate=accumulate)
     if given.has_schedule and given.schedule.microbatches == "auto":
         given = given.with_(microbatches=2 * given.num_stage_ranks)  # idle a third of the time at most under 1F1B

@@ -21,7 +21,16 @@ from paceline.capture.losses import RepeatableLoss
 from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
 from paceline.proof.order import whole_batches
-from paceline.proof.plain import PlainRun, Variation, autocast, distance, expected_marks, gradients_of, greatest
+from paceline.proof.plain import (
+    PlainRun,
+    StepRecord,
+    Variation,
+    autocast,
+    distance,
+    expected_marks,
+    gradients_of,
+    greatest,
+)
 from paceline.proof.problems import loss_problem
 from paceline.proof.reference import (
     ALL_KINDS,
@@ -57,19 +66,25 @@ class FirstStep:
         self.job, self.folder, self.random = job, folder, random
         repeatable = RepeatableLoss(job.criterion)
         with random:
-            self.run = run = PlainRun(replace(job, loss=repeatable))
+            self.run = run = PlainRun(job if job.models else replace(job, loss=repeatable))
             save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
             batch = next(whole_batches(job, 1))
             marks = [expected_marks(job, batch)]  # a model may write to what it is given
             random.forget()
             self.dtypes = _Watched({p.dtype for _, p in run.named}, take_cores)
-            with self.dtypes:
-                loss = run.backward(batch)
-            self.weights = [p.detach().clone() for p in run.model.parameters()]
-            self.gradients = [None if p.grad is None else p.grad.clone() for p in run.model.parameters()]
-            with autocast(job):
-                keeps_state = repeatable.keeps_state()
-            self.record = run.update(loss, gradients_of(run.model))
+            if job.models:
+                run.around_updates = self.dtypes.paused
+                with self.dtypes:
+                    self.record = run.step(batch)
+                loss, keeps_state = self.record.loss, False
+            else:
+                with self.dtypes:
+                    loss = run.backward(batch)
+                self.weights = [p.detach().clone() for p in run.model.parameters()]
+                self.gradients = [None if p.grad is None else p.grad.clone() for p in run.model.parameters()]
+                with autocast(job):
+                    keeps_state = repeatable.keeps_state()
+                self.record = run.update(loss, gradients_of(run.model))
         for kind in ALL_KINDS:
             save_kind(folder, kind, 0, self.record.tensors(kind))
         self.figures: dict[str, Any] = {
@@ -110,6 +125,9 @@ class FirstStep:
 
     def _shaken(self, epsilon: float) -> Kinds:
         """How far weights and the optimizer's state move when the same gradients are shaken by `epsilon`."""
+        if self.job.models:
+            shaken = PlainRun(self.job, variation=Variation(shake=epsilon))
+            return self._moved(shaken.step(next(whole_batches(self.job, 1))))
         run = self.run
         with torch.no_grad():
             for p, weight, gradient in zip(run.model.parameters(), self.weights, self.gradients, strict=True):
@@ -119,6 +137,9 @@ class FirstStep:
         run.draws.manual_seed(0)
         run.num_steps = 0
         record = run.update(self.record.loss, {}, shake=epsilon * greatest(self.record.gradients.values()))
+        return self._moved(record)
+
+    def _moved(self, record: StepRecord) -> Kinds:
         return {kind: {name: distance(tensor, record.tensors(kind).get(name))
                        for name, tensor in self.record.tensors(kind).items()} for kind in ("weight", "state")}
 

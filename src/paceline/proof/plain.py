@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise, repeat
 from typing import Any
@@ -28,10 +29,12 @@ from paceline.job import AUTOCAST, Job
 from paceline.proof.device import kept, one_device
 from paceline.proof.initial import load_plainly
 from paceline.proof.order import whole_batches, windows
+from paceline.proof.own_step import PlainEvaluation, PlainStep
 from paceline.runtime.feed import MicroBatch, map_tensors
 from paceline.runtime.freezing import frozen_names
 from paceline.runtime.optimizers.probe import needs_closure
 from paceline.runtime.order import split
+from paceline.runtime.step_batch import StepBatch
 from paceline.runtime.streams import key_to_seed, seed_model, seed_sample, seed_streams
 
 
@@ -100,6 +103,7 @@ class PlainRun:
         self.num_steps, self.attributes = 0, AttributeSnapshot(self.model)
         # Loss scaling as of torch.amp.GradScaler; too few steps for its growth. A loss that is a sum is divided by a
         # power of two near the window's count before: the first time by its samples, then by the count before.
+        self.around_updates: Callable[[], AbstractContextManager[None]] = nullcontext  # of a step of the job's own
         self.scale, self.count = 2.0**16 if job.precision == "fp16" else 1.0, 0.0
         self.is_skipped = False
         if variation.nudge:
@@ -118,10 +122,36 @@ class PlainRun:
 
     def step(self, batch: MicroBatch) -> StepRecord:
         """Forward, backward, clipping, update and schedule for one batch."""
+        if self.job.models:
+            return self._own_step(batch)
         loss = self.backward(batch)
         gradients = gradients_of(self.model)
         shake = self.variation.shake * greatest(gradients.values()) if self.variation.shake else 0.0
         return self.update(loss, gradients, shake=shake)
+
+    def _own_step(self, batch: MicroBatch) -> StepRecord:
+        """The step that the job brings. Its draws belong to places in the batch, so samples keep theirs."""
+        replicas = ([cut_batch(batch, self.variation.cuts)] if self.variation.cuts > 1
+                    else as_planned(batch, self.shares, self.microbatches))
+
+        def before(parameters: list[torch.nn.Parameter]) -> None:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if self.variation.shake and gradients:
+                _shake(gradients, self.variation.shake * greatest(gradients), self.draws)
+
+        step = PlainStep(self.job, self.model, self.optimizer, self.schedule, replicas, step=self.num_steps,
+                         autocast=lambda: autocast(self.job), before=before)
+        step.around_updates = self.around_updates
+        step.take()
+        self.num_steps += 1
+        return self._record(step.loss, step.gradients)
+
+    def gradients(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Of a batch, before clipping; of a step of the job's own, summed over its updates."""
+        if self.job.models:
+            return self._own_step(batch).gradients
+        self.backward(batch)
+        return gradients_of(self.model)
 
     def backward(self, batch: MicroBatch) -> float:
         """Leave the gradients of a batch in the model, and return its loss."""
@@ -174,6 +204,9 @@ class PlainRun:
             if self.schedule is not None and not hasattr(self.schedule, "num_bad_epochs"):  # evaluations step those
                 self.schedule.step()
         self.num_steps += 1
+        return self._record(loss, gradients)
+
+    def _record(self, loss: float, gradients: dict[str, torch.Tensor]) -> StepRecord:
         return StepRecord(
             loss, gradients, {name: kept(p) for name, p in self.model.named_parameters() if is_weight(p)},
             {name: kept(b) for name, b in (*self.model.named_buffers(), *self._attributes_like_buffers())},
@@ -188,6 +221,8 @@ class PlainRun:
     def evaluate(self, data: Any) -> dict[str, float]:
         """The loss (as "loss") and every metric over all samples of the data, in batches of the job's size."""
         job = self.job
+        if job.models:
+            return self._own_evaluation(data)
         functions = {"loss": job.criterion, **job.metrics}
         sums, counts = dict.fromkeys(functions, 0.0), dict.fromkeys(functions, 0.0)
         self.model.eval()
@@ -203,6 +238,23 @@ class PlainRun:
                     counts[name] += float(count) * factor
         self.model.train()
         return {name: sums[name] / counts[name] for name in functions if counts[name]}
+
+    def _own_evaluation(self, data: Any) -> dict[str, float]:
+        """What the job's `validate` gives over all samples."""
+        sums: dict[str, float] = {}
+        counts: dict[str, float] = {}
+        validate = self.job.own_validate
+        assert validate is not None
+        self.model.eval()
+        for start in range(0, len(data), self.job.batch):
+            batch = self._evaluation_batch(data, range(start, min(start + self.job.batch, len(data))))
+            with torch.no_grad(), autocast(self.job):
+                values = validate(PlainEvaluation(self.model), StepBatch([batch]))
+            for name, value in (values if isinstance(values, Mapping) else {"loss": values}).items():
+                total, count = value if isinstance(value, tuple | list) else (value * batch.samples, batch.samples)
+                sums[name], counts[name] = sums.get(name, 0.0) + float(total), counts.get(name, 0.0) + float(count)
+        self.model.train()
+        return {name: total / counts[name] for name, total in sums.items() if counts[name]}
 
     def _evaluation_batch(self, data: Any, indices: range) -> MicroBatch:
         items = []

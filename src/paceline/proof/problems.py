@@ -23,6 +23,8 @@ from paceline.errors import TrainingError
 from paceline.job import Job
 from paceline.proof.order import whole_batches
 from paceline.proof.plain import (
+    PlainRun,
+    Variation,
     autocast,
     backward,
     build_plain,
@@ -72,6 +74,8 @@ class Problem:
 
 def job_problem(job: Job, *, steps: int) -> Problem | None:
     """The first thing that keeps any plan that cuts the batch from being exact; None if nothing."""
+    if job.models:
+        return _unsteady_weights(job) or _step_problem(job, steps=steps)
     return _unsteady_weights(job) or loss_problem(job, steps=steps) or _coupling(job, steps=steps)
 
 
@@ -82,6 +86,27 @@ def _unsteady_weights(job: Job) -> Problem | None:
             return Problem("weights", (name,), "the initial weights are not fixed by the seed: "
                            f"'{name}' differs between two models built alike",
                            "draw them from torch's, NumPy's or Python's own generator, without seeding it")
+    return None
+
+
+def _step_problem(job: Job, *, steps: int) -> Problem | None:
+    """Whether a step of the job's own computes something else when its losses are cut in two."""
+    whole, cut = PlainRun(job), PlainRun(job, variation=Variation(cuts=2))
+    for step, batch in enumerate(whole_batches(job, steps)):
+        try:
+            mine, theirs = whole.step(unspoilt(batch)).gradients, cut.step(unspoilt(batch)).gradients
+        except Exception:  # a BatchNorm can't take one sample
+            return None
+        moved = {name: distance(gradient, theirs.get(name)) for name, gradient in mine.items()}
+        name = max(moved, key=lambda name: moved[name])
+        if not moved[name] <= EXACT[job.precision] * greatest(mine.values()):
+            norms = [path for path, module in whole.model.named_modules()
+                     if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+            layers = f" ({', '.join(norms[:3])} use the statistics of a micro-batch)" if norms else ""
+            return Problem("samples", tuple(norms), f"the step couples the samples of a batch{layers}: cutting the "
+                           f"batch of step {step + 1} in two moves the gradient of '{name}' by {moved[name]:.2g} on "
+                           "one device already", "a scalar loss is the mean over its samples, anything else "
+                           f"(sum, count), and no layer mixes samples; {UNCUT}")
     return None
 
 

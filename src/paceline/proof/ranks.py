@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline import own_step
 from paceline.cluster import Cluster
 from paceline.errors import CheckpointError, NotDeterministic
 from paceline.job import Job, Precision
@@ -80,6 +81,9 @@ def _alone(work: Callable[[Any], dict[str, Any]], devices: Sequence[str] | None,
 
 def in_precision(job: Job, precision: Precision, random: Any) -> Job:
     """The job as it is compared: in a precision, its random layers off but for the initial weights."""
+    if job.models:
+        return replace(job, precision=precision, model=None,  # type: ignore[arg-type]
+                       **own_step.with_builders(job, random.building))
     return replace(job, precision=precision, model=random.building(job.model))
 
 

@@ -10,8 +10,8 @@ bound.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -36,7 +36,6 @@ from paceline.proof.plain import (
     build_plain,
     distance,
     expected_marks,
-    gradients_of,
     greatest,
     part_of_batch,
     unspoilt,
@@ -264,6 +263,8 @@ def evaluation_data(job: Job) -> Any:
     Two batches but for one sample, so that ranks get unequal parts; None for streams.
     """
     data = job.data if job.validation is None else job.validation
+    if job.models and job.own_validate is None:
+        return None
     return None if is_stream(data) else Subset(data, range(min(len(data), max(1, 2 * job.batch - 1))))
 
 
@@ -375,12 +376,12 @@ def _drop_is_noticed(job: Job, folder: Path, limit: Named) -> bool | None:
     run, rest = PlainRun(job), part_of_batch(batch, range(max(1, batch.samples * 3 // 4)))
     whole = load_kind(folder, "gradient", 0)
     try:
-        run.backward(rest)
+        gradients = run.gradients(rest)
     except Exception:  # a BatchNorm can't take one sample
         return None
     if run.is_skipped or not whole:  # loss scaling found no scale yet in the first step
         return None
-    kept, gradients = rest.samples / batch.samples, gradients_of(run.model)
+    kept = rest.samples / batch.samples
     return any(distance(gradient, gradients[name] * kept if name in gradients else None) > limit[name]
                for name, gradient in whole.items())
 
@@ -412,6 +413,12 @@ def coarsest(job: Job) -> float:
     """
     model = build_plain(job)
     seen = Dtypes({p.dtype for p in model.parameters() if p.requires_grad})
+    if job.models:
+        run = PlainRun(job)
+        run.around_updates = seen.paused  # of an update, shaken gradients show what rounding does
+        with seen:
+            next(run.steps(1))
+        return max(EPSILON[job.precision], seen.epsilon)
     for batch in whole_batches(job, 1):
         with autocast(job), seen:
             job.criterion(unspoilt(batch).call(model), batch.target)
@@ -425,6 +432,14 @@ class Dtypes(TorchDispatchMode):
     def __init__(self, found: set[torch.dtype]) -> None:
         super().__init__()
         self.found, self.tf32, self.rounds_to_tf32 = found, tf32(), False
+        self.is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile nothing is noted."""
+        self.is_paused = True
+        yield
+        self.is_paused = False
 
     @property
     def epsilon(self) -> float:
@@ -433,6 +448,8 @@ class Dtypes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self.is_paused:
+            return result
         self.rounds_to_tf32 |= rounds_to_tf32(func, result, self.tf32)
         self.found |= {leaf.dtype for leaf in tree_leaves(result)
                        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim

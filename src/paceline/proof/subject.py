@@ -15,7 +15,7 @@ from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
 from paceline.proof.device import described
 from paceline.proof.order import whole_batches
-from paceline.proof.plain import autocast, build_plain, unspoilt
+from paceline.proof.plain import PlainRun, autocast, build_plain, unspoilt
 
 
 def subject(job: Job) -> dict[str, Any]:
@@ -54,7 +54,11 @@ def _packages(model: nn.Module) -> dict[str, str]:
 def _randomness(job: Job, model: nn.Module) -> dict[str, Any]:
     """Which modules draw in a training step and what is switched off in them; seen in the first step."""
     random = WithoutRandomness()
-    for batch in whole_batches(job, 1):
+    if job.models:
+        run = PlainRun(job)
+        with random, random.watching(run.model):
+            next(run.steps(1))
+    for batch in whole_batches(job, 0 if job.models else 1):
         with autocast(job):
             with random, random.watching(model):
                 output = unspoilt(batch).call(model)

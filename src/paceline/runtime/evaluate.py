@@ -2,19 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paceline.errors import TrainingError, nearest
 from paceline.job import Job
-from paceline.runtime.feed import DataShard, evaluation_feed, map_tensors
+from paceline.runtime.feed import DataShard, MicroBatch, evaluation_feed, map_tensors
 from paceline.runtime.loss import read_tally
+from paceline.runtime.named_parts import Part
 from paceline.runtime.prepare import autocast
+from paceline.runtime.stage_outputs import from_last_stage
+from paceline.runtime.step_batch import StepBatch
 from paceline.runtime.streams import kept_streams
 from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh
+
+
+def evaluate_step(models: torch.nn.Module, parts: Mapping[str, Part], job: Job, data: Any, *, part: DataShard,
+                  mesh: Mesh, device: torch.device,
+                  beat: Callable[[str], None] = lambda phase: None) -> dict[str, float]:
+    """What `validate` of a job with models by name gives over the data: the loss (as "loss") and others by name.
+    Collective over all ranks."""
+    sums: dict[str, torch.Tensor] = {}
+    was_training = models.training
+    models.eval()
+    counts_here = mesh.is_first_of_same_loss and not mesh.coordinates[mesh.stage_axis]
+    with kept_streams(), torch.no_grad():
+        for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed,
+                                     collate=job.evaluation_collate):
+            beat("evaluate")
+            moved = batch.to(device, torch.float64 if job.precision == "float64" else None)
+            with autocast(job, device):
+                values = _validated(job, _Validation(parts, mesh, device, batch.samples), moved)
+            for name, value in values.items():
+                row = sums.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
+                if batch.samples and counts_here:
+                    tally = read_tally(value, samples=batch.samples, name=f"'{name}' of validate")
+                    row += torch.stack([torch.as_tensor(figure, dtype=torch.float64, device=device)
+                                        for figure in (tally.total, tally.count)])
+    models.train(was_training)
+    together = torch.stack(list(sums.values()))
+    if mesh.world_size > 1:
+        dist.all_reduce(together)
+    return dict(zip(sums, (together[:, 0] / together[:, 1]).tolist(), strict=True))
+
+
+def _validated(job: Job, context: _Validation, batch: MicroBatch) -> Mapping[str, Any]:
+    """Losses and metrics of a batch by name, "loss" first."""
+    assert job.own_validate is not None
+    values = job.own_validate(context, StepBatch([batch]))
+    values = values if isinstance(values, Mapping) else {"loss": values}
+    if "loss" not in values:
+        raise TrainingError(f"validate returned {', '.join(values)} and no \"loss\"")
+    return {"loss": values["loss"], **values}
+
+
+class _Validation:
+    """The context of `validate` on a rank: models run, nothing is trained; see `StepContext`."""
+
+    def __init__(self, parts: Mapping[str, Part], mesh: Mesh, device: torch.device, samples: int) -> None:
+        self.parts, self.mesh, self.device, self.samples = parts, mesh, device, samples
+
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
+        """A model's output. Collective where the plan's forwards are."""
+        if model not in self.parts:
+            raise TrainingError(f"no model '{model}': {nearest(model, self.parts)}")
+        given = inputs.input if isinstance(inputs, StepBatch) else inputs
+        output = self.parts[model].layout.forward(MicroBatch(given, None, self.samples))
+        if self.mesh.sizes[self.mesh.stage_axis] == 1:
+            return output
+        return from_last_stage([output], self.mesh, self.device)[0]
 
 
 def evaluate(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: DataShard, mesh: Mesh,

@@ -26,7 +26,7 @@ from paceline.runtime import drift, state, trace
 from paceline.runtime.checkpoint.write import Writer, write_json
 from paceline.runtime.control import Controlling, RunControl
 from paceline.runtime.display import Display, Progress
-from paceline.runtime.evaluate import evaluate
+from paceline.runtime.evaluate import evaluate, evaluate_step
 from paceline.runtime.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
 from paceline.runtime.folder import CHECKPOINTS, SPLIT
 from paceline.runtime.memory import PeakMemory
@@ -212,7 +212,7 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     mesh = Mesh.of(plan, context.rank)
     mesh.connect()
     refuse_single_samples(job, plan, settings.shares, context.device)
-    stepper = Stepper(job, plan, mesh, context.device, devices=settings.devices)
+    stepper = Stepper(job, plan, mesh, context.device, devices=settings.devices, shares=settings.shares)
     if not settings.is_trial:
         check_monitored(stepper.schedule, job)
     drift.check_replicas(drift.replicated(stepper), mesh=mesh, step=0)
@@ -510,8 +510,10 @@ def _evaluate(run: _Run) -> None:
     stepper.step_sync.drain()
     own_part = evaluated_part(run.job.validation, batch=run.job.batch, part=part)
     with stepper.step_sync.global_weights_in_place(), stepper.evaluating(own_part, step=run.step):
-        figures = evaluate(stepper.model, stepper.layout, run.job, run.job.validation, mesh=run.mesh,
-                           device=run.context.device, part=part, beat=run.context.beat)
+        options: Any = {"mesh": run.mesh, "device": run.context.device, "part": part, "beat": run.context.beat}
+        figures = (evaluate_step(stepper.model, stepper.parts, run.job, run.job.validation, **options)
+                   if run.job.models else
+                   evaluate(stepper.model, stepper.layout, run.job, run.job.validation, **options))
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}
     if waits_for_metric(stepper.schedule) and not run.settings.is_trial and run.speed.steps and (
             run.scheduled_step != run.step and Order.of(run.job).ends_epoch(run.step)):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,12 @@ from paceline.plans import Plan
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.clipping import clip, squared_norm
 from paceline.runtime.edits import Edits
-from paceline.runtime.feed import MicroBatch
+from paceline.runtime.feed import DataShard, MicroBatch
+from paceline.runtime.follow import follow, refuse_apart
 from paceline.runtime.freezing import Freezing
 from paceline.runtime.initial import load_initial
 from paceline.runtime.loss import Tally
+from paceline.runtime.named_parts import Part, prepare_models
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure
 from paceline.runtime.optimizers.closure import Closure, step_gathered
 from paceline.runtime.optimizers.schedule import build_schedule, step_schedule
@@ -34,8 +37,10 @@ from paceline.runtime.order import Window
 from paceline.runtime.prepare import prepare_job
 from paceline.runtime.refusals import check_loss, check_used
 from paceline.runtime.scaling import LossScale
+from paceline.runtime.stage_outputs import from_last_stage
 from paceline.runtime.trace import TraceRecorder
 from paceline.runtime.upload import uploaded
+from paceline.runtime.verbs import Verbs
 from paceline.runtime.window import WindowWork
 from paceline.strategies.compose import (
     end_evaluation,
@@ -106,11 +111,17 @@ class Stepper:
     """
 
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
-                 devices: Sequence[Device] = ()) -> None:
+                 devices: Sequence[Device] = (), shares: Sequence[int] = ()) -> None:
+        """shares: of each replica in the global batch; equal ones if there are none."""
         self.job, self.mesh, self.device = job, mesh, device
         self.replica = mesh.replica
+        self.part = DataShard(shares or (1,) * plan.replicas, mesh.replica, plan.num_microbatches)
         self.all_go_back = mesh.holds_parts  # ranks meet in backward
-        prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
+        self.parts: dict[str, Part] = {}
+        if job.models:
+            prepared, self.parts = prepare_models(job, plan=plan, mesh=mesh, device=device, devices=devices)
+        else:
+            prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
         self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
         self.attributes, self.forwards_may_write = prepared.attributes, prepared.forwards_may_write
         self.step_sync = step_sync_of(self.synchronisers, mesh)
@@ -128,6 +139,7 @@ class Stepper:
         self.sparsely_trained = [p for name, p in self.parameters.items() if name in sparse]
         built = build_optimizer(job, self.trainable, self.parameters, mesh=mesh, sparse=sparse)
         refuse_closure(built, plan)
+        self.optimizer: Any
         self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
         self.gathered, self.own_parts = built.gathered, built.own_parts
         self.needs_closure = built.behaviour.needs_closure
@@ -136,6 +148,7 @@ class Stepper:
             raise JobError(f"{type(self.optimizer).__name__} evaluates the loss itself, and a step of loss scaling has "
                            "one evaluation", hint='precision="bf16" or "float32", or an optimizer without a closure')
         self.schedule = build_schedule(job, self.optimizer)
+        refuse_apart(job.followers, self.held)
         self.buffers = ChangingBuffers(self.model, with_frozen=self.step_sync.has_own_steps)
         self.edits = Edits({name: p for name, p in self.held.items() if not is_sharded(p)})
         self.has_begun = False
@@ -173,14 +186,16 @@ class Stepper:
                 weight was changed.
         """
         own_part = sum(batch.samples for batch in batches) / window.count
+        if self.job.models:
+            return self._own_step(window, batches, own_part=own_part, step=step, stop=stop, beat=beat, observe=observe)
         evaluate = partial(self._evaluate, window, batches, step=step, stop=stop, beat=beat, ahead=ahead)
         evaluation = evaluate(observe=observe)
         norm = self.gradient_norm = evaluation.norm
         if self.needs_closure:
             evaluation = self._update_with_closure(evaluation, evaluate, own_part=own_part, step=step)
         elif not evaluation.is_skipped:
-            self._update()
-        if self._merges_edits:
+            self.update(self.optimizer)
+        if self.merges_edits:
             self.edits.updated()
         if not evaluation.is_skipped:
             step_schedule(self.schedule)
@@ -227,14 +242,41 @@ class Stepper:
         if is_skipped:
             self._let_go_of_gradients()
         elif summed and count:
-            self._scale_gradients(mean)
+            self.scale_gradients(mean, self.parameters)
         if observe:
             observe(self)
-        if edited and self._merges_edits:
+        if edited and self.merges_edits:
             self.edits.merge(self.mesh.group("replicas"), news=bool(unknown), step=step)
         beat("optimizer")
         norm = None if is_skipped else clip(self.job.clip, self.parameters, squares, norm_squared, mean)
         return Evaluation(figures, known, norm, is_skipped)
+
+    def _own_step(self, window: Window, batches: list[MicroBatch], *, own_part: float, step: int,
+                  stop: Callable[[], bool], beat: Callable[[str], None],
+                  observe: Callable[[Stepper], None] | None) -> StepResult:
+        """The step that the job brings, and then its followers."""
+        self._look()
+        verbs = Verbs(self, window, batches, step, beat, keeps_gradients=observe is not None)
+        verbs.take()
+        if observe:
+            for name, p in self.parameters.items():
+                p.grad = verbs.gradients.get(name)
+            observe(self)
+            self._let_go_of_gradients()
+        flags = torch.tensor([0.0, 0.0, float(stop()), 0.0, float(self._changes()[0])], dtype=torch.float64)
+        _, _, stops, _, changed = self.step_sync.all_reduce_figures(uploaded(flags, self.device)).tolist()
+        known = [verbs.loss, 1.0, stops, 0.0, changed, 0.0, 0.0, 0.0, *verbs.users.values()]
+        met = self.step_sync.end_step(step + 1, torch.tensor(known, dtype=torch.float64), known, beat)
+        assert met is not None, "ranks of such a job meet after every step"
+        if not step:
+            self._refuse_unused(list(verbs.users.values()))
+        result = self._learn(met, own_part=own_part, norm=None, step=step)
+        follow(self.job.followers, self.held, dict(self.model.named_buffers()), step + 1)
+        for name in self.job.followers:
+            end_evaluation(self.parts[name].synchronisers)
+        if self.merges_edits:
+            self.edits.updated()
+        return result
 
     @contextmanager
     def evaluating(self, own_part: float, *, step: int) -> Iterator[None]:
@@ -314,26 +356,43 @@ class Stepper:
 
         overflow: on the device; see `LossScale.unscale`.
         """
+        sums = sum(not tally.is_mean for tally in tallies) if self.mesh.is_first_of_same_loss else 0
+        figures = self._with_loss(tallies, [float(stop), float(sums), *map(float, self._changes()), 0.0,
+                                            *(float(name in used) for name in self.trainable)])
+        if overflow is not None:
+            figures[_OVERFLOW] = overflow
+        return figures
+
+    def loss_figures(self, tallies: list[Tally], flags: Sequence[float], used: set[str],
+                     trainable: Sequence[str]) -> torch.Tensor:
+        """This rank's loss sum, its count, whether the loss is a sum, flags, and for each of these parameters whether
+        it was used; float64."""
+        sums = sum(not tally.is_mean for tally in tallies) if self.mesh.is_first_of_same_loss else 0
+        return self._with_loss(tallies, [float(sums), *flags, *(float(name in used) for name in trainable)])
+
+    def _with_loss(self, tallies: list[Tally], figures: Sequence[float]) -> torch.Tensor:
+        """This rank's loss sum and its count before other figures; float64."""
         if not self.mesh.is_first_of_same_loss:
             tallies = []
         on_device = [tally.count for tally in tallies
                      if isinstance(tally.count, torch.Tensor) and tally.count.device.type != "cpu"]
         count = sum(float(tally.count) for tally in tallies
                     if not isinstance(tally.count, torch.Tensor) or tally.count.device.type == "cpu")
-        sums = sum(not tally.is_mean for tally in tallies)
-        figures = uploaded(torch.tensor([0.0, count, float(stop), float(sums), *map(float, self._changes()), 0.0,
-                                         *(float(name in used) for name in self.trainable)], dtype=torch.float64),
-                           self.device)
+        together = uploaded(torch.tensor([0.0, count, *figures], dtype=torch.float64), self.device)
         if tallies:
-            figures[0] += torch.stack([tally.total.to(self.device) for tally in tallies]).sum()
-        if overflow is not None:
-            figures[_OVERFLOW] = overflow
+            together[0] += torch.stack([tally.total.to(self.device) for tally in tallies]).sum()
         if on_device:
-            figures[1] += torch.stack([count.double() for count in on_device]).sum()
-        return figures
+            together[1] += torch.stack([count.double() for count in on_device]).sum()
+        return together
+
+    def shared_outputs(self, part: Part, outputs: Sequence[Any]) -> Sequence[Any]:
+        """What a model returned, on every rank that has the step's samples."""
+        if self.mesh.sizes[self.mesh.stage_axis] == 1:
+            return outputs
+        return from_last_stage(outputs, self.mesh, self.device)
 
     @property
-    def _merges_edits(self) -> bool:
+    def merges_edits(self) -> bool:
         """Whether replicas hold the same parameters after every step."""
         return len(self.mesh.replicas) > 1 and not self.step_sync.has_own_steps
 
@@ -342,12 +401,12 @@ class Stepper:
         if not self.has_begun and len(self.mesh.replicas) > 1:
             self.buffers.look()  # what a checkpoint brought back is no change
         self.has_begun = True
-        if self._merges_edits:
+        if self.merges_edits:
             self.edits.begin()
 
     def _changes(self) -> tuple[bool, bool, bool]:
         """Whether forwards changed state that replicas don't meet yet, a parameter, and one that is not known yet."""
-        edited = self.edits.end() if self._merges_edits else (False, False)
+        edited = self.edits.end() if self.merges_edits else (False, False)
         return len(self.mesh.replicas) > 1 and bool(self.buffers.news()), *edited
 
     def _let_go_of_gradients(self) -> None:
@@ -372,24 +431,26 @@ class Stepper:
         self.saw_unused = True
         check_used(dict(zip(self.trainable, users, strict=True)))
 
-    def _scale_gradients(self, factor: float) -> None:
-        gradients = [local_part(p.grad) for p in self.parameters.values() if p.grad is not None]
+    def scale_gradients(self, factor: float, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Of these parameters, in place."""
+        gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
-    def _update(self) -> None:
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of the optimizer, or of one of several. Collective where ranks hold parts of what it sees whole."""
         self.own_parts.before_update()
         if self.gathered is not None:
             self.gathered.before_update()
         try:
-            if any(group["params"] for group in self.optimizer.param_groups):
-                self.optimizer.step()
+            if any(group["params"] for group in optimizer.param_groups):
+                optimizer.step()
             else:  # other ranks update all; schedules look whether a step was taken
-                self.optimizer._opt_called = True  # type: ignore[attr-defined]
+                optimizer._opt_called = True  # type: ignore[attr-defined]
         except (RuntimeError, NotImplementedError) as error:
             if not is_about_parts(error):
                 raise
-            raise JobError(f"{type(self.optimizer).__name__} can't update sharded parameters: "
+            raise JobError(f"{type(optimizer).__name__} can't update sharded parameters: "
                            f"{str(error).splitlines()[0]}",
                            hint="use an optimizer that treats every element alike (AdamW, SGD; fused=True and "
                                 "foreach=True work with them), or a data=N plan, which keeps parameters whole"
@@ -418,7 +479,7 @@ class Stepper:
             nonlocal last
             if len(self.mesh.replicas) > 1:
                 self.buffers.meet(own_part, self.mesh.group("replicas"), news=bool(last.known[_CHANGED]))
-            if self._merges_edits:
+            if self.merges_edits:
                 self.edits.updated()  # the optimizer's writes are no forward's
             last = evaluate(is_first=False)
             self._let_optimizer_keep_gradients()
@@ -429,9 +490,9 @@ class Stepper:
         if self.gathered is not None:
             step_gathered(self.optimizer, self.gathered, first.loss, again)
             if not self.gathered.whole:
-                self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look
+                self.optimizer._opt_called = True  # schedules look
         else:
-            self.optimizer.step(Closure(first.loss, again, self.parameters.values()))  # type: ignore[arg-type]
+            self.optimizer.step(Closure(first.loss, again, self.parameters.values()))
         if not all(map(math.isfinite, losses)):
             self._refuse_weights_that_are_not_finite(losses, step)
         figures = torch.cat([first.figures[:STEP_FIGURES], last.figures[STEP_FIGURES:]])

@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 
 
 class WindowWork:
-    """The work around the micro-batches of one step."""
+    """The work around the micro-batches of one step.
+
+    criterion: (output, target) -> the loss. synchronisers: of what the loss trains. place: keys the random streams,
+    beside the step, the part and the micro-batch.
+    """
 
     def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int, part: int,
                  beat: Callable[[str], None], tell: Callable[[list[Tally]], None]) -> None:
         self.stepper, self.window, self.step, self.part, self.beat = stepper, window, step, part, beat
-        self.tell = tell
+        self.tell, self.criterion, self.synchronisers = tell, stepper.job.criterion, stepper.synchronisers
+        self.place: tuple[int, ...] = ()
         dtype = torch.float64 if stepper.job.precision == "float64" else None
         self.batches = [batch.to(stepper.device, dtype) for batch in batches]
         self.tallies: list[Tally] = []
@@ -38,7 +43,7 @@ class WindowWork:
 
     def before_forward(self, microbatch: int, stage: int) -> None:
         place = (self.part, microbatch, stage) if stage else (self.part, microbatch)
-        seed_streams(self.stepper.job.seed, "step", self.step, *place)
+        seed_streams(self.stepper.job.seed, "step", self.step, *place, *self.place)
         self.beat("forward")
 
     def loss(self, microbatch: int, output: Any) -> torch.Tensor:
@@ -58,7 +63,7 @@ class WindowWork:
     def _explained_loss(self, output: Any, target: Any) -> Any:
         """The job's loss, refused where it is made of shards."""
         try:
-            value = self.stepper.job.criterion(output, target)
+            value = self.criterion(output, target)
         except (RuntimeError, NotImplementedError) as error:
             if not is_about_parts(error):
                 raise
@@ -79,7 +84,7 @@ class WindowWork:
             self.set_aside = {p: p.grad for p in self.stepper.sparsely_trained}
             for p in self.set_aside:
                 p.grad = None
-        for synchroniser in self.stepper.synchronisers:
+        for synchroniser in self.synchronisers:
             synchroniser.begin(last=is_last)
         if is_last:
             self.tell(self.tallies)

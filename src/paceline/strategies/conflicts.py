@@ -46,6 +46,19 @@ def check(plan: Plan) -> None:
             raise PlanError(f"plan '{plan}': {conflict.what} don't compose: {conflict.why}", hint=conflict.instead)
 
 
+def check_own_step(plan: Plan) -> None:
+    """Refuse a plan that a job with a step of its own can't run under.
+
+    Raises:
+        PlanError: says which strategy, why, and what to choose instead.
+    """
+    for strategy in strategies():
+        if strategy.no_own_step and strategy.is_active(plan):
+            raise PlanError(f"plan '{plan}': {strategy.name} and a job with models= don't compose: "
+                            f"{strategy.no_own_step}",
+                            hint="data=N, shard=N, tensor=N and pipeline=N plans, with accumulate=K or without")
+
+
 def check_precision(plan: Plan, precision: Precision) -> None:
     """Refuse a plan that a job of this precision can't run under.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, UsageError, nearest
 from paceline.job import Job
 from paceline.jobfile import JobFile
 from paceline.launch.environment import current
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.launch.context import RankContext
     from paceline.runtime.checkpoint.read import Checkpoint
     from paceline.runtime.feed import DataShard
+    from paceline.runtime.named_parts import Part
     from paceline.strategies.layout import Layout
     from paceline.strategies.mesh import Mesh
 
@@ -36,6 +37,7 @@ class Trained:
     mesh: Mesh
     part: DataShard
     checkpoint: Checkpoint
+    parts: Mapping[str, Part]
 
 
 def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | None = None,
@@ -56,12 +58,14 @@ def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | 
     def body(context: RankContext) -> dict[str, Any]:
         from paceline.runtime.determinism import repeatable
         from paceline.runtime.evaluate import evaluate as evaluate_rank
+        from paceline.runtime.evaluate import evaluate_step
         from paceline.runtime.products import float32_products
 
         with repeatable(asked.plan), float32_products(job, context):
             trained = load_trained(context, job, asked, Path(run))
-            figures = evaluate_rank(trained.model, trained.layout, job, job.validation, part=trained.part,
-                                    mesh=trained.mesh, device=context.device, beat=context.beat)
+            options: Any = {"part": trained.part, "mesh": trained.mesh, "device": context.device, "beat": context.beat}
+            figures = (evaluate_step(trained.model, trained.parts, job, job.validation, **options) if job.models else
+                       evaluate_rank(trained.model, trained.layout, job, job.validation, **options))
         return {"plan": str(asked.plan), "step": trained.checkpoint.step,
                 "samples": trained.checkpoint.document["samples"],
                 "validation_loss": figures.pop("loss"), "metrics": figures}
@@ -71,7 +75,7 @@ def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | 
 
 
 def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, *, devices: str | None = None,
-            output: str | Path | None = None, timeout_s: float = 300.0) -> dict[str, Any]:
+            output: str | Path | None = None, model: str | None = None, timeout_s: float = 300.0) -> dict[str, Any]:
     """The model's outputs for the inputs in a file, in their order.
 
     Numbers with a fraction, of inputs and outputs, are float64 in a float64 job and float32 in any other.
@@ -81,6 +85,7 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
             become keyword arguments, or positional ones if they are 0, 1, ...
         output: Where outputs go: `.npy` for one tensor, `.safetensors` for any; by default
             `DIR/predictions.npy` or `.safetensors`.
+        model: Of a job with several, the model or follower that predicts; by default its only one.
 
     Returns:
         {"plan", "step", "samples", "output", "shapes"}.
@@ -89,6 +94,7 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
         UsageError: an input that can't be read.
     """
     job, asked, place = _open(Path(run), plan, devices=devices, timeout_s=timeout_s)
+    predicting = _predicting(job, model)
     data = _Inputs(read_tensors(Path(input), float64=job.precision == "float64"))
     if len(data) == 0:
         raise UsageError(f"{input} holds no samples")
@@ -103,7 +109,8 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
 
             with repeatable(asked.plan), float32_products(job, context):
                 trained = load_trained(context, job, asked, Path(run))
-                for number, found in enumerate(outputs(trained.model, trained.layout, job, data, part=trained.part,
+                layout = trained.parts[predicting].layout if predicting else trained.layout
+                for number, found in enumerate(outputs(trained.model, layout, job, data, part=trained.part,
                                                        device=context.device)):
                     save_tensors(Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors", _named(found))
             if context.world_size > 1:
@@ -120,6 +127,16 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
         return found
 
 
+def _predicting(job: Job, model: str | None) -> str | None:
+    """The model or follower by name that predicts; None where the job has one model without a name."""
+    names = [*job.models, *job.followers]
+    if model is None and len(job.models) > 1:
+        raise UsageError(f"the job has the models {', '.join(names)}: which one predicts?", hint="--model NAME")
+    if model is not None and model not in names:
+        raise UsageError(f"no model '{model}': {nearest(model, names) if names else 'the job has one without a name'}")
+    return model if model is not None else next(iter(job.models), None)
+
+
 def _open(run_dir: Path, plan: str | Plan | None, *, devices: str | None,
           timeout_s: float) -> tuple[Job, Resolved, Launcher]:
     source = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
@@ -133,18 +150,20 @@ def load_trained(context: RankContext, job: Job, asked: Resolved, run_dir: Path)
     """Build the model under the plan and read the run's newest weights into it; each rank reads what it holds."""
     from paceline.runtime import state
     from paceline.runtime.loop import part_of
+    from paceline.runtime.named_parts import prepare_models
     from paceline.runtime.prepare import prepare_job
     from paceline.strategies.mesh import Mesh
 
     mesh = Mesh.of(asked.plan, context.rank)
     mesh.connect()
-    prepared = prepare_job(job, plan=asked.plan, mesh=mesh, device=context.device)
+    options: Any = {"plan": asked.plan, "mesh": mesh, "device": context.device}
+    prepared, parts = prepare_models(job, **options) if job.models else (prepare_job(job, **options), {})
     model, layout = prepared.model, prepared.layout
     checkpoint = state.choose_checkpoint(context, run_dir, accept=lambda found: state.model_mismatch(model, found))
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint", hint="train it first, or longer")
     state.load_weights(model, dict(layout.module.named_parameters()), checkpoint)
-    return Trained(model, layout, mesh, part_of(asked.plan, mesh, asked.shares), checkpoint)
+    return Trained(model, layout, mesh, part_of(asked.plan, mesh, asked.shares), checkpoint, parts)
 
 
 class _Inputs:

@@ -105,9 +105,11 @@ def _without_price(priced: Priced, error: Exception) -> Priced:
 def _profiled(priced: Priced) -> Priced:
     """With the job's cost. A job that can't be profiled trains all the same."""
     from paceline.profile import profile_job
+    from paceline.profile.named import priced as as_priced
     from paceline.strategies.stages.price import SplitJob
 
     try:
+        priced = replace(priced, job=as_priced(priced.job))
         profile = priced.profile or profile_job(priced.job, device=priced.asked.cluster.first_here)
         split = SplitJob(priced.job, profile) if priced.asked.plan.splits_model else None
     except Exception as error:  # the model may do anything when it is profiled

@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
-            device: torch.device | None = None) -> GradientBuckets:
+            device: torch.device | None = None) -> GradientBuckets | None:
+    """None of a model that is not trained."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        return None
     if plan.modifiers.compress != "none" and (apart := sorted(observed.sparse & trainable.keys())):
         logger.info("sparse gradients are not compressed: %s", ", ".join(apart))
     return GradientBuckets(trainable, mesh.group("data"), compress=plan.modifiers.compress,

@@ -100,5 +100,6 @@ STRATEGY = Strategy(
     held_elsewhere=_held_elsewhere,
     observes=lambda plan: frozenset({"writes"}),
     no_edits="servers, which keep the parameters, would not learn of it",
+    no_own_step="servers update all parameters at once with one gradient a step",
     no_closure="servers, which keep the parameters, get one gradient a step from each worker",
 )

@@ -183,21 +183,58 @@ class Sharding:
         self.used: set[str] = set()
         self.marked: set[str] = set()
         self.edits: list[_Edits] = []
+        self.is_collected: bool | None = None  # where the model was ever frozen for a while
+        self.open: bool | None = None  # whether the backward is the last one, where it must be ended here
         places = _own_places(sharded)
         for name, module in sharded.items():
             module.register_forward_pre_hook(self._mark(name))
+            module.register_forward_pre_hook(self._freeze(places[name]))
             self.edits.append(edits := _Edits(places[name]))
             module.register_forward_pre_hook(edits.before)
             module.register_forward_hook(edits.after, prepend=True)  # before FSDP2 lets go of the weights
 
     def begin(self, *, last: bool) -> None:
         self.running.end()
-        for module in self.told:
-            module.set_is_last_backward(last)
-            module.set_reshard_after_backward(last or self.zero == 3)
-            module.set_requires_gradient_sync(last or self.zero > 1)
+        if self.running.runs_again:
+            self.open = last
+            return
+        self._set(is_last=last, reshards=last or self.zero == 3, reduces=last or self.zero > 1)
         for edits in self.edits:
             edits.stays_gathered = self.zero < 3 and not last
+
+    def collect(self, *, on: bool) -> None:
+        """Whether the model is run for its own gradients, and not frozen inside of another's loss. FSDP2 makes the
+        parameters that a forward uses once, so they are told as well."""
+        self.running.is_own, self.is_collected = on, on
+        for module in self.told:
+            module.set_requires_gradient_sync(on)
+            module.set_reshard_after_backward(False)
+        if on:
+            self.end_evaluation()
+
+    def hold(self) -> None:
+        """A forward is next, of a loss that may run the model again, or go back through it before the step's own
+        backward, as a gradient penalty does. FSDP2 takes the end of any such pass for that of the backward."""
+        self._complete()
+        self.running.hold()
+        self._set(is_last=False, reshards=False, reduces=False)
+
+    def _complete(self) -> None:
+        """End a backward whose passes FSDP2 was not let end: reduce gradients and let go of weights."""
+        if self.open is None:
+            return
+        last, self.open = self.open, None
+        self._set(is_last=last, reshards=True, reduces=last or self.zero > 1)
+        for module in self.told:
+            module._get_fsdp_state()._root_post_backward_final_callback()
+        if last or self.zero == 3:
+            self.end_evaluation()
+
+    def _set(self, *, is_last: bool, reshards: bool, reduces: bool) -> None:
+        for module in self.told:
+            module.set_is_last_backward(is_last)
+            module.set_reshard_after_backward(reshards)
+            module.set_requires_gradient_sync(reduces)
 
     def end_evaluation(self) -> None:
         """Below stage 3 FSDP2 keeps gathered weights for a backward. An evaluation has none: they would outlive the
@@ -207,10 +244,12 @@ class Sharding:
 
     def unused(self) -> set[str]:
         """Parameters without a gradient of this rank since the last `finish`; FSDP2 gives them zeros."""
+        self._complete()
         return self.names - self.used
 
     def finish(self) -> None:
         """Sum the gradients of whole parameters; FSDP2 ends its own reductions in backward."""
+        self._complete()
         self.whole.finish()
         self.used = set()
 
@@ -237,6 +276,16 @@ class Sharding:
                     if name in self.hooks:
                         self.hooks[name].register(parameter)
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.used.add(name))
+
+        return before_forward
+
+
+    def _freeze(self, places: Sequence[tuple[nn.Module, str, str]]) -> Callable[..., None]:
+        """A hook that comes after FSDP2's: whether the parameters that the forward uses get gradients."""
+        def before_forward(module: nn.Module, inputs: Any) -> None:
+            if self.is_collected is not None:
+                for holder, key, name in places:
+                    holder._parameters[key].requires_grad_(self.is_collected and name in self.names)  # type: ignore
 
         return before_forward
 
@@ -341,16 +390,25 @@ def _watch_calls(sharded: Mapping[str, nn.Module], roll: OrderCheck) -> _Running
 
 class _Running:
     """Refuses a backward before the step's own, inside of a forward or a loss: FSDP2 takes it for the step's, and lets
-    go of weights and gradients.
+    go of weights and gradients. A step of one's own says `hold` before a forward, and then it is noted alone.
 
-    is_on: whether the model's forward is going on, or the loss after it.
+    is_on: whether the model's forward is going on, or the loss after it. is_own: whether a step's own backward follows;
+    not where the model runs frozen inside another's loss. runs_again: whether the model ran more than once since
+    `hold`, or a backward has gone through it.
     """
 
     def __init__(self) -> None:
-        self.is_on = False
+        self.is_on, self.is_own, self.is_held, self.runs = False, True, False, 0
+        self.runs_again = False
+
+    def hold(self) -> None:
+        """A loss begins that may do both."""
+        self.is_held, self.runs, self.runs_again = True, 0, False
 
     def begin(self, module: nn.Module, inputs: Any) -> None:
-        self.is_on = True
+        self.is_on = self.is_own
+        self.runs += torch.is_grad_enabled()
+        self.runs_again = self.runs_again or (self.is_held and self.runs > 1)
 
     def end(self) -> None:
         """The step's own backward is next."""
@@ -362,7 +420,9 @@ class _Running:
                 tensor.grad_fn.register_prehook(partial(self._refuse, unit))
 
     def _refuse(self, unit: str, gradients: Any) -> None:
-        if self.is_on:
+        if self.is_on and self.is_held:
+            self.runs_again = True
+        elif self.is_on:
             raise PlanRefused("the model's forward or the loss goes back through what "
                               f"'{unit}' returns (torch.autograd.grad), and shard=N gathers its weights for the step's "
                               "own backward alone", hint="use a data=N plan, which keeps parameters whole")

@@ -1,0 +1,74 @@
+"""A job's models and followers by name, as one module, with initial weights that their names and the seed fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import JobError
+from paceline.own_step import FollowerModel
+
+
+class NamedModels(nn.Module):
+    """Models and followers, each a child of its name. It is never called itself.
+
+    followers: what each of them does, by name.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], followers: Mapping[str, FollowerModel]) -> None:
+        super().__init__()
+        for name, model in models.items():
+            try:
+                self.add_module(name, model)
+            except KeyError as error:
+                raise JobError(f"a model can't be named '{name}': {error}", hint="another name") from error
+        self.followers = dict(followers)
+
+    @classmethod
+    def of(cls, models: Mapping[str, Callable[[], Any]], followers: Mapping[str, FollowerModel],
+           seed: int) -> NamedModels:
+        """All of them, built."""
+        return cls({name: build_one(name, models, followers, seed) for name in (*models, *followers)}, followers)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True,
+                         remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each model's own names after its name: a model that is cut has others than its modules' paths."""
+        for name, model in self._modules.items():
+            assert model is not None
+            for key, p in model.named_parameters(remove_duplicate=remove_duplicate):
+                yield ".".join(filter(None, (prefix, name, key))), p
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._modules)
+
+    def train(self, mode: bool = True) -> NamedModels:
+        """Followers stay in evaluation mode."""
+        super().train(mode)
+        for name in self.followers:
+            self.get_submodule(name).eval()
+        return self
+
+
+def build_one(name: str, models: Mapping[str, Callable[[], Any]], followers: Mapping[str, FollowerModel],
+              seed: int) -> nn.Module:
+    """A model, or a follower as its source begins, with every parameter frozen.
+
+    Raises:
+        JobError: it is no module, or shares parameters that a frozen copy can't have.
+    """
+    from paceline.runtime.streams import key_to_seed, seed_model
+
+    follower = followers.get(name)
+    source = name if follower is None or not isinstance(follower.source, str) else follower.source
+    build = models.get(source, follower.source if follower is not None else None)
+    seed_model(key_to_seed(seed, "model", source))
+    model = build()  # type: ignore[misc,operator]
+    if not isinstance(model, nn.Module):
+        raise JobError(f"'{source}' was built as a {type(model).__name__} and not a torch.nn.Module")
+    if follower is not None:
+        model.requires_grad_(False)
+        model.eval()
+    return model

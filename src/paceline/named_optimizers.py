@@ -1,0 +1,103 @@
+"""A job's optimizers by name, as one optimizer: its state and groups are theirs, and a step of it is one of each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from paceline.errors import JobError
+from paceline.own_step import Optimizer
+
+
+class NamedOptimizers(torch.optim.Optimizer):
+    """Optimizers that share one `state`, each with parameters of its own.
+
+    members: by name. clips: the greatest norm of each one's gradients; None without one. names: of each one's
+    parameters.
+    """
+
+    def __init__(self, members: Mapping[str, torch.optim.Optimizer], clips: Mapping[str, float | None],
+                 names: Mapping[str, Sequence[str]]) -> None:
+        super().__init__([{"params": [torch.nn.Parameter(torch.zeros(()))]}], {})
+        self.members, self.clips, self.names = dict(members), dict(clips), {k: list(v) for k, v in names.items()}
+        self.state: Any = defaultdict(dict)
+        for member in self.members.values():
+            self.state.update(member.state)
+            member.state = self.state
+        self.param_groups = [group for member in self.members.values() for group in member.param_groups]
+
+    @classmethod
+    def of(cls, specs: Mapping[str, Optimizer], named: Sequence[tuple[str, torch.nn.Parameter]],
+           models: Collection[str], *, of_all: bool = True) -> NamedOptimizers:
+        """
+        of_all: whether the parameters are those of all models; an optimizer without one is refused then.
+
+        Raises:
+            JobError: a parameter has no optimizer, or two; or one of them has no parameters.
+        """
+        given: dict[str, list[tuple[str, torch.nn.Parameter]]] = {name: [] for name in specs}
+        for parameter_name, p in named:
+            users = [name for name, each in specs.items() if _updates(name, each, parameter_name, p)]
+            if len(users) != 1:
+                what = f"the optimizers {' and '.join(map(repr, users))}" if users else "no optimizer"
+                raise JobError(f"'{parameter_name}' is updated by {what}", hint=(
+                    "each trainable parameter has one optimizer; a model that is not trained is a follower, "
+                    "followers={\"teacher\": pl.frozen(build)}"))
+            given[users[0]].append((parameter_name, p))
+        idle = [name for name, pairs in given.items() if not pairs]
+        if idle and of_all:
+            raise JobError(f"the optimizer '{idle[0]}' has no parameter to update",
+                           hint="pl.Optimizer(build, parameters=...) says which: a model's name or a function of "
+                                "(name, parameter)")
+        members = {name: each.build(given[name]) for name, each in specs.items() if given[name]}
+        for name, member in members.items():
+            if not isinstance(member, torch.optim.Optimizer):
+                raise JobError(f"optimizers['{name}'] returned {type(member).__name__} and not a torch.optim.Optimizer")
+        return cls(members, {name: each.clip for name, each in specs.items()},
+                   {name: [n for n, _ in pairs] for name, pairs in given.items()})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for member in self.members.values():
+            member.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for member in self.members.values():
+            member.zero_grad(set_to_none)
+
+    def schedules(self, makes: Mapping[str, Callable[[Any], Any] | None]) -> NamedSchedules:
+        """The schedule of each optimizer that has one."""
+        made = {name: make(self.members[name]) for name, make in makes.items() if make is not None}
+        for name, schedule in made.items():
+            if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(schedule, "step"):
+                raise JobError(f"the lr_schedule of the optimizer '{name}' is a {type(schedule).__name__}, and one of "
+                               "several optimizers takes a schedule of its updates",
+                               hint="such as CosineAnnealingLR or LambdaLR")
+        return NamedSchedules(made)
+
+
+class NamedSchedules:
+    """Learning-rate schedules by the optimizer that each is of."""
+
+    def __init__(self, schedules: Mapping[str, Any]) -> None:
+        self.schedules = dict(schedules)
+
+    def step(self) -> None:
+        for schedule in self.schedules.values():
+            schedule.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: schedule.state_dict() for name, schedule in self.schedules.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, schedule in self.schedules.items():
+            schedule.load_state_dict(state[name])
+
+
+def _updates(name: str, each: Optimizer, parameter_name: str, p: torch.nn.Parameter) -> bool:
+    if callable(each.parameters):
+        return bool(each.parameters(parameter_name, p))
+    models = each.parameters if each.parameters is not None else name
+    return parameter_name.partition(".")[0] in ((models,) if isinstance(models, str) else models)

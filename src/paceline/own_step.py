@@ -1,0 +1,245 @@
+"""The values of a step of one's own: optimizers of parts of models, followers, and what is wrong with them.
+
+Named models become one module, `named_models.NamedModels`, and named optimizers one optimizer. So whatever names a
+parameter (a checkpoint, a proof, a message) names it as `MODEL.NAME`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.errors import nearest
+
+if TYPE_CHECKING:
+    from paceline.job import Job
+
+ModelNames = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """One of a job's named optimizers, where it needs more than a function.
+
+    Args:
+        build: Builds it from (name, parameter) pairs; names are `MODEL.NAME`.
+        parameters: What it updates: a model's name, several, or a function (name, parameter) -> whether it does. By
+            default all of the model that the optimizer is named after. Each trainable parameter has one optimizer.
+        lr_schedule: Builds a learning-rate scheduler from the optimizer; stepped after each of its updates.
+        clip: Greatest norm of the gradients of an update.
+    """
+
+    build: Callable[[Any], Any]
+    parameters: ModelNames | Callable[[str, Any], bool] | None = None
+    lr_schedule: Callable[[Any], Any] | None = None
+    clip: float | None = None
+
+
+@dataclass(frozen=True)
+class FollowerModel:
+    """A model whose weights are a function of another's; made by `ema`, `copy_every` and `frozen`.
+
+    It begins as its source, runs in evaluation mode, and no loss trains it. After each step it takes over the source's
+    buffers as they are where it moves.
+
+    source: name of a model, or a function that builds a frozen one.
+    momentum: what it keeps of itself in a move; 1.0 for one that never moves. every: steps between moves.
+    """
+
+    source: str | Callable[[], Any]
+    momentum: float
+    every: int = 1
+
+
+def ema(source: str, momentum: float) -> FollowerModel:
+    """The exponential moving average of a model's weights: `momentum * itself + (1 - momentum) * source` after each
+    step."""
+    return FollowerModel(source, momentum)
+
+
+def copy_every(source: str, steps: int) -> FollowerModel:
+    """A copy of a model's weights that is renewed after every so many steps: a target network."""
+    return FollowerModel(source, 0.0, steps)
+
+
+def frozen(source: str | Callable[[], Any]) -> FollowerModel:
+    """A model that never changes: a teacher that `source` builds, or the initial weights of the model of that name."""
+    return FollowerModel(source, 1.0)
+
+
+class StepContext(Protocol):
+    """What a step of one's own does. Whatever is given and returned has this process's samples along dim 0: all of the
+    step's on one device, some of them elsewhere; a step need not know.
+
+    step: number of the step, from 0.
+    """
+
+    step: int
+
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
+        """A model's output for inputs: a tensor, a tuple for *args, a mapping for **kwargs, or the batch itself.
+
+        In a loss, a gradient flows through it to its inputs; only the models that `backward` names get gradients of
+        their own. Elsewhere it runs without gradients, and `grad=True` is refused.
+        """
+
+    def backward(self, model: ModelNames, inputs: Any, loss: Callable[..., Any], *more: Any) -> None:
+        """Add the gradients of a loss to a model's. Collective.
+
+        The engine cuts inputs and `more` into micro-batches, runs the model on each, and calls
+        `loss(output, batch, *more)` once for each, where batch is the micro-batch of the step's batch. It returns a
+        scalar, the mean over its samples, or (sum, count).
+
+        model: The model that runs and is trained; of several names, the first runs and all are trained.
+        """
+
+    def update(self, optimizer: str) -> None:
+        """Clip the gradients of an optimizer's parameters, step it and its schedule, and drop the gradients.
+        Collective."""
+
+
+def default_step(job: Job) -> Callable[[Any, Any], None]:
+    """The step of a job that gives a loss and several optimizers of one model: one backward, then every update."""
+    def step(ctx: StepContext, batch: Any) -> None:
+        ctx.backward(next(iter(job.models)), batch, lambda output, batch: job.criterion(output, batch.target))
+        for name in job.optimizers:
+            ctx.update(name)
+
+    return step
+
+
+def default_validate(job: Job) -> Callable[[Any, Any], Any]:
+    """What is measured of a job that gives a loss: that of its first model."""
+    return lambda ctx, batch: job.criterion(ctx.run(next(iter(job.models)), batch), batch.target)
+
+
+def spec(optimizer: Any) -> Optimizer:
+    """A job's named optimizer, as a value also where a function was given."""
+    return optimizer if isinstance(optimizer, Optimizer) else Optimizer(optimizer)
+
+
+class _OfNamed:
+    """What a job's models or optimizers by name are to code that knows one model and one optimizer."""
+
+    def __init__(self, job: Job) -> None:
+        self.models, self.followers, self.seed = job.models, job.followers, job.seed
+        self.optimizers = {name: spec(each) for name, each in job.optimizers.items()}
+
+
+class _BuildModels(_OfNamed):
+    def __call__(self) -> Any:
+        from paceline.named_models import NamedModels
+
+        return NamedModels.of(self.models, self.followers, self.seed)
+
+
+class _BuildOptimizers(_OfNamed):
+    def __call__(self, named: Any) -> Any:
+        from paceline.named_optimizers import NamedOptimizers
+
+        return NamedOptimizers.of(self.optimizers, list(named), self.models)
+
+
+class _BuildSchedules(_OfNamed):
+    def __call__(self, optimizers: Any) -> Any:
+        return optimizers.schedules({name: each.lr_schedule for name, each in self.optimizers.items()})
+
+
+def derived(job: Job) -> dict[str, Any]:
+    """The fields of a job that follow from others: one model and one optimizer that stand for all. A wrapper around the
+    model's builder stays."""
+    fields: dict[str, Any] = {"optimizer": _BuildOptimizers(job)}
+    if job.model is None or isinstance(job.model, _OfNamed):
+        fields["model"] = _BuildModels(job)
+    if any(spec(each).lr_schedule for each in job.optimizers.values()):
+        fields["lr_schedule"] = _BuildSchedules(job)
+    return fields
+
+
+def with_builders(job: Job, change: Callable[[Callable[[], Any]], Callable[[], Any]]) -> dict[str, Any]:
+    """The models and followers of a job with every function that builds a module changed."""
+    return {"models": {name: change(build) for name, build in job.models.items()},
+            "followers": {name: replace(follower, source=change(follower.source)) if callable(follower.source)
+                          else follower for name, follower in job.followers.items()}}
+
+
+def problems(job: Job) -> Iterator[str]:
+    """What is wrong with the fields of a step of one's own, in words."""
+    if not isinstance(job.models, Mapping) or not isinstance(job.optimizers, Mapping) or not isinstance(
+            job.followers, Mapping):
+        yield "models, optimizers and followers map names to functions, optimizers and followers"
+        return
+    if not job.models:
+        given = [name for name in ("optimizers", "followers", "step", "validate") if getattr(job, name)]
+        if given:
+            yield f"{' and '.join(given)} need{'s' * (len(given) == 1)} models= by name, in the place of model="
+        return
+    yield from _field_problems(job)
+    yield from _name_problems(job)
+    for name, each in job.optimizers.items():
+        yield from _optimizer_problems(job, name, spec(each))
+    for name, follower in job.followers.items():
+        yield from _follower_problems(job, name, follower)
+
+
+def _field_problems(job: Job) -> Iterator[str]:
+    if job.model is not None and not isinstance(getattr(job.model, "__wrapped__", job.model), _OfNamed):
+        yield "give either model or models, got both"
+    for name in ("optimizer", "lr_schedule"):
+        if getattr(job, name) is not None and not isinstance(getattr(job, name), _OfNamed):
+            yield f"{name} is for one model; give optimizers= by name, each a function or pl.Optimizer(build, ...)"
+    if not job.optimizers:
+        yield "models need optimizers= by name: {\"generator\": lambda named: torch.optim.Adam(named)}"
+    if job.clip is not None:
+        yield "clip belongs to an optimizer here: pl.Optimizer(build, clip=...)"
+    if job.step is None and (job.loss is None or len(job.models) > 1):
+        yield "several models need step=, and one needs step= or loss="
+    if job.freeze:
+        yield "freeze is for one model; of several, pl.Optimizer(parameters=...) and requires_grad say what is trained"
+    if job.init is not None:
+        yield "init is for one model; load weights in the functions of models=, or resume a run"
+    if job.metrics:
+        yield "metrics are for one model; validate= returns a mapping with \"loss\" and metrics"
+    if (job.validation is not None) != (job.validate is not None) and job.loss is None:
+        yield "validation data and validate= go together: validate(ctx, batch) returns what is measured of a batch"
+    if job.precision in ("fp16", "fp8"):
+        yield f"precision {job.precision!r} is for jobs with one loss and one optimizer; take \"bf16\" or \"float32\""
+
+
+def _name_problems(job: Job) -> Iterator[str]:
+    for name, value in {**job.models, **job.followers}.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            yield f"a model's name is a Python name, got {name!r}"
+        elif name in job.models and not callable(value):
+            yield f"models[{name!r}] must be a function that builds the module, got {type(value).__name__}"
+    if both := sorted(set(job.models) & set(job.followers)):
+        yield f"'{both[0]}' is among models and among followers"
+
+
+def _optimizer_problems(job: Job, name: str, each: Optimizer) -> Iterator[str]:
+    if not callable(each.build):
+        yield f"optimizers[{name!r}] must be a function of (name, parameter) pairs or a pl.Optimizer"
+    if each.parameters is None and name not in job.models:
+        yield (f"the optimizer '{name}' is named after no model ({nearest(name, job.models)}): say what it updates, "
+               "pl.Optimizer(build, parameters=...)")
+    names = (each.parameters,) if isinstance(each.parameters, str) else each.parameters
+    for model in names if isinstance(names, tuple) else ():
+        if model not in job.models:
+            yield f"the optimizer '{name}' updates the model {model!r}: {nearest(str(model), job.models)}"
+    if each.clip is not None and (isinstance(each.clip, bool) or not isinstance(each.clip, int | float)
+                                  or not 0 < each.clip < math.inf):
+        yield f"clip of the optimizer '{name}' must be a positive number, got {each.clip!r}"
+
+
+def _follower_problems(job: Job, name: str, follower: Any) -> Iterator[str]:
+    if not isinstance(follower, FollowerModel):
+        yield f"followers[{name!r}] must be pl.ema, pl.copy_every or pl.frozen, got {type(follower).__name__}"
+        return
+    if isinstance(follower.source, str) and follower.source not in job.models:
+        yield f"the follower '{name}' follows {follower.source!r}: {nearest(follower.source, job.models)}"
+    if not isinstance(follower.momentum, int | float) or not 0 <= follower.momentum <= 1:
+        yield f"the momentum of the follower '{name}' must be from 0 to 1, got {follower.momentum!r}"
+    if not isinstance(follower.every, int) or follower.every < 1:
+        yield f"the follower '{name}' must be copied every 1 step or more, got {follower.every!r}"

@@ -1,0 +1,98 @@
+"""A job with several models as one whose cost can be read off: each model runs once on inputs like the step's.
+
+What this leaves out: a model that the step runs several times, losses themselves, and second backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.job import Job
+from paceline.launch.fork import in_a_fork
+from paceline.named_models import NamedModels
+
+SAMPLES, TIMEOUT_S = 4, 60.0
+
+
+def priced(job: Job) -> Job:
+    """The same job for whoever asks what it costs; itself if it has one model.
+
+    The step is tried on a few samples in a fork of this process, for the shapes that models are run with.
+
+    Raises:
+        PacelineError: the step fails.
+    """
+    if not job.models or isinstance(job.data, _Shaped):
+        return job
+
+    def shapes() -> Any:
+        from paceline.runtime.recorded import recorded
+
+        return {name: _described(value) for name, value in recorded(job, SAMPLES).inputs.items()}
+
+    described = in_a_fork(shapes, timeout_s=TIMEOUT_S)
+    samples = job.num_samples or job.batch
+    return Job(model=lambda: _Together(job), data=_Shaped(described, samples), loss=_of_every_output,
+               optimizer=job.optimizer, batch=job.batch, steps=job.total_steps or 1, precision=job.precision,
+               seed=job.seed)
+
+
+class _Together(nn.Module):
+    """All models and followers, under their names, each run on inputs of its own."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        models = NamedModels.of(job.models, job.followers, job.seed)
+        self.names, self.frozen = models.names, set(job.followers)
+        for name in self.names:
+            self.add_module(name, models.get_submodule(name))
+
+    def forward(self, **inputs: Any) -> list[Any]:
+        outputs = []
+        for name in self.names:
+            given, model = inputs[f"for_{name}"], self.get_submodule(name)
+            args = () if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else (given,)
+            with torch.set_grad_enabled(name not in self.frozen):
+                outputs.append(model(*args, **(given if isinstance(given, Mapping) else {})))
+        return outputs
+
+
+class _Shaped:
+    """Samples of zeros in the shapes that models are run with."""
+
+    def __init__(self, described: Mapping[str, Any], samples: int) -> None:
+        self.described, self.samples = described, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {f"for_{name}": _made(entry) for name, entry in self.described.items()}
+
+
+def _described(value: Any) -> Any:
+    """Of one sample, as JSON holds it."""
+    if isinstance(value, torch.Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape[1:])}
+    if isinstance(value, Mapping):
+        return {"items": {key: _described(item) for key, item in value.items()}}
+    return {"parts": [_described(item) for item in value]}
+
+
+def _made(entry: Any) -> Any:
+    if "dtype" in entry:
+        return torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+    if "items" in entry:
+        return {key: _made(item) for key, item in entry["items"].items()}
+    return tuple(_made(item) for item in entry["parts"])
+
+
+def _of_every_output(outputs: Any, target: Any) -> torch.Tensor:
+    from paceline.strategies.layout import tensors_in
+
+    means = [tensor.mean() for tensor in tensors_in(outputs) if tensor.is_floating_point() and tensor.requires_grad]
+    return sum(means[1:], means[0])

@@ -1,0 +1,201 @@
+"""One device's step of a job's own: plain models, plain losses, plain updates.
+
+It can cut the batch of a step as a plan would cut it over replicas and micro-batches, of which each replica has buffers
+of its own that meet at the step's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.job import Job
+from paceline.proof.device import kept
+from paceline.runtime.feed import MicroBatch, map_tensors
+from paceline.runtime.step_batch import StepBatch
+from paceline.runtime.step_draws import WindowDraws
+from paceline.runtime.streams import seed_streams
+
+Pieces = Sequence[Sequence[MicroBatch]]
+
+
+class PlainStep:
+    """A step's context on one device; see `StepContext`.
+
+    loss: the sum of what the losses came to. gradients: before clipping, summed over the updates.
+
+    Args:
+        replicas: The step's batch, as each replica takes it in micro-batches.
+        before: Is called with the parameters of an optimizer before an update clips their gradients.
+    """
+
+    def __init__(self, job: Job, models: Any, optimizers: Any, schedules: Any, replicas: Pieces, *, step: int,
+                 autocast: Callable[[], Any], before: Callable[[list[nn.Parameter]], None]) -> None:
+        self.job, self.models, self.optimizers, self.schedules = job, models, optimizers, schedules
+        self.step, self.autocast, self.before = step, autocast, before
+        self.replicas = replicas
+        self.around_updates: Callable[[], Any] = nullcontext
+        pieces = [piece for replica in replicas for piece in replica]
+        self.batch = StepBatch(pieces)
+        self.samples = sum(piece.samples for piece in pieces)
+        self.draws = WindowDraws(rows=self.samples, first=0, count=self.samples, key=(job.seed, "own step", step))
+        self.number, self.in_loss, self.loss = 0, False, 0.0
+        self.gradients: dict[str, torch.Tensor] = {}
+        self._buffers = _BuffersOfReplicas(models, [sum(p.samples for p in replica) / self.samples
+                                                   for replica in replicas])
+
+    def take(self) -> None:
+        """The step, and then the followers."""
+        assert self.job.own_step is not None
+        with self.draws:
+            self.job.own_step(self, self.batch)
+        self._buffers.meet()
+        self._follow()
+
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
+        module = self.models.get_submodule(model)
+        if self.in_loss:
+            given = inputs.input if isinstance(inputs, StepBatch) else inputs
+            with torch.set_grad_enabled(grad is not False):
+                return MicroBatch(given, None, 1).call(module)
+        outputs = []
+        with self.draws.paused(), torch.no_grad():
+            self.number += 1
+            for _, _, given in self._pieces(self.batch.cut(inputs, "inputs")):
+                with self.autocast():
+                    outputs.append(MicroBatch(given[0], None, 1).call(module))
+        return _joined(outputs)
+
+    def _pieces(self, *cut: Sequence[Any]) -> Iterator[tuple[MicroBatch, tuple[int, int], tuple[Any, ...]]]:
+        """Every micro-batch in the state of its replica, with what was cut alike."""
+        rows = iter(zip(*cut, strict=True))
+        for replica, pieces in enumerate(self.replicas):
+            with self._buffers.of(replica):
+                for number, piece in enumerate(pieces):
+                    seed_streams(self.job.seed, "step", self.step, replica, number, self.number)
+                    yield piece, (replica, number), next(rows)
+
+    def backward(self, model: str | tuple[str, ...], inputs: Any, loss: Callable[..., Any], *more: Any) -> None:
+        names = (model,) if isinstance(model, str) else model
+        module = self.models.get_submodule(names[0])
+        trained = [p for name in names for p in self.models.get_submodule(name).parameters() if p.requires_grad]
+        earlier, total, count, is_sum = [p.grad for p in trained], 0.0, 0.0, False
+        for p in trained:
+            p.grad = None
+        cut = [self.batch.cut(each, "inputs") for each in (inputs, *more)]
+        with self.draws.paused():
+            self.number += 1
+            for piece, _, (given, *others) in self._pieces(*cut):
+                with self.autocast():
+                    output = MicroBatch(given, None, 1).call(module)
+                    self.in_loss = True
+                    value = loss(output, StepBatch([piece]), *others)
+                    self.in_loss = False
+                if isinstance(value, tuple | list):
+                    is_sum, scaled, weight = True, torch.as_tensor(value[0]), float(value[1])
+                    total, count = total + scaled.item(), count + weight
+                else:
+                    scaled = value * (piece.samples / self.samples)
+                    total, count = total + value.item() * piece.samples, count + piece.samples
+                if scaled.requires_grad:  # a piece in which nothing counts may have no graph
+                    scaled.backward(inputs=trained)
+        for p, gradient in zip(trained, earlier, strict=True):
+            if p.grad is not None and is_sum:
+                p.grad = p.grad / count
+            p.grad = gradient if p.grad is None else p.grad if gradient is None else p.grad + gradient
+        self.loss += total / count
+
+    def update(self, optimizer: str) -> None:
+        member = self.optimizers.members[optimizer]
+        names = {id(p): name for name, p in self.models.named_parameters()}
+        parameters = [p for group in member.param_groups for p in group["params"]]
+        with self.draws.paused():
+            for p in parameters:
+                if p.grad is not None:
+                    name = names[id(p)]
+                    gradient = kept(p.grad.to_dense())
+                    self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
+            self.before(parameters)
+            greatest = self.optimizers.clips[optimizer]
+            if greatest is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, greatest)
+            with self.around_updates():
+                member.step()
+            if self.schedules is not None and optimizer in self.schedules.schedules:
+                self.schedules.schedules[optimizer].step()
+            for p in parameters:
+                p.grad = None
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for name, follower in self.job.followers.items():
+            if follower.momentum == 1.0 or (self.step + 1) % follower.every:
+                continue
+            theirs = self.models.get_submodule(follower.source)
+            mine = self.models.get_submodule(name)
+            for p, source in zip(mine.parameters(), theirs.parameters(), strict=True):
+                p.copy_(follower.momentum * p + (1 - follower.momentum) * source)
+            for buffer, source in zip(mine.buffers(), theirs.buffers(), strict=True):
+                buffer.copy_(source)
+
+
+class PlainEvaluation:
+    """The context of `validate` on one device: models run, nothing is trained."""
+
+    def __init__(self, models: nn.Module) -> None:
+        self.models = models
+
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
+        given = inputs.input if isinstance(inputs, StepBatch) else inputs
+        return MicroBatch(given, None, 1).call(self.models.get_submodule(model))
+
+
+class _BuffersOfReplicas:
+    """What replicas that begin a step alike make of the models' buffers: floats meet as the mean weighted by samples,
+    whole numbers as the greatest."""
+
+    def __init__(self, models: nn.Module, shares: Sequence[float]) -> None:
+        self.models, self.shares = models, shares
+        self.values = [self._copies() for _ in shares] if len(shares) > 1 else []
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self.models.named_buffers()}
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, buffer in self.models.named_buffers():
+            buffer.copy_(values[name])
+
+    @contextmanager
+    def of(self, replica: int) -> Iterator[None]:
+        """The models as this replica has them."""
+        if not self.values:
+            yield
+            return
+        self._put(self.values[replica])
+        yield
+        self.values[replica] = self._copies()
+
+    def meet(self) -> None:
+        """The step is over."""
+        if not self.values:
+            return
+        self._put({name: (sum((v[name] * share for v, share in zip(self.values, self.shares, strict=True)),
+                              torch.zeros_like(value)) if value.is_floating_point()
+                          else torch.stack([v[name] for v in self.values]).amax(0))
+                   for name, value in self.values[0].items()})
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Outputs of micro-batches along dim 0."""
+    parts: list[list[torch.Tensor]] = []
+    for output in outputs:
+        tensors: list[torch.Tensor] = []
+        map_tensors(lambda t, tensors=tensors: tensors.append(t), output)
+        parts.append(tensors)
+    whole = iter([torch.cat(column) for column in zip(*parts, strict=True)])
+    return map_tensors(lambda t: next(whole), outputs[0])

@@ -1,0 +1,209 @@
+"""A job with several models, seen as one job for each: every model is prepared by itself, as a job's only one is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.cluster import Device
+from paceline.errors import PlanRefused
+from paceline.job import Job
+from paceline.named_models import NamedModels, build_one
+from paceline.named_optimizers import NamedOptimizers
+from paceline.own_step import spec
+from paceline.plans import Plan
+from paceline.runtime.attributes import ChangingAttributes
+from paceline.runtime.feed import map_tensors
+from paceline.runtime.prepare import Prepared, prepare_job
+from paceline.runtime.recorded import Recorded, recorded
+from paceline.strategies.compose import Synchroniser
+from paceline.strategies.layout import Extent, Layout, Report, tensors_in
+from paceline.strategies.mesh import Mesh
+from paceline.strategies.state_tensors import SavedState, StateTensor
+
+TRIED_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model of several on this rank, or a follower.
+
+    synchronisers: of its gradients. prefix: of its parameters' names among those of all models.
+    """
+
+    name: str
+    layout: Layout
+    synchronisers: Sequence[Synchroniser]
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.name}."
+
+
+class NamedLayouts:
+    """What this rank runs of several models; see `Layout`. They are run one by one, by name."""
+
+    has_output = True
+
+    def __init__(self, layouts: Mapping[str, Layout], models: NamedModels) -> None:
+        self.layouts = dict(layouts)
+        self.module: nn.Module = NamedModels({name: layout.module for name, layout in layouts.items()},
+                                             models.followers)
+        self.owned = frozenset(f"{name}.{key}" for name, layout in layouts.items() for key in layout.owned)
+        self.owned_buffers = frozenset(
+            f"{name}.{key}" for name, layout in layouts.items() for key in layout.owned_buffers)
+        self.extents: dict[str, Extent] = {
+            f"{name}.{key}": extent for name, layout in layouts.items() for key, extent in layout.extents.items()}
+        self.meets_in_forward = any(layout.meets_in_forward for layout in layouts.values())
+        lines = tuple(f"{name}: {line}" for name, layout in layouts.items() for line in layout.report.lines)
+        documents = {name: dict(layout.report.document) for name, layout in layouts.items() if layout.report.document}
+        self.report = Report(lines, documents)
+
+    def let_go(self) -> None:
+        """Each layout has."""
+
+    def run(self, batches: Any, work: Any) -> None:
+        raise NotImplementedError("models by name are run one by one")
+
+    def forward(self, batch: Any) -> Any:
+        raise NotImplementedError("models by name are run one by one")
+
+    def finish(self) -> None:
+        for layout in self.layouts.values():
+            layout.finish()
+
+
+class _OfPart:
+    """A synchroniser under the names that parameters have among those of all models."""
+
+    def __init__(self, synchroniser: Synchroniser, prefix: str) -> None:
+        self.inner, self.prefix = synchroniser, prefix
+
+    def begin(self, *, last: bool) -> None:
+        self.inner.begin(last=last)
+
+    def unused(self) -> set[str]:
+        return {self.prefix + name for name in self.inner.unused()}
+
+    def finish(self) -> None:
+        self.inner.finish()
+
+    @property
+    def sent_bytes(self) -> float:
+        return self.inner.sent_bytes
+
+    def kept(self) -> Iterator[StateTensor]:
+        return iter(())
+
+    def restore(self, saved: SavedState) -> list[str]:
+        return []
+
+    def end_evaluation(self) -> None:
+        end = getattr(self.inner, "end_evaluation", None)
+        if end is not None:
+            end()
+
+    def hold(self) -> None:
+        """The next loss may go back through the model before the step's own backward."""
+        hold = getattr(self.inner, "hold", None)
+        if hold is not None:
+            hold()
+
+    def collect(self, *, on: bool) -> None:
+        """Whether the next forwards and backwards are for this model's gradients."""
+        collect = getattr(self.inner, "collect", None)
+        if collect is not None:
+            collect(on=on)
+
+
+class _OnlyModel:
+    """Builds one of a job's models, or a follower.
+
+    is_follower: whether it may have nothing to train.
+    """
+
+    def __init__(self, job: Job, name: str) -> None:
+        self.job, self.name, self.is_follower = job, name, name in job.followers
+
+    def __call__(self) -> nn.Module:
+        return build_one(self.name, self.job.models, self.job.followers, self.job.seed)
+
+
+class _Trial:
+    """What a step of the job does; it is tried when the first asks."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    @cached_property
+    def seen(self) -> Recorded:
+        return recorded(self.job, TRIED_SAMPLES)
+
+
+class _Inputs:
+    """Samples of what a step calls a model with."""
+
+    def __init__(self, trial: _Trial, name: str) -> None:
+        self.trial, self.name = trial, name
+
+    def __len__(self) -> int:
+        return TRIED_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return map_tensors(lambda tensor: tensor[index], self.trial.seen.inputs[self.name]), 0
+
+
+def job_of(job: Job, name: str, trial: _Trial) -> Job:
+    """A job with this model alone, for whatever looks at one model: its loss is of every output."""
+    def build(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        given = [(f"{name}.{key}", p) for key, p in named]
+        if name in job.followers:
+            return torch.optim.SGD(p for _, p in given)
+        return NamedOptimizers.of({key: spec(each) for key, each in job.optimizers.items()}, given, job.models,
+                                  of_all=False)
+
+    return Job(model=_OnlyModel(job, name), data=_Inputs(trial, name), loss=_of_every_output, optimizer=build,
+               batch=job.batch, steps=1, precision=job.precision, seed=job.seed)
+
+
+def _of_every_output(output: Any, target: Any) -> torch.Tensor:
+    means = [tensor.mean() for tensor in tensors_in(output) if tensor.is_floating_point()]
+    return sum(means[1:], means[0])
+
+
+def prepare_models(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
+                   devices: Sequence[Device] = ()) -> tuple[Prepared, dict[str, Part]]:
+    """Build the job's models and followers and let this rank hold its part of each. Collective."""
+    trial = _Trial(job)
+    if plan.splits_model:
+        _refuse_runs_in_losses(job, plan, trial.seen)
+    each = {name: prepare_job(job_of(job, name, trial), plan=plan, mesh=mesh, device=device, devices=devices)
+            for name in (*job.models, *job.followers)}
+    models = NamedModels({name: prepared.model for name, prepared in each.items()}, job.followers)
+    parts = {name: Part(name, prepared.layout, [_OfPart(s, f"{name}.") for s in prepared.synchronisers])
+             for name, prepared in each.items()}
+    together = Prepared(
+        models, NamedLayouts({name: part.layout for name, part in parts.items()}, models),
+        [synchroniser for part in parts.values() for synchroniser in part.synchronisers],
+        ChangingAttributes(models), any(prepared.forwards_may_write for prepared in each.values()))
+    return together, parts
+
+
+def _refuse_runs_in_losses(job: Job, plan: Plan, seen: Recorded) -> None:
+    """
+    Raises:
+        PlanRefused: a loss runs a model, and the plan splits each by itself.
+    """
+    for name in sorted(seen.in_losses):
+        if name in job.models or plan.has_schedule:
+            raise PlanRefused(
+                f"a loss runs '{name}', and under '{plan}' each model is split over ranks by itself: a loss can't go "
+                "through a second split model, nor through one twice",
+                hint="data=N and shard=N plans run such a step. What needs no gradient can be run before: "
+                     f"y = ctx.run('{name}', ...) and ctx.backward(..., loss, y); several terms of one model can be "
+                     "backwards of their own, whose gradients add up")

@@ -1,0 +1,78 @@
+"""What a step of one's own calls each model with: the step tried on a few samples, without training anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import JobError
+from paceline.job import Job
+from paceline.named_models import NamedModels
+from paceline.runtime.feed import MicroBatch, example_batch, map_tensors
+from paceline.runtime.step_batch import StepBatch
+from paceline.runtime.streams import kept_streams
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a step was seen to do.
+
+    inputs: of the first call of each model and follower. in_losses: models and followers that a loss runs.
+    """
+
+    inputs: dict[str, Any]
+    in_losses: set[str]
+
+
+def recorded(job: Job, samples: int) -> Recorded:
+    """What a step does with so many samples; on the CPU.
+
+    Raises:
+        JobError: a step never calls one of the models.
+    """
+    assert job.own_step is not None
+    dtype = torch.float64 if job.precision == "float64" else None
+    with kept_streams():
+        models = NamedModels.of(job.models, job.followers, job.seed)
+        batch = example_batch(job, samples).to(torch.device("cpu"), dtype)
+        recorder = _Recorder(models.to(dtype) if dtype else models, StepBatch([batch]))
+        job.own_step(recorder, recorder.batch)
+    for name, follower in job.followers.items():  # a follower that is only kept runs as its source does
+        if isinstance(follower.source, str) and follower.source in recorder.inputs:
+            recorder.inputs.setdefault(name, recorder.inputs[follower.source])
+    if never := [name for name in models.names if name not in recorder.inputs]:
+        raise JobError(f"the step never runs '{never[0]}'", hint="leave the model out, or run it")
+    return Recorded(recorder.inputs, recorder.in_losses)
+
+
+class _Recorder:
+    """A step's context in which models run and nothing is trained; see `StepContext`."""
+
+    step = 0
+
+    def __init__(self, models: NamedModels, batch: StepBatch) -> None:
+        self.models, self.batch, self.inputs = models, batch, dict[str, Any]()
+        self.in_losses, self.is_in_loss = set[str](), False
+
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
+        if self.is_in_loss:
+            self.in_losses.add(model)
+        whole = inputs.input if isinstance(inputs, StepBatch) else inputs
+        self.inputs.setdefault(model, _without_graph(whole))
+        return MicroBatch(whole, None, len(self.batch)).call(self.models.get_submodule(model))
+
+    def backward(self, model: str | tuple[str, ...], inputs: Any, loss: Callable[..., Any], *more: Any) -> None:
+        output = self.run(model if isinstance(model, str) else model[0], inputs)
+        self.is_in_loss = True
+        loss(output, self.batch, *(each.input if isinstance(each, StepBatch) else each for each in more))
+        self.is_in_loss = False
+
+    def update(self, optimizer: str) -> None:
+        """Nothing is trained."""
+
+
+def _without_graph(value: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.detach().clone(), value)

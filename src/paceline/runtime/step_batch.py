@@ -1,0 +1,95 @@
+"""What a step of one's own is given: this rank's samples, and how they are cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from paceline.errors import TrainingError
+from paceline.runtime.feed import MicroBatch, map_tensors
+
+
+class StepBatch:
+    """Samples of a step: all of them on one device, a part elsewhere. `x, y = batch` gives input and target.
+
+    pieces: the micro-batches that it consists of. Where none of them has samples it is the stand-in that they hold, of
+    one sample that counts nothing.
+    """
+
+    def __init__(self, pieces: Sequence[MicroBatch]) -> None:
+        self.pieces = pieces
+        self._real = [piece for piece in pieces if piece.samples] or list(pieces[:1])
+
+    @cached_property
+    def input(self) -> Any:
+        """Of all samples, stacked along dim 0."""
+        return joined([piece.input for piece in self._real])
+
+    @cached_property
+    def target(self) -> Any:
+        """Of all samples, stacked along dim 0."""
+        if all(piece.target is piece.input for piece in self._real):
+            return self.input
+        return joined([piece.target for piece in self._real])
+
+    def __len__(self) -> int:
+        """Rows of its tensors."""
+        return sum(self.rows)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.input, self.target))
+
+    @property
+    def rows(self) -> list[int]:
+        """Of each micro-batch that is in its tensors."""
+        return [max(piece.samples, 1) for piece in self._real]
+
+    def cut(self, value: Any, what: str) -> list[Any]:
+        """Of each micro-batch, its rows of tensors that have all of them along dim 0; what it has itself of the batch.
+
+        Raises:
+            TrainingError: a tensor has other samples; what: it is, in words.
+        """
+        if isinstance(value, StepBatch):
+            return [piece.input for piece in value.pieces]
+        starts = [sum(self.rows[:number]) for number in range(len(self.rows))]
+        real = iter([(start, start + rows) for start, rows in zip(starts, self.rows, strict=True)])
+        places = [next(real) if piece.samples else (0, 1) for piece in self.pieces]
+        return [map_tensors(lambda t, start=start, end=end: self._rows_of(t, start, end, what), value)
+                for start, end in places]
+
+    def _rows_of(self, tensor: torch.Tensor, start: int, end: int, what: str) -> torch.Tensor:
+        if tensor.ndim and len(tensor) != len(self):
+            raise TrainingError(f"{what} has a tensor of shape {tuple(tensor.shape)}, and the batch has {len(self)} "
+                                "samples along dim 0", hint="close over what belongs to no sample in the loss")
+        return tensor[start:end] if tensor.ndim else tensor
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Outputs, inputs or targets of micro-batches as of one batch: tensors are joined along dim 0.
+
+    Raises:
+        TrainingError: their shapes differ beyond dim 0.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        if not first.ndim:
+            raise TrainingError("an output without a dim of samples can't be joined over micro-batches",
+                                hint="return one row a sample")
+        try:
+            return torch.cat(list(parts))
+        except RuntimeError as error:
+            raise TrainingError(f"tensors of micro-batches can't be joined: {str(error).splitlines()[0]}",
+                                hint="give ctx.run and ctx.backward the batch itself, which they run micro-batch by "
+                                     "micro-batch, or pad all samples to one length") from error
+    if isinstance(first, Mapping):
+        return {key: joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple | list):
+        columns = [joined(column) for column in zip(*parts, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    return first

@@ -1,0 +1,93 @@
+"""Random numbers that a step of one's own draws outside of models and losses: the same per sample under every plan.
+
+Each draw is keyed by the step and its number in the step. A tensor that has this rank's samples along dim 0 is drawn
+for the whole window, and the rank keeps its rows; any other is drawn alike on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+from torch.utils._pytree import tree_map
+
+from paceline.capture.randomness import drawing
+from paceline.runtime.streams import key_to_seed, seed_streams
+
+# What draws more or fewer numbers for one element than for another: each row has a stream of its own.
+_BY_VALUE = ("_sample_dirichlet", "_standard_gamma", "binomial", "poisson")
+
+
+class WindowDraws(TorchDispatchMode):
+    """While this is entered, random operators draw for the window.
+
+    rows: of this rank's tensors. first: place of the first of them in the window. count: samples of the window.
+    key: of the step.
+    """
+
+    def __init__(self, *, rows: int, first: int, count: int, key: Sequence[int | str]) -> None:
+        super().__init__()
+        self.rows, self.first, self.count, self.key, self.number = rows, first, count, tuple(key), 0
+        seed_streams(*self.key)  # Python's and NumPy's, too
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile operators draw as they do without this."""
+        with _pop_mode_temporarily() as mode:
+            assert mode is self, "a mode that the step entered is left before a verb"
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        self._seed()
+        self.number += 1
+        with drawing():
+            if func.overloadpacket.__name__ in _BY_VALUE and self._has_rows(args[0]):
+                return torch.cat([self._drawn_row(func, row, args, kwargs) for row in range(self.rows)])
+            return self._drawn(func, args, kwargs) if self.rows != self.count else func(*args, **kwargs)
+
+    def _seed(self, *more: int) -> None:
+        seed = key_to_seed(*self.key, self.number, *more)
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
+
+    def _has_rows(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == self.rows
+
+    def _drawn_row(self, func: Any, row: int, args: Any, kwargs: Any) -> Any:
+        self._seed(self.first + row)
+        return func(*tree_map(lambda v: v[row:row + 1] if self._has_rows(v) else v, list(args)), **kwargs)
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def whole(value: Any) -> Any:
+            if self._has_rows(value):
+                full = value[:1].expand(self.count, *value.shape[1:]).clone()  # of a kind that can be drawn with
+                full[self.first:self.first + self.rows] = value
+                written.append((value, full))
+                return full
+            return value
+
+        def own(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            for given, full in written:
+                if value is full:  # an operator that writes in place
+                    return given.copy_(full[self.first:self.first + self.rows])
+            return (value[self.first:self.first + self.rows].clone() if value.ndim and len(value) == self.count
+                    else value)
+
+        sized = [[self.count, *argument[1:]] if _is_size(argument) and argument[0] == self.rows else argument
+                 for argument in args]
+        return tree_map(own, func(*tree_map(whole, sized), **tree_map(whole, kwargs)))
+
+
+def _is_size(argument: Any) -> bool:
+    return isinstance(argument, list | tuple) and len(argument) > 0 and all(type(length) is int for length in argument)

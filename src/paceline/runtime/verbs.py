@@ -1,0 +1,275 @@
+"""What a step of one's own does on one rank: models run, gradients of losses, updates; the same for every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.errors import PlanRefused, TrainingError, nearest
+from paceline.own_step import ModelNames
+from paceline.runtime.clipping import clip, squared_norm
+from paceline.runtime.feed import MicroBatch
+from paceline.runtime.named_parts import Part
+from paceline.runtime.prepare import autocast
+from paceline.runtime.refusals import check_loss
+from paceline.runtime.step_batch import StepBatch, joined
+from paceline.runtime.step_draws import WindowDraws
+from paceline.runtime.streams import seed_streams
+from paceline.runtime.window import WindowWork
+from paceline.strategies.compose import end_evaluation
+from paceline.strategies.layout import Whole
+
+if TYPE_CHECKING:
+    from paceline.runtime.order import Window
+    from paceline.runtime.stepper import Stepper
+
+
+class Verbs:
+    """One step on one rank; see `StepContext`.
+
+    loss: the sum of what each backward's loss came to. losses: of each backward, by its model.
+    users: ranks that used each parameter in some backward. gradients: of the step, before clipping, summed over the
+    updates; kept if `keeps_gradients`.
+    """
+
+    def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int,
+                 beat: Callable[[str], None], *, keeps_gradients: bool) -> None:
+        self.stepper, self.window, self.step, self.beat = stepper, window, step, beat
+        dtype = torch.float64 if stepper.job.precision == "float64" else None
+        self.batch = StepBatch([batch.to(stepper.device, dtype) for batch in batches])
+        first = stepper.part.cuts(window.count)[0].start
+        self.draws = WindowDraws(rows=len(self.batch), first=min(first, window.count - 1), count=window.count,
+                                 key=(stepper.job.seed, "own step", step))
+        self.number = 0  # of verbs so far: keys their random streams
+        self.in_loss = False
+        self.loss, self.losses = 0.0, list[tuple[str, float]]()
+        self.users: dict[str, float] = dict.fromkeys(stepper.trainable, 0.0)
+        self.waiting: set[str] = set()  # parameters with gradients that no update has used
+        self.keeps_gradients, self.gradients = keeps_gradients, dict[str, torch.Tensor]()
+
+    def take(self) -> None:
+        """The user's step. Collective as its verbs are."""
+        step = self.stepper.job.own_step
+        assert step is not None
+        with self.draws:
+            step(self, self.batch)
+        if self.waiting:
+            raise TrainingError(f"the step ends with gradients of '{min(self.waiting)}' that no update has used",
+                                hint="ctx.update(...) of its optimizer after ctx.backward(...)")
+        if not self.losses:
+            raise TrainingError("the step trains nothing: it calls no ctx.backward")
+
+    # --- Running -----------------------------------------------------------------------------------------------
+
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
+        """See `StepContext`. Collective where the plan's forwards are."""
+        part = self._part(model)
+        if self.in_loss:
+            return self._run_in_loss(part, inputs, grad=grad is not False)
+        if grad:
+            raise TrainingError(f"ctx.run('{model}', grad=True) outside of a loss would have no backward",
+                                hint="run it inside the loss that ctx.backward is given, where gradients flow through")
+        with self._verb():
+            return self._run_without_gradients(part, inputs)
+
+    def _run_without_gradients(self, part: Part, inputs: Any) -> Any:
+        outputs = []
+        has_samples = any(piece.samples for piece in self.batch.pieces)
+        for number, (piece, given) in enumerate(zip(self.batch.pieces, self.batch.cut(
+                inputs, f"what '{part.name}' is run with"), strict=True)):
+            is_needed = piece.samples or (not has_samples and not number)
+            if not is_needed and not part.layout.meets_in_forward:
+                continue
+            seed_streams(self.stepper.job.seed, "step", self.step, self.stepper.mesh.loss_number, number, self.number)
+            with torch.no_grad(), autocast(self.stepper.job, self.stepper.device):
+                output = part.layout.forward(MicroBatch(given, None, piece.samples))
+            if is_needed:
+                outputs.append(output)
+        return joined(self.stepper.shared_outputs(part, outputs))
+
+    def _run_in_loss(self, part: Part, inputs: Any, *, grad: bool) -> Any:
+        given = inputs.input if isinstance(inputs, StepBatch) else inputs
+        batch = MicroBatch(given, None, 1)
+        if isinstance(part.layout, Whole):
+            with nullcontext() if grad else torch.no_grad():
+                return batch.call(part.layout.module)
+        if part.name in self.stepper.job.followers and self.stepper.mesh.sizes[self.stepper.mesh.stage_axis] == 1:
+            with torch.no_grad():
+                return part.layout.forward(batch)
+        raise PlanRefused(
+            f"a loss runs '{part.name}', and this plan splits each model over ranks by itself: a loss can't go through "
+            "a second split model, nor through one twice",
+            hint="data=N and shard=N plans run such a step. What needs no gradient can be run before: "
+                 f"y = ctx.run('{part.name}', ...) and ctx.backward(..., loss, y); several terms of one model can be "
+                 "backwards of their own, whose gradients add up")
+
+    # --- Gradients ---------------------------------------------------------------------------------------------
+
+    def backward(self, model: ModelNames, inputs: Any, loss: Callable[..., Any], *more: Any) -> None:
+        """See `StepContext`. Collective."""
+        names = (model,) if isinstance(model, str) else tuple(model)
+        parts = [self._part(name) for name in names]
+        if follower := next((name for name in names if name in self.stepper.job.followers), None):
+            raise TrainingError(f"ctx.backward would train '{follower}', which is a follower",
+                                hint="followers change with their source alone; a model in models= is trained")
+        if self.in_loss:
+            raise TrainingError("ctx.backward is called inside a loss", hint="call it in the step")
+        if len(parts) > 1 and not all(isinstance(part.layout, Whole) for part in parts):
+            raise PlanRefused(f"one loss trains {' and '.join(map(repr, names))}, and this plan splits each model over "
+                              "ranks by itself", hint="a data=N or shard=N plan")
+        batches = self._batches(names[0], inputs, more)
+        with self._verb(), self._collecting(names):
+            earlier = self._set_aside(names)
+            work = _Work(self, batches, loss, [s for part in parts for s in part.synchronisers])
+            parts[0].layout.run(work.batches, work)
+            work.drop_rows_of_stand_in()
+            self._bring_together(parts, work)
+            for name, gradient in earlier.items():
+                parameter = self.stepper.parameters[name]
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _batches(self, name: str, inputs: Any, more: tuple[Any, ...]) -> list[MicroBatch]:
+        """Micro-batches whose target is what the loss is given beside the output."""
+        cut = self.batch.cut(inputs, f"what '{name}' is run with")
+        others = [self.batch.cut(each, "what the loss is given") for each in more]
+        return [MicroBatch(given, (StepBatch([piece]), *(each[number] for each in others)), piece.samples)
+                for number, (piece, given) in enumerate(zip(self.batch.pieces, cut, strict=True))]
+
+    def _of(self, names: tuple[str, ...]) -> dict[str, torch.nn.Parameter]:
+        """The trainable parameters of models that are held here."""
+        prefixes = tuple(f"{name}." for name in names)
+        return {name: p for name, p in self.stepper.parameters.items() if name.startswith(prefixes)}
+
+    def _set_aside(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Gradients of earlier losses, which the synchronisers have summed already."""
+        earlier = {}
+        for name, p in self._of(names).items():
+            if p.grad is not None and name in self.waiting:
+                earlier[name] = p.grad.clone()
+            p.grad = None
+        return earlier
+
+    def _bring_together(self, parts: list[Part], work: WindowWork) -> None:
+        """Reduce the gradients of a loss, and divide them by what it counts. Collective."""
+        stepper, names = self.stepper, tuple(part.name for part in parts)
+        held, trainable = self._of(names), [n for n in stepper.trainable if n.partition(".")[0] in names]
+        unused = set().union(*(s.unused() for part in parts for s in part.synchronisers))
+        used = {name for name, p in held.items() if p.grad is not None and name not in unused}
+        self.beat("reduce")
+        for part in reversed(parts):
+            for synchroniser in reversed(part.synchronisers):
+                synchroniser.finish()
+            part.layout.finish()
+        edited, unknown = stepper.edits.end() if stepper.merges_edits else (False, False)
+        figures = stepper.loss_figures(work.tallies, [float(edited), float(unknown)], used, trainable)
+        loss, count, summed, is_edited, is_unknown, *users = stepper.step_sync.all_reduce_figures(figures).tolist()
+        check_loss(loss, count, work.tallies, self.step)
+        for name, number in zip(trainable, users, strict=True):
+            self.users[name] += number
+            if number:
+                self.waiting.add(name)
+            elif name in held:
+                held[name].grad = None
+        if summed:
+            stepper.scale_gradients(1.0 / count, held)
+        if is_edited and stepper.merges_edits:
+            stepper.edits.merge(stepper.mesh.group("replicas"), news=bool(is_unknown), step=self.step)
+        self.losses.append((names[0], loss / count))
+        self.loss += loss / count
+
+    def update(self, optimizer: str) -> None:
+        """See `StepContext`. Collective where ranks hold parts."""
+        stepper, optimizers = self.stepper, self.stepper.optimizer
+        if optimizer not in optimizers.members:
+            raise TrainingError(f"no optimizer '{optimizer}': {nearest(optimizer, optimizers.members)}")
+        names = optimizers.names[optimizer]
+        if not self.waiting.intersection(names):
+            raise TrainingError(f"ctx.update('{optimizer}') finds no gradient of what it updates",
+                                hint="ctx.backward(...) of its model before")
+        with self.draws.paused():
+            here = {name: stepper.parameters[name] for name in names if name in stepper.parameters}
+            if self.keeps_gradients:
+                self._keep(here)
+            greatest = optimizers.clips[optimizer]
+            squares = squared_norm(greatest, here, stepper.layout.owned, stepper.mesh, stepper.device)
+            clip(greatest, here, squares, float(squares), 1.0)
+            self.beat("optimizer")
+            stepper.update(optimizers.members[optimizer])
+            if stepper.schedule is not None and optimizer in stepper.schedule.schedules:
+                stepper.schedule.schedules[optimizer].step()
+            for p in here.values():
+                p.grad = None
+            for part in stepper.parts.values():  # what was gathered for a forward is of the weights before
+                if any(name.startswith(part.prefix) for name in names):
+                    end_evaluation(part.synchronisers)
+            if stepper.merges_edits:
+                stepper.edits.updated()
+        self.waiting.difference_update(names)
+
+    def _keep(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        for name, p in parameters.items():
+            if p.grad is not None:
+                gradient = p.grad.clone()
+                self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
+
+    # --- Around a verb -----------------------------------------------------------------------------------------
+
+    def _part(self, name: str) -> Part:
+        if name not in self.stepper.parts:
+            raise TrainingError(f"no model '{name}': {nearest(name, self.stepper.parts)}")
+        return self.stepper.parts[name]
+
+    @contextmanager
+    def _verb(self) -> Iterator[None]:
+        """Models draw by streams of their own."""
+        self.number += 1
+        if self.stepper.merges_edits:
+            self.stepper.edits.begin()
+        with self.draws.paused():
+            yield
+
+    @contextmanager
+    def _collecting(self, names: tuple[str, ...]) -> Iterator[None]:
+        """Meanwhile only these models get gradients: others are run frozen."""
+        others = [part for part in self.stepper.parts.values()
+                  if part.name not in names and isinstance(part.layout, Whole)]
+        frozen = [p for part in others for p in part.layout.module.parameters() if p.requires_grad]
+        for p in frozen:
+            p.requires_grad_(False)
+        for part in others:
+            for synchroniser in part.synchronisers:
+                synchroniser.collect(on=False)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            for p in frozen:
+                p.requires_grad_(True)
+            for part in others:
+                for synchroniser in part.synchronisers:
+                    synchroniser.collect(on=True)  # type: ignore[attr-defined]
+
+
+class _Work(WindowWork):
+    """The micro-batches of one backward."""
+
+    def __init__(self, verbs: Verbs, batches: list[MicroBatch], loss: Callable[..., Any],
+                 synchronisers: list[Any]) -> None:
+        super().__init__(verbs.stepper, verbs.window, batches, verbs.step, verbs.stepper.mesh.loss_number, verbs.beat,
+                         lambda tallies: None)
+        self.verbs, self.place, self.synchronisers = verbs, (verbs.number,), synchronisers
+        self.criterion = lambda output, target: loss(output, *target)
+
+    def before_forward(self, microbatch: int, stage: int) -> None:
+        for synchroniser in self.synchronisers:
+            synchroniser.hold()  # type: ignore[attr-defined]
+        super().before_forward(microbatch, stage)
+
+    def loss(self, microbatch: int, output: Any) -> torch.Tensor:
+        self.verbs.in_loss = True
+        try:
+            return super().loss(microbatch, output)
+        finally:
+            self.verbs.in_loss = False
