@@ -12,7 +12,7 @@ from paceline.errors import TrainingError, nearest
 from paceline.job import Job
 from paceline.runtime.feed import DataShard, MicroBatch, evaluation_feed, map_tensors
 from paceline.runtime.loss import read_tally
-from paceline.runtime.named_parts import Part
+from paceline.runtime.named_parts import ModelPart
 from paceline.runtime.prepare import autocast
 from paceline.runtime.stage_outputs import from_last_stage
 from paceline.runtime.step_batch import StepBatch
@@ -21,7 +21,7 @@ from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh
 
 
-def evaluate_step(models: torch.nn.Module, parts: Mapping[str, Part], job: Job, data: Any, *, part: DataShard,
+def evaluate_step(models: torch.nn.Module, parts: Mapping[str, ModelPart], job: Job, data: Any, *, part: DataShard,
                   mesh: Mesh, device: torch.device,
                   beat: Callable[[str], None] = lambda phase: None) -> dict[str, float]:
     """What `validate` of a job with models by name gives over the data: the loss (as "loss") and others by name.
@@ -63,7 +63,7 @@ def _validated(job: Job, context: _Validation, batch: MicroBatch) -> Mapping[str
 class _Validation:
     """The context of `validate` on a rank: models run, nothing is trained; see `StepContext`."""
 
-    def __init__(self, parts: Mapping[str, Part], mesh: Mesh, device: torch.device, samples: int) -> None:
+    def __init__(self, parts: Mapping[str, ModelPart], mesh: Mesh, device: torch.device, samples: int) -> None:
         self.parts, self.mesh, self.device, self.samples = parts, mesh, device, samples
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:

@@ -30,7 +30,7 @@ TRIED_SAMPLES = 8
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """One model of several on this rank, or a follower.
 
     synchronisers: of its gradients. prefix: of its parameters' names among those of all models.
@@ -177,7 +177,7 @@ def _of_every_output(output: Any, target: Any) -> torch.Tensor:
 
 
 def prepare_models(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
-                   devices: Sequence[Device] = ()) -> tuple[Prepared, dict[str, Part]]:
+                   devices: Sequence[Device] = ()) -> tuple[Prepared, dict[str, ModelPart]]:
     """Build the job's models and followers and let this rank hold its part of each. Collective."""
     trial = _Trial(job)
     if plan.splits_model:
@@ -185,7 +185,7 @@ def prepare_models(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     each = {name: prepare_job(job_of(job, name, trial), plan=plan, mesh=mesh, device=device, devices=devices)
             for name in (*job.models, *job.followers)}
     models = NamedModels({name: prepared.model for name, prepared in each.items()}, job.followers)
-    parts = {name: Part(name, prepared.layout, [_OfPart(s, f"{name}.") for s in prepared.synchronisers])
+    parts = {name: ModelPart(name, prepared.layout, [_OfPart(s, f"{name}.") for s in prepared.synchronisers])
              for name, prepared in each.items()}
     together = Prepared(
         models, NamedLayouts({name: part.layout for name, part in parts.items()}, models),

@@ -29,7 +29,7 @@ from paceline.runtime.follow import follow, refuse_apart
 from paceline.runtime.freezing import Freezing
 from paceline.runtime.initial import load_initial
 from paceline.runtime.loss import Tally
-from paceline.runtime.named_parts import Part, prepare_models
+from paceline.runtime.named_parts import ModelPart, prepare_models
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure
 from paceline.runtime.optimizers.closure import Closure, step_gathered
 from paceline.runtime.optimizers.schedule import build_schedule, step_schedule
@@ -117,7 +117,7 @@ class Stepper:
         self.replica = mesh.replica
         self.part = DataShard(shares or (1,) * plan.replicas, mesh.replica, plan.num_microbatches)
         self.all_go_back = mesh.holds_parts  # ranks meet in backward
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, ModelPart] = {}
         if job.models:
             prepared, self.parts = prepare_models(job, plan=plan, mesh=mesh, device=device, devices=devices)
         else:
@@ -385,7 +385,7 @@ class Stepper:
             together[1] += torch.stack([count.double() for count in on_device]).sum()
         return together
 
-    def shared_outputs(self, part: Part, outputs: Sequence[Any]) -> Sequence[Any]:
+    def shared_outputs(self, part: ModelPart, outputs: Sequence[Any]) -> Sequence[Any]:
         """What a model returned, on every rank that has the step's samples."""
         if self.mesh.sizes[self.mesh.stage_axis] == 1:
             return outputs

@@ -12,7 +12,7 @@ from paceline.errors import PlanRefused, TrainingError, nearest
 from paceline.own_step import ModelNames
 from paceline.runtime.clipping import clip, squared_norm
 from paceline.runtime.feed import MicroBatch
-from paceline.runtime.named_parts import Part
+from paceline.runtime.named_parts import ModelPart
 from paceline.runtime.prepare import autocast
 from paceline.runtime.refusals import check_loss
 from paceline.runtime.step_batch import StepBatch, joined
@@ -75,7 +75,7 @@ class Verbs:
         with self._verb():
             return self._run_without_gradients(part, inputs)
 
-    def _run_without_gradients(self, part: Part, inputs: Any) -> Any:
+    def _run_without_gradients(self, part: ModelPart, inputs: Any) -> Any:
         outputs = []
         has_samples = any(piece.samples for piece in self.batch.pieces)
         for number, (piece, given) in enumerate(zip(self.batch.pieces, self.batch.cut(
@@ -90,7 +90,7 @@ class Verbs:
                 outputs.append(output)
         return joined(self.stepper.shared_outputs(part, outputs))
 
-    def _run_in_loss(self, part: Part, inputs: Any, *, grad: bool) -> Any:
+    def _run_in_loss(self, part: ModelPart, inputs: Any, *, grad: bool) -> Any:
         given = inputs.input if isinstance(inputs, StepBatch) else inputs
         batch = MicroBatch(given, None, 1)
         if isinstance(part.layout, Whole):
@@ -152,7 +152,7 @@ class Verbs:
             p.grad = None
         return earlier
 
-    def _bring_together(self, parts: list[Part], work: WindowWork) -> None:
+    def _bring_together(self, parts: list[ModelPart], work: WindowWork) -> None:
         """Reduce the gradients of a loss, and divide them by what it counts. Collective."""
         stepper, names = self.stepper, tuple(part.name for part in parts)
         held, trainable = self._of(names), [n for n in stepper.trainable if n.partition(".")[0] in names]
@@ -217,7 +217,7 @@ class Verbs:
 
     # --- Around a verb -----------------------------------------------------------------------------------------
 
-    def _part(self, name: str) -> Part:
+    def _part(self, name: str) -> ModelPart:
         if name not in self.stepper.parts:
             raise TrainingError(f"no model '{name}': {nearest(name, self.stepper.parts)}")
         return self.stepper.parts[name]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.launch.context import RankContext
     from paceline.runtime.checkpoint.read import Checkpoint
     from paceline.runtime.feed import DataShard
-    from paceline.runtime.named_parts import Part
+    from paceline.runtime.named_parts import ModelPart
     from paceline.strategies.layout import Layout
     from paceline.strategies.mesh import Mesh
 
@@ -37,7 +37,7 @@ class Trained:
     mesh: Mesh
     part: DataShard
     checkpoint: Checkpoint
-    parts: Mapping[str, Part]
+    parts: Mapping[str, ModelPart]
 
 
 def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | None = None,
