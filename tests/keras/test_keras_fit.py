@@ -344,6 +344,14 @@ def test_what_is_refused_before_a_rank_starts(monkeypatch):
         pl.keras.fit(model, X, Y, plan="tensor=2")
     with pytest.raises(PlanError, match="one device a rank"):
         pl.keras.fit(model, X, Y, plan="data=3", devices="cpu:0,cpu:1")
+    with pytest.raises(PlanError, match="does not choose"):
+        pl.keras.fit(model, X, Y, plan="auto")
+    with monkeypatch.context() as environment:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+                            "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+            environment.setenv(name, value)
+        with pytest.raises(UsageError, match="torchrun started 2 processes"):
+            pl.keras.fit(model, X, Y, plan="data=2")
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     with pytest.raises(UsageError, match="KERAS_BACKEND"):
         pl.keras.fit(model, X, Y, plan="data=2")

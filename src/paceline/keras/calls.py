@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.cluster import Cluster
 from paceline.errors import PlanError, UsageError
+from paceline.launch.environment import current
 from paceline.plans import Plan
 
 
@@ -72,6 +73,12 @@ def _check_model(model: Any) -> None:
 
 
 def _num_ranks(plan: str | Plan | None, devices: str | None) -> int:
+    launcher = current()
+    if launcher is not None and launcher.world_size > 1:
+        raise UsageError(f"{launcher.launcher} started {launcher.world_size} processes, and fit starts its own ranks: "
+                         "each process would train a model of its own", hint="start one process, and name the plan")
+    if plan == "auto":
+        raise PlanError("fit does not choose a plan", hint="plan='data=2', or pl.plan(pl.keras.job(model, x, y, ...))")
     given = Plan.read(plan) if plan is not None else None
     size = given.world_size if given is not None else len(Cluster.local(devices).devices) if devices is not None else 1
     if given is not None and given != Plan.of(data=size):

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from paceline.cluster import usable_cores
 from paceline.errors import DriftError, UsageError
 from paceline.keras import first_step
 from paceline.keras.computation import KINDS, Computation, joined, rows_of
@@ -31,6 +30,7 @@ from paceline.keras.worker import be_worker
 from paceline.launch.failure import Failure, RankFailed, cause_of, killed
 from paceline.launch.fork import refuse_used_cuda
 from paceline.launch.heartbeats import Heartbeat
+from paceline.launch.process import use_threads
 from paceline.runtime.order import split
 
 _REPORT_S = 5.0  # for a worker that failed to say so
@@ -117,7 +117,7 @@ class Ranks:
             self._workers.append(forked(
                 partial(be_worker, computation=self._computation, rank=rank, size=self.size, rendezvous=rendezvous),
                 beside=[connection for _, connection in self._workers]))
-        torch.set_num_threads(max(1, usable_cores() // self.size))
+        use_threads(self.size)
         with self._failures():
             self._group = RankGroup(0, self.size, rendezvous)
 
