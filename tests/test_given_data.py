@@ -136,6 +136,8 @@ def test_groups_of_other_sizes_are_refused():
         read(made)
     assert "batch is 4, and the batch sampler draws groups of 5" in refusal(
         batch=4, data=DataLoader(SET, batch_sampler=ByLength(5)))
+    assert "batch is in phases, and the batch sampler" in refusal(
+        batch=paceline.by_step({0: 2, 3: 5}), data=DataLoader(SET, batch_sampler=ByLength(5)))
 
 
 def test_a_batch_sampler_that_only_cuts_is_its_sampler():

@@ -9,6 +9,7 @@ from paceline import loaders
 from paceline.arrays import as_arrays
 from paceline.errors import JobError
 from paceline.loaders import DrawnGroups
+from paceline.phases import BatchSizes
 
 Changes = dict[str, Any]
 _EVALUATED = ("validation", "test")
@@ -128,7 +129,8 @@ def _grouped(job: Any, groups: DrawnGroups, changes: Changes) -> Changes:
         with kept_streams():
             groups.measure(seed)
     given = changes.get("batch", job.batch)
-    if given not in (None, groups.size):
-        raise JobError(f"batch is {given}, and the batch sampler draws groups of {groups.size}",
+    if given not in (None, groups.size) or isinstance(given, BatchSizes):
+        shown = "in phases" if isinstance(given, BatchSizes) else given
+        raise JobError(f"batch is {shown}, and the batch sampler draws groups of {groups.size}",
                        hint="leave batch= out: the groups say it")
     return {"batch": groups.size}

@@ -130,9 +130,9 @@ def _judged(asked: Resolved, reference: dict[str, Any], difference: str | None, 
             "coupled", "the job draws random numbers that can't be replaced by their mean for a comparison "
             f"({', '.join(reference['left_on'])}), and a batch that is cut draws others: that moves the "
             f"{reference['coupling']}. The run equals one device that cuts the batch alike", seconds)
-    if reference.get("cause"):
+    if cause := reference.get("cause"):
         return FirstUpdate("coupled", "cutting a batch changes what this job computes, on one device already: it moves "
-                           f"the {reference['coupling']}. {reference['cause']}", seconds)
+                           f"the {reference['coupling']}. {cause[:1].upper()}{cause[1:]}", seconds)
     return FirstUpdate(
         "coupled", "cutting a batch changes what this job computes, on one device already: it moves the "
         f"{reference['coupling']}. Samples of a batch are coupled (a BatchNorm, a contrastive loss), or a scalar loss "
