@@ -202,8 +202,8 @@ def _field_problems(job: Job) -> Iterator[str]:
         yield "init is for one model; load weights in the functions of models=, or resume a run"
     if job.metrics:
         yield "metrics are for one model; validate= returns a mapping with \"loss\" and metrics"
-    if (job.validation is not None) != (job.validate is not None) and job.loss is None:
-        yield "validation data and validate= go together: validate(ctx, batch) returns what is measured of a batch"
+    if job.validation is not None and job.validate is None and job.loss is None:
+        yield "validation data needs validate=: validate(ctx, batch) returns what is measured of a batch"
     if job.precision in ("fp16", "fp8"):
         yield f"precision {job.precision!r} is for jobs with one loss and one optimizer; take \"bf16\" or \"float32\""
 

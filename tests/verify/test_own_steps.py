@@ -94,6 +94,8 @@ def test_each_parameter_has_one_optimizer(changes: dict[str, Any], words: str) -
     ({"models": {"a": small()}, "optimizers": {"a": adam}, "loss": F.mse_loss, "clip": 1.0}, "clip belongs"),
     ({"models": {"a": small()}, "optimizers": {"a": adam}, "loss": F.mse_loss,
       "followers": {"f": paceline.ema("b", 0.9)}}, "follows 'b'"),
+    ({"models": {"a": small()}, "optimizers": {"a": adam}, "step": lambda ctx, batch: None,
+      "validation": fields()["data"]}, "needs validate="),
     ({"models": {"a": small()}, "optimizers": {"a": adam}, "loss": F.mse_loss, "model": small()}, "either model")])
 def test_fields_that_do_not_fit(given: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):
