@@ -112,8 +112,8 @@ def _equal_weights(model: Any, plain: Any) -> None:
 
 
 def test_adapters_are_trained_as_on_one_device(tmp_path: Path):
-    """Losses, norms, rates, metrics, events, the best checkpoint and the adapters are Trainer's own under data=2, and
-    what was saved loads again."""
+    """Losses, norms, rates, metrics, predictions, events, the best checkpoint and the adapters are Trainer's own under
+    data=2, and what was saved loads again."""
     from peft import PeftModel
 
     from paceline.transformers import Trainer
@@ -128,6 +128,10 @@ def test_adapters_are_trained_as_on_one_device(tmp_path: Path):
     _equal_weights(planned.model, plain.model)
     assert notes.seen == plain_notes.seen
     assert Path(planned.state.best_model_checkpoint).name == Path(plain.state.best_model_checkpoint).name
+    others = _samples(7, 3)
+    answers = [trainer.predict(others) for trainer in (planned, plain)]
+    assert (answers[0].predictions == answers[1].predictions).all()
+    assert math.isclose(answers[0].metrics["test_loss"], answers[1].metrics["test_loss"], rel_tol=_TOLERANCE)
     planned.save_model(str(tmp_path / "saved"))
     loaded, batch = PeftModel.from_pretrained(_model(), tmp_path / "saved").eval(), _collate(_samples(3, 4))
     assert torch.equal(loaded(**batch).logits, planned.model.eval()(**batch).logits)
@@ -144,7 +148,7 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path):
         return total / num_items_in_batch
 
     arguments = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 4, "eval_steps": 4,
-                 "load_best_model_at_end": False}
+                 "load_best_model_at_end": False, "prediction_loss_only": True}
     options: dict[str, Any] = {"arguments": arguments, "compute_loss_func": loss}
     plain = _trainer(transformers.Trainer, tmp_path / "plain", _model(), **options)
     plain.train()
@@ -217,3 +221,18 @@ def test_values_travel_without_pickle():
     assert (told["b"], told["c"], told["none"], type(told["a"])) == ("text", [1, 2.5, True], {}, tuple)
     with pytest.raises(TypeError, match="object"):
         encode({"a": object()})
+
+
+def test_a_replaced_forward_is_of_the_copy():
+    """A copy of a model whose forward was replaced by a function that holds the one before runs its own weights."""
+    from paceline.transformers.copies import copied
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    before = model.forward
+    model.forward = lambda batch: 2 * before(batch)  # type: ignore[method-assign]
+    twin, batch = copied(model), torch.ones(1, 2)
+    assert torch.equal(twin(batch), model(batch))
+    with torch.no_grad():
+        twin[0].weight.zero_()
+        twin[0].bias.zero_()
+    assert not twin(batch).any() and model(batch).any()

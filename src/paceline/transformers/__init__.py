@@ -1,7 +1,7 @@
 """Transformers' Trainer under any plan: a script changes one import.
 
-`Trainer` stands for `transformers.Trainer`. `PlannedTraining` is what makes it so, for a Trainer of another library:
-`class MyTrainer(PlannedTraining, TheirTrainer)`.
+`Trainer` stands for `transformers.Trainer`, `SFTTrainer` for TRL's. `PlannedTraining` is what makes them so, for a
+Trainer of one's own: `class Ours(PlannedTraining, transformers.Trainer)`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.transformers.sft import SFTTrainer
     from paceline.transformers.trainer import PlannedTraining, Trainer
 
-_HOMES = {"Trainer": "trainer", "PlannedTraining": "trainer"}
+_HOMES = {"Trainer": "trainer", "PlannedTraining": "trainer", "SFTTrainer": "sft"}
 
-__all__ = ["PlannedTraining", "Trainer"]
+__all__ = ["PlannedTraining", "SFTTrainer", "Trainer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from paceline.errors import UsageError
 from paceline.job import Job, Precision
 from paceline.losses import IGNORED
+from paceline.transformers.copies import copied
 from paceline.transformers.optimizers import Recipe, schedule_of
 
 _NO_LIMIT = sys.float_info.max  # Trainer reports the norm of gradients that it doesn't clip, too
@@ -22,20 +23,39 @@ _NO_LIMIT = sys.float_info.max  # Trainer reports the norm of gradients that it 
 
 def job_of(trainer: Any, loader: Any, *, steps: int) -> Job:
     """The experiment that a Trainer describes. loader: what its `get_train_dataloader` made."""
-    args, dataset = trainer.args, loader.dataset
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    is_stream = isinstance(dataset, IterableDataset)
-    sampler = None if is_stream else EpochSampler(
-        _sampler(loader), len(loader) * args.per_device_train_batch_size if args.dataloader_drop_last
-        else len(_sampler(loader)), seed=args.seed if args.data_seed is None else args.data_seed)
-    wraps, separates = computes_own_loss(trainer), separates_labels(trainer)
+    args, sampler = trainer.args, None
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    if not is_stream:
+        drawn, batch = _sampler(loader), args.per_device_train_batch_size
+        sampler = EpochSampler(drawn, len(loader) * batch if args.dataloader_drop_last else len(drawn),
+                               seed=args.seed if args.data_seed is None else args.data_seed)
+    prefix = OwnLossModel.PREFIX if computes_own_loss(trainer) else ""
     return Job(
-        model=ModelOf(trainer), data=dataset, sampler=sampler, collate=Collated(loader.collate_fn, separates),
-        loss=CallersLoss() if wraps else SeparateLoss(trainer) if separates else None,
-        optimizer=Recipe.of(trainer.optimizer, trainer.model, prefix=OwnLossModel.PREFIX if wraps else ""),
-        lr_schedule=lambda optimizer: schedule_of(trainer, optimizer, steps=steps), batch=batch, steps=steps,
+        **_parts(trainer, loader), sampler=sampler, steps=steps,
+        optimizer=Recipe.of(trainer.optimizer, trainer.model, prefix=prefix),
+        lr_schedule=lambda optimizer: schedule_of(trainer, optimizer, steps=steps),
+        batch=_batch(args),
         clip=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else _NO_LIMIT,
-        precision=precision_of(args), seed=args.seed, drop_last=is_stream and args.dataloader_drop_last)
+        drop_last=is_stream and args.dataloader_drop_last)
+
+
+def evaluation_of(trainer: Any, loader: Any) -> Job:
+    """A job to evaluate with, never to train. loader: what `get_eval_dataloader` made."""
+    return Job(**_parts(trainer, loader), optimizer=torch.optim.SGD, batch=_batch(trainer.args), steps=1)
+
+
+def _parts(trainer: Any, loader: Any) -> dict[str, Any]:
+    """What training and evaluation have in common."""
+    separates = separates_labels(trainer)
+    loss = CallersLoss() if computes_own_loss(trainer) else SeparateLoss(trainer) if separates else None
+    return {"model": ModelOf(trainer), "data": loader.dataset, "collate": Collated(loader.collate_fn, separates),
+            "loss": loss, "precision": precision_of(trainer.args), "seed": trainer.args.seed}
+
+
+def _batch(args: Any) -> int:
+    """The global batch: the number of devices is not part of the experiment."""
+    size: int = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return size
 
 
 def precision_of(args: Any) -> Precision:
@@ -94,7 +114,7 @@ class ModelOf:
         from torch._guards import detect_fake_mode
 
         trainer = self.trainer
-        model = trainer.model if detect_fake_mode() is not None else copy.deepcopy(trainer.model)
+        model = trainer.model if detect_fake_mode() is not None else copied(trainer.model)
         model.train()
         return OwnLossModel(trainer, model) if computes_own_loss(trainer) else model
 
@@ -172,10 +192,11 @@ def _nothing(output: Any) -> torch.Tensor:
 
 
 class OwnLossModel(torch.nn.Module):
-    """A model whose forward is a Trainer's `compute_loss`: it returns the outputs, their loss and what that is a mean
-    over."""
+    """A model whose forward is a Trainer's `compute_loss`: it returns the loss, what that is a mean over, and outputs
+    if they are wanted."""
 
     PREFIX = "model."
+    wants_outputs = False
 
     def __init__(self, trainer: Any, model: torch.nn.Module) -> None:
         super().__init__()
@@ -184,7 +205,9 @@ class OwnLossModel(torch.nn.Module):
     def forward(self, **inputs: Any) -> dict[str, Any]:
         (trainer,) = self._trainer
         count = count_items(trainer, inputs)
-        loss, outputs = trainer.compute_loss(self.model, dict(inputs), return_outputs=True, num_items_in_batch=count)
+        made = type(trainer).compute_loss(trainer, self.model, dict(inputs), return_outputs=self.wants_outputs,
+                                          num_items_in_batch=count)
+        loss, outputs = made if self.wants_outputs else (made, {})
         named = outputs if isinstance(outputs, Mapping) else {f"output {i}": item for i, item in enumerate(outputs)}
         return {**{key: item for key, item in named.items() if key != "loss"}, "loss": loss,
                 **({} if count is None else {"count": count})}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,18 +17,34 @@ from paceline.runtime.feed import DataShard, MicroBatch, map_tensors
 from paceline.runtime.order import Order
 from paceline.runtime.prepare import autocast
 from paceline.runtime.stepper import Stepper
-from paceline.transformers.experiment import OwnLossModel, count_items
+from paceline.transformers.experiment import OwnLossModel, SeparateLoss, count_items
 from paceline.transformers.wire import decode, encode
 from paceline.waiting import waiting
 
 if TYPE_CHECKING:
+    from paceline.job import Job
     from paceline.launch.context import RankContext
+    from paceline.strategies.layout import Layout
+    from paceline.strategies.mesh import Mesh
 
 _BEAT_S = 1.0
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """A model on a rank that is evaluated and not trained."""
+
+    job: Job
+    model: torch.nn.Module
+    layout: Layout
+    mesh: Mesh
+    device: torch.device
+
+
 class TrainerRank:
     """Looks on at a run and obeys the controlling process between steps. All ranks are told the same.
+
+    prepare: what logits and labels become before they are sent.
 
     Orders are mappings with the item "do":
         "go": take steps up to "until", then wait.
@@ -38,16 +55,22 @@ class TrainerRank:
     """
 
     def __init__(self, trainer: Any, context: RankContext, connection: Connection, run_dir: Path,
-                 shares: tuple[int, ...]) -> None:
+                 shares: tuple[int, ...], prepare: Callable[[Any, Any], Any] | None) -> None:
         self.trainer, self.context, self.connection = trainer, context, connection
         self.run_dir, self.shares = run_dir, shares
         self.until, self.is_over, self.rate = 0, False, float("nan")
         self._writer: Writer | None = None
-        self._prepare = trainer.preprocess_logits_for_metrics
+        self._prepare = prepare
 
     def initial(self, stepper: Any) -> None:
         """Before the first step: told where to wait first."""
+        self._say({"ready": True})
         self._obey(stepper, self.context.step - 1)
+
+    def serve(self, evaluated: Evaluated) -> None:
+        """Without training: what is asked of a model, until the end."""
+        self._say({"ready": True})
+        self._obey(evaluated, 0)
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         """Nothing is to be seen there."""
@@ -69,7 +92,7 @@ class TrainerRank:
     def _say(self, value: Any) -> None:
         self.connection.send_bytes(encode(value))
 
-    def _obey(self, stepper: Stepper, step: int) -> None:
+    def _obey(self, stepper: Any, step: int) -> None:
         while True:
             order = self._next_order()
             match order["do"]:
@@ -110,7 +133,7 @@ class TrainerRank:
         if context.rank == 0:
             state.export(stepper.model, self.run_dir, step=step)
 
-    def _evaluate(self, stepper: Stepper, order: Mapping[str, Any]) -> dict[str, Any]:
+    def _evaluate(self, stepper: Stepper | Evaluated, order: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch of samples. Collective."""
         inputs, layout, mesh = order["inputs"], stepper.layout, stepper.mesh
         total = batch_size(inputs)
@@ -137,13 +160,16 @@ class TrainerRank:
         """Loss, logits and labels by Trainer's own rules."""
         trainer, size, count = self.trainer, batch_size(part), count_items(self.trainer, part)
         accepts, trainer.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs, False
-        if isinstance(calls.stepper.model, OwnLossModel):
-            trainer.compute_loss = calls.own_loss  # of this rank's trainer alone
+        if isinstance(calls.stepper.model, OwnLossModel):  # of this rank's trainer alone
+            trainer.compute_loss = calls.own_loss
+        elif isinstance(calls.stepper.job.loss, SeparateLoss):
+            trainer.compute_loss = calls.separate_loss
         try:
             loss, logits, labels = trainer.plain_prediction_step(
                 calls, part, order["prediction_loss_only"], order["ignore_keys"])
         finally:
             trainer.model_accepts_loss_kwargs = accepts
+            vars(trainer).pop("compute_loss", None)
         if logits is not None and self._prepare is not None:
             logits = self._prepare(logits, labels)
         weight = size if count is None else int(count)
@@ -154,7 +180,7 @@ class TrainerRank:
 class _Calls:
     """Stands for the model in Trainer's code: runs the rank's layout of it, in the job's numeric context."""
 
-    def __init__(self, stepper: Stepper, samples: int) -> None:
+    def __init__(self, stepper: Stepper | Evaluated, samples: int) -> None:
         self.stepper, self.samples = stepper, samples
 
     def __call__(self, **inputs: Any) -> Any:
@@ -167,10 +193,31 @@ class _Calls:
 
     def own_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
         """What a subclass computes in the forward of `OwnLossModel`."""
-        outputs = dict(self(**inputs))
+        own: Any = self.stepper.model
+        own.wants_outputs = return_outputs
+        try:
+            outputs = _Outputs(self(**inputs))
+        finally:
+            own.wants_outputs = False
         loss = outputs.pop("loss")
         outputs.pop("count", None)
         return (loss, outputs) if return_outputs else loss
+
+
+    def separate_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
+        """What is computed from outputs and labels, of which the model isn't given the latter."""
+        outputs = self(**{key: value for key, value in inputs.items() if key != "labels"})
+        loss = self.stepper.job.criterion(outputs, inputs)
+        if isinstance(loss, tuple):
+            loss = loss[0] / loss[1].clamp(min=1)
+        return (loss, outputs) if return_outputs else loss
+
+
+class _Outputs(dict[str, Any]):
+    """What a model returned, by item and by attribute, as Transformers has it."""
+
+    __getattr__ = dict.__getitem__
+
 
 
 _HALVES = (torch.float16, torch.bfloat16)  # Accelerate returns outputs of autocast in float32

@@ -10,15 +10,42 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.transformers.rank import TrainerRank
+from paceline.launch.environment import current
+from paceline.launch.launcher import Launcher
+from paceline.runtime.prepare import prepare_job
+from paceline.transformers.rank import Evaluated, TrainerRank
 from paceline.transformers.wire import decode, encode
 
 if TYPE_CHECKING:
+    from paceline.job import Job
     from paceline.launch.context import RankContext
+    from paceline.planner.resolve import Resolved
 
 _LOOK_S = 0.2
 _LEAVE_S = 60.0
+_TIMEOUT_S = 300.0
 Follow = Callable[["RankContext", Path], TrainerRank]
+
+
+def serve(job: Job, asked: Resolved, follow: Follow) -> None:
+    """Ranks that hold a job's model under a plan and evaluate it, until they are told to end."""
+    from paceline.planner.estimate import devices_of
+    from paceline.runtime.products import float32_products
+    from paceline.strategies.compose import load
+    from paceline.strategies.mesh import Mesh
+
+    load(asked.plan)
+
+    def body(context: RankContext) -> None:
+        mesh = Mesh.of(asked.plan, context.rank)
+        mesh.connect()
+        with float32_products(job, context):
+            prepared = prepare_job(job, plan=asked.plan, mesh=mesh, device=context.device,
+                                   devices=devices_of(asked.plan, asked.cluster))
+            evaluated = Evaluated(job, prepared.model, prepared.layout, mesh, context.device)
+            follow(context, Path()).serve(evaluated)
+
+    Launcher(current(), asked.cluster.devices, timeout_s=_TIMEOUT_S).run(body, run_dir=None)
 
 
 class Session:
@@ -34,8 +61,10 @@ class Session:
         self.result: Any = None
         self.step, self.is_waiting, self._until = step, True, step
 
+        prepare = trainer.preprocess_logits_for_metrics
+
         def follow(context: RankContext, run_dir: Path) -> TrainerRank:
-            return TrainerRank(trainer, context, self._pipes[context.rank][1], run_dir, shares)
+            return TrainerRank(trainer, context, self._pipes[context.rank][1], run_dir, shares, prepare)
 
         def supervise() -> None:
             try:
@@ -45,6 +74,7 @@ class Session:
 
         self._thread = threading.Thread(target=supervise, name="ranks", daemon=True)
         self._thread.start()
+        self._hear(range(world_size))  # that they are forks: what changes here from now on changes nothing there
 
     def go(self, until: int) -> None:
         """Let the ranks take steps up to this one, after which they wait."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,13 @@ import transformers
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from paceline.job import Job
+from paceline.launch.environment import current
+from paceline.planner.resolve import resolve
+from paceline.plans import Plan
 from paceline.transformers import arguments, checkpoints
-from paceline.transformers.experiment import computes_own_loss, job_of
-from paceline.transformers.session import Session
+from paceline.transformers.experiment import computes_own_loss, evaluation_of, job_of
+from paceline.transformers.session import Session, serve
+from paceline.verbs.auto import is_auto
 from paceline.verbs.train import TrainRequest
 
 if TYPE_CHECKING:
@@ -56,6 +60,7 @@ class PlannedTraining(_AnyTrainer):
         self.plan = plan if plan is not None else os.environ.get(_PLAN)
         self.devices, self.run = devices, run
         self._session: Session | None = None
+        self._plan_in_use: Plan | None = None
         self._weights_step: int | None = None
         training_args = options.get("args") or (args[1] if len(args) > 1 else None)
         if training_args is not None and torch.cuda.is_available():
@@ -91,7 +96,7 @@ class PlannedTraining(_AnyTrainer):
         self._initial_num_input_tokens_seen, self._initial_global_step = 0, self.state.global_step
         self._tr_loss, self._total_loss_scalar = torch.tensor(0.0, dtype=torch.float64), 0.0
         self._globalstep_last_logged = self.state.global_step
-        with self._ranks(job, resume_from_checkpoint):
+        with self._ranks(job, resume_from_checkpoint) if self.state.global_step < steps else nullcontext():
             self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
             if args.eval_on_start:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
@@ -102,19 +107,24 @@ class PlannedTraining(_AnyTrainer):
         return output
 
     @contextmanager
-    def _ranks(self, job: Job, resume_from_checkpoint: str | None = None, **options: Any) -> Iterator[None]:
+    def _ranks(self, job: Job, resume_from_checkpoint: str | None) -> Iterator[None]:
         """Ranks that work for this trainer meanwhile."""
         request = TrainRequest.of(job, None, self.plan, devices=self.devices)
         run_dir = self.run_dir = Path(self.run) if self.run is not None else _new_run_dir(Path(self.args.output_dir))
         step = self.state.global_step
         if resume_from_checkpoint is not None:
             checkpoints.bring(Path(resume_from_checkpoint), run_dir, step=step)
-        self._weights_step = None
-        session = self._session = Session(
-            self, lambda follow: request.train(
-                run_dir, follow=follow, resume=resume_from_checkpoint is not None, keep=lambda: False,
-                loader_workers=self.args.dataloader_num_workers, **options),
-            shares=request.asked.shares, world_size=request.asked.plan.world_size, step=step)
+        self._weights_step, self._plan_in_use = None, request.asked.plan
+        with self._at_work(Session(
+                self, lambda follow: request.train(
+                    run_dir, follow=follow, resume=resume_from_checkpoint is not None, keep=lambda: False,
+                    loader_workers=self.args.dataloader_num_workers),
+                shares=request.asked.shares, world_size=request.asked.plan.world_size, step=step)):
+            yield
+
+    @contextmanager
+    def _at_work(self, session: Session) -> Iterator[None]:
+        self._session = session
         try:
             yield
             session.end()
@@ -123,6 +133,20 @@ class PlannedTraining(_AnyTrainer):
             raise
         finally:
             self._session = None
+
+    @contextmanager
+    def _evaluating(self, loader: Any) -> Iterator[None]:
+        """Ranks that evaluate: those that train, else others under the same plan."""
+        if self._session is not None:
+            yield
+            return
+        job = evaluation_of(self, loader)
+        plan: Any = self._plan_in_use or (Plan() if is_auto(self.plan) else self.plan)
+        asked = resolve(job, plan, devices=self.devices, environment=current())
+        self._weights_step = self.state.global_step
+        with self._at_work(Session(self, lambda follow: serve(job, asked, follow), shares=asked.shares,
+                                   world_size=asked.plan.world_size, step=self.state.global_step)):
+            yield
 
     def _bring_weights(self) -> None:
         """Let `self.model` have the weights that ranks have now."""
@@ -153,21 +177,22 @@ class PlannedTraining(_AnyTrainer):
 
     # --- Evaluation ---------------------------------------------------------------------------------------------
 
-    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
         """Trainer's own, by the ranks that train, or by ranks that are started for it."""
-        prepare, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None  # ranks do it
         if not self.accelerator._models:
             self.accelerator._models.append(self.model)  # nothing is to be prepared here
-        try:
-            return super().evaluation_loop(*args, **options)
-        finally:
-            self.preprocess_logits_for_metrics = prepare
+        with self._evaluating(dataloader):
+            prepare, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None  # ranks do it
+            try:
+                return super().evaluation_loop(dataloader, *args, **options)
+            finally:
+                self.preprocess_logits_for_metrics = prepare
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool,
                         ignore_keys: list[str] | None = None) -> tuple[Any, Any, Any]:
         """Loss, logits and labels of a batch, each rank computing its part."""
         if self._session is None:
-            return self.plain_prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            raise RuntimeError("prediction_step runs on ranks: call evaluate() or predict()")
         answers = self._session.evaluate(dict(inputs), prediction_loss_only=prediction_loss_only,
                                          ignore_keys=ignore_keys)
         weight = sum(answer["weight"] for answer in answers)
@@ -257,7 +282,7 @@ def _joined(parts: list[Any]) -> Any:
     from transformers.trainer_pt_utils import nested_concat
 
     joined = parts[0]
-    for part in parts[1:]:
+    for part in parts[1:] if joined is not None else ():
         joined = nested_concat(joined, part, padding_index=-100)
     return joined
 

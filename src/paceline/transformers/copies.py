@@ -1,0 +1,44 @@
+"""Copies of a model whose forwards were replaced on its modules: they run the copy's modules and not the original's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy of the model.
+
+    `copy.deepcopy` leaves functions as they are. A forward that a library puts in place of a module's own often holds
+    the one before it: that of the original module, whose weights the copy would then use.
+    """
+    memo: dict[int, Any] = {}
+    twin = copy.deepcopy(model, memo)
+    for module in twin.modules():
+        forward = vars(module).get("forward")
+        if forward is not None:
+            module.forward = _twin(forward, memo)
+    return twin
+
+
+def _twin(value: Any, memo: Mapping[int, Any]) -> Any:
+    """What stands for a value in the copy: of a module its copy, of a function one that holds copies."""
+    if isinstance(value, nn.Module):
+        return memo.get(id(value), value)
+    if isinstance(value, MethodType):
+        return MethodType(_twin(value.__func__, memo), _twin(value.__self__, memo))
+    if isinstance(value, FunctionType) and value.__closure__:
+        held = [cell.cell_contents for cell in value.__closure__]
+        twins = [_twin(item, memo) for item in held]
+        if all(twin is item or twin == item for twin, item in zip(twins, held, strict=True)):
+            return value
+        made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__,
+                            tuple(map(CellType, twins)))
+        made.__kwdefaults__ = value.__kwdefaults__
+        made.__dict__.update(value.__dict__)
+        return made
+    return value

@@ -1,0 +1,14 @@
+"""TRL's SFTTrainer, whose training and evaluation run under a plan."""
+
+from __future__ import annotations
+
+import trl
+
+from paceline.transformers.trainer import PlannedTraining
+
+
+class SFTTrainer(PlannedTraining, trl.SFTTrainer):
+    """`trl.SFTTrainer` under a plan; see `PlannedTraining`.
+
+    The entropy and accuracy of tokens that it logs are noted on ranks and stay there.
+    """
