@@ -22,6 +22,7 @@ from paceline.plans import Plan
 from paceline.profile.device import THREAD_EFFICIENCY
 from paceline.simulate.play import Player
 from paceline.simulate.program import Collective, Compute
+from paceline.software import Software
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -126,10 +127,19 @@ def test_commands_on_the_pages_are_understood(page: Path):
                 Plan.parse(text)
 
 
+def test_each_figure_of_our_own_program_has_its_origin():
+    """All fields but those of the models that it trains, once."""
+    page = (ROOT / "docs" / "formulas.md").read_text(encoding="utf-8")
+    table = page.split("### Paceline's own program")[1].split("\n## ")[0]
+    names = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \| ", table, flags=re.MULTILINE)))
+    assert sorted(names) == sorted({field.name for field in fields(Software)} - {"name", "kernels", "formats"})
+
+
 def test_the_reference_has_the_figures_of_the_code():
     """The tables of docs/formulas.md give the programs of the catalogue and the measured constants as they are."""
     page = (ROOT / "docs" / "formulas.md").read_text(encoding="utf-8")
-    rows = [line.split(" | ") for line in page.split("### Programs")[1].splitlines() if line.startswith("| `")]
+    table = page.split("### Programs")[1].split("\n### ")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
     assert {row[0].strip("| `") for row in rows} == set(software_names())
     for name, *figures, _ in rows:
         program = software(name.strip("| `"))

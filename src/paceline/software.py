@@ -100,6 +100,7 @@ class Software:
         return {"convolution": self.convolution_rate, "small convolution": self.small_convolution_rate}
 
 
-# Of servers: sockets with a thread for each worker carry 4.1 to 4.7 GB/s between processes of one host, and a small
+# Where each figure is from, and which are assumed: docs/formulas.md, "Programs". Of servers: sockets with a thread for
+# each worker carry 4.1 to 4.7 GB/s between processes of one host, and a small
 # message between two takes 0.1 ms; see docs/formulas.md.
 PACELINE = Software(roll_call=True, microbatch_s=0.6e-3, process_bytes_per_s=4.4e9, process_latency_s=1e-4)
