@@ -259,6 +259,32 @@ def test_frames_of_pandas():
     assert torch.equal(tensors[0], X) and torch.equal(tensors[1], Y)
 
 
+class InFile:
+    """As an array of h5py or zarr: rows are read when they are asked for."""
+
+    shape, dtype = (20, 2), np.dtype("float32")
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        assert isinstance(index, int), "whole files are not read"
+        return X[index].numpy()
+
+
+def test_arrays_in_files_are_read_row_by_row():
+    """They stay where they are, beside labels in memory."""
+    made = job(data=(InFile(), Y.tolist()), batch=5)
+    assert not made.data.is_in_memory and read(made) == read(job(data=(X, Y), batch=5))
+
+
+def test_lists_of_labels_beside_arrays():
+    """A list by an array is its labels; with another length, or alone in a mapping, it is refused by name."""
+    assert torch.equal(job(data=(X, Y.tolist()), batch=5).data.tensors[1], Y)
+    assert torch.equal(job(data={"x": X, "y": Y.tolist()}, batch=5).data.tensors["y"], Y)
+    assert "'y' in it is no array along dim 0" in refusal(data={"x": X, "y": ["a"] * 20}, batch=5)
+
+
 def test_what_is_no_arrays_stays_a_sequence():
     """Lists and tuples of samples are what they were."""
     for data in ([X[0], X[1]], [(X[0], Y[0])], ((X[0], Y[0]), (X[1], Y[1])), [X, Y]):

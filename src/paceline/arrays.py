@@ -42,13 +42,18 @@ def as_arrays(value: Any, *, name: str) -> Arrays | None:
     """Arrays in place of numpy's, torch's and pandas' values; None for data that is something else.
 
     A tuple of two is (input, target), of which the input may be a mapping or tuple of arrays; a mapping has arrays as
-    its values. A list stays a list of samples. NumPy's float64, which is its default, becomes float32, unless all is in
-    a tensor of torch; tensors keep their types. Nothing else is copied.
+    its values. Lists of numbers beside an array count as arrays; a list by itself stays a list of samples. NumPy's
+    float64, which is its default, becomes float32; tensors keep their types. Nothing else is copied.
 
     Raises:
         JobError: the arrays have different lengths, or hold what is no number.
     """
+    value = _with_lists_as_arrays(value)
     if not _holds_arrays(value):
+        if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
+            odd = next((key for key, item in value.items() if not _is_array(item)), "")
+            raise JobError(f"{name} is a mapping, and {odd!r} in it is no array along dim 0",
+                           hint=f"data= takes {_ALLOWED}")
         return None
     tensors = _mapped(lambda array: _tensor(array, name), value)
     leaves = _leaves(tensors)
@@ -57,6 +62,26 @@ def as_arrays(value: Any, *, name: str) -> Arrays | None:
         raise JobError(f"{name} holds arrays of {', '.join(map(str, lengths))} samples: dim 0 counts samples and must "
                        "be equal", hint=f"data= takes {_ALLOWED}")
     return Arrays(tensors, lengths[0], is_in_memory=all(hasattr(leaf, "data_ptr") for leaf in leaves))
+
+
+def _with_lists_as_arrays(value: Any) -> Any:
+    """Labels are often a list: beside an array of as many samples it is one, too."""
+    import numpy as np
+
+    def converted(item: Any, beside: Any) -> Any:
+        if type(item) is not list or not _is_array(beside) or len(item) != len(beside):
+            return item
+        try:
+            array = np.asarray(item)
+        except ValueError:  # of unequal lengths
+            return item
+        return array if array.dtype.kind in "fiub" else item
+
+    if isinstance(value, Mapping) and (arrays := [item for item in value.values() if _is_array(item)]):
+        return {key: converted(item, arrays[0]) for key, item in value.items()}
+    if type(value) is tuple and len(value) == 2:
+        return value[0], converted(value[1], next(iter(_leaves(value[0])), None))
+    return value
 
 
 def _holds_arrays(value: Any) -> bool:
