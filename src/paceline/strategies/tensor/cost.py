@@ -2,6 +2,7 @@
 
 Two exchanges a layer in forward and two in backward, each an all-reduce of the layer's output, or a gathering and a
 reduce-scatter of the same bytes where activations between layers are cut along the sequence. Computing waits for them.
+Paceline cuts large ones and keeps inputs of products whole (`run.py`); that the sequence divides is taken for granted.
 Sources: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022 (sequence parallelism).
 """
 
@@ -18,16 +19,23 @@ from paceline.simulate.program import COMPUTE, Collective, CollectiveName, Event
 from paceline.software import Software
 from paceline.strategies.costs import HookPoint, Hooks, Step
 
+# Of what a layer keeps that its products don't divide, the part that are inputs of products: the results of two norms,
+# beside the inputs of the norms. They are gathered for products by columns.
+GATHERED = 0.5
+
 
 def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
     """One rank's part. What is not known of a segment is done whole by every rank."""
-    return _part(profile, plan.axes.tensor, software.sequence_parallel)
+    return _part(profile, plan.axes.tensor, 0.0 if software.sequence_parallel else software.cut_sequence_bytes,
+                 0.0 if software.sequence_parallel else GATHERED)
 
 
 @lru_cache(maxsize=1024)  # many plans cut a model alike
-def _part(profile: Profile, ranks: int, along_the_sequence: bool) -> Profile:
+def _part(profile: Profile, ranks: int, cut_from_bytes: float, kept_whole: float) -> Profile:
+    """cut_from_bytes: of a sample, from which what lies between layers is cut. kept_whole: of what is kept of that, the
+    part that is whole even so."""
     return replace(profile, parameters=tuple(_parameter(p, ranks) for p in profile.parameters),
-                   segments=tuple(_segment(s, ranks, along_the_sequence) for s in profile.segments),
+                   segments=tuple(_segment(s, ranks, cut_from_bytes, kept_whole) for s in profile.segments),
                    update=_update(profile, ranks))
 
 
@@ -46,13 +54,15 @@ def _update(profile: Profile, ranks: int) -> Work:
                    function_bytes=profile.update.function_bytes.times(part))
 
 
-def _segment(segment: Segment, ranks: int, along_the_sequence: bool) -> Segment:
+def _segment(segment: Segment, ranks: int, cut_from_bytes: float, kept_whole: float) -> Segment:
     cut = segment.tensor
     if cut is None or cut.counted is not None:
         return segment
-    rest = 1 / ranks if along_the_sequence else 1.0
+    is_cut = segment.output_bytes.per_sample >= cut_from_bytes
+    rest = 1 / ranks if is_cut else 1.0
+    rest_kept = kept_whole + (1 - kept_whole) / ranks if is_cut else 1.0
 
-    def divided(whole: Affine, part: Affine) -> Affine:
+    def divided(whole: Affine, part: Affine, rest: float = rest) -> Affine:
         return Affine((whole.fixed - part.fixed) * rest + part.fixed / ranks,
                       (whole.per_sample - part.per_sample) * rest + part.per_sample / ranks)
 
@@ -62,7 +72,7 @@ def _segment(segment: Segment, ranks: int, along_the_sequence: bool) -> Segment:
         return replace(of, flops=Affine(of.flops.fixed, of.flops.per_sample - less), products=products,
                        function_bytes=divided(of.function_bytes, part))
 
-    kept = divided(segment.kept_bytes, cut.kept_bytes)
+    kept = divided(segment.kept_bytes, cut.kept_bytes, rest_kept)
     core = segment.core and Core(work(segment.core.forward, segment.core.forward.function_bytes),
                                  segment.core.kept_bytes.times(1 / ranks))
     peak = _ratio(kept, segment.kept_bytes)

@@ -17,6 +17,7 @@ from torch import nn
 
 from paceline.capture.graph import Capture, Piece, Value
 from paceline.capture.randomness import WithoutRandomness
+from paceline.software import SEQUENCE_BYTES
 from paceline.strategies.layout import Report
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.leaf import give_leaf
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
 # How far a split piece may be from the whole one on the example, relative to the greatest element: rounding alone, of
 # the dtype of the result or of the one that autocast computes in.
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-# A piece whose values between products have fewer bytes a micro-batch cuts no sequence. A block then exchanges four
-# times a step in place of nine, or of eleven where its neighbours cut none, and computes its norms and residual sums
-# whole. An estimate: seven exchanges take a host about 0.4 ms, in which an H100 does the products of a block of width
-# 1024 at this size, shared by two ranks (72 x bytes / 2 x width / ranks operations in bf16).
-SEQUENCE_BYTES = 8 * 2**20
 # Of a split piece, its weights, buffers, inputs, and whether each of those is trained: the whole piece's outputs, and
 # why it can't be split; None if it can, "" if nothing in it was cut.
 Tried = Callable[[SplitPiece, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[bool]],

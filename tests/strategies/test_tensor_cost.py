@@ -1,0 +1,41 @@
+"""What a tensor axis divides of a layer on described devices, counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.plans import Plan
+from paceline.profile.profile import Affine, Profile, Segment, TensorCut, Work
+from paceline.software import PACELINE, SEQUENCE_BYTES, Software
+from paceline.strategies.tensor.cost import narrow
+
+MEGATRON = Software(sequence_parallel=True)
+LARGE, SMALL = float(SEQUENCE_BYTES), SEQUENCE_BYTES - 4.0
+
+
+def layer(output_bytes: float) -> Segment:
+    """Four outputs are kept between products and six inside them; ten are moved between them, and twenty inside."""
+    return Segment("layer", Work(function_bytes=Affine(0, 30 * output_bytes)),
+                   Work(function_bytes=Affine(0, 60 * output_bytes)), kept_bytes=Affine(0, 10 * output_bytes),
+                   output_bytes=Affine(0, output_bytes),
+                   tensor=TensorCut(Affine(0, 20 * output_bytes), Affine(0, 40 * output_bytes),
+                                    Affine(0, 6 * output_bytes), Affine(0, output_bytes), 2, 2))
+
+
+@pytest.mark.parametrize(("software", "output_bytes", "kept", "output", "moved"), [
+    (PACELINE, LARGE, 6 / 4 + 2 + 2 / 4, 1 / 4, 30 / 4),  # two inputs of products are whole
+    (PACELINE, SMALL, 6 / 4 + 4, 1, 20 / 4 + 10),
+    (MEGATRON, LARGE, 10 / 4, 1 / 4, 30 / 4), (MEGATRON, SMALL, 10 / 4, 1 / 4, 30 / 4),
+    (replace(PACELINE, cut_sequence_bytes=float("inf")), LARGE, 6 / 4 + 4, 1, 20 / 4 + 10)])
+def test_what_lies_between_layers(software: Software, output_bytes: float, kept: float, output: float, moved: float):
+    """It is cut along the sequence by those who do so, in Paceline's runs where a sample has 8 MiB of it."""
+    whole = Profile(parameters=(), segments=(layer(output_bytes),), update=Work())
+
+    [part] = narrow(whole, Plan.parse("tensor=4"), software).segments
+
+    assert part.kept_bytes.per_sample == pytest.approx(kept * output_bytes)
+    assert part.output_bytes.per_sample == pytest.approx(output * output_bytes)
+    assert part.forward.function_bytes.per_sample == pytest.approx(moved * output_bytes)
+    assert part.backward.function_bytes.per_sample == pytest.approx(2 * moved * output_bytes)
