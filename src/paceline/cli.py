@@ -24,6 +24,7 @@ from paceline.jobfile import JobFile
 from paceline.launch import environment
 from paceline.launch.imports import OF_RUNS, load_modules
 from paceline.runtime.folder import fresh_name
+from paceline.verbs.summary_table import summary_table, table
 
 app = typer.Typer(
     add_completion=False,
@@ -80,6 +81,8 @@ def train(
     restarts: Annotated[int | None, typer.Option(
         metavar="N", min=0, help="Restarts of ranks that died; 3 with staleness, else 0.")] = None,
     check: Annotated[YesOrNo, typer.Option(help="Hold the first update against one device before training.")] = "yes",
+    log: Annotated[list[str] | None, typer.Option(
+        metavar="KIND[:WHERE]", help="tensorboard[:DIR], mlflow[:URI], wandb[:PROJECT], trackio[:PROJECT].")] = None,
     as_json: Json = False,
 ) -> None:
     """Train a job on one device or many."""
@@ -89,11 +92,11 @@ def train(
         summary = paceline.train(job, plan, devices=devices, procs=procs, memory=memory, steps=steps,
                                  save_every=save_every, trace=trace, run=run, resume=resume,
                                  loader_workers=loader_workers, timeout_s=timeout, restarts=restarts,
-                                 check=check == "yes")
+                                 check=check == "yes", log=log, table=False)
         speaks = _is_first_rank()
     if speaks:
         figures = summary.to_dict()
-        typer.echo(_json(figures) if as_json else _summary_table(figures))
+        typer.echo(_json(figures) if as_json else summary_table(figures))
 
 
 @app.command()
@@ -103,7 +106,7 @@ def evaluate(run: RunFolder, plan: OnePlan = None, devices: Devices = None, as_j
         figures = paceline.evaluate(run, plan, devices=devices)
         speaks = _is_first_rank()
     if speaks:
-        typer.echo(_json(figures) if as_json else _table(figures))
+        typer.echo(_json(figures) if as_json else table(figures))
 
 
 @app.command()
@@ -121,7 +124,7 @@ def predict(
         outcome = paceline.predict(run, input, plan, devices=devices, output=output, model=model)
         speaks = _is_first_rank()
     if speaks:
-        typer.echo(_json(outcome) if as_json else _table(outcome))
+        typer.echo(_json(outcome) if as_json else table(outcome))
 
 
 @app.command(name="plan")
@@ -245,7 +248,7 @@ def search(
                                 plan=plan, devices=devices, procs=procs, memory=memory, ray=ray, sampler=sampler,
                                 pruner=pruner, storage=storage, study=study, seed=seed, run=run, resume=resume,
                                 timeout_s=timeout)
-    typer.echo(_json(result.to_dict()) if as_json else _table(_best_of(result.to_dict())))
+    typer.echo(_json(result.to_dict()) if as_json else table(_best_of(result.to_dict())))
 
 
 @app.command()
@@ -328,35 +331,6 @@ def _json(document: Any) -> str:
     return json.dumps(strict(document), indent=2, allow_nan=False)
 
 
-def _summary_table(summary: Mapping[str, Any]) -> str:
-    predicted = summary.get("predicted") or {}
-    ranks = summary["world_size"]
-    return _table({
-        "plan": f"{summary['plan']} ({ranks} rank{'s' if ranks > 1 else ''})",
-        "steps": summary["steps"],
-        "samples": summary["samples"],
-        "samples/s": summary["samples_per_s"],
-        "final loss": summary["final_loss"],
-        "validation loss": summary.get("validation_loss"),
-        **(summary.get("metrics") or {}),
-        "time": f"{_number(summary['wall_s'])} s",
-        "first update": _checked(summary.get("check")),
-        "peak memory": _memory(summary["peak_memory_bytes"]),
-        "predicted step": f"{_number(predicted['step_s'])} s" if predicted.get("step_s") else None,
-        "predicted memory": _memory(predicted.get("peak_memory_bytes")),
-        "run": summary.get("run"),
-    })
-
-
-def _checked(check: Mapping[str, Any] | None) -> str | None:
-    """What the check before the run said, for people; nothing on one device."""
-    if check is None:
-        return None
-    verdict = {"passed": "one device's", "coupled": "one device's that cuts the batch alike",
-               "unchecked": "not checked"}[check["verdict"]]
-    return f"{verdict} (checked in {check['seconds']:.2g} s)" if check["seconds"] else verdict
-
-
 def _best_of(study: Mapping[str, Any]) -> dict[str, Any]:
     """The winner of a search, for people."""
     best, states = study["best"], [trial["state"] for trial in study["trials"]]
@@ -364,24 +338,3 @@ def _best_of(study: Mapping[str, Any]) -> dict[str, Any]:
     return {"trials": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
             "best": f"trial {best['trial']}", **best["figures"], "test": test or None, **best["params"],
             "plan": best["plan"], "run": study["run"], "train it": best["command"]}
-
-
-def _table(rows: Mapping[str, Any]) -> str:
-    """One line a row; rows without a value are left out, rows of rows are opened."""
-    flat: dict[str, Any] = {}
-    for label, value in rows.items():
-        inner = value if isinstance(value, Mapping) else {"": value}
-        flat.update({f"{label} {name}".rstrip(): each for name, each in inner.items()})
-    shown = {label.replace("_", " "): _number(value) for label, value in flat.items() if value is not None}
-    width = max(map(len, shown), default=0)
-    return "\n".join(f"{label:<{width}}  {value}" for label, value in shown.items())
-
-
-def _number(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def _memory(num_bytes: float | None) -> str | None:
-    return None if num_bytes is None else f"{num_bytes / 2**20:,.0f} MiB a rank"

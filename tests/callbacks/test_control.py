@@ -55,7 +55,7 @@ class Diary(pl.Callback):
 
     def on_evaluation(self, run: Any, evaluation: Any) -> None:
         weights = run.state_dict()
-        assert list(weights) == list(net().state_dict())
+        assert weights.keys() == net().state_dict().keys()
         self.events.append(("evaluation", evaluation.step, *evaluation.figures.values(),
                             *(float(tensor.sum()) for tensor in weights.values())))
 
@@ -80,7 +80,7 @@ def assert_same(events: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) 
         assert event[2:] == pytest.approx(other[2:], rel=1e-9, abs=1e-12), event[0]
 
 
-@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2"])
+@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "server=1 workers=2"])
 def test_callbacks_hear_and_do_the_same_under_any_plan(plan: str, tmp_path: Path):
     """Events, weights, the step of early stopping, the best checkpoints and the model that comes back."""
     expected, one_device = run_once("single", tmp_path / "single")
@@ -122,3 +122,56 @@ def test_an_exception_ends_the_run_with_a_checkpoint(tmp_path: Path):
 def test_callbacks_that_make_no_sense_are_refused(callbacks: list[Any], words: str):
     with pytest.raises(JobError, match=words):
         job(callbacks)
+
+
+class Counts(pl.Callback):
+    """Has state, and stops in a step."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after, self.steps, self.told = stop_after, 0, []
+
+    def on_step(self, run: Any, step: Any) -> None:
+        self.steps += 1
+        self.told.append(step.step)
+        if self.steps == self.stop_after:
+            run.stop("enough")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class Kills(pl.Callback):
+    """Interrupts the run after an evaluation."""
+
+    def on_evaluation(self, run: Any, evaluation: Any) -> None:
+        if evaluation.step == 35:
+            raise KeyError("interrupted")
+
+
+@pytest.mark.parametrize("plan", ["data=2", "server=1 workers=2"])
+def test_a_run_that_goes_on_under_another_plan_has_its_callbacks_state(plan: str, tmp_path: Path):
+    """Early stopping counts on, and stops where the uninterrupted run does, with the same best checkpoints."""
+    one_device = train([Counts(), pl.EarlyStopping(patience=2), pl.KeepBest()], "single", tmp_path / "whole")
+    with pytest.raises(CallbackError):
+        train([Counts(), pl.EarlyStopping(patience=2), pl.KeepBest(), Kills()], plan, tmp_path / "parts")
+    counts = Counts()
+    result = train([counts, pl.EarlyStopping(patience=2), pl.KeepBest()], "shard=2", tmp_path / "parts", resume=True)
+    assert (result["steps"], result["stopped"]) == (one_device["steps"], one_device["stopped"])
+    assert counts.told == list(range(36, 41)) and counts.steps == 40
+    assert result.best.step == one_device.best.step
+    torch.testing.assert_close(result.best.state_dict(), one_device.best.state_dict())
+    exported = result.export(tmp_path / "model.safetensors")
+    assert exported.read_bytes()[8:9] == b"{"
+
+
+@pytest.mark.parametrize("plan", ["single", "data=2", "server=1 workers=2", "data=2 local=2"])
+def test_stopping_from_a_step_ends_all_ranks_after_the_same_one(plan: str, tmp_path: Path):
+    """The run is done, and what is saved is what the step left."""
+    counts = Counts(stop_after=3)
+    result = train([counts], plan, tmp_path, epochs=2000)
+    assert 3 <= result["steps"] < 10_000 and result["stopped"] == "enough"
+    assert counts.told == list(range(1, result["steps"] + 1))
+    assert (tmp_path / "summary.json").exists() and (tmp_path / "checkpoints" / f"step-{result['steps']}").exists()

@@ -19,11 +19,13 @@ from paceline.callbacks.callback import (
     all_hooks,
     hooks_of,
 )
-from paceline.callbacks.handle import Requests, RunHandle
-from paceline.errors import CallbackError
+from paceline.callbacks.handle import RunHandle
+from paceline.callbacks.images import Image, image_of, is_picture
+from paceline.errors import CallbackError, UsageError
 from paceline.launch.failure import traced
 from paceline.launch.messages import RanksGone
-from paceline.runtime.folder import METRICS
+from paceline.runtime.control import Requests
+from paceline.runtime.folder import LOGGED, METRICS
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +48,7 @@ class RunController:
     def __init__(self, callbacks: Sequence[Callback], job: Job, *, plan: str, folder: Path) -> None:
         self.callbacks, self.hooks = tuple(callbacks), all_hooks(callbacks)
         self.run = RunHandle(job, plan, folder, job.total_steps)
+        self.run._log = self._log
         self.error: Exception | None = None
         self._failure = ""
         self._initial: list[dict[str, Any]] | None = None
@@ -224,6 +227,29 @@ class RunController:
         """
         if self.error is not None:
             raise self.failure() from self.error
+
+    def _log(self, values: Mapping[str, Any]) -> None:
+        """Numbers and text go to `logged.jsonl`, and all with pictures to callbacks with `on_log`.
+
+        Raises:
+            UsageError: a value is none of these.
+        """
+        logged: dict[str, Any] = {}
+        for name, value in values.items():
+            if is_picture(value):
+                logged[name] = image_of(value)
+            elif isinstance(value, str | int | float):
+                logged[name] = value
+            elif getattr(value, "ndim", None) == 0:
+                logged[name] = value.item()
+            else:
+                raise UsageError(f"run.log: {name!r} is a {type(value).__name__}",
+                                 hint="numbers, text, arrays of two or three dims, and figures can be logged")
+        told = {name: value for name, value in logged.items() if not isinstance(value, Image)}
+        if told:
+            with (self.run.folder / LOGGED).open("a") as file:
+                file.write(json.dumps({"step": self.run.step, **told}) + "\n")
+        self._call("on_log", self.run.step, logged)
 
     # --- Weights and the end ----------------------------------------------------------------------------------------
 

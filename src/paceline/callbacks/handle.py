@@ -9,33 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
+from paceline.runtime.control import Requests
 
 if TYPE_CHECKING:
     import torch
 
     from paceline.job import Job
-
-
-@dataclass
-class Requests:
-    """What callbacks ask of the ranks; fulfilled after the step that ranks are at."""
-
-    stop: str | None = None
-    failed: str | None = None
-    evaluate: bool = False
-    save: bool = False
-
-    def __bool__(self) -> bool:
-        return self.stop is not None or self.failed is not None or self.evaluate or self.save
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"stop": self.stop, "failed": self.failed, "evaluate": self.evaluate, "save": self.save}
-
-    def add(self, other: Mapping[str, Any]) -> None:
-        self.stop = self.stop if self.stop is not None else other.get("stop")
-        self.failed = self.failed if self.failed is not None else other.get("failed")
-        self.evaluate |= bool(other.get("evaluate"))
-        self.save |= bool(other.get("save"))
 
 
 @dataclass

@@ -10,14 +10,37 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paceline.launch.context import RankContext
 from paceline.waiting import waiting
 
-Answer = dict[str, Any]  # "stop", "failed": a reason or None; "evaluate", "save": whether to; see `Requests`
+Answer = dict[str, Any]  # `Requests`, as a mapping; "callbacks": their state, where it was asked for
 _TELL_EVERY_S = 0.05
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05  # between looks for rank 0's word; doubled after each
+
+
+@dataclass
+class Requests:
+    """What callbacks ask of the ranks; fulfilled after the step that ranks are at."""
+
+    stop: str | None = None
+    failed: str | None = None
+    evaluate: bool = False
+    save: bool = False
+
+    def __bool__(self) -> bool:
+        return self.stop is not None or self.failed is not None or self.evaluate or self.save
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"stop": self.stop, "failed": self.failed, "evaluate": self.evaluate, "save": self.save}
+
+    def add(self, other: Mapping[str, Any]) -> None:
+        self.stop = self.stop if self.stop is not None else other.get("stop")
+        self.failed = self.failed if self.failed is not None else other.get("failed")
+        self.evaluate |= bool(other.get("evaluate"))
+        self.save |= bool(other.get("save"))
 
 
 class Controlling(Protocol):

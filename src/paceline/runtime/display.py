@@ -1,7 +1,12 @@
-"""What rank 0 shows: a live line on a terminal, else one plain line about every 30 seconds."""
+"""What rank 0 shows: a live line on a terminal, else plain lines.
+
+A plain line tells of the first step, of the last, and between them after 1 s, 2 s more, 4 s more and so on, at last
+every 30 s.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -9,7 +14,7 @@ from typing import Any
 
 from paceline.launch.logs import Tee, logger
 
-PLAIN_EVERY_S = 30.0
+FIRST_PLAIN_S, PLAIN_EVERY_S, LIVE_EVERY_S = 1.0, 30.0, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,8 @@ class Display:
     def __init__(self, *, shown: bool) -> None:
         self.shown = shown
         self.live: Any = None
-        self.last_s = time.monotonic()
+        self.last_s = -math.inf
+        self.pause_s = FIRST_PLAIN_S / 2
         if shown and isinstance(sys.stderr, Tee) and sys.stderr.isatty():
             self._go_live(sys.stderr)
 
@@ -70,6 +76,11 @@ class Display:
         self.live.start()
         output.terminal = FileProxy(console, self.terminal)  # what else is printed stands above the line
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether lines are shown, and none of them is live."""
+        return self.shown and self.live is None
+
     def say(self, text: str) -> None:
         """A line that stays."""
         if self.shown:
@@ -78,10 +89,10 @@ class Display:
     def due(self) -> bool:
         """Whether `update` would show something now: the plain form is quiet most of the time."""
         now_s = time.monotonic()
-        if self.shown and now_s - self.last_s >= (0.1 if self.live else PLAIN_EVERY_S):
-            self.last_s = now_s
-            return True
-        return False
+        if not self.shown or now_s - self.last_s < (LIVE_EVERY_S if self.live else self.pause_s):
+            return False
+        self.last_s, self.pause_s = now_s, min(2 * self.pause_s, PLAIN_EVERY_S)
+        return True
 
     def update(self, progress: Progress) -> None:
         if self.live:

@@ -408,7 +408,8 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
         run.writer.poll()
     if run.settings.save_every and run.step % run.settings.save_every == 0:
         run.due.add("save")
-    if result.losses and run.display.due():
+    is_last = run.step == run.job.total_steps and run.display.is_plain
+    if result.losses and (run.display.due() or is_last):
         run.display.update(Progress(run.step, run.job.total_steps, window.epoch, run.loss, run.speed.samples_per_s,
                                     run.speed.step_s, run.memory.bytes(), predicted_step_s(run.settings)))
 

@@ -70,6 +70,37 @@ class TrainedModel:
         state.load_weights(model, dict(model.named_parameters()), checkpoint)
         return model.eval()
 
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write the model by its own `save_pretrained`, as models of Transformers have it. Returns the folder.
+
+        Raises:
+            UsageError: the model has no such method, or see `model`.
+        """
+        model: Any = self.model()
+        if not hasattr(model, "save_pretrained"):
+            raise UsageError(f"a {type(model).__name__} has no save_pretrained",
+                             hint="result.export('model.safetensors') writes the weights of any model")
+        model.save_pretrained(str(folder))
+        return Path(folder)
+
+    def export(self, path: str | Path) -> Path:
+        """Write the weights to a safetensors file, tensor by tensor, whatever their size. Returns its path.
+
+        Raises:
+            UsageError: another ending than .safetensors. CheckpointError: see `state_dict`.
+        """
+        from paceline.runtime.checkpoint.write import write_model
+
+        target, checkpoint = Path(path), self.checkpoint()
+        if target.suffix != ".safetensors":
+            raise UsageError(f"can't export to {target}: the file must end with .safetensors")
+        stored = {name.partition("/")[2]: name for name in checkpoint.tensors
+                  if name.startswith(("parameters/", "buffers/"))}
+        write_model(target, {name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape)
+                             for name, key in stored.items()},
+                    lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape))
+        return target
+
     def checkpoint(self) -> Checkpoint:
         """Where the weights are."""
         from paceline.launch.logs import logger
@@ -152,6 +183,14 @@ class Result(Outcome):
     def model(self) -> torch.nn.Module:
         """The newest model; see `TrainedModel.model`."""
         return self.trained.model()
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write the newest model; see `TrainedModel.save_pretrained`."""
+        return self.trained.save_pretrained(folder)
+
+    def export(self, path: str | Path) -> Path:
+        """Write the newest weights; see `TrainedModel.export`."""
+        return self.trained.export(path)
 
 
 def _evaluations(history: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.callbacks.loggers import loggers_of
 from paceline.errors import OutOfMemory, UsageError
 from paceline.job import Job
 from paceline.jobfile import JobFile
@@ -22,6 +23,7 @@ from paceline.runtime import folder
 from paceline.verbs.auto import Chosen, choose, is_auto
 from paceline.verbs.prediction import Priced, predict_once_started, price, sum_up, what_would_fit
 from paceline.verbs.result import Result
+from paceline.verbs.summary_table import summary_table
 
 if TYPE_CHECKING:
     from paceline.callbacks.controller import RunController
@@ -37,7 +39,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
           procs: int | None = None, memory: str | None = None, steps: int | None = None,
           save_every: int | None = None, trace: int = 0, run: str | Path | None = None, resume: bool = False,
           loader_workers: int | None = None, timeout_s: float = 300.0, restarts: int | None = None,
-          check: bool = True) -> Result:
+          check: bool = True, log: str | Sequence[str] | None = None, table: bool = True) -> Result:
     """Train a job under a plan and leave a run folder.
 
     Args:
@@ -58,6 +60,9 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         restarts: How often in a run ranks that were killed, or hang, are started again: a worker alone where the
             others go on without it, else all ranks, from the newest checkpoint. By default 3 with staleness, else 0.
         check: Whether ranks of their own first take one step, held against one device; `proof/first_update.py`.
+        log: "tensorboard", "mlflow", "wandb" or "trackio", each with ":WHERE" if need be, one or several of them:
+            where the run is logged beside its folder; see docs/callbacks.md.
+        table: Whether the figures are printed at the end.
 
     Raises:
         UsageError: the request makes no sense (job, plan or cluster); nothing was started or written.
@@ -69,15 +74,20 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         raise UsageError(f"restarts must be 0 or more, got {restarts}")
     if resume and run is None:
         raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
+    loggers = loggers_of(log)
     source, loaded = (job, job.load()) if isinstance(job, JobFile) else (None, job)
     if steps is not None:
         loaded = replace(loaded, steps=steps, epochs=None)
     given = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan
     if loader_workers is None:
         loader_workers = loaded.loading.num_workers if loaded.loading is not None else 0
+    loaded = replace(loaded, callbacks=[*loaded.callbacks, *loggers])
     request = TrainRequest.of(loaded, source, given, devices=devices, procs=procs, memory=memory)
-    return request.train(run, timeout_s=timeout_s, restarts=restarts, check=check, save_every=save_every,
-                         resume=resume, loader_workers=loader_workers, trace_steps=trace)
+    result = request.train(run, timeout_s=timeout_s, restarts=restarts, check=check, save_every=save_every,
+                           resume=resume, loader_workers=loader_workers, trace_steps=trace)
+    if table and getattr(current(), "rank", 0) == 0:
+        print(summary_table(result.to_dict()), file=sys.stderr, flush=True)
+    return result
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ def whole_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     Raises:
         OutOfMemory: they would not fit.
     """
-    names = [name for name in checkpoint.tensors if name.startswith(_OF_MODEL)]
+    names = sorted(name for name in checkpoint.tensors if name.startswith(_OF_MODEL))
     check_fits((checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape) for name in names)
     return {name.partition("/")[2]: checkpoint.read(name) for name in names}
 

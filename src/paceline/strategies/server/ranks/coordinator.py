@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from paceline.errors import JobError, PeerLost, Preempted
+from paceline.errors import CallbackError, JobError, PeerLost, Preempted
 from paceline.runtime import state
+from paceline.runtime.control import Requests, RunControl
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
-from paceline.runtime.folder import EVENTS, METRICS
+from paceline.runtime.folder import CHECKPOINTS, EVENTS, METRICS
 from paceline.runtime.loop import Speed, cut_metrics, learning_rate, predicted_step_s
 from paceline.runtime.optimizers.schedule import monitored_by, waits_for_metric
 from paceline.runtime.refusals import check_loss, check_used
@@ -87,6 +88,11 @@ class Coordinator(Server):
         self.evaluated_step = -1
         self.saved_step = -1
         self.stop_asked = False
+        self.requests = Requests()
+        self.told_epoch = -1
+        self.epoch = 0
+        self.exported: set[int] = set()  # followers that have written their part of the weights
+        self.num_exports = 0
         self.over = False
         self.loss = float("nan")
         self.deserted_s: float | None = None  # since when there is no worker
@@ -115,6 +121,10 @@ class Coordinator(Server):
         assert job.total_steps is not None
         self.total_steps = job.total_steps
         sync = servers_of(plan)
+        self.control = None
+        if settings.controller is not None:
+            self.control = RunControl(replace(context, world_size=1), settings.controller, self._obey_callbacks,
+                                      self._keep_alive)
         self.clock = Clock(num_workers=sync.workers, num_servers=sync.server, first=self.version,
                            end=self.turns.before(self._next_stop()),
                            staleness=None if sync.staleness == "inf" else sync.staleness)
@@ -172,6 +182,9 @@ class Coordinator(Server):
             WireError: a peer that the others need is gone.
         """
         try:
+            if self.control is not None:
+                document = self.checkpoint.document if self.checkpoint is not None else {}
+                self._ask("start", callbacks=document.get("callbacks"))
             while not self.over:
                 self._hear(self.inbox, timeout_s=_LOOK_S)
                 self.stop_asked |= self.context.stop_signal is not None
@@ -240,6 +253,8 @@ class Coordinator(Server):
                 self.clock.held(peer.number, update)
         elif "lost" in message and not self.over:
             self._lose(Peer(Role.CONTROL, message["lost"], message["incarnation"]), WireError(message["why"]))
+        elif "exported" in message:
+            self.exported.add(peer.number)
         elif "left" in message:
             self.followers_left[peer.number] = message["left"]
 
@@ -347,7 +362,7 @@ class Coordinator(Server):
         for update in self.clock.ready():
             self._make_update(update)
         self._open_next()
-        if self.stop_asked:
+        if self._is_asked_to_stop or (self.control is not None and self.control.wants_attention):
             begun = self.turns.begun(max(self.clock.cursor, self.clock.version))
             self.clock.end = min(self.clock.end, self.turns.before(begun))
         if self.clock.is_drained and self.evaluation is None:
@@ -422,11 +437,14 @@ class Coordinator(Server):
         now_s = time.monotonic()
         step_s, self.update_s = now_s - self.update_s, now_s
         self.samples += window.count
+        self.epoch = window.epoch
         self.speed.add(window.count, step_s)
         self.loss = begun.loss / begun.count
         self._note(step=self.completed, epoch=window.epoch, samples=self.samples, loss=self.loss,
                    lr=learning_rate(self.shelf.optimizer), step_s=step_s, **figures)
-        if self.display.due():
+        if self.control is not None:
+            self.control.tell()
+        if self.display.due() or (self.completed == self.total_steps and self.display.is_plain):
             self.display.update(Progress(self.completed, self.total_steps, window.epoch, self.loss,
                                          self.speed.samples_per_s, self.speed.step_s, self.memory.bytes(),
                                          predicted_step_s(self.settings)))
@@ -447,18 +465,28 @@ class Coordinator(Server):
         return min(stops)
 
     def _stop_here(self) -> None:
-        """Nothing is on its way: evaluate and save if it is time, then go on or end."""
-        every, is_last = self.settings.save_every, self.step >= self.total_steps
-        evaluates = self.job.validation is not None and self.evaluated_step != self.step and self.step > 0
-        if evaluates and (is_last or self.order.ends_epoch(self.step)) and not (
-                self.stop_asked and not is_last and not waits_for_metric(self.shelf.schedule)):
+        """Nothing is on its way: evaluate and save if it is time, and let callbacks hear of it; then go on or end."""
+        if self.control is not None and self.control.wants_attention:
+            self.requests.add(self.control.take())
+        every, is_last = self.settings.save_every, self.step >= self.total_steps or self._is_asked_to_stop
+        ends_epoch = self.order.ends_epoch(self.step)
+        evaluates = ends_epoch or self.step >= self.total_steps or self.requests.evaluate or self.requests.stop
+        if evaluates and self.job.validation is not None and self.evaluated_step != self.step and self.step > 0:
             if self.workers:
                 self._begin_evaluation()
             return
-        if self.step != self.saved_step and self.step and (is_last or self.stop_asked or
-                                                           (every and self.step % every == 0)):
-            self._save(last=is_last or self.stop_asked)
-        if is_last or self.stop_asked:
+        self.requests.evaluate = False
+        if ends_epoch and self.told_epoch != self.step:
+            self.told_epoch = self.step
+            self._ask("epoch", hook="on_epoch", epoch=self.order.window(self.step - 1).epoch, samples=self.samples)
+            return  # and look again, as callbacks may have asked for something
+        saves = is_last or self.requests.save or (every and self.step % every == 0)
+        self.requests.save = False
+        if saves and self.step != self.saved_step and self.step:
+            self._save(last=is_last)
+        if self.requests.evaluate and self.evaluated_step != self.step:
+            return
+        if is_last or self._is_asked_to_stop:
             self.over = True
         else:
             self.clock.end = self.turns.before(self._next_stop())
@@ -466,10 +494,51 @@ class Coordinator(Server):
 
     def _save(self, *, last: bool) -> None:
         self.saved_step = self.step
+        self.callback_states = self._ask("state", hook="state_dict")
         blocked_s = self._order({"save": self.samples, "last": last})
         if self.writer is not None:
             self.blocked_s += blocked_s
             self._note(step=self.step, saved=True, blocked_s=blocked_s)
+            if self.control is not None and self.control.has("on_save"):
+                self.writer.wait()
+                self._ask("save", hook="on_save", path=str(self.writer.folder / f"step-{self.step}"))
+
+    # --- Callbacks -----------------------------------------------------------------------------------------------
+
+    @property
+    def _is_asked_to_stop(self) -> bool:
+        return self.stop_asked or self.requests.stop is not None or self.requests.failed is not None
+
+    def _ask(self, event: str, hook: str | None = None, **values: Any) -> Any:
+        """Let callbacks hear of an event, if one has the hook, and note what they ask for. Returns their state, where
+        that is the event."""
+        if self.control is None or (hook is not None and not self.control.has(hook)):
+            return None
+        answer = self.control.ask({"event": event, "step": self.step, **values})
+        self.requests.add(answer)
+        return answer.get("callbacks")
+
+    def _obey_callbacks(self, order: dict[str, Any]) -> dict[str, Any]:
+        """What callbacks need while all wait: the weights as they are now, in a checkpoint of servers' parts."""
+        run_dir = self.settings.run_dir
+        assert order["do"] == "weights" and run_dir is not None and self.writer is not None
+        if self.saved_step == self.step:
+            self.writer.wait()
+            return {"path": str(run_dir / CHECKPOINTS / f"step-{self.step}"), "is_temporary": False}
+        self.num_exports += 1
+        folder = run_dir / f".weights-{self.context.attempt}-{self.num_exports}"
+        self.exported.clear()
+        self._order({"export": str(folder)})
+        while len(self.exported) < len(self.followers):
+            self._hear(self.inbox, timeout_s=_LOOK_S)
+        return {"path": str(folder / CHECKPOINTS / f"step-{self.step}"), "is_temporary": True}
+
+    def _keep_alive(self) -> None:
+        """While callbacks are waited for, those who wait with this server know that it lives."""
+        self._tell_alive()
+        for connection in self.followers.values():
+            with suppress(WireError):
+                connection.send_message({"alive": True})
 
     def _order(self, order: dict[str, Any]) -> float:
         """Have every server do something, this one last. Returns the seconds it took here."""
@@ -527,6 +596,8 @@ class Coordinator(Server):
         self.display.say(f"step {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in self.evaluated.items()))
         if self.settings.on_evaluation is not None:
             self.settings.on_evaluation(self.step, self.evaluated)
+        self._ask("evaluation", hook="on_evaluation", epoch=self.epoch, metrics=figures,
+                  validation_loss=self.evaluated["validation_loss"])
 
     def _part(self) -> None:
         """Send everybody home and hear what they have counted."""
@@ -542,7 +613,9 @@ class Coordinator(Server):
             self.writer.wait()
         while len(self.followers_left) < len(self.followers):
             self._hear(self.inbox, timeout_s=_LOOK_S)
-        if self.step < self.total_steps:
+        if self.requests.failed is not None:
+            raise CallbackError(self.requests.failed)
+        if self.step < self.total_steps and self.requests.stop is None:
             sent = self.context.stop_signal
             why = signal.Signals(sent).name if sent else "a signal to another rank"
             saved = self.settings.run_dir is not None
@@ -553,6 +626,12 @@ class Coordinator(Server):
     def _finish(self) -> dict[str, Any]:
         if self.step == 0:
             raise JobError("there was nothing to train on: no step was taken")
+        stopped = self.requests.stop if self.step < self.total_steps else None
+        if stopped is not None:
+            self.display.say(f"stopped after step {self.step}: {stopped}")
+        self._ask("end")
+        if self.requests.failed is not None:
+            raise CallbackError(self.requests.failed)
         self.context.beat("save")
         if self.settings.run_dir is not None:
             state.export(self.shelf.model, self.settings.run_dir, step=self.step)
@@ -579,4 +658,5 @@ class Coordinator(Server):
                                       if key != "peak_memory_bytes"}
                         for number, figures in sorted(self.left.items())},
             **self.losses.summary(),
+            **({"stopped": stopped} if stopped is not None else {}),
         }

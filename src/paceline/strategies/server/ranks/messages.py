@@ -42,6 +42,7 @@ _SHAPES: Mapping[Role, Mapping[str, Mapping[str, Any]]] = {
         "held": {"held": _Count, "squares": float},
         "lost": {"lost": _Count, "incarnation": _Count, "why": str},
         "alive": {"alive": _True},
+        "exported": {"exported": _Count},
         "left": {"left": _ServerLeft},
     },
 }

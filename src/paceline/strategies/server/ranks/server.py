@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Server:
         self.order = Order.of(job)
         self.turns = UpdateOrder(self.order, sync)
         self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
+        self.callback_states: list[dict[str, Any]] | None = None  # of a checkpoint, where this server knows them
         self.memory = PeakMemory(context.device)
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.layout = fingerprint(shards)
@@ -105,6 +107,8 @@ class Server:
             self.shelf.schedule.step(order["metric"])
         elif "save" in order:
             self.save(order["save"], last=order["last"])
+        elif "export" in order:
+            self._export(Path(order["export"]))
 
     def save(self, samples: int, *, last: bool) -> float:
         """Begin this server's part of a checkpoint: from a copy, or from the tensors themselves if nothing changes them
@@ -113,8 +117,19 @@ class Server:
         if self.writer is None:
             return 0.0
         self.context.beat("save")
-        return self.writer.save(self.step, state.pieces(self.shelf),
-                                state.document(self.shelf, step=self.step, samples=samples), snapshot=not last)
+        document = state.document(self.shelf, step=self.step, samples=samples)
+        if self.callback_states is not None:
+            document["callbacks"] = self.callback_states
+        return self.writer.save(self.step, state.pieces(self.shelf), document, snapshot=not last)
+
+    def _export(self, folder: Path) -> None:
+        """Write this server's part of the weights alone, and say so when all parts are there."""
+        sync = servers_of(self.plan)
+        writer = Writer(folder, rank=self.number, world_size=sync.server, attempt=self.context.attempt)
+        writer.save(self.step, state.weights_of(state.pieces(self.shelf)), {"step": self.step}, snapshot=False)
+        writer.wait()
+        if self.number:
+            self.tell({"exported": self.step})
 
     def close(self) -> None:
         self.door.close()

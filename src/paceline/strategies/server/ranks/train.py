@@ -6,7 +6,6 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from paceline.errors import JobError
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.fork import cuda_left_alone
@@ -33,8 +32,6 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
         Preempted: the run was asked to stop; it saved a checkpoint.
         TrainingError, JobError, CheckpointError: see the message.
     """
-    if settings.controller is not None:
-        raise JobError("callbacks are not told of runs with servers yet", hint="a plan without server=")
     context.num_trained += 1
     task = RankTask(context, job, plan, settings, Rendezvous(context, f"servers/{context.num_trained}"), Uplink())
     roles = Roles.of(plan, context.rank)

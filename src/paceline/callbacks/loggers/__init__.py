@@ -1,0 +1,42 @@
+"""Where a run is logged beside its folder: TensorBoard, MLflow, Weights & Biases, trackio, each by its own client."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+
+from paceline.callbacks.loggers.logger import Logger
+from paceline.errors import MissingPackage, UsageError, nearest
+
+# By kind: the module and its class, and the package that it needs.
+_KINDS = {
+    "tensorboard": ("paceline.callbacks.loggers.tensorboard", "TensorBoard", "tensorboard"),
+    "mlflow": ("paceline.callbacks.loggers.mlflow", "MLflow", "mlflow"),
+    "wandb": ("paceline.callbacks.loggers.wandb", "WeightsAndBiases", "wandb"),
+    "trackio": ("paceline.callbacks.loggers.trackio", "Trackio", "trackio"),
+}
+
+
+def loggers_of(given: str | Sequence[str] | None) -> list[Logger]:
+    """The loggers of `KIND` or `KIND:WHERE`, one or several.
+
+    Raises:
+        UsageError: an unknown kind, or one twice. MissingPackage: its client is not installed.
+    """
+    texts = [given] if isinstance(given, str) else list(given or ())
+    kinds = [text.partition(":")[0] for text in texts]
+    if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
+        raise UsageError(f"--log {twice} is given twice")
+    return [_logger(text) for text in texts]
+
+
+def _logger(text: str) -> Logger:
+    kind, _, where = text.partition(":")
+    if kind not in _KINDS:
+        raise UsageError(f"--log {text}: {nearest(kind, _KINDS)}", hint="--log tensorboard, or --log mlflow:URI")
+    module, name, package = _KINDS[kind]
+    if importlib.util.find_spec(package) is None:
+        raise MissingPackage(f"--log {kind}", package, install=f"'paceline[{kind}]'")
+    logger: Logger = getattr(importlib.import_module(module), name)(where or None)
+    return logger

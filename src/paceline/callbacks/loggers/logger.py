@@ -1,0 +1,116 @@
+"""What all loggers do alike: which figures they log, and that a run that goes on is one run without double points."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.callbacks.callback import Callback, EvaluationReport, StepReport
+from paceline.callbacks.images import Image
+from paceline.runtime.folder import LOGGERS
+
+if TYPE_CHECKING:
+    from paceline.callbacks.handle import RunHandle
+    from paceline.verbs.result import Result
+
+Status = Literal["finished", "failed", "interrupted"]
+_OF_STEPS = ("loss", "lr", "gradient_norm", "loss_scale", "step_s")
+
+
+class Logger(Callback):
+    """Logs a run by somebody's client. A kind of logger fills in what follows `failed`.
+
+    where: a folder, an address or a project, as the kind has it.
+    run_id: the client's name for the run; a run that is resumed goes on with it.
+    """
+
+    kind = ""
+
+    def __init__(self, where: str | None = None) -> None:
+        self.where = where
+        self.run_id: str | None = None
+        self._is_open = False
+        self._logged: dict[str, int] = {}  # the last step of each sort of figures
+
+    def on_start(self, run: RunHandle) -> None:
+        if self._is_open:  # ranks were started again
+            return
+        path = run.folder / LOGGERS
+        noted = json.loads(path.read_text()).get(self.kind, {}) if run.step and path.exists() else {}
+        self.run_id, self._logged = noted.get("run_id"), noted.get("logged", {})
+        self.begin(run, {"plan": run.plan, "batch": run.job.batch, "seed": run.job.seed,
+                         "precision": run.job.precision})
+        self._is_open = True
+        self._note(run)
+
+    def on_step(self, run: RunHandle, step: StepReport) -> None:
+        figures = {name: step.figures[name] for name in _OF_STEPS if step.figures.get(name) is not None}
+        if self._is_new("step", step.step):
+            self.scalars(step.step, {**figures, "epoch": step.epoch})
+
+    def on_evaluation(self, run: RunHandle, evaluation: EvaluationReport) -> None:
+        if self._is_new("evaluation", evaluation.step):
+            self.scalars(evaluation.step, evaluation.figures)
+        self.flush()
+        self._note(run)
+
+    def on_log(self, run: RunHandle, step: int, values: Mapping[str, Any]) -> None:
+        self.scalars(step, {name: float(value) for name, value in values.items() if isinstance(value, int | float)})
+        for name, value in values.items():
+            if isinstance(value, str):
+                self.text(step, name, value)
+            elif isinstance(value, Image):
+                self.image(step, name, value)
+
+    def on_end(self, run: RunHandle, result: Result) -> None:
+        self._close(run, "finished")
+
+    def on_failure(self, run: RunHandle, error: BaseException) -> None:
+        from paceline.launch.failure import RankFailed
+
+        is_stop = isinstance(error, RankFailed) and error.failure.is_stop
+        self._close(run, "interrupted" if is_stop else "failed")
+
+    def _close(self, run: RunHandle, status: Status) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.flush()
+            self._note(run)
+            self.finish(status)
+
+    def _is_new(self, sort: str, step: int) -> bool:
+        """Whether figures of this sort were not logged for the step before."""
+        if step <= self._logged.get(sort, 0):
+            return False
+        self._logged[sort] = step
+        return True
+
+    def _note(self, run: RunHandle) -> None:
+        """Leave word for whoever resumes the run."""
+        from paceline.runtime.checkpoint.write import write_json
+
+        path = run.folder / LOGGERS
+        document = json.loads(path.read_text()) if path.exists() else {}
+        write_json(path, {**document, self.kind: {"run_id": self.run_id, "logged": self._logged}})
+
+    # --- By kind ----------------------------------------------------------------------------------------------------
+
+    def begin(self, run: RunHandle, facts: Mapping[str, Any]) -> None:
+        """Open the client's run: `run_id` if there is one, else a new one, whose name becomes `run_id`."""
+        raise NotImplementedError
+
+    def scalars(self, step: int, figures: Mapping[str, float]) -> None:
+        raise NotImplementedError
+
+    def text(self, step: int, name: str, text: str) -> None:
+        raise NotImplementedError
+
+    def image(self, step: int, name: str, image: Image) -> None:
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Send what was kept back."""
+
+    def finish(self, status: Status) -> None:
+        raise NotImplementedError

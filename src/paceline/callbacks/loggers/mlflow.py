@@ -1,0 +1,70 @@
+"""MLflow: a run of an experiment on a tracking server."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.callbacks.handle import RunHandle
+from paceline.callbacks.images import Image
+from paceline.callbacks.loggers.logger import Logger, Status
+
+_BATCH = 500  # metrics sent at a time; the server takes 1000
+_KEPT_S = 5.0  # that a metric is kept back at most, while steps come in
+
+
+class MLflow(Logger):
+    """where: the tracking server's address; by default MLFLOW_TRACKING_URI, else MLflow's own default.
+
+    The experiment is MLFLOW_EXPERIMENT_NAME, else "paceline".
+    """
+
+    kind = "mlflow"
+
+    def begin(self, run: RunHandle, facts: Mapping[str, Any]) -> None:
+        from mlflow import MlflowClient
+
+        self.client: Any = MlflowClient(tracking_uri=self.where)
+        self.kept: list[Any] = []
+        self.sent_s = time.monotonic()
+        if self.run_id is not None:
+            self.client.update_run(self.run_id, status="RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline")
+        experiment = self.client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment is not None else self.client.create_experiment(name)
+        self.run_id = self.client.create_run(number, run_name=run.folder.name).info.run_id
+        for fact, value in facts.items():
+            self.client.log_param(self.run_id, fact, value)
+
+    def scalars(self, step: int, figures: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(1000 * time.time())
+        self.kept += [Metric(name, float(value), now_ms, step) for name, value in figures.items()]
+        if len(self.kept) >= _BATCH or time.monotonic() - self.sent_s > _KEPT_S:
+            self.flush()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self.client.log_text(self.run_id, text, f"{name}/step-{step}.txt")
+
+    def image(self, step: int, name: str, image: Image) -> None:
+        import tempfile
+        from pathlib import Path
+
+        with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+            path = Path(folder) / f"step-{step}.png"
+            path.write_bytes(image.data)
+            self.client.log_artifact(self.run_id, str(path), name)
+
+    def flush(self) -> None:
+        while self.kept:
+            self.client.log_batch(self.run_id, metrics=self.kept[:_BATCH])
+            self.kept = self.kept[_BATCH:]
+        self.sent_s = time.monotonic()
+
+    def finish(self, status: Status) -> None:
+        self.client.set_terminated(self.run_id, status={"finished": "FINISHED", "failed": "FAILED",
+                                                        "interrupted": "KILLED"}[status])

@@ -1,0 +1,122 @@
+"""One run in each logger, read back through its own client."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import paceline as pl
+from paceline.callbacks.loggers import loggers_of
+from paceline.errors import MissingPackage, UsageError
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+SAMPLES = [(torch.tensor([float(number)]), torch.tensor([2.0 * number])) for number in range(-6, 6)]
+
+
+class Shows(pl.Callback):
+    """Logs a number, text and a picture after each evaluation."""
+
+    def on_evaluation(self, run: Any, evaluation: Any) -> None:
+        run.log({"half": evaluation.step / 2, "note": f"at {evaluation.step}", "picture": torch.rand(3, 4, 5)})
+
+
+def job() -> pl.Job:
+    return pl.Job(model=lambda: torch.nn.Linear(1, 1), data=SAMPLES, loss=F.mse_loss, batch=4, epochs=4,
+                  optimizer=lambda named: torch.optim.SGD(named, lr=0.01), validation=SAMPLES, callbacks=[Shows()])
+
+
+def train(run: Path, log: str) -> tuple[dict[int, float], dict[int, float]]:
+    """Train in two runs, the second under two ranks. Returns the losses and the validation losses by step."""
+    pl.train(job(), "single", run=run, log=log, steps=6)
+    result = pl.train(job(), "data=2", run=run, log=log, resume=True)
+    history = result.history
+    return ({line["step"]: line["loss"] for line in history if "loss" in line},
+            {line["step"]: line["validation_loss"] for line in history if "validation_loss" in line})
+
+
+def assert_curves(losses: list[tuple[int, float]], validation: list[tuple[int, float]],
+                  expected: tuple[dict[int, float], dict[int, float]]) -> None:
+    """Each step once, in order, with its figure."""
+    for curve, figures in zip((losses, validation), expected, strict=True):
+        assert [step for step, _ in curve] == sorted(figures)
+        assert [value for _, value in curve] == pytest.approx([figures[step] for step in sorted(figures)], rel=1e-5)
+
+
+def test_tensorboard(tmp_path: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    expected = train(tmp_path / "run", f"tensorboard:{tmp_path / 'events'}")
+    events = accumulator.EventAccumulator(str(tmp_path / "events"), size_guidance={"scalars": 0, "images": 0}).Reload()
+    assert_curves([(e.step, e.value) for e in events.Scalars("loss")],
+                  [(e.step, e.value) for e in events.Scalars("validation_loss")], expected)
+    assert [(e.step, e.value) for e in events.Scalars("half")] == [(3, 1.5), (6, 3.0), (9, 4.5), (12, 6.0)]
+    assert [(e.step, e.width, e.height) for e in events.Images("picture")] == [(s, 5, 4) for s in (3, 6, 9, 12)]
+    assert b"at 12" in events.Tensors("note/text_summary")[-1].tensor_proto.string_val[0]
+    assert (tmp_path / "run" / "logged.jsonl").read_text().count('"note"') == 4
+
+
+@pytest.fixture
+def mlflow_server(tmp_path: Path) -> Iterator[str]:
+    """A tracking server of its own, with its database in a file."""
+    pytest.importorskip("mlflow")
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store, log = f"sqlite:///{tmp_path / 'mlflow.db'}", (tmp_path / "server.log").open("w")
+    server = subprocess.Popen([sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port),
+                               "--workers", "1", "--backend-store-uri", store, "--artifacts-destination",
+                               str(tmp_path / "artifacts")], stdout=log, stderr=log, start_new_session=True)
+    try:
+        import urllib.request
+
+        until_s = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).read()
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < until_s, (tmp_path / "server.log").read_text()
+                time.sleep(0.3)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        import os
+
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(20)
+        log.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_mlflow(tmp_path: Path, mlflow_server: str):
+    from mlflow import MlflowClient
+
+    expected = train(tmp_path / "run", f"mlflow:{mlflow_server}")
+    client = MlflowClient(mlflow_server)
+    (run,) = client.search_runs([client.get_experiment_by_name("paceline").experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["batch"] == "4"
+    curves = [[(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
+              for name in ("loss", "validation_loss")]
+    assert_curves(*curves, expected)
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"note", "picture"}
+
+
+def test_kinds_of_loggers_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UsageError, match="did you mean 'tensorboard'"):
+        loggers_of("tensorbord")
+    with pytest.raises(UsageError, match="twice"):
+        loggers_of(["wandb:a", "wandb:b"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match="pip install 'paceline"):
+        loggers_of("trackio")
