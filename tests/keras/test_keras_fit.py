@@ -153,6 +153,8 @@ def test_metrics_weights_and_callbacks_that_change_the_model():
     class Freeze(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             self.model.layers[1].trainable = False
+            if epoch == 1:
+                self.model.layers[3].rate = 0.5
             self.model.layers[-1].bias.assign_add([0.1, 0.0, 0.0])
 
     assert_same(build, "data=3", epochs=3, class_weight={0: 1.0, 1: 2.0, 2: 0.5}, validation_data=(X[:19], Y[:19]),
