@@ -166,6 +166,7 @@ def of_a_branch(output: Tensor, target: Tensor) -> Tensor:
 def test_no_code_is_shown_that_is_another_loss():
     """Terms with counts of their own have no one count, and source that isn't there can't be read: words alone."""
     unseen = eval("lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten())", globals())
-    for loss in (two_terms, unseen):
+    by_a_number = lambda o, t: ((o.mean(-1) - 1) * mask_of(t)).sum() / 20.0  # noqa: E731  # counts of parts don't add up
+    for loss in (two_terms, unseen, by_a_number):
         problem = loss_problem(job(loss), steps=1)
         assert problem is not None and problem.instead.endswith("the number or weight of what it counts")
