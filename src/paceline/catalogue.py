@@ -94,6 +94,11 @@ def assumed(memory_bytes: int) -> Accelerator:
     return accelerator(sizes[max((size for size in sizes if size <= memory_bytes), default=min(sizes))])
 
 
+def memory_sizes() -> list[int]:
+    """Bytes that the listed accelerators have, each once, from the smallest."""
+    return sorted({listed.memory_bytes for listed in _listed()})
+
+
 def named_by_driver(name: str) -> Accelerator | None:
     """What a GPU is that its driver calls so; None if it is not listed.
 

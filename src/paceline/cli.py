@@ -129,9 +129,17 @@ def predict(
 
 @app.command(name="plan")
 def plan_(
-    file: JobSource,
+    file: Annotated[str | None, typer.Argument(metavar="FILE[:FUNCTION]", help="A Python file with a function job().",
+                                               show_default=False)] = None,
     settings: Settings = None,
-    cluster: Annotated[str, typer.Option(metavar="CLUSTER",
+    hf: Annotated[str | None, typer.Option("--hf", metavar="CONFIG", help="In place of FILE, a Transformers model: a "
+                                           "folder with config.json, or a type such as llama.")] = None,
+    lora: Annotated[int | None, typer.Option(metavar="RANK", help="With --hf: adapters by peft.")] = None,
+    sequence: Annotated[int | None, typer.Option(metavar="TOKENS", help="With --hf: of a sample; 1024.")] = None,
+    batch: Annotated[int | None, typer.Option(metavar="SAMPLES", help="With --hf: of a step; 8.")] = None,
+    weights: Annotated[str | None, typer.Option(metavar="DTYPE", help="With --hf: float32 or bfloat16; by default "
+                                                "what the configuration says.")] = None,
+    cluster: Annotated[str, typer.Option("--cluster", "--gpus", metavar="CLUSTER",
                                          help="local, 2xcpu, 8xH100, 16x8xH100, 2x24GB, or a TOML file.")] = "local",
     relaxed: Annotated[bool, typer.Option("--relaxed", help="A plan may be chosen that is not exact.")] = False,
     price: Annotated[float | None, typer.Option(metavar="PER_HOUR", help="Of a device; ranks plans by cost.")] = None,
@@ -146,7 +154,17 @@ def plan_(
     as_json: Json = False,
 ) -> None:
     """Rank the plans that a job allows by predicted speed or cost, and say why each other kind loses."""
+    of_model = {"lora": lora, "sequence": sequence, "batch": batch, "weights": weights}
+    stated_of_model: dict[str, Any] = {name: value for name, value in of_model.items() if value is not None}
+    with _reported():
+        if (file is None) == (hf is None):
+            raise UsageError("give either FILE or --hf CONFIG", hint="paceline plan job.py")
+        if hf is None and stated_of_model:
+            raise UsageError(f"--{min(stated_of_model)} is about --hf", hint="a job file has its own parameters: --set")
+        if hf is not None and (scale is not None or settings):
+            raise UsageError("--hf makes one job: --scale and --set are for job files", hint="leave them out")
     if scale is not None:
+        assert file is not None
         _scale(file, settings, cluster, scale, relaxed=relaxed, plot=plot, as_json=as_json,
                others={"--price": price, "--mtbf-hours": mtbf_hours, "--checkpoint-rate": checkpoint_rate,
                        "--rehearse": rehearse})
@@ -157,9 +175,15 @@ def plan_(
         if checkpoint_rate is not None and mtbf_hours is None:
             raise UsageError("--checkpoint-rate is about failures", hint="add --mtbf-hours")
         stated = {"checkpoint_bytes_per_s": checkpoint_rate, "rehearse_s": rehearse}
-        given = {name: value for name, value in stated.items() if value is not None}
-        answer = paceline.plan(JobFile.parse(file, _parse_settings(settings)), cluster, relaxed=relaxed,
-                               price_per_hour=price, mtbf_hours=mtbf_hours, **given)
+        given: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
+        given |= {"relaxed": relaxed, "price_per_hour": price, "mtbf_hours": mtbf_hours}
+        if hf is not None:
+            from paceline.verbs.fine_tuning import FineTuning
+
+            answer = paceline.plan(FineTuning(hf, **stated_of_model), cluster, **given)
+        else:
+            assert file is not None
+            answer = paceline.plan(JobFile.parse(file, _parse_settings(settings)), cluster, **given)
     typer.echo(_json(answer.to_dict()) if as_json else answer.describe())
     if answer.chosen is None:
         raise typer.Exit(1)

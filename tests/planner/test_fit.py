@@ -299,4 +299,4 @@ def test_the_smallest_change_that_needs_less_is_named():
 def test_no_change_is_promised_where_none_needs_less():
     said = smallest_change(JOB, Plan.parse("single"), cluster(0.001), PROFILE, SPLIT, snapshot=False)
 
-    assert said.splitlines()[-1].startswith("no change of plan needs so much less: ")
+    assert "no change of plan needs so much less" in said.splitlines()

@@ -10,6 +10,9 @@ from paceline.errors import PlanError
 from paceline.job import Job
 from paceline.planner.corrections import MEASURED
 from paceline.planner.estimate import ANY_RATES, Estimate, MemoryNeed, SplitPrices, estimate
+from paceline.planner.pieces import LazyPieces
+from paceline.planner.problem import PlanningProblem
+from paceline.planner.remedies import remedies
 from paceline.plans import Plan
 from paceline.profile.profile import Profile
 from paceline.tables import aligned
@@ -39,8 +42,7 @@ def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: 
     shown = "\n".join(f"  {other!s:<34} {most.total_bytes / MIB:>8,.0f} MiB a rank" for other, most in others)
     raise PlanError(f"plan '{plan}' doesn't fit: it needs {worst.total_bytes / MIB:,.0f} MiB on a rank that may use "
                     f"{worst.device.memory_bytes / MIB:,.0f} MiB\n{ledger(found.needs)}{reasons}",
-                    hint=f"plans that fit:\n{shown}" if others
-                    else "devices with more memory, or a smaller model: none of the plans that were tried fits")
+                    hint=f"plans that fit:\n{shown}" if others else _other_than_plans(job, cluster, profile))
 
 
 def smallest_change(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,
@@ -49,14 +51,25 @@ def smallest_change(job: Job, plan: Plan, cluster: Cluster, profile: Profile, sp
     that it fits for all that is known."""
     found = _estimate(job, plan, cluster, profile, split, snapshot=snapshot)
     worst = max(found.needs, key=lambda need: need.missing_bytes)
-    allowed = min(worst.device.memory_bytes, LESS * worst.total_bytes)
+    allowed = min(worst.device.memory_bytes, int(LESS * worst.total_bytes))
     lines = [f"what each rank of '{plan}' was predicted to need:", ledger(found.needs)]
     for other, needs in _from_small_to_large(job, plan, cluster, profile, split, snapshot=snapshot):
         most = max(needs, key=lambda need: need.total_bytes)
         if most.total_bytes <= allowed:
             return "\n".join([*lines, f"the smallest change that needs less: --plan '{other}', "
                                       f"{most.total_bytes / MIB:,.0f} MiB a rank"])
-    return "\n".join([*lines, "no change of plan needs so much less: take a smaller batch or model, or more devices"])
+    tight = replace(cluster, devices=tuple(replace(device, memory_bytes=allowed) for device in cluster.devices))
+    return "\n".join([*lines, "no change of plan needs so much less", _other_than_plans(job, tight, profile)])
+
+
+def _other_than_plans(job: Job, cluster: Cluster, profile: Profile) -> str:
+    """Changes of the job or the devices under which some plan fits."""
+    if not cluster.nodes and any(device.kind != "cpu" for device in cluster.devices):  # whose rates are not taken here
+        return "devices with more memory, or a smaller model; paceline plan FILE lists what would fit"
+    found = remedies(PlanningProblem(job, profile, LazyPieces(job, profile), times_operators=False), cluster)
+    if not found:
+        return "devices with more memory, or a smaller model: none of the plans that were tried fits"
+    return "\n".join(["no other plan fits; what would, the least change first:", *(f"  {one}" for one in found)])
 
 
 def _from_small_to_large(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,

@@ -155,7 +155,7 @@ def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     for name, times in ((f"links {TIMES} times as fast", TIMES), (f"links a {_PART} as fast", 1 / TIMES)):
         yield name, _with_links(cluster, times)
     if cluster.nodes:
-        yield MORE_MEMORY, replace(cluster, nodes=tuple(_with_memory(kind, 2) for kind in cluster.nodes))
+        yield MORE_MEMORY, replace(cluster, nodes=tuple(with_memory(kind, 2) for kind in cluster.nodes))
     else:
         yield MORE_MEMORY, replace(cluster, devices=tuple(
             replace(device, memory_bytes=2 * device.memory_bytes) for device in cluster.devices))
@@ -174,6 +174,7 @@ def _with_links(cluster: Cluster, times: float) -> Cluster:
     return Cluster.of(tuple(replace(kind, network=on(kind.network)) for kind in cluster.nodes))
 
 
-def _with_memory(kind: Nodes, times: float) -> Nodes:
+def with_memory(kind: Nodes, times: float) -> Nodes:
+    """Nodes whose devices have so many times the memory."""
     return replace(kind, devices=tuple(replace(device, memory_bytes=round(times * device.memory_bytes))
                                        for device in kind.devices))

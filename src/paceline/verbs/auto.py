@@ -14,6 +14,7 @@ from paceline.launch.fork import in_a_fork
 from paceline.planner.estimate import Estimate
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank import Candidate, reason
+from paceline.planner.remedies import remedies
 from paceline.planner.resolve import default_plan
 from paceline.plans import Plan
 from paceline.profile.profile import Profile
@@ -93,7 +94,7 @@ def _found(question: PlanningProblem, where: Cluster) -> Chosen:
     if budget_s >= LEAST_S and not has_gpus():  # this process uses CUDA by now, and its forks can't
         found = rehearse_best(found, partial(rehearse, question.job, where), budget_s=budget_s, worth=WORTH)
     if found.chosen is None:
-        raise nothing_fits(found, "these devices")
+        raise nothing_fits(found, "these devices", remedies(question, where))
     return Chosen(found.chosen.plan, reason(found.chosen, found.chosen), found.chosen.estimate, question.profile)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,9 +18,11 @@ from paceline.planner.fit import set_aside, taken
 from paceline.planner.goodput import Goodput, outlook
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank import Candidate, RankedPlans, compiling, reason
+from paceline.planner.remedies import Attempt, Remedy, remedies
 from paceline.plans import Plan
 from paceline.simulate.failures import CHECKPOINT_BYTES_PER_S
 from paceline.values import plain, value_of
+from paceline.verbs.fine_tuning import FineTuning
 from paceline.verbs.links import with_links
 from paceline.verbs.rehearsal import rehearse, rehearse_best
 
@@ -28,6 +30,22 @@ REHEARSE_S = 20.0
 NEAREST = 3  # plans that are named where none fits
 OTHER_PRECISION: Mapping[Precision, Precision] = {"float32": "bf16", "bf16": "float32"}
 MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is planned for. smaller: changes of the job that need less memory on a cluster, by kind; those that its own
+    fields show are known anyway."""
+
+    job: Job
+    smaller: Callable[[Cluster], Sequence[Sequence[Attempt]]] = lambda cluster: ()
+
+    @classmethod
+    def of(cls, job: Job | JobFile | FineTuning) -> Planned:
+        """The job, loaded or made if it has to be."""
+        if isinstance(job, FineTuning):
+            return cls(job.job(), job.smaller)
+        return cls(job.load() if isinstance(job, JobFile) else job)
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,7 @@ class Answer:
 
     cluster: as it was asked for. batch: samples a step. flips: changes of hardware, and the plan that then is best.
     notes: which figures are rough, and why. is_priced: whether plans are ranked by what they cost.
+    remedies: where nothing fits, changes under which something does, the least first.
     advice: None for a precision that has no other. outlook: None unless failures were asked for.
     """
 
@@ -60,6 +79,7 @@ class Answer:
     flips: tuple[tuple[str, Candidate], ...]
     notes: tuple[str, ...]
     is_priced: bool = False
+    remedies: tuple[Remedy, ...] = ()
     advice: Advice | None = None
     outlook: Goodput | None = None
 
@@ -79,6 +99,7 @@ class Answer:
                 "tried": self.ranking.num_tried, "notes": list(self.notes),
                 "flips": [{"change": name, "plan": str(candidate.plan)} for name, candidate in self.flips],
                 "refused": dict(self.ranking.refused),
+                **({"remedies": [remedy.to_dict() for remedy in self.remedies]} if chosen is None else {}),
                 "precision": self.advice.to_dict() if self.advice is not None else None,
                 "failures": self.outlook.to_dict() if self.outlook is not None else None,
                 "compiling": compiling(self.ranking) or None,
@@ -102,12 +123,13 @@ class Answer:
         return "\n".join(lines(self))
 
 
-def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool = False,
+def plan(job: Job | JobFile | FineTuning, cluster: Cluster | str = "local", *, relaxed: bool = False,
          price_per_hour: float | None = None, mtbf_hours: float | None = None,
          checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S, rehearse_s: float = REHEARSE_S) -> Answer:
     """Rank the plans that a job allows on a cluster by predicted speed, or by cost.
 
     Args:
+        job: The job, a file that makes it, or the fine-tuning of a Transformers model.
         cluster: What there is, or a word for it: "local", "2xcpu", "8xH100", "16x8xH100", "2x24GB", or a TOML file. On
             this machine plans may leave devices out.
         relaxed: Whether a plan may be chosen that gives something up against one device.
@@ -123,12 +145,12 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
     """
     if price_per_hour is not None and not 0 < price_per_hour < float("inf"):
         raise UsageError(f"price_per_hour must be a number above 0, got {price_per_hour}")
-    loaded = job.load() if isinstance(job, JobFile) else job
+    asked = Planned.of(job)
     where = with_links(Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
     named = cluster if isinstance(cluster, str) else f"{len(where.devices)} devices"
 
     def answer() -> Answer:
-        return _answer(loaded, where, named, relaxed=relaxed, price_per_hour=price_per_hour, mtbf_hours=mtbf_hours,
+        return _answer(asked, where, named, relaxed=relaxed, price_per_hour=price_per_hour, mtbf_hours=mtbf_hours,
                        checkpoint_bytes_per_s=checkpoint_bytes_per_s, rehearse_s=rehearse_s)
 
     if not has_gpus():
@@ -137,9 +159,10 @@ def plan(job: Job | JobFile, cluster: Cluster | str = "local", *, relaxed: bool 
     return answered
 
 
-def _answer(loaded: Job, where: Cluster, named: str, *, relaxed: bool, price_per_hour: float | None,
+def _answer(asked: Planned, where: Cluster, named: str, *, relaxed: bool, price_per_hour: float | None,
             mtbf_hours: float | None, checkpoint_bytes_per_s: float, rehearse_s: float) -> Answer:
     """Plans are tried where ranks can be forked, which is on machines without GPUs: who prices plans uses CUDA."""
+    loaded = asked.job
     problem = PlanningProblem.of(loaded, price_per_hour, device=where.first_here)
     ranking = problem.search(where, may_relax=relaxed)
     if not ranking.ranked and not ranking.too_large:
@@ -158,7 +181,8 @@ def _answer(loaded: Job, where: Cluster, named: str, *, relaxed: bool, price_per
     if not where.nodes and has_gpus():
         notes.append("no plan was tried: where there are GPUs, plans are compared by prediction alone")
     return Answer(named, loaded.batch, ranking, tuple(problem.flips(ranking, where)), tuple(notes),
-                  problem.is_priced(where), _advice(problem, chosen, where),
+                  problem.is_priced(where), remedies(problem, where, asked.smaller(where)) if chosen is None else (),
+                  _advice(problem, chosen, where),
                   None if mtbf_hours is None or chosen is None else outlook(
                       problem.profile, chosen, mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s))
 
@@ -170,13 +194,15 @@ def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> li
     return [*notes, aside] if aside else notes
 
 
-def nothing_fits(ranking: RankedPlans, cluster: str) -> PlanError:
-    """Why no plan was chosen: the gap in bytes, and the nearest plans."""
+def nothing_fits(ranking: RankedPlans, cluster: str, changes: Sequence[Remedy] = ()) -> PlanError:
+    """Why no plan was chosen: the gap in bytes, the nearest plans, and changes under which one fits."""
     nearest = sorted(ranking.too_large, key=lambda one: one.missing_bytes)[:NEAREST]
     return PlanError(f"nothing fits on {cluster}: '{nearest[0].plan}' is nearest and is "
                      f"{nearest[0].missing_bytes:,} bytes over",
                      hint="\n".join([*(f"'{candidate.plan}': {reason(candidate, candidate)}" for candidate in nearest),
-                                     *taken(need for candidate in nearest for need in candidate.estimate.needs)]))
+                                     *taken(need for candidate in nearest for need in candidate.estimate.needs),
+                                     *([f"what would fit, the least change first: {changes[0]}",
+                                        *map(str, changes[1:])] if changes else [])]))
 
 
 def _advice(problem: PlanningProblem, chosen: Candidate | None, cluster: Cluster) -> Advice | None:

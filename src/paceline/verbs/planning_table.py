@@ -16,6 +16,11 @@ def lines(answer: Answer) -> Iterator[str]:
     if chosen is None:
         nearest = plans.too_large[0]
         yield wrapped(f"nothing fits on {answer.cluster}; nearest is '{nearest.plan}': {reason(nearest, nearest)}")
+        if answer.remedies:
+            yield "what would fit, the least change first:"
+            yield from (wrapped(f"  {remedy}") for remedy in answer.remedies)
+        else:
+            yield "no change that was tried makes a plan fit"
     else:
         yield f"chosen: {chosen.plan}"
         yield from (wrapped(f"  {text}") for text in _chosen(answer, chosen))
