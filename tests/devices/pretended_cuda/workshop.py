@@ -74,18 +74,18 @@ def _measure(device: Any) -> None:
             _measured["backwards"].append({name: count - before[name] for name, count in device.counts().items()})
         return result
 
-    make, update, stagings = Staging.__init__, Stepper._update, list[Staging]()
+    make, update, stagings = Staging.__init__, Stepper.update, list[Staging]()
 
     def made(staging: Staging, *args: Any, **options: Any) -> None:
         make(staging, *args, **options)
         stagings.append(staging)
 
-    def updated(stepper: Stepper) -> None:
+    def updated(stepper: Stepper, *args: Any, **options: Any) -> None:
         if "steps" in _measured:
             _measured["updates_beside_copies"] += sum(staging._holds_up_update for staging in stagings)
-        update(stepper)
+        update(stepper, *args, **options)
 
-    Staging.__init__, Stepper._update = made, updated  # type: ignore[method-assign]
+    Staging.__init__, Stepper.update = made, updated  # type: ignore[method-assign]
     Stepper.__init__, Stepper.step, Stepper.backward = built, stepped, went_back  # type: ignore[method-assign]
 
 
