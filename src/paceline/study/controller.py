@@ -329,7 +329,7 @@ class Controller:
             self._fail(running, f"{where}{event.failure.message}", event.failure.kind)
         elif "figures" in (event.value or {}):
             self._price(running, event.value)
-        elif event.value and not event.value.get("stopped"):
+        elif event.value and not event.value.get("preempted"):
             self._complete(running, event.value)
         elif running.is_pruned:
             self._tell(running, "PRUNED", {})

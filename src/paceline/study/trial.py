@@ -71,25 +71,34 @@ def asking(line: Line, known: Mapping[str, Any]) -> Chooser:
 
 def train(context: RankContext, job: Job, payload: Mapping[str, Any], where: TrialDevices, line: Line) -> dict[str,
                                                                                                                Any]:
-    """Train on this rank as `paceline train` would. Returns the summary, or {"stopped": True}."""
+    """Train on this rank as `paceline train` would; the job's callbacks run on the first. Returns the summary, or
+    {"preempted": True}."""
+    from paceline.callbacks.controller import RunController, controlled
     from paceline.planner.estimate import devices_of
     from paceline.runtime.drivers import train_rank
     from paceline.runtime.loop import Settings
     from paceline.strategies.compose import load
+    from paceline.verbs.result import Result
 
-    asked = where.resolve(job, payload["plan"])
+    asked, run_dir = where.resolve(job, payload["plan"]), Path(payload["run_dir"])
     load(asked.plan)
+    controller = RunController(job.callbacks, job, plan=str(asked.plan), folder=run_dir) if job.callbacks else None
 
     def report(step: int, figures: Mapping[str, float]) -> None:
         line.report({"step": step, "of": job.total_steps, "figures": dict(figures)})
 
-    settings = Settings(run_dir=Path(payload["run_dir"]), shares=asked.shares, on_evaluation=report,
-                        save_on_stop=False, keep=lambda: bool(line.ask({"keep": True})["keep"]),
+    settings = Settings(run_dir=run_dir, shares=asked.shares, on_evaluation=report, save_on_stop=False,
+                        keep=lambda: bool(line.ask({"keep": True})["keep"]), controller=controller,
                         devices=devices_of(asked.plan, asked.cluster))
+    is_first = context.rank == 0
     try:
-        return train_rank(context, job, asked.plan, settings) or {}
+        with controlled(controller, speaks=is_first):
+            summary = train_rank(context, job, asked.plan, settings) or {}
+            if controller is not None and is_first:
+                controller.ended(Result(summary, run_dir, job))
+        return summary
     except Preempted:
-        return {"stopped": True}
+        return {"preempted": True}
 
 
 def test(context: RankContext, job: Job, plan: str, where: TrialDevices, run_dir: Path) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.callbacks.callback import Callback, EvaluationReport, StepReport
 from paceline.callbacks.images import Image
+from paceline.errors import Preempted
 from paceline.runtime.folder import LOGGERS
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Logger(Callback):
     def on_failure(self, run: RunHandle, error: BaseException) -> None:
         from paceline.launch.failure import RankFailed
 
-        is_stop = isinstance(error, RankFailed) and error.failure.is_stop
+        is_stop = isinstance(error, Preempted) or (isinstance(error, RankFailed) and error.failure.is_stop)
         self._close(run, "interrupted" if is_stop else "failed")
 
     def _close(self, run: RunHandle, status: Status) -> None:
