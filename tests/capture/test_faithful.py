@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -191,6 +192,26 @@ def test_a_loss_with_a_state_is_left_as_it_was() -> None:
 
 def of_output(function: Any, output: Any) -> Any:
     return function(output, None)
+
+
+class Wasteful(nn.Module):
+    """Makes tensors that are gone when its forward ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gone = [x + number for number in range(50)]
+        return self.layer(x) + 0 * len(gone)
+
+
+def test_a_tensor_where_one_of_the_forward_was_is_the_losss_own() -> None:
+    """What a loss makes from numpy may lie where a tensor of the forward lay; it is no tensor of the model."""
+    def loss(output: Any) -> Any:
+        return (output + sum([torch.from_numpy(np.zeros(2, dtype="float32")) for _ in range(200)])).square().mean()
+
+    refuse_readers(Wasteful(), *Batch(3).arguments(), functions={"the loss": loss})
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -153,22 +154,29 @@ def _storages(values: Any) -> Iterator[int]:
 
 
 class _Fresh(TorchDispatchMode):
-    """storages: that operators have made while this was entered, and that are not the model's input."""
+    """storages: that operators have made while this was entered, and that are not the model's input.
+
+    The weak references keep their numbers from being given to tensors of the loss, without keeping their memory.
+    """
 
     def __init__(self, given: Any) -> None:
         super().__init__()
-        self.given, self.storages = set(_storages(given)), set[int]()
+        self.given, self.storages = set(_storages(given)), dict[int, StorageWeakRef]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.storages.update(set(_storages(result)) - set(_storages((args, kwargs))) - self.given)
+        known = set(_storages((args, kwargs))) | self.given
+        for leaf in pytree.tree_leaves(result):
+            for number in _storages(leaf):
+                if number not in known:
+                    self.storages[number] = StorageWeakRef(leaf.untyped_storage())
         return result
 
 
 class _Reads(TorchDispatchMode):
     """read: what operators have first used of a model while this was entered; "" if nothing."""
 
-    def __init__(self, of_model: Mapping[int, str], made: set[int], given: Any) -> None:
+    def __init__(self, of_model: Mapping[int, str], made: Container[int], given: Any) -> None:
         super().__init__()
         self.of_model, self.made = of_model, made
         self.own = set(_storages(given))
