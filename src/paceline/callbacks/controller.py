@@ -25,7 +25,7 @@ from paceline.errors import CallbackError, UsageError
 from paceline.launch.failure import traced
 from paceline.launch.messages import RanksGone
 from paceline.runtime.control import Requests
-from paceline.runtime.folder import LOGGED, METRICS
+from paceline.runtime.folder import CHECKPOINTS, LOGGED, METRICS
 
 if TYPE_CHECKING:
     import torch
@@ -218,7 +218,10 @@ class RunController:
         return states
 
     def failure(self) -> CallbackError:
-        return CallbackError(self._failure)
+        steps = [int(path.name[5:]) for path in (self.run.folder / CHECKPOINTS).glob("step-*")
+                 if path.name[5:].isdigit()]
+        return CallbackError(self._failure, hint="a checkpoint is saved: the same command with --run "
+                             f"{self.run.folder} --resume goes on after step {max(steps)}" if steps else None)
 
     def raise_failure(self) -> None:
         """

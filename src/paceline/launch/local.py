@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
 
 from paceline.cluster import Device
@@ -55,6 +56,10 @@ class Listener(Protocol):
         """
 
 
+class _ListenerAbandoned(BaseException):
+    """A second signal came while the listener ran, which nobody waits for any longer."""
+
+
 @dataclass(frozen=True)
 class _Launch:
     """What ranks are started with.
@@ -85,6 +90,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
 
     Results travel as JSON. The ranks are forks, so the body may be any closure; nothing is pickled. Ctrl-C and
     SIGTERM are passed on to the ranks, which stop after their step; a second one, or a parent that dies, kills them.
+    A second one also ends what the listener does.
 
     Args:
         run_dir: Where each rank's log goes; without it only rank 0 is heard.
@@ -106,8 +112,8 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         launch = _Launch(body, devices, HeartbeatTable(len(devices)), Path(rendezvous), run_dir, timeout_s,
                          fault_policy, restarts, (0,) * len(devices), listener)
         with (closing(Supervisor(partial(_be_rank, launch))) as processes,
-              _forwarded_signals(processes) as interrupted):
-            ranks = _Ranks(launch, processes, interrupted)
+              _forwarded_signals(processes, listens := Event()) as interrupted):
+            ranks = _Ranks(launch, processes, interrupted, listens)
             try:
                 ranks.start_all()
                 with run_beside(idle, launch.board):
@@ -152,13 +158,19 @@ def _be_rank(launch: _Launch, rank: int, line: Line) -> None:
 
 
 @contextmanager
-def _forwarded_signals(processes: Supervisor) -> Iterator[list[int]]:
-    """While the ranks run, SIGINT and SIGTERM ask them to stop; a second one kills them."""
+def _forwarded_signals(processes: Supervisor, listens: Event) -> Iterator[list[int]]:
+    """While the ranks run, SIGINT and SIGTERM ask them to stop; a second one kills them, and ends the listener.
+
+    listens: set while the listener runs.
+    """
     received: list[int] = []
 
     def forward(number: int) -> None:
         received.append(number)
         processes.signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+        if len(received) > 1 and listens.is_set():
+            listens.clear()
+            raise _ListenerAbandoned
 
     with signals.handled(signals.STOPPING, forward):
         yield received
@@ -167,11 +179,11 @@ def _forwarded_signals(processes: Supervisor) -> Iterator[list[int]]:
 class _Ranks:
     """The ranks of a launch, from their start to their end.
 
-    interrupted: signals that asked to stop; they grow while the ranks run.
+    interrupted: signals that asked to stop; they grow while the ranks run. listens: set while the listener runs.
     """
 
-    def __init__(self, launch: _Launch, processes: Supervisor, interrupted: Sequence[int]) -> None:
-        self.launch, self.processes, self.interrupted = launch, processes, interrupted
+    def __init__(self, launch: _Launch, processes: Supervisor, interrupted: Sequence[int], listens: Event) -> None:
+        self.launch, self.processes, self.interrupted, self.listens = launch, processes, interrupted, listens
         self.of = [_Rank() for _ in launch.devices]
 
     def start_all(self) -> None:
@@ -271,15 +283,17 @@ class _Ranks:
 
     def _listen(self, number: int, message: Message) -> None:
         """Let the listener hear what a rank says, and pass on what it answers."""
-        listener = self.launch.listener
+        listener, is_report = self.launch.listener, message.kind == "report"
         assert listener is not None
-        if message.kind == "report":
-            if (order := listener.told()) is not None:
-                self.processes.tell(number, Message(0, "order", number, order))
-            return
-        with suppress(RanksGone):  # the rank's end is what follows
-            answer = listener.asked(message.value, partial(self._exchange, number))
-            self.processes.tell(number, Message(0, "answer", number, answer))
+        with suppress(RanksGone, _ListenerAbandoned):  # the rank's end is what follows
+            self.listens.set()
+            try:
+                word = (listener.told() if is_report else
+                        listener.asked(message.value, partial(self._exchange, number)))
+            finally:
+                self.listens.clear()
+            if word is not None:
+                self.processes.tell(number, Message(0, "order" if is_report else "answer", number, word))
 
     def _exchange(self, number: int, order: dict[str, Any]) -> Any:
         """Have a rank that waits do something, and wait until it has.

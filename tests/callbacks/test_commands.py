@@ -1,0 +1,77 @@
+"""Callbacks of a run that a command or a launcher starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from callback_jobs import JOB
+
+import paceline as pl
+from paceline.jobfile import JobFile
+
+pytestmark = pytest.mark.timeout(180)
+BIN = Path(sys.executable).parent
+
+
+def command(tmp_path: Path, *, run: str, launcher: tuple[str, ...] = ()) -> list[str]:
+    (tmp_path / "net.py").write_text(JOB)
+    return [*launcher, sys.executable, "-m", "paceline", "train", str(tmp_path / "net.py"), "--plan", "data=2",
+            "--run", str(tmp_path / run)]
+
+
+def environment(planted: str = "") -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PLANTED": planted}
+
+
+def test_under_torchrun_they_run_on_the_first_rank_alone(tmp_path: Path):
+    """They hear the same as of one device, once, and the run stops after the same step."""
+    launched = subprocess.run(
+        command(tmp_path, run="run", launcher=(str(BIN / "torchrun"), "--nproc-per-node", "2", "--no-python", "--")),
+        env=environment(), capture_output=True, text=True, timeout=150)
+    assert launched.returncode == 0, launched.stderr
+    alone = pl.train(JobFile.parse(str(tmp_path / "net.py"), {}), "single", run=tmp_path / "alone", check=False)
+    assert alone["steps"] < 60
+    diary = (tmp_path / "run" / "diary.txt").read_text()
+    assert diary == (tmp_path / "alone" / "diary.txt").read_text()
+    assert diary.splitlines()[-1] == f"end {alone['steps']} True"
+
+
+def test_a_callback_that_fails_ends_the_command_with_its_lines(tmp_path: Path):
+    """Exit code 1, the user's traceback without ours, and a checkpoint to go on from."""
+    failed = subprocess.run(command(tmp_path, run="run"), env=environment("error"), capture_output=True, text=True,
+                            timeout=120)
+    assert failed.returncode == 1, failed.stderr
+    assert 'net.py", line' in failed.stderr and "ZeroDivisionError: planted" in failed.stderr
+    assert "Diary failed in on_step after step 7" in failed.stderr and "bug in paceline" not in failed.stderr
+    assert "a checkpoint is saved" in failed.stderr and "controller.py" not in failed.stderr
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*/COMMIT"))
+
+
+def test_a_second_interrupt_ends_a_run_whose_callback_hangs(tmp_path: Path):
+    """And leaves no process."""
+    diary = tmp_path / "run" / "diary.txt"
+    started = subprocess.Popen(command(tmp_path, run="run"), env=environment("hangs"), start_new_session=True,
+                               stderr=subprocess.PIPE, text=True)
+    try:
+        until_s = time.monotonic() + 90
+        while not (diary.exists() and "hangs" in diary.read_text()):
+            assert started.poll() is None and time.monotonic() < until_s
+            time.sleep(0.05)
+        ours = psutil.Process(started.pid).children(recursive=True)
+        for _ in range(2):
+            os.killpg(started.pid, signal.SIGINT)
+            time.sleep(1)
+        started.wait(20)
+        assert started.returncode not in (0, None)
+        assert not psutil.wait_procs(ours, timeout=10)[1]
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+        print(started.communicate()[1])
