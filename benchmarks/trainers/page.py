@@ -47,8 +47,8 @@ LIMITS = """## Limits
 
 This page leaves out:
 
-- Steps with two optimizers, such as a GAN's. Paceline can't express them, because a `Job` has one loss and one
-  optimizer. All other trainers here can.
+- Steps with several models or optimizers, such as a GAN's. All trainers here can express them; in Paceline they are
+  [a step of one's own](own-step.md). None was compared here.
 - Networks, GPUs, mixed precision, sharded weights, and clipping, in which trainers differ too.
 - Speed: see [results](results.md#throughput-compared-with-other-trainers).
 

@@ -282,7 +282,7 @@ def _problems(job: Job) -> Iterator[str]:
             yield f"drop_last leaves nothing: data has {job.num_samples} samples and batch is {job.batch}"
     if job.sampler is not None:
         yield from _sampler_problems(job)
-    if job.init is not None:
+    if job.init is not None and not job.models:
         yield from Weights.of(job.init).problems()
     for name, value in optional.items():
         if _length(value) == 0:

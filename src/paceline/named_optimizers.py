@@ -71,10 +71,9 @@ class NamedOptimizers(torch.optim.Optimizer):
         """The schedule of each optimizer that has one."""
         made = {name: make(self.members[name]) for name, make in makes.items() if make is not None}
         for name, schedule in made.items():
-            if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(schedule, "step"):
-                raise JobError(f"the lr_schedule of the optimizer '{name}' is a {type(schedule).__name__}, and one of "
-                               "several optimizers takes a schedule of its updates",
-                               hint="such as CosineAnnealingLR or LambdaLR")
+            if not hasattr(schedule, "step"):
+                raise JobError(f"the lr_schedule of the optimizer '{name}' returned {type(schedule).__name__} and not "
+                               "a learning-rate scheduler")
         return NamedSchedules(made)
 
 
@@ -84,9 +83,9 @@ class NamedSchedules:
     def __init__(self, schedules: Mapping[str, Any]) -> None:
         self.schedules = dict(schedules)
 
-    def step(self) -> None:
-        for schedule in self.schedules.values():
-            schedule.step()
+    def of(self, optimizer: str) -> Any:
+        """That of one optimizer; None if it has none."""
+        return self.schedules.get(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: schedule.state_dict() for name, schedule in self.schedules.items()}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import nearest
+from paceline.pretrained import Weights
 
 if TYPE_CHECKING:
     from paceline.job import Job
@@ -115,6 +116,14 @@ def default_validate(job: Job) -> Callable[[Any, Any], Any]:
     return lambda ctx, batch: job.criterion(ctx.run(next(iter(job.models)), batch), batch.target)
 
 
+def init_of(job: Job, name: str) -> Weights | None:
+    """What a model or a follower begins with in place of the seed's weights: its own, or those of what it follows."""
+    given, follower = job.init or {}, job.followers.get(name)
+    if name not in given and follower is not None and isinstance(follower.source, str):
+        name = follower.source
+    return Weights.of(given[name]) if name in given else None
+
+
 def spec(optimizer: Any) -> Optimizer:
     """A job's named optimizer, as a value also where a function was given."""
     return optimizer if isinstance(optimizer, Optimizer) else Optimizer(optimizer)
@@ -196,16 +205,27 @@ def _field_problems(job: Job) -> Iterator[str]:
         yield "clip belongs to an optimizer here: pl.Optimizer(build, clip=...)"
     if job.step is None and (job.loss is None or len(job.models) > 1):
         yield "several models need step=, and one needs step= or loss="
-    if job.freeze:
-        yield "freeze is for one model; of several, pl.Optimizer(parameters=...) and requires_grad say what is trained"
-    if job.init is not None:
-        yield "init is for one model; load weights in the functions of models=, or resume a run"
+    yield from _init_problems(job)
     if job.metrics:
         yield "metrics are for one model; validate= returns a mapping with \"loss\" and metrics"
     if job.validation is not None and job.validate is None and job.loss is None:
         yield "validation data needs validate=: validate(ctx, batch) returns what is measured of a batch"
     if job.precision in ("fp16", "fp8"):
         yield f"precision {job.precision!r} is for jobs with one loss and one optimizer; take \"bf16\" or \"float32\""
+
+
+def _init_problems(job: Job) -> Iterator[str]:
+    if job.init is None:
+        return
+    if not isinstance(job.init, Mapping):
+        yield ("init gives weights by the names of models: init={\"generator\": \"generator.safetensors\"}, got "
+               f"{type(job.init).__name__}")
+        return
+    names = [*job.models, *job.followers]
+    for name, given in job.init.items():
+        if name not in names:
+            yield f"init has weights for {name!r}: {nearest(str(name), names)}"
+        yield from (f"{name}: {problem}" for problem in Weights.of(given).problems())
 
 
 def _name_problems(job: Job) -> Iterator[str]:

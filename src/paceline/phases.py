@@ -132,6 +132,11 @@ def patterns(freeze: Any) -> Phases[tuple[str, ...]]:
                   tuple((value,) if isinstance(value, str) else tuple(value) for value in phases.values))
 
 
+def matching_one(pattern: str, names: Iterable[str]) -> set[str]:
+    """Names that one pattern stands for."""
+    return {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+
+
 def matching(wanted: Iterable[str], names: Sequence[str]) -> set[str]:
     """Names that a pattern stands for: itself, all below it, or those that it matches with its wildcards.
 
@@ -143,7 +148,7 @@ def matching(wanted: Iterable[str], names: Sequence[str]) -> set[str]:
     """
     found: set[str] = set()
     for pattern in wanted:
-        some = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+        some = matching_one(pattern, names)
         if not some:
             raise JobError(f"freeze='{pattern}' matches no parameter", hint=nearest(pattern, names))
         found |= some

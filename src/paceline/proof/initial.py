@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.job import Job
+from paceline.own_step import init_of
 from paceline.pretrained import Weights
 from paceline.runtime.checkpoint.pieces import Region
 from paceline.runtime.initial import matched, source_of
@@ -21,9 +22,15 @@ def load_plainly(job: Job, model: torch.nn.Module) -> None:
     Raises:
         JobError: there are none, or their names or shapes are not the model's.
     """
-    if job.init is None:
-        return
-    init = Weights.of(job.init)
+    if job.models:
+        for name in (*job.models, *job.followers):
+            if (init := init_of(job, name)) is not None:
+                _load(init, model.get_submodule(name))
+    elif job.init is not None:
+        _load(Weights.of(job.init), model)
+
+
+def _load(init: Weights, model: torch.nn.Module) -> None:
     state = _state_of(init)
     matched(init, {name: tuple(tensor.shape) for name, tensor in state.items()}, model)  # refuses in words
     model.load_state_dict({renamed: tensor for name, tensor in state.items()

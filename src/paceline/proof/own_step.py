@@ -101,7 +101,7 @@ class PlainStep:
                 else:
                     scaled = value * (piece.samples / self.samples)
                     total, count = total + value.item() * piece.samples, count + piece.samples
-                if scaled.requires_grad:  # a piece in which nothing counts may have no graph
+                if scaled.requires_grad and trained:  # a piece in which nothing counts may have no graph
                     scaled.backward(inputs=trained)
         for p, gradient in zip(trained, earlier, strict=True):
             if p.grad is not None and is_sum:
@@ -125,8 +125,9 @@ class PlainStep:
                 torch.nn.utils.clip_grad_norm_(parameters, greatest)
             with self.around_updates():
                 member.step()
-            if self.schedules is not None and optimizer in self.schedules.schedules:
-                self.schedules.schedules[optimizer].step()
+            schedule = self.schedules.schedules.get(optimizer) if self.schedules is not None else None
+            if schedule is not None and not hasattr(schedule, "num_bad_epochs"):  # evaluations step those
+                schedule.step()
             for p in parameters:
                 p.grad = None
 

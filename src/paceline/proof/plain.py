@@ -131,6 +131,7 @@ class PlainRun:
 
     def _own_step(self, batch: MicroBatch) -> StepRecord:
         """The step that the job brings. Its draws belong to places in the batch, so samples keep theirs."""
+        self._freeze()
         replicas = ([cut_batch(batch, self.variation.cuts)] if self.variation.cuts > 1
                     else as_planned(batch, self.shares, self.microbatches))
 
@@ -146,6 +147,13 @@ class PlainRun:
         self.num_steps += 1
         return self._record(step.loss, step.gradients)
 
+    def _freeze(self) -> None:
+        """What is frozen in the step that is next."""
+        if len(set(self.frozen.values)) > 1:
+            frozen = self.frozen.at(self.num_steps, next(self.epochs))
+            for name, p in self.named:
+                p.requires_grad_(name not in frozen)
+
     def gradients(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Of a batch, before clipping; of a step of the job's own, summed over its updates."""
         if self.job.models:
@@ -155,10 +163,7 @@ class PlainRun:
 
     def backward(self, batch: MicroBatch) -> float:
         """Leave the gradients of a batch in the model, and return its loss."""
-        if len(set(self.frozen.values)) > 1:
-            frozen = self.frozen.at(self.num_steps, next(self.epochs))
-            for name, p in self.named:
-                p.requires_grad_(name not in frozen)
+        self._freeze()
         if self.variation.permuted:
             batch = permuted(batch, self.draws)
         self.replicas = ([cut_batch(batch, self.variation.cuts)] if self.variation.cuts > 1

@@ -8,7 +8,7 @@ import torch
 
 from paceline.errors import JobError, PlanRefused
 from paceline.job import Job
-from paceline.phases import Phases, matching, patterns
+from paceline.phases import Phases, matching, matching_one, patterns
 from paceline.strategies.state_tensors import StateTensor
 
 
@@ -31,9 +31,18 @@ def frozen_names(job: Job, model: torch.nn.Module) -> Phases[frozenset[str]]:
     return Phases(phases.unit, phases.starts, frozen)
 
 
-def freeze_throughout(job: Job, model: torch.nn.Module) -> None:
-    """Parameters that are frozen in every phase need no gradient at all."""
-    frozen = frozenset.intersection(*frozen_names(job, model).values)
+def freeze_throughout(job: Job, model: torch.nn.Module, prefix: str = "") -> None:
+    """Parameters that are frozen in every phase need no gradient at all.
+
+    prefix: of the model's names among those of the job's models, if it has several.
+    """
+    first = {id(p): name for name, p in model.named_parameters()}
+    names = {prefix + name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    if not prefix:
+        frozen_names(job, model)  # refuses patterns that stand for nothing
+    frozen = frozenset.intersection(*(
+        frozenset(names[name] for pattern in wanted for name in matching_one(pattern, names))
+        for wanted in patterns(job.freeze).values))
     for name, p in model.named_parameters():
         if name in frozen:
             p.requires_grad_(False)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 
 from paceline.errors import CheckpointError, JobError
-from paceline.job import Job
 from paceline.launch.logs import logger
 from paceline.pretrained import Weights
 from paceline.runtime.checkpoint.dtypes import COMPLEX, DTYPES
@@ -193,9 +192,9 @@ def _other_names(missing: list[str], unknown: list[str]) -> JobError:
     return JobError("init: " + ("; ".join(_in_words(missing, unknown)) or "it has no weights"), hint=hint)
 
 
-def load_initial(job: Job, model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter],
+def load_initial(init: Weights, model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter],
                  extents: Mapping[str, Extent] = MappingProxyType({})) -> None:
-    """Put the job's initial weights, if it has some, in the place of the seed's, in the model's own dtypes.
+    """Put initial weights in the place of the seed's, in the model's own dtypes.
 
     Each rank reads the parts of parameters that it holds, at most `MOST_BYTES` at a time, and all buffers.
 
@@ -206,9 +205,6 @@ def load_initial(job: Job, model: torch.nn.Module, held: Mapping[str, torch.nn.P
     Raises:
         JobError: there are none, or their names or shapes are not the model's.
     """
-    if job.init is None:
-        return
-    init = Weights.of(job.init)
     source = source_of(init)
     chosen = matched(init, source.shapes, model)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import Subset
 
 from paceline.cluster import Device
 from paceline.errors import CallbackError, JobError, Preempted
@@ -30,7 +31,7 @@ from paceline.runtime.evaluate import evaluate, evaluate_step
 from paceline.runtime.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
 from paceline.runtime.folder import CHECKPOINTS, SPLIT
 from paceline.runtime.memory import PeakMemory
-from paceline.runtime.optimizers.schedule import check_monitored, monitored_by, waits_for_metric
+from paceline.runtime.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.runtime.order import Order, Window
 from paceline.runtime.prefetch import Prefetch
 from paceline.runtime.shares import refuse_single_samples
@@ -214,7 +215,8 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     refuse_single_samples(job, plan, settings.shares, context.device)
     stepper = Stepper(job, plan, mesh, context.device, devices=settings.devices, shares=settings.shares)
     if not settings.is_trial:
-        check_monitored(stepper.schedule, job)
+        check_monitored(stepper.schedule, job, partial(_measured, context, job, plan, settings, mesh, stepper)
+                        if job.models else None)
     drift.check_replicas(drift.replicated(stepper), mesh=mesh, step=0)
     run_dir = settings.run_dir
     writer = metrics = None
@@ -226,6 +228,14 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
                Display(shown=context.rank == 0 and settings.observer is None), writer, metrics)
     _tell(run)
     return run
+
+
+def _measured(context: RankContext, job: Job, plan: Plan, settings: Settings, mesh: Mesh,
+              stepper: Stepper) -> Iterator[str]:
+    """Names of what the job's `validate` gives of a few samples. Collective."""
+    few = Subset(job.validation, range(min(len(job.validation), plan.replicas)))
+    return iter(evaluate_step(stepper.model, stepper.parts, job, few, part=part_of(plan, mesh, settings.shares),
+                              mesh=mesh, device=context.device))
 
 
 def _tell(run: _Run) -> None:
@@ -516,9 +526,9 @@ def _evaluate(run: _Run) -> None:
                    if run.job.models else
                    evaluate(stepper.model, stepper.layout, run.job, run.job.validation, **options))
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}
-    if waits_for_metric(stepper.schedule) and not run.settings.is_trial and run.speed.steps and (
-            run.scheduled_step != run.step and Order.of(run.job).ends_epoch(run.step)):
-        stepper.schedule.step(run.evaluated[monitored_by(run.job)])
+    if stepper.schedule is not None and not run.settings.is_trial and run.speed.steps and (
+            run.scheduled_step != run.step and not is_stream(run.job.data) and Order.of(run.job).ends_epoch(run.step)):
+        step_by_metrics(stepper.schedule, run.job, run.evaluated)
         run.scheduled_step = run.step
     run.record(validation_loss=run.evaluated["validation_loss"], metrics=figures)
     run.display.say(f"step {run.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in run.evaluated.items()))

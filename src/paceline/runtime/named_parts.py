@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from paceline.cluster import Device
-from paceline.errors import PlanRefused
+from paceline.errors import JobError, PlanRefused
 from paceline.job import Job
 from paceline.named_models import NamedModels, build_one
 from paceline.named_optimizers import NamedOptimizers
-from paceline.own_step import spec
+from paceline.own_step import init_of, spec
 from paceline.plans import Plan
 from paceline.runtime.attributes import ChangingAttributes
 from paceline.runtime.feed import map_tensors
+from paceline.runtime.freezing import freeze_throughout
+from paceline.runtime.initial import load_initial
 from paceline.runtime.prepare import Prepared, prepare_job
 from paceline.runtime.recorded import Recorded, recorded
 from paceline.strategies.compose import Synchroniser
@@ -131,7 +133,14 @@ class _OnlyModel:
         self.job, self.name, self.is_follower = job, name, name in job.followers
 
     def __call__(self) -> nn.Module:
-        return build_one(self.name, self.job.models, self.job.followers, self.job.seed)
+        model = build_one(self.name, self.job.models, self.job.followers, self.job.seed)
+        could_be_trained = any(p.requires_grad for p in model.parameters())
+        freeze_throughout(self.job, model, prefix=f"{self.name}.")
+        if could_be_trained and not any(p.requires_grad for p in model.parameters()):
+            raise JobError(f"freeze leaves nothing of '{self.name}' to train in the whole run",
+                           hint=f'a model that is not trained is a follower: followers={{"{self.name}": '
+                                "pl.frozen(build)}, without its optimizer")
+        return model
 
 
 class _Trial:
@@ -192,6 +201,23 @@ def prepare_models(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         [synchroniser for part in parts.values() for synchroniser in part.synchronisers],
         ChangingAttributes(models), any(prepared.forwards_may_write for prepared in each.values()))
     return together, parts
+
+
+def load_models(job: Job, models: nn.Module, parts: Mapping[str, ModelPart]) -> None:
+    """Put the weights that the job gives for some models in the place of the seed's, also in what follows them.
+
+    Raises:
+        JobError: there are none for a model, or their names or shapes are not its own.
+    """
+    for name, part in parts.items():
+        init = init_of(job, name)
+        if init is None:
+            continue
+        try:
+            load_initial(init, models.get_submodule(name), dict(part.layout.module.named_parameters()),
+                         part.layout.extents)
+        except JobError as error:
+            raise JobError(f"'{name}': {error.args[0]}", hint=error.hint) from error
 
 
 def _refuse_runs_in_losses(job: Job, plan: Plan, seen: Recorded) -> None:

@@ -21,6 +21,7 @@ from paceline.errors import JobError, TrainingError
 from paceline.job import Job
 from paceline.launch.logs import logger
 from paceline.plans import Plan
+from paceline.pretrained import Weights
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.clipping import clip, squared_norm
 from paceline.runtime.edits import Edits
@@ -29,7 +30,7 @@ from paceline.runtime.follow import follow, refuse_apart
 from paceline.runtime.freezing import Freezing
 from paceline.runtime.initial import load_initial
 from paceline.runtime.loss import Tally
-from paceline.runtime.named_parts import ModelPart, prepare_models
+from paceline.runtime.named_parts import ModelPart, load_models, prepare_models
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure
 from paceline.runtime.optimizers.closure import Closure, step_gathered
 from paceline.runtime.optimizers.schedule import build_schedule, step_schedule
@@ -160,10 +161,13 @@ class Stepper:
         """The job's initial weights, before the optimizer or anything else has seen those of the seed."""
         if self.job.init is None:
             return
-        module = self.layout.module
-        elsewhere = held_elsewhere(plan, module)
-        load_initial(self.job, self.model, {name: p for name, p in module.named_parameters() if p not in elsewhere},
-                     self.layout.extents)
+        if self.parts:
+            load_models(self.job, self.model, self.parts)
+        else:
+            module = self.layout.module
+            elsewhere = held_elsewhere(plan, module)
+            load_initial(Weights.of(self.job.init), self.model,
+                         {name: p for name, p in module.named_parameters() if p not in elsewhere}, self.layout.extents)
         for synchroniser in self.synchronisers:
             synchroniser.restore(NOTHING_SAVED)
 

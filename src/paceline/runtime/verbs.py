@@ -13,6 +13,7 @@ from paceline.own_step import ModelNames
 from paceline.runtime.clipping import clip, squared_norm
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.named_parts import ModelPart
+from paceline.runtime.optimizers.schedule import step_schedule
 from paceline.runtime.prepare import autocast
 from paceline.runtime.refusals import check_loss
 from paceline.runtime.step_batch import StepBatch, joined
@@ -48,6 +49,8 @@ class Verbs:
         self.loss, self.losses = 0.0, list[tuple[str, float]]()
         self.users: dict[str, float] = dict.fromkeys(stepper.trainable, 0.0)
         self.waiting: set[str] = set()  # parameters with gradients that no update has used
+        self.frozen = stepper.freezing.at(step, window.epoch)
+        self.let_go: set[str] = set()  # frozen parameters whose gradients no update has passed over
         self.keeps_gradients, self.gradients = keeps_gradients, dict[str, torch.Tensor]()
 
     def take(self) -> None:
@@ -170,8 +173,8 @@ class Verbs:
         for name, number in zip(trainable, users, strict=True):
             self.users[name] += number
             if number:
-                self.waiting.add(name)
-            elif name in held:
+                (self.let_go if name in self.frozen else self.waiting).add(name)
+            if name in held and (not number or name in self.frozen):
                 held[name].grad = None
         if summed:
             stepper.scale_gradients(1.0 / count, held)
@@ -186,7 +189,7 @@ class Verbs:
         if optimizer not in optimizers.members:
             raise TrainingError(f"no optimizer '{optimizer}': {nearest(optimizer, optimizers.members)}")
         names = optimizers.names[optimizer]
-        if not self.waiting.intersection(names):
+        if not (self.waiting | self.let_go).intersection(names):
             raise TrainingError(f"ctx.update('{optimizer}') finds no gradient of what it updates",
                                 hint="ctx.backward(...) of its model before")
         with self.draws.paused():
@@ -198,8 +201,8 @@ class Verbs:
             clip(greatest, here, squares, float(squares), 1.0)
             self.beat("optimizer")
             stepper.update(optimizers.members[optimizer])
-            if stepper.schedule is not None and optimizer in stepper.schedule.schedules:
-                stepper.schedule.schedules[optimizer].step()
+            if stepper.schedule is not None:
+                step_schedule(stepper.schedule.of(optimizer))
             for p in here.values():
                 p.grad = None
             for part in stepper.parts.values():  # what was gathered for a forward is of the weights before
@@ -208,6 +211,7 @@ class Verbs:
             if stepper.merges_edits:
                 stepper.edits.updated()
         self.waiting.difference_update(names)
+        self.let_go.difference_update(names)
 
     def _keep(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         for name, p in parameters.items():

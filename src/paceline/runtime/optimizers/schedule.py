@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from paceline.errors import JobError, nearest
 from paceline.job import Job
+from paceline.named_optimizers import NamedSchedules
+from paceline.own_step import spec
 from paceline.phases import VALIDATION_LOSS, Monitored
 
 
@@ -16,14 +19,9 @@ def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> Any:
     if job.lr_schedule is None:
         return None
     schedule = job.lr_schedule(optimizer)
-    if not hasattr(schedule, "step"):
+    if not hasattr(schedule, "step") and not isinstance(schedule, NamedSchedules):
         raise JobError(f"lr_schedule returned {type(schedule).__name__} and not a learning-rate scheduler")
     return schedule
-
-
-def monitored_by(job: Job) -> str:
-    """The figure that a schedule which waits for one is given."""
-    return job.lr_schedule.metric if isinstance(job.lr_schedule, Monitored) else VALIDATION_LOSS
 
 
 def waits_for_metric(schedule: Any) -> bool:
@@ -37,21 +35,53 @@ def step_schedule(schedule: Any) -> None:
         schedule.step()
 
 
-def check_monitored(schedule: Any, job: Job) -> None:
+def step_by_metrics(schedule: Any, job: Job, figures: Mapping[str, float]) -> None:
+    """An evaluation ended an epoch: step what waits for one of its figures.
+
+    Raises:
+        JobError: it did not give the figure.
     """
+    for waiting, metric in _waiting(schedule, job):
+        if metric not in figures:
+            raise _no_such_metric(metric, figures)
+        waiting.step(figures[metric])
+
+
+def check_monitored(schedule: Any, job: Job, measured: Callable[[], Iterable[str]] | None = None) -> None:
+    """
+    Args:
+        measured: Names of what an evaluation gives beside the loss; the job's metrics if it is left out.
+
     Raises:
         JobError: a schedule waits for a figure that no evaluation gives, or would be given one that it ignores.
     """
-    metric = monitored_by(job)
-    if not waits_for_metric(schedule):
-        if isinstance(job.lr_schedule, Monitored):
-            raise JobError(f"lr_schedule monitors '{metric}', and a {type(schedule).__name__} takes no metric",
+    for one, build in _each(schedule, job):
+        if isinstance(build, Monitored) and not waits_for_metric(one):
+            raise JobError(f"lr_schedule monitors '{build.metric}', and a {type(one).__name__} takes no metric",
                            hint="pl.monitored is for ReduceLROnPlateau; give the function itself")
-        return
-    if job.validation is None or job.num_samples is None:
+    waiting = _waiting(schedule, job)
+    if waiting and (job.validation is None or job.num_samples is None):
         raise JobError("ReduceLROnPlateau waits for a figure of each epoch's evaluation, and "
                        + ("there is no validation data" if job.validation is None else "a stream has no known epochs"),
                        hint="validation=..., or a schedule of steps, such as CosineAnnealingLR")
-    known = [VALIDATION_LOSS, *job.metrics]
-    if metric not in known:
-        raise JobError(f"lr_schedule monitors '{metric}': {nearest(metric, known)}")
+    for metric in {metric for _, metric in waiting} - {VALIDATION_LOSS}:
+        known = [VALIDATION_LOSS, *(job.metrics if measured is None else measured())]
+        if metric not in known:
+            raise _no_such_metric(metric, known)
+
+
+def _each(schedule: Any, job: Job) -> list[tuple[Any, Any]]:
+    """A job's schedules, each with the function that builds it."""
+    if isinstance(schedule, NamedSchedules):
+        return [(one, spec(job.optimizers[name]).lr_schedule) for name, one in schedule.schedules.items()]
+    return [(schedule, job.lr_schedule)]
+
+
+def _waiting(schedule: Any, job: Job) -> list[tuple[Any, str]]:
+    """Schedules that are stepped by evaluations, each with the name of its figure."""
+    return [(one, build.metric if isinstance(build, Monitored) else VALIDATION_LOSS)
+            for one, build in _each(schedule, job) if waits_for_metric(one)]
+
+
+def _no_such_metric(metric: str, known: Iterable[str]) -> JobError:
+    return JobError(f"lr_schedule monitors '{metric}': {nearest(metric, list(known))}")

@@ -21,7 +21,7 @@ from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
 from paceline.runtime.folder import CHECKPOINTS, EVENTS, METRICS
 from paceline.runtime.loop import Speed, cut_metrics, learning_rate, predicted_step_s
-from paceline.runtime.optimizers.schedule import monitored_by, waits_for_metric
+from paceline.runtime.optimizers.schedule import waits_for_metric
 from paceline.runtime.refusals import check_loss, check_used
 from paceline.strategies.server.clock import LEASES, Clock
 from paceline.strategies.server.exchange.serve import listen_to
@@ -591,7 +591,7 @@ class Coordinator(Server):
         self.evaluated = {"validation_loss": figures.pop("loss"), **figures}
         if waits_for_metric(self.shelf.schedule) and self.order.ends_epoch(self.step) and not (
                 self.settings.is_trial or self.step == self.first_step):
-            self._order({"metric": self.evaluated[monitored_by(self.job)]})
+            self._order({"metrics": self.evaluated})
         self._note(step=self.step, validation_loss=self.evaluated["validation_loss"], metrics=figures)
         self.display.say(f"step {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in self.evaluated.items()))
         if self.settings.on_evaluation is not None:

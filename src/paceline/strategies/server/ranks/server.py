@@ -16,7 +16,7 @@ from paceline.runtime import state
 from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.checkpoint.write import Writer
 from paceline.runtime.memory import PeakMemory
-from paceline.runtime.optimizers.schedule import check_monitored
+from paceline.runtime.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.runtime.order import Order
 from paceline.strategies.server.exchange.serve import Acceptor, ShardEvents, ShardService, ShardTerms, listen_to
 from paceline.strategies.server.exchange.wire import Connection, Peer, Role, WireError, connect, listen
@@ -103,8 +103,8 @@ class Server:
             self.exchange.drop(order["drop"])
         elif "gone" in order:
             self.exchange.dismiss(order["gone"], order["incarnation"], keeps=order["keeps"])
-        elif "metric" in order:
-            self.shelf.schedule.step(order["metric"])
+        elif "metrics" in order:
+            step_by_metrics(self.shelf.schedule, self.job, order["metrics"])
         elif "save" in order:
             self.save(order["save"], last=order["last"])
         elif "export" in order:

@@ -10,6 +10,7 @@ import torch
 
 from paceline.job import Job
 from paceline.plans import Plan
+from paceline.pretrained import Weights
 from paceline.runtime.freezing import Freezing
 from paceline.runtime.initial import load_initial
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure, refuse_coupled
@@ -81,7 +82,8 @@ class ServerState:
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} if server == 0 else {}
         self.held = {**self.parameters, **frozen}
         self.freezing = Freezing(job, model)
-        load_initial(job, model, self.held, extents)
+        if job.init is not None:
+            load_initial(Weights.of(job.init), model, self.held, extents)
         self.layout = Owned(frozenset(self.held), frozenset(persistent_buffers(model) if server == 0 else ()), extents)
         built = build_optimizer(job, self.trainable, self.parameters)
         self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
