@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -79,7 +79,7 @@ class Job:
     """
 
     model: Callable[[], Any] = None  # type: ignore[assignment]
-    data: Any
+    data: Any = field(repr=False)
     optimizer: Callable[[Any], Any] = None  # type: ignore[assignment]
     batch: int = None  # type: ignore[assignment]  # left out where the data says it
     models: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Job:
     validate: Callable[[Any, Any], Any] | None = None
     loss: Callable[[Any, Any], Any] | None = None
     sampler: Any = None
-    weights: Any = None
+    weights: Any = field(default=None, repr=False)
     collate: Callable[[list[Any]], Any] | None = None
     validation_collate: Callable[[list[Any]], Any] | None = None
     epochs: int | None = None
@@ -97,8 +97,8 @@ class Job:
     precision: Precision = "float32"
     lr_schedule: Callable[[Any], Any] | None = None
     clip: float | None = None
-    validation: Any = None
-    test: Any = None
+    validation: Any = field(default=None, repr=False)
+    test: Any = field(default=None, repr=False)
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     init: Any = None
     freeze: Any = ()
@@ -169,6 +169,10 @@ class Job:
         if (windows := self.windows) is not None:
             return windows.first_step(self.epochs)
         return None if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
+
+    def with_training_only(self) -> Job:
+        """The job without what is evaluated and without callbacks, which may look at that."""
+        return replace(self, validation=None, validate=None, metrics={}, callbacks=())
 
     @property
     def windows(self) -> PhasedWindows | None:

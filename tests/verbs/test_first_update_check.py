@@ -70,6 +70,15 @@ def test_a_plan_that_is_exact_trains(plan: str, tmp_path: Path) -> None:
         tmp_path / "unchecked" / "model.safetensors").read_bytes()
 
 
+def test_what_looks_at_evaluations_is_left_out(tmp_path: Path) -> None:
+    """The check evaluates nothing, and callbacks that look at a metric are no reason to refuse the run."""
+    watched = make_job(validation=make_job().data, metrics={"mean": lambda output, target: output.mean()},
+                       callbacks=[paceline.EarlyStopping("mean"), paceline.KeepBest("validation_loss")])
+    result = paceline.train(watched, "data=2", run=tmp_path / "run")
+    assert result["check"]["verdict"] == "passed" and result.best.monitor == "validation_loss"
+    assert len(repr(result.best)) < 300 and len(repr(watched)) < 2000  # no data
+
+
 class Warming:
     """A loss that grows from call to call."""
 

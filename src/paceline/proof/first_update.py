@@ -58,7 +58,7 @@ def check_first_update(job: Job, asked: Resolved, *, timeout_s: float) -> FirstU
     from paceline.launch.aside import aside
 
     began_s = time.monotonic()
-    job = replace(job, steps=1, epochs=None, validation=None, metrics={}, callbacks=())
+    job = replace(job.with_training_only(), steps=1, epochs=None)
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as name:
         folder = Path(name)
         with aside(lambda: _write_references(job, asked, folder)) as has_ended:

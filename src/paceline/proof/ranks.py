@@ -158,8 +158,7 @@ def _save_single(context: Any, job: Job, precision: Precision, folder: Path, sav
     run_dir = folder / RUNS / "single"
     run_dir.mkdir(parents=True, exist_ok=True)
     with WithoutRandomness() as random:
-        exact = replace(in_precision(job, precision, random), steps=saved_step, validation=None, metrics={},
-                        callbacks=())
+        exact = replace(in_precision(job, precision, random).with_training_only(), steps=saved_step)
         train_rank(context, exact, Plan(), Settings(run_dir, (1,), save_every=saved_step, is_trial=True))
 
 
@@ -248,7 +247,7 @@ def _watch(context: Any, proof: Proof, asked: Resolved, folder: Path, precision:
         job = in_precision(proof.job, precision, random)
         evaluates = run_dir is not None and not resume and proof.figures[precision]["not_evaluated"] is None
         data = evaluation_data(job) if evaluates else None
-        job = replace(job, validation=data, metrics=job.metrics if data is not None else {}, callbacks=())
+        job = job.with_training_only() if data is None else replace(job, validation=data, callbacks=())
         train_rank(context, job, asked.plan, Settings(
             run_dir, asked.shares, is_trial=True, observer=recorder, resume=resume, keep=lambda: False,
             save_every=proof.saved_step if run_dir is not None and not resume and proof.saved_step else None,

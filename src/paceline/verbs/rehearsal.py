@@ -153,7 +153,7 @@ def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: 
     from paceline.runtime.loop import Settings
 
     began_s = time.monotonic()
-    short = replace(job, steps=num_steps, epochs=None, validation=None, metrics={}, callbacks=())
+    short = replace(job.with_training_only(), steps=num_steps, epochs=None)
     used = replace(cluster, devices=cluster.devices[:plan.world_size])
     settings = Settings(run_dir=None, is_trial=True, shares=split_shares(plan, used), devices=devices_of(plan, used))
 

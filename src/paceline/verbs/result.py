@@ -29,7 +29,7 @@ class TrainedModel:
     """
 
     run: Path
-    job: Job | None
+    job: Job | None = field(repr=False)
     step: int | None = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -138,7 +138,7 @@ class Result(Outcome):
     job: None where it is not known.
     """
 
-    job: Job | None = None
+    job: Job | None = field(default=None, repr=False)
 
     @property
     def run_dir(self) -> Path:
