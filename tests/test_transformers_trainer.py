@@ -165,9 +165,151 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path):
     assert json.loads((tmp_path / "run/checkpoint-8/trainer_state.json").read_text())["global_step"] == 8
 
 
+class _Asks(transformers.TrainerCallback):
+    """Asks for one thing after a step."""
+
+    def __init__(self, what: str, step: int) -> None:
+        self.what, self.step = what, step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            setattr(control, self.what, True)
+
+
+class _OwnLoss:
+    """A loss of logits, before a Trainer among the bases."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_plateau_and_a_compute_loss_go_on_under_another_plan(tmp_path: Path):
+    """Rates follow evaluations, the loss is a subclass's, and a run that stopped under shard=2 after its rate fell goes
+    on on one device."""
+    from paceline.transformers import PlannedTraining
+
+    ours = type("Ours", (PlannedTraining, _OwnLoss, transformers.Trainer), {})
+    theirs = type("Theirs", (_OwnLoss, transformers.Trainer), {})
+    arguments = {"lr_scheduler_type": "reduce_lr_on_plateau", "optim": "sgd", "num_train_epochs": 3,
+                 "gradient_accumulation_steps": 1,
+                 "warmup_steps": 0, "per_device_train_batch_size": 10, "load_best_model_at_end": False,
+                 "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 0.5}}
+    plain = _trainer(theirs, tmp_path / "plain", _model(), arguments=arguments)
+    plain.train()
+    stops = _Asks("should_training_stop", 8)
+    _trainer(ours, tmp_path / "run", _model(), arguments=arguments, plan="shard=2", callbacks=[stops]).train()
+    resumed = _trainer(ours, tmp_path / "run", _model(), arguments=arguments, plan="single")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-8"))
+
+    rates = [entry["learning_rate"] for entry in plain.state.log_history if "learning_rate" in entry]
+    assert len(set(rates)) > 1
+    assert resumed.lr_scheduler.get_last_lr() == plain.lr_scheduler.get_last_lr() != rates[-1:]
+    _equal_logs(resumed.state.log_history[:-1], plain.state.log_history[:-1])
+    _equal_weights(resumed.model, plain.model)
+
+
+def _translator(kind: Any, folder: Path, **options: Any) -> Any:
+    """Encoder and decoder, which generate what is evaluated."""
+    transformers.set_seed(0)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(
+        vocab_size=64, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0))
+    model.generation_config.max_new_tokens = 5
+    arguments = transformers.Seq2SeqTrainingArguments(
+        str(folder), predict_with_generate=True, per_device_train_batch_size=8, learning_rate=0.03, num_train_epochs=2,
+        logging_steps=1, report_to=[], use_cpu=True, eval_strategy="epoch", save_strategy="no", disable_tqdm=True)
+    return kind(model=model, args=arguments, train_dataset=_samples(21, 1), eval_dataset=_samples(11, 2),
+                data_collator=_collate, compute_metrics=_token_sum, **options)
+
+
+def _token_sum(made: Any) -> dict[str, float]:
+    return {"tokens": float(made.predictions.sum())}
+
+
+def test_what_is_generated_is_by_the_weights_of_the_moment(tmp_path: Path):
+    """Under data=2 each rank generates for its part; a plan under which no rank has the whole model is refused."""
+    from paceline.transformers import PlannedTraining
+
+    ours = type("Ours", (PlannedTraining, transformers.Seq2SeqTrainer), {})
+    plain = _translator(transformers.Seq2SeqTrainer, tmp_path / "plain")
+    plain.train()
+    planned = _translator(ours, tmp_path / "planned", plan="data=2")
+    planned.train()
+    _equal_logs(planned.state.log_history, plain.state.log_history)
+    assert len({entry["eval_tokens"] for entry in plain.state.log_history if "eval_tokens" in entry}) == 2
+    assert planned.state.total_flos > 0
+    with pytest.raises(UsageError, match="whole model"):
+        _translator(ours, tmp_path / "split", plan="shard=2").train()
+    with pytest.raises(UsageError, match="should_epoch_stop"):
+        _translator(ours, tmp_path / "epoch", plan="single", callbacks=[_Asks("should_epoch_stop", 1)]).train()
+
+
+def test_smoothed_labels_and_images_are_trained_as_on_one_device(tmp_path: Path):
+    """Mappings of images, classes as labels, label smoothing, a schedule that was given; operations are counted."""
+    from paceline.transformers import Trainer
+
+    drawn = torch.Generator().manual_seed(0)
+    data = [{"pixel_values": torch.randn(3, 8, 8, generator=drawn), "labels": place % 3} for place in range(30)]
+
+    def trainer(kind: Any, **options: Any) -> Any:
+        transformers.set_seed(0)
+        model = transformers.ViTForImageClassification(transformers.ViTConfig(
+            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4,
+            num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=8, num_train_epochs=2, logging_steps=1, use_cpu=True,
+            report_to=[], label_smoothing_factor=0.1, save_strategy="no", eval_strategy="epoch", disable_tqdm=True)
+        made = kind(model=model, args=arguments, train_dataset=data[:21], eval_dataset=data[21:],
+                    optimizers=(optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)),
+                    compute_metrics=lambda its: {"right": float((its.predictions.argmax(-1) == its.label_ids).mean())},
+                    **options)
+        made.train()
+        return made
+
+    plain, planned = trainer(transformers.Trainer), trainer(Trainer, plan="data=2")
+    _equal_logs(planned.state.log_history, plain.state.log_history)
+    _equal_weights(planned.model, plain.model)
+    assert planned.state.total_flos == plain.state.total_flos > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["data=2", "shard=2"])
+def test_supervised_fine_tuning_logs_the_same_losses(plan: str, tmp_path: Path):
+    """TRL's trainer on tokens; what it notes of each forward is left out."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    tokenizers = pytest.importorskip("tokenizers")
+    from paceline.transformers import SFTTrainer
+
+    vocabulary = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number + 2 for number in range(62)}}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>")),
+        pad_token="<pad>", eos_token="<eos>")
+
+    def trainer(kind: Any, **options: Any) -> Any:
+        data = datasets.Dataset.from_list([{"input_ids": sample["input_ids"]} for sample in _samples(37, 1)])
+        arguments = trl.SFTConfig(str(tmp_path), per_device_train_batch_size=8, num_train_epochs=2, logging_steps=1,
+                                  report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=32,
+                                  eval_strategy="epoch", save_strategy="no", disable_tqdm=True)
+        made = kind(model=_model(), args=arguments, train_dataset=data, eval_dataset=data.select(range(9)),
+                    processing_class=tokenizer, **options)
+        made.train()
+        return made
+
+    plain, planned = trainer(trl.SFTTrainer), trainer(SFTTrainer, plan=plan)
+    noted = ("entropy", "mean_token_accuracy", "num_tokens")
+    _equal_logs(planned.state.log_history, [{key: value for key, value in entry.items() if not key.endswith(noted)}
+                                            for entry in plain.state.log_history])
+    _equal_weights(planned.model, plain.model)
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"torch_compile": True}, "compiling belongs to the plan"),
-    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "known only after the step"),
+    ({"lr_scheduler_type": "greedy"}, "reduce_lr_on_plateau"),
     ({"auto_find_batch_size": True}, "accumulate=K"),
     ({"include_num_input_tokens_seen": "all"}, "not counted"),
     ({"train_sampling_strategy": "batch_rebalance"}, "group_by_length"),
@@ -190,6 +332,10 @@ def test_a_launcher_and_an_event_without_a_place_are_refused(tmp_path: Path, mon
 
     with pytest.raises(UsageError, match=r"Looks\.on_pre_optimizer_step"):
         _trainer(Trainer, tmp_path, _model(), callbacks=[Looks()])
+    trainer = _trainer(Trainer, tmp_path, _model())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="start it by `python`"):
+        trainer.train()
 
 
 def test_an_epoch_is_drawn_as_accelerate_draws_it(tmp_path: Path):

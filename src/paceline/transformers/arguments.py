@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.plans import Plan
+from paceline.transformers.rank import generates
 
 # Why an argument is refused where it is not what it is by default.
 _REFUSED = {
@@ -34,7 +36,7 @@ _WITHOUT_EFFECT = ("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_backend", 
                    "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
                    "logging_nan_inf_filter", "save_on_each_node", "log_on_each_node")
 _OPTIMIZERS = ("galore", "apollo", "lomo", "layerwise")  # they step in hooks of backward, or see the whole model
-_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+_SCHEDULES = ("greedy",)
 _EVENTS = ("on_pre_optimizer_step", "on_substep_end")
 _METHODS = {"training_step": "compute_loss", "get_batch_samples": "a data collator", "_run_epoch": "callbacks",
             "evaluation_loop": "compute_metrics", "_inner_training_loop": "callbacks"}
@@ -49,6 +51,16 @@ def refuse(trainer: Any) -> None:
     problems = [*_arguments(trainer.args), *_methods(trainer), *_callbacks(trainer), *_model(trainer.model)]
     if problems:
         raise UsageError("; ".join(problems), hint="docs/transformers.md lists what this Trainer takes")
+
+
+def refuse_generation(trainer: Any, plan: Plan) -> None:
+    """
+    Raises:
+        UsageError: predictions are to be generated and no rank has the whole model.
+    """
+    if generates(trainer) and plan.axes.num_ranks(lambda axis: not axis.copies_weights) > 1:
+        raise UsageError(f"predict_with_generate=True needs the whole model on each rank, and the plan is '{plan}'",
+                         hint="plan='data=N', or evaluate the loss and generate after training")
 
 
 def name_idle(args: Any) -> None:
@@ -84,7 +96,7 @@ def _arguments(arguments: Any) -> Iterator[str]:
     if any(part in optimizer for part in _OPTIMIZERS):
         yield f"optim={optimizer!r}: it updates parameters within the backward, before ranks have met"
     if schedule in _SCHEDULES:
-        yield f"lr_scheduler_type={schedule!r}: it needs a loss that is known only after the step; use another one"
+        yield f"lr_scheduler_type={schedule!r}: it follows the loss of single steps; use 'reduce_lr_on_plateau'"
 
 
 def _text(value: Any) -> str:

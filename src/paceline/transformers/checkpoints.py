@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from paceline.runtime import folder
 from paceline.transformers.experiment import OwnLossModel
 
 _PLACE = "paceline"  # in a folder checkpoint-N
+_SCHEDULE = "plateau.json"
 
 
 def keep(run_dir: Path, checkpoint: Path, *, step: int) -> None:
@@ -22,6 +24,25 @@ def keep(run_dir: Path, checkpoint: Path, *, step: int) -> None:
     place = checkpoint / _PLACE / folder.CHECKPOINTS
     place.mkdir(parents=True, exist_ok=True)
     shutil.copytree(_of_step(run_dir, step), place / f"step-{step}", copy_function=_link, dirs_exist_ok=True)
+
+
+def keep_schedule(schedule: Any, checkpoint: Path) -> None:
+    """A schedule that is stepped by evaluations; any other is in the run's checkpoint."""
+    (checkpoint / _PLACE / _SCHEDULE).write_text(json.dumps(schedule.state_dict()))
+
+
+def bring_schedule(schedule: Any, checkpoint: Path) -> None:
+    """
+    Raises:
+        CheckpointError: the checkpoint was written with a schedule of another kind.
+    """
+    path = checkpoint / _PLACE / _SCHEDULE
+    if not path.exists():
+        raise CheckpointError(f"{checkpoint} was written without a ReduceLROnPlateau",
+                              hint="resume with the lr_scheduler_type that the run began with")
+    schedule.load_state_dict(json.loads(path.read_text()))
+    for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = rate
 
 
 def bring(checkpoint: Path, run_dir: Path, *, step: int) -> None:

@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.job import Job, Precision
 from paceline.losses import IGNORED
 from paceline.transformers.copies import copied
-from paceline.transformers.optimizers import Recipe, schedule_of
+from paceline.transformers.optimizers import Recipe, follows_evaluations, schedule_of
 
 _NO_LIMIT = sys.float_info.max  # Trainer reports the norm of gradients that it doesn't clip, too
 
@@ -33,7 +33,8 @@ def job_of(trainer: Any, loader: Any, *, steps: int) -> Job:
     return Job(
         **_parts(trainer, loader), sampler=sampler, steps=steps,
         optimizer=Recipe.of(trainer.optimizer, trainer.model, prefix=prefix),
-        lr_schedule=lambda optimizer: schedule_of(trainer, optimizer, steps=steps),
+        lr_schedule=None if follows_evaluations(trainer) else (
+            lambda optimizer: schedule_of(trainer, optimizer, steps=steps)),
         batch=_batch(args),
         clip=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else _NO_LIMIT,
         drop_last=is_stream and args.dataloader_drop_last)

@@ -13,6 +13,13 @@ import torch
 from paceline.errors import UsageError
 
 
+def follows_evaluations(trainer: Any) -> bool:
+    """Whether the schedule is one that Trainer steps by a metric of evaluations, in its own process."""
+    given = trainer.lr_scheduler
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    return isinstance(given, plateau) or (given is None and trainer.args.lr_scheduler_type == "reduce_lr_on_plateau")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How to make an optimizer again: its class, what it was given, and its groups by the names of parameters."""
@@ -60,6 +67,7 @@ def schedule_of(trainer: Any, optimizer: torch.optim.Optimizer, *, steps: int) -
     if given is not None and not trainer._created_lr_scheduler:
         if type(given) is torch.optim.lr_scheduler.LambdaLR:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, given.lr_lambdas)
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0, 0)  # marks the optimizer, as a copy doesn't, and else warns
         return copy.deepcopy(given, {id(given.optimizer): optimizer})
     trainer.lr_scheduler = None
     try:

@@ -50,6 +50,8 @@ class TrainerRank:
         "go": take steps up to "until", then wait.
         "evaluate": answer with loss, what that is a mean over, logits and labels of this rank's part of "inputs".
         "save": a checkpoint and the model by itself, in the run folder.
+        "count": answer with floating-point operations that this rank's samples took, as Trainer counts them.
+        "rates": learning rates of the optimizer's groups from now on.
         "end": the run ends after this step.
         "abandon": leave at once; it may come at any time.
     """
@@ -61,6 +63,7 @@ class TrainerRank:
         self.until, self.is_over, self.rate = 0, False, float("nan")
         self._writer: Writer | None = None
         self._prepare = prepare
+        self._operations = 0.0
 
     def initial(self, stepper: Any) -> None:
         """Before the first step: told where to wait first."""
@@ -73,7 +76,10 @@ class TrainerRank:
         self._obey(evaluated, 0)
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
-        """Nothing is to be seen there."""
+        """Counted where they are this rank's own."""
+        for batch in batches:
+            if batch.samples and isinstance(batch.input, Mapping):
+                self._operations += self.trainer.floating_point_ops(batch.input)
 
     def gradients(self, step: int, stepper: Any) -> None:
         """The learning rate is that of the update which is next."""
@@ -104,6 +110,12 @@ class TrainerRank:
                 case "save":
                     self._save(stepper, step)
                     self._say({"saved": step})
+                case "count":
+                    is_counted = stepper.mesh.is_first_of_same_loss
+                    self._say({"operations": self._operations if is_counted else 0.0})
+                case "rates":
+                    for group, rate in zip(stepper.optimizer.param_groups, order["rates"], strict=True):
+                        group["lr"] = rate
                 case "end":
                     self.is_over = True
                     return
@@ -159,6 +171,9 @@ class TrainerRank:
     def _predicted(self, calls: _Calls, part: dict[str, Any], order: Mapping[str, Any]) -> dict[str, Any]:
         """Loss, logits and labels by Trainer's own rules."""
         trainer, size, count = self.trainer, batch_size(part), count_items(self.trainer, part)
+        model = trainer.model
+        if generates(trainer):
+            trainer.model = calls.stepper.model  # its `generate` is called, with the weights of the moment
         accepts, trainer.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs, False
         if isinstance(calls.stepper.model, OwnLossModel):  # of this rank's trainer alone
             trainer.compute_loss = calls.own_loss
@@ -168,13 +183,18 @@ class TrainerRank:
             loss, logits, labels = trainer.plain_prediction_step(
                 calls, part, order["prediction_loss_only"], order["ignore_keys"])
         finally:
-            trainer.model_accepts_loss_kwargs = accepts
+            trainer.model, trainer.model_accepts_loss_kwargs = model, accepts
             vars(trainer).pop("compute_loss", None)
         if logits is not None and self._prepare is not None:
             logits = self._prepare(logits, labels)
         weight = size if count is None else int(count)
         return {"loss": None if loss is None else float(loss.detach().double()) if weight else 0.0, "weight": weight,
                 "logits": logits, "labels": labels}
+
+
+def generates(trainer: Any) -> bool:
+    """Whether predictions are made by the model's `generate` and not by a forward."""
+    return bool(getattr(trainer.args, "predict_with_generate", False))
 
 
 class _Calls:
@@ -203,7 +223,6 @@ class _Calls:
         outputs.pop("count", None)
         return (loss, outputs) if return_outputs else loss
 
-
     def separate_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
         """What is computed from outputs and labels, of which the model isn't given the latter."""
         outputs = self(**{key: value for key, value in inputs.items() if key != "labels"})
@@ -217,7 +236,6 @@ class _Outputs(dict[str, Any]):
     """What a model returned, by item and by attribute, as Transformers has it."""
 
     __getattr__ = dict.__getitem__
-
 
 
 _HALVES = (torch.float16, torch.bfloat16)  # Accelerate returns outputs of autocast in float32

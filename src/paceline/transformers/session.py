@@ -93,6 +93,15 @@ class Session:
         self._tell({"do": "evaluate", "inputs": inputs, **options})
         return [answer for answer in self._hear(range(len(self._pipes))) if answer]
 
+    def operations(self) -> float:
+        """Floating-point operations of the steps since the ranks were started, as Trainer counts them."""
+        self._tell({"do": "count"})
+        return float(sum(answer["operations"] for answer in self._hear(range(len(self._pipes)))))
+
+    def set_rates(self, rates: Sequence[float]) -> None:
+        """The learning rates of the optimizer's groups from the next step on."""
+        self._tell({"do": "rates", "rates": list(rates)})
+
     def save(self) -> None:
         """Let the ranks write a checkpoint and the model."""
         self._tell({"do": "save"})

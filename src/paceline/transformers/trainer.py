@@ -14,12 +14,14 @@ import torch
 import transformers
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
+from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.launch.environment import current
 from paceline.planner.resolve import resolve
 from paceline.plans import Plan
 from paceline.transformers import arguments, checkpoints
 from paceline.transformers.experiment import computes_own_loss, evaluation_of, job_of
+from paceline.transformers.optimizers import follows_evaluations
 from paceline.transformers.session import Session, serve
 from paceline.verbs.auto import is_auto
 from paceline.verbs.train import TrainRequest
@@ -62,6 +64,7 @@ class PlannedTraining(_AnyTrainer):
         self._session: Session | None = None
         self._plan_in_use: Plan | None = None
         self._weights_step: int | None = None
+        self._counted = 0.0  # operations that ranks have told of
         training_args = options.get("args") or (args[1] if len(args) > 1 else None)
         if training_args is not None and torch.cuda.is_available():
             training_args.use_cpu = True  # this process must not touch the GPUs that its ranks use
@@ -102,6 +105,7 @@ class PlannedTraining(_AnyTrainer):
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
             _Progress(self, steps=steps, steps_per_epoch=steps_per_epoch, batches=batches, trial=trial,
                       ignore_keys=ignore_keys_for_eval, began_s=began_s).run()
+            self.store_flos()
             self._bring_weights()
         output: TrainOutput = self._finalize_training(trial, num_samples, began_s)
         return output
@@ -114,7 +118,10 @@ class PlannedTraining(_AnyTrainer):
         step = self.state.global_step
         if resume_from_checkpoint is not None:
             checkpoints.bring(Path(resume_from_checkpoint), run_dir, step=step)
-        self._weights_step, self._plan_in_use = None, request.asked.plan
+            if follows_evaluations(self):
+                checkpoints.bring_schedule(self.lr_scheduler, Path(resume_from_checkpoint))
+        arguments.refuse_generation(self, request.asked.plan)
+        self._counted, self._weights_step, self._plan_in_use = 0.0, None, request.asked.plan
         with self._at_work(Session(
                 self, lambda follow: request.train(
                     run_dir, follow=follow, resume=resume_from_checkpoint is not None, keep=lambda: False,
@@ -143,10 +150,25 @@ class PlannedTraining(_AnyTrainer):
         job = evaluation_of(self, loader)
         plan: Any = self._plan_in_use or (Plan() if is_auto(self.plan) else self.plan)
         asked = resolve(job, plan, devices=self.devices, environment=current())
+        arguments.refuse_generation(self, asked.plan)
         self._weights_step = self.state.global_step
         with self._at_work(Session(self, lambda follow: serve(job, asked, follow), shares=asked.shares,
                                    world_size=asked.plan.world_size, step=self.state.global_step)):
             yield
+
+    def _evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """As Trainer does; ranks are told what a schedule makes of it."""
+        metrics: dict[str, float] = super()._evaluate(*args, **options)
+        if self._session is not None and follows_evaluations(self):
+            self._session.set_rates([group["lr"] for group in self.optimizer.param_groups])
+        return metrics
+
+    def store_flos(self) -> None:
+        """Where ranks wait, they say what they have counted since."""
+        if self._session is not None and self._session.is_waiting:
+            counted = self._session.operations()
+            self.state.total_flos += counted - self._counted
+            self._counted = counted
 
     def _bring_weights(self) -> None:
         """Let `self.model` have the weights that ranks have now."""
@@ -168,6 +190,8 @@ class PlannedTraining(_AnyTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         checkpoints.keep(self.run_dir, Path(output_dir), step=self.state.global_step)
+        if follows_evaluations(self):
+            checkpoints.keep_schedule(self.lr_scheduler, Path(output_dir))
 
     def _save_scaler(self, output_dir: str) -> None:
         """It is in the run's checkpoint."""
@@ -231,15 +255,15 @@ class _Progress:
             trainer.control = handler.on_epoch_begin(args, state, trainer.control)
             while state.global_step < min((epoch + 1) * self.steps_per_epoch, self.steps):
                 self._step(epoch)
-                if trainer.control.should_training_stop or trainer.control.should_epoch_stop:
+                if trainer.control.should_training_stop:
                     break
+                if trainer.control.should_epoch_stop:
+                    raise UsageError("a callback set should_epoch_stop: an epoch under a plan has its samples once",
+                                     hint="should_training_stop ends the run")
             if arguments.must_wait(trainer, ("on_epoch_end",)):
                 trainer._bring_weights()
             trainer.control = handler.on_epoch_end(args, state, trainer.control)
             self._log_save_evaluate(epoch)
-            if trainer.control.should_epoch_stop and not trainer.control.should_training_stop:
-                raise NotImplementedError("a callback set should_epoch_stop: an epoch under a plan has its samples "
-                                          "once; use should_training_stop")
 
     def _step(self, epoch: int) -> None:
         trainer, session = self.trainer, self.trainer._session
@@ -288,4 +312,5 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _new_run_dir(output_dir: Path) -> Path:
-    return output_dir / "runs" / f"{datetime.now():%Y%m%d-%H%M%S-%f}"
+    """Its first character keeps it out of what Trainer pushes to the Hub."""
+    return output_dir / "_runs" / f"{datetime.now():%Y%m%d-%H%M%S-%f}"
