@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +55,8 @@ def _on_ranks(model: Any, plan: str | Plan | None, devices: str | None) -> Itera
     if size == 1:
         yield
         return
+    if getattr(model, "jit_compile", False):
+        warnings.warn("jit_compile=True has no effect on several ranks: their steps are not compiled", stacklevel=4)
     from paceline.keras.ranks import Ranks
 
     with Ranks(model, size).running():
