@@ -258,6 +258,16 @@ def test_frames_of_pandas():
     tensors = job(data=(frame[["a", "b"]], frame["y"]), batch=2).data.tensors
     assert torch.equal(tensors[0], X) and torch.equal(tensors[1], Y)
 
+    mixed = pandas.DataFrame({"a": [1, 2], "b": [0.5, 1.0], "c": [True, False]})
+    numbers = torch.tensor([[1, 0.5, 1], [2, 1, 0]])
+    for given in (mixed, mixed.convert_dtypes()):  # pandas' own types can miss values
+        assert torch.equal(job(data=given, batch=2).data.tensors, numbers)
+    ids = pandas.DataFrame({"a": [1, 2], "b": [3, 4]}, dtype="Int64")
+    assert torch.equal(job(data=ids, batch=2).data.tensors, torch.tensor([[1, 3], [2, 4]]))
+    missing = job(data=pandas.DataFrame({"a": [1, None]}, dtype="Int64"), batch=2).data.tensors
+    assert torch.equal(missing.isnan(), torch.tensor([[False], [True]]))
+    assert "columns that are no numbers: 'd' (" in refusal(data=mixed.assign(d=["x", "y"]), batch=2)
+
 
 class InFile:
     """As an array of h5py or zarr: rows are read when they are asked for."""

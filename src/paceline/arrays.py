@@ -115,7 +115,7 @@ def _tensor(array: Any, name: str) -> Any:
 
     if isinstance(array, torch.Tensor) or not (hasattr(array, "__array_interface__") or hasattr(array, "to_numpy")):
         return array
-    plain = array.to_numpy() if hasattr(array, "to_numpy") else np.asarray(array)
+    plain = _of_columns(array, name) if hasattr(array, "to_numpy") else np.asarray(array)
     if plain.dtype == np.float64:
         return torch.from_numpy(plain.astype(np.float32))
     if plain.dtype.kind not in "fiubc":
@@ -124,6 +124,27 @@ def _tensor(array: Any, name: str) -> Any:
     if not plain.flags.writeable or not plain.dtype.isnative:
         return _unwritable(plain)
     return torch.from_numpy(plain)
+
+
+def _of_columns(frame: Any, name: str) -> Any:
+    """A frame or a series as an array. pandas makes objects of numbers beside truth values, and of its own types that
+    can miss values; here they are numbers, and a missing one is NaN."""
+    import numpy as np
+
+    plain = frame.to_numpy()
+    if plain.dtype != object:
+        return plain
+    columns = list(frame.dtypes) if hasattr(frame, "columns") else [frame.dtype]
+    kinds = [getattr(dtype, "kind", "O") for dtype in columns]
+    if all(kind in "fiub" for kind in kinds):
+        is_whole = "f" not in kinds and not frame.isna().to_numpy().any()
+        return frame.to_numpy(dtype=np.int64) if is_whole else frame.to_numpy(dtype=np.float64, na_value=np.nan)
+    if hasattr(frame, "columns"):
+        wrong = [f"{column!r} ({dtype})" for column, dtype, kind in zip(frame.columns, columns, kinds, strict=True)
+                 if kind not in "fiub"]
+        raise JobError(f"{name} has columns that are no numbers: {', '.join(wrong)}",
+                       hint="leave them out, or give numbers: codes of categories, tokens of texts")
+    return plain
 
 
 def _unwritable(array: Any) -> Any:

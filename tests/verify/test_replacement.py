@@ -133,6 +133,7 @@ def test_the_replacement_is_the_same_loss_and_passes(name: str):
     problem = loss_problem(given, steps=1)
     assert problem is not None and problem.kind == "loss"
     made = pasted(problem.instead)
+    assert ("# weight: what CrossEntropyLoss was given" in problem.instead) == (name == "CrossEntropyLoss")
     if name == "a module":
         made = partial(made, loss)
     assert loss_problem(replace(given, loss=made), steps=1) is None

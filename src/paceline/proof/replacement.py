@@ -64,7 +64,11 @@ def _candidates(loss: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Code of rewritten losses, with the names that it uses."""
     if (plain := _of_torch(loss)) is not None:
         text, names = plain
-        yield from _rewritten(ast.parse(f"def loss(output, target):\n    return {text}").body[0], names)
+        criterion = type(loss).__name__ if isinstance(loss, nn.Module) else "partial"
+        unknown = [name for name in names if name != "F"]  # the user's file may have other names for them
+        note = f"  # {' and '.join(unknown)}: what {criterion} was given" if unknown else ""
+        for code, known in _rewritten(ast.parse(f"def loss(output, target):\n    return {text}").body[0], names):
+            yield code + note, known
         return
     function: Any = loss.func if isinstance(loss, partial) else loss
     of_module = isinstance(function, nn.Module)
