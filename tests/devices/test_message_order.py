@@ -112,6 +112,39 @@ def table_job() -> paceline.Job:
                         batch=20, steps=3, clip=1.0, optimizer=lambda named: torch.optim.SGD(named, lr=1e-2))
 
 
+def two_models_job(*, in_losses: bool = True) -> paceline.Job:
+    """A step of its own: a run, two backwards, two updates, an average. in_losses: a loss runs the other model, and
+    takes second derivatives of its own."""
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+
+    def penalty(output: Tensor, batch: Any, given: Tensor) -> tuple[Tensor, int]:
+        given = given.detach().requires_grad_()
+        slope, = torch.autograd.grad(run("second", given).sum(), given, create_graph=True)
+        return (output - batch.input).square().sum() + slope.square().sum(), len(given)
+
+    def step(ctx: paceline.StepContext, batch: Any) -> None:
+        nonlocal run
+        run, x = ctx.run, batch.input
+        first = ctx.run("first", x)
+        ctx.backward("second", first, penalty if in_losses else lambda output, batch, given: output.square().mean(),
+                     first)
+        ctx.update("second")
+        ctx.backward("first", x + torch.rand(len(x), 8), lambda output, batch: (
+            run("second", output) if in_losses else output).square().mean())
+        ctx.update("first")
+
+    run: Any = None
+    adam = paceline.Optimizer(lambda named: torch.optim.AdamW(named, lr=1e-2))
+    return paceline.Job(models={"first": build, "second": build}, step=step, data=job().data, batch=32, steps=3,
+                        optimizers={"first": replace(adam, clip=1.0), "second": adam},
+                        followers={"average": paceline.ema("first", 0.9)})
+
+
+def two_models_apart_job() -> paceline.Job:
+    return two_models_job(in_losses=False)
+
+
 @pytest.fixture(autouse=True)
 def sums_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compressed sums are launched as on GPUs, and buckets go over the network, as they do there."""
@@ -182,6 +215,21 @@ def test_sparse_gradients_travel_by_the_same_rules(plan: str):
     assert not unlike_sequences(ranks) and not is_cyclic(ranks) and not stuck(ranks)
     assert {entry.dtype for entry in chain(*ranks) if entry.dtype} <= NCCL_DTYPES
     assert any("allgather" in entry.kind for entry in chain(*ranks))
+
+
+@pytest.mark.parametrize(("plan", "job"), [
+    ("data=2", two_models_job), ("shard=2", two_models_job), ("pipeline=2", two_models_apart_job), *(
+        pytest.param(plan, job, marks=pytest.mark.slow) for plan, job in (
+            ("data=2 shard=2", two_models_job), ("shard=2 zero=2", two_models_job),
+            ("data=2 accumulate=2", two_models_job), ("tensor=2", two_models_apart_job),
+            ("pipeline=2 data=2", two_models_apart_job), ("place=auto parts=2", two_models_apart_job)))])
+def test_a_step_of_ones_own_keeps_the_rules(plan: str, job: Callable[[], paceline.Job]):
+    """Its models have groups in common, and take turns with them."""
+    ranks = recorded(plan, job)
+    assert all(ranks) and not unlike_sequences(ranks) and not is_cyclic(ranks) and not stuck(ranks)
+    assert {entry.dtype for entry in chain(*ranks) if entry.dtype} <= NCCL_DTYPES
+    for entries in ranks:
+        assert len({entry.thread for entry in entries if entry.kind != "wait" and entry.peer < 0}) == 1
 
 
 class Deep(nn.Module):

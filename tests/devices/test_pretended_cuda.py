@@ -109,6 +109,7 @@ def test_a_feature_on_gpus_is_itself_on_cpus(shop: Workshop, job: str, plan: str
     reference, found = plan if job == "statistics" else "single", shop.train(job, plan, on("cuda", plan))
     assert_alike(found, shop.train(job, reference, on("cpu", reference)))
     assert_frugal(found)
+    assert found.first_use is None, f"the process that forks ranks began to use CUDA: {found.first_use}"
 
 
 @pytest.mark.parametrize(("job", "plan"), [

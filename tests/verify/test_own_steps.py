@@ -111,7 +111,8 @@ def test_plans_that_can_not_run_a_step(plan: str) -> None:
 def test_a_rank_draws_the_rows_of_its_samples() -> None:
     """Each operator that has samples in front; one that does not is drawn alike."""
     def drawn(rows: int, first: int) -> list[torch.Tensor]:
-        with WindowDraws(rows=rows, first=first, count=12, key=(0, "own step", 3)):
+        with WindowDraws(rows=rows, first=first, count=12, key=(0, "own step", 3),
+                         device=torch.device("cpu")):
             x = torch.ones(rows, 2)
             return [torch.randn(rows, 2), torch.rand_like(x), torch.randint(9, (rows,)), x.clone().uniform_(),
                     torch.bernoulli(x / 2), torch.multinomial(torch.ones(rows, 4), 1), torch.poisson(x * 3),

@@ -17,7 +17,7 @@ from paceline.job import Job
 from paceline.proof.device import kept
 from paceline.runtime.feed import MicroBatch, map_tensors
 from paceline.runtime.step_batch import StepBatch
-from paceline.runtime.step_draws import WindowDraws
+from paceline.runtime.step_draws import MakesOn, WindowDraws
 from paceline.runtime.streams import seed_streams
 
 Pieces = Sequence[Sequence[MicroBatch]]
@@ -42,7 +42,9 @@ class PlainStep:
         pieces = [piece for replica in replicas for piece in replica]
         self.batch = StepBatch(pieces)
         self.samples = sum(piece.samples for piece in pieces)
-        self.draws = WindowDraws(rows=self.samples, first=0, count=self.samples, key=(job.seed, "own step", step))
+        device = next(models.parameters()).device
+        self.draws = WindowDraws(rows=self.samples, first=0, count=self.samples, key=(job.seed, "own step", step),
+                                 device=device)
         self.number, self.in_loss, self.loss = 0, False, 0.0
         self.gradients: dict[str, torch.Tensor] = {}
         self._buffers = _BuffersOfReplicas(models, [sum(p.samples for p in replica) / self.samples
@@ -60,7 +62,7 @@ class PlainStep:
         module = self.models.get_submodule(model)
         if self.in_loss:
             given = inputs.input if isinstance(inputs, StepBatch) else inputs
-            with torch.set_grad_enabled(grad is not False):
+            with torch.set_grad_enabled(grad is not False), self.draws.makes_on.paused():
                 return MicroBatch(given, None, 1).call(module)
         outputs = []
         with self.draws.paused(), torch.no_grad():
@@ -93,7 +95,8 @@ class PlainStep:
                 with self.autocast():
                     output = MicroBatch(given, None, 1).call(module)
                     self.in_loss = True
-                    value = loss(output, StepBatch([piece]), *others)
+                    with self.draws.makes_on:
+                        value = loss(output, StepBatch([piece]), *others)
                     self.in_loss = False
                 if isinstance(value, tuple | list):
                     is_sum, scaled, weight = True, torch.as_tensor(value[0]), float(value[1])
@@ -148,11 +151,12 @@ class PlainEvaluation:
     """The context of `validate` on one device: models run, nothing is trained."""
 
     def __init__(self, models: nn.Module) -> None:
-        self.models = models
+        self.models, self.makes_on = models, MakesOn(next(models.parameters()).device)
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
         given = inputs.input if isinstance(inputs, StepBatch) else inputs
-        return MicroBatch(given, None, 1).call(self.models.get_submodule(model))
+        with self.makes_on.paused():
+            return MicroBatch(given, None, 1).call(self.models.get_submodule(model))
 
 
 class _BuffersOfReplicas:

@@ -253,8 +253,9 @@ class PlainRun:
         self.model.eval()
         for start in range(0, len(data), self.job.batch):
             batch = self._evaluation_batch(data, range(start, min(start + self.job.batch, len(data))))
-            with torch.no_grad(), autocast(self.job):
-                values = validate(PlainEvaluation(self.model), StepBatch([batch]))
+            context = PlainEvaluation(self.model)
+            with torch.no_grad(), autocast(self.job), context.makes_on:
+                values = validate(context, StepBatch([batch]))
             for name, value in (values if isinstance(values, Mapping) else {"loss": values}).items():
                 total, count = value if isinstance(value, tuple | list) else (value * batch.samples, batch.samples)
                 sums[name], counts[name] = sums.get(name, 0.0) + float(total), counts.get(name, 0.0) + float(count)

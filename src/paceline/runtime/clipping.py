@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -43,19 +42,16 @@ def squared_norm(greatest: float | None, parameters: Mapping[str, torch.nn.Param
     return squares
 
 
-def clip(greatest: float | None, parameters: Mapping[str, torch.nn.Parameter], squares: torch.Tensor, known: float,
-         factor: float) -> float | None:
-    """Scale the gradients down to the greatest norm, as `clip_grad_norm_`. Returns the norm before; None without one.
+def clip(greatest: float | None, parameters: Mapping[str, torch.nn.Parameter], norm: torch.Tensor) -> None:
+    """Scale the gradients down to the greatest norm, as `clip_grad_norm_`; nothing without one.
 
-    squares: the norm's square on the device. known: the same, read. factor: by which gradients were scaled since.
+    norm: of the gradients of all parts of the model, on the device.
     """
     if greatest is None:
-        return None
-    total = squares.sqrt() * factor
+        return
     for kind in _kinds(map(with_dense_gradient, parameters.values())):
-        gradient = next((p.grad for p in kind if p.grad is not None), total)
-        torch.nn.utils.clip_grads_with_norm_(kind, greatest, total.to(gradient.dtype.to_real()))
-    return math.sqrt(known) * factor
+        gradient = next((p.grad for p in kind if p.grad is not None), norm)
+        torch.nn.utils.clip_grads_with_norm_(kind, greatest, norm.to(gradient.dtype.to_real()))
 
 
 def _kinds(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

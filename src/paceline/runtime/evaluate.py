@@ -16,6 +16,7 @@ from paceline.runtime.named_parts import ModelPart
 from paceline.runtime.prepare import autocast
 from paceline.runtime.stage_outputs import from_last_stage
 from paceline.runtime.step_batch import StepBatch
+from paceline.runtime.step_draws import MakesOn
 from paceline.runtime.streams import kept_streams
 from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh
@@ -53,7 +54,8 @@ def evaluate_step(models: torch.nn.Module, parts: Mapping[str, ModelPart], job: 
 def _validated(job: Job, context: _Validation, batch: MicroBatch) -> Mapping[str, Any]:
     """Losses and metrics of a batch by name, "loss" first."""
     assert job.own_validate is not None
-    values = job.own_validate(context, StepBatch([batch]))
+    with context.makes_on:
+        values = job.own_validate(context, StepBatch([batch]))
     values = values if isinstance(values, Mapping) else {"loss": values}
     if "loss" not in values:
         raise TrainingError(f"validate returned {', '.join(values)} and no \"loss\"")
@@ -65,16 +67,18 @@ class _Validation:
 
     def __init__(self, parts: Mapping[str, ModelPart], mesh: Mesh, device: torch.device, samples: int) -> None:
         self.parts, self.mesh, self.device, self.samples = parts, mesh, device, samples
+        self.makes_on = MakesOn(device)
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
         """A model's output. Collective where the plan's forwards are."""
         if model not in self.parts:
             raise TrainingError(f"no model '{model}': {nearest(model, self.parts)}")
         given = inputs.input if isinstance(inputs, StepBatch) else inputs
-        output = self.parts[model].layout.forward(MicroBatch(given, None, self.samples))
-        if self.mesh.sizes[self.mesh.stage_axis] == 1:
-            return output
-        return from_last_stage([output], self.mesh, self.device)[0]
+        with self.makes_on.paused():
+            output = self.parts[model].layout.forward(MicroBatch(given, None, self.samples))
+            if self.mesh.sizes[self.mesh.stage_axis] == 1:
+                return output
+            return from_last_stage([output], self.mesh, self.device)[0]
 
 
 def evaluate(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: DataShard, mesh: Mesh,

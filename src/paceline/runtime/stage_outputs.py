@@ -24,10 +24,10 @@ def from_last_stage(outputs: Sequence[Any], mesh: Mesh, device: torch.device) ->
     group, source = mesh.group(axis), mesh.ranks_along(axis)[-1]
     is_source, tensors = mesh.rank == source, list[torch.Tensor]()
     text = json.dumps([_described(output, tensors) for output in outputs]).encode() if is_source else b""
-    size = torch.tensor([len(text)], device=device)
+    size = torch.tensor([len(text)])  # on the CPU: what tensors there are is known before they are computed
     dist.broadcast(size, source, group=group)
-    raw = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device) if is_source else torch.empty(
-        int(size), dtype=torch.uint8, device=device)
+    raw = torch.frombuffer(bytearray(text), dtype=torch.uint8) if is_source else torch.empty(
+        int(size), dtype=torch.uint8)
     dist.broadcast(raw, source, group=group)
 
     def receive(entry: Mapping[str, Any]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map
 
@@ -21,22 +22,56 @@ from paceline.runtime.streams import key_to_seed, seed_streams
 _BY_VALUE = ("_sample_dirichlet", "_standard_gamma", "binomial", "poisson")
 
 
+class MakesOn:
+    """While this is entered, torch.zeros(3) and the like are on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._context = None if device.type == "cpu" else DeviceContext(device)
+
+    def __enter__(self) -> None:
+        if self._context is not None:
+            self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._context is not None:
+            self._context.__exit__(*error)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile they are where they are without this."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
 class WindowDraws(TorchDispatchMode):
-    """While this is entered, random operators draw for the window.
+    """While this is entered, random operators draw for the window, and what makes a tensor makes it on the device.
 
     rows: of this rank's tensors. first: place of the first of them in the window. count: samples of the window.
     key: of the step.
     """
 
-    def __init__(self, *, rows: int, first: int, count: int, key: Sequence[int | str]) -> None:
+    def __init__(self, *, rows: int, first: int, count: int, key: Sequence[int | str], device: torch.device) -> None:
         super().__init__()
         self.rows, self.first, self.count, self.key, self.number = rows, first, count, tuple(key), 0
+        self.makes_on = MakesOn(device)
         seed_streams(*self.key)  # Python's and NumPy's, too
+
+    def __enter__(self) -> WindowDraws:
+        self.makes_on.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.makes_on.__exit__(*error)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Meanwhile operators draw as they do without this."""
-        with _pop_mode_temporarily() as mode:
+        """Meanwhile operators draw, and make tensors, as they do without this."""
+        with self.makes_on.paused(), _pop_mode_temporarily() as mode:
             assert mode is self, "a mode that the step entered is left before a verb"
             yield
 

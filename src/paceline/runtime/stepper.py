@@ -187,11 +187,12 @@ class Stepper:
 
         Raises:
             TrainingError: a loss that is not finite or can't be trained on, a parameter that nothing uses. No
-                weight was changed.
+                weight was changed, but by the updates of a step that the job brings: they are not to be saved.
         """
         own_part = sum(batch.samples for batch in batches) / window.count
         if self.job.models:
-            return self._own_step(window, batches, own_part=own_part, step=step, stop=stop, beat=beat, observe=observe)
+            return self._own_step(window, batches, own_part=own_part, step=step, stop=stop, beat=beat, ahead=ahead,
+                                  observe=observe)
         evaluate = partial(self._evaluate, window, batches, step=step, stop=stop, beat=beat, ahead=ahead)
         evaluation = evaluate(observe=observe)
         norm = self.gradient_norm = evaluation.norm
@@ -252,15 +253,18 @@ class Stepper:
         if edited and self.merges_edits:
             self.edits.merge(self.mesh.group("replicas"), news=bool(unknown), step=step)
         beat("optimizer")
-        norm = None if is_skipped else clip(self.job.clip, self.parameters, squares, norm_squared, mean)
-        return Evaluation(figures, known, norm, is_skipped)
+        if is_skipped or self.job.clip is None:
+            return Evaluation(figures, known, None, is_skipped)
+        clip(self.job.clip, self.parameters, squares.sqrt() * mean)
+        return Evaluation(figures, known, math.sqrt(norm_squared) * mean)
 
     def _own_step(self, window: Window, batches: list[MicroBatch], *, own_part: float, step: int,
-                  stop: Callable[[], bool], beat: Callable[[str], None],
+                  stop: Callable[[], bool], beat: Callable[[str], None], ahead: Callable[[], None],
                   observe: Callable[[Stepper], None] | None) -> StepResult:
         """The step that the job brings, and then its followers."""
+        verbs = Verbs(self, window, batches, step, beat, keeps_gradients=observe is not None,
+                      is_first=not self.has_begun)
         self._look()
-        verbs = Verbs(self, window, batches, step, beat, keeps_gradients=observe is not None)
         verbs.take()
         if observe:
             for name, p in self.parameters.items():
@@ -268,7 +272,9 @@ class Stepper:
             observe(self)
             self._let_go_of_gradients()
         flags = torch.tensor([0.0, 0.0, float(stop()), 0.0, float(self._changes()[0])], dtype=torch.float64)
-        _, _, stops, _, changed = self.step_sync.all_reduce_figures(uploaded(flags, self.device)).tolist()
+        flags = self.step_sync.all_reduce_figures(uploaded(flags, self.device))
+        ahead()
+        _, _, stops, _, changed = verbs.end(flags)
         known = [verbs.loss, 1.0, stops, 0.0, changed, 0.0, 0.0, 0.0, *verbs.users.values()]
         met = self.step_sync.end_step(step + 1, torch.tensor(known, dtype=torch.float64), known, beat)
         assert met is not None, "ranks of such a job meet after every step"
@@ -435,11 +441,14 @@ class Stepper:
         self.saw_unused = True
         check_used(dict(zip(self.trainable, users, strict=True)))
 
-    def scale_gradients(self, factor: float, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Of these parameters, in place."""
+    def scale_gradients(self, factor: float | torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Of these parameters, in place. factor: may be on the device, as a scalar in float64."""
         gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        if not gradients:
+            return
+        if isinstance(factor, torch.Tensor) and gradients[0].dtype == torch.float32:
+            factor = factor.float()  # which lets one kernel scale all of them
+        torch._foreach_mul_(gradients, factor)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of the optimizer, or of one of several. Collective where ranks hold parts of what it sees whole."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.capture.probe import limited_by_norm
 from paceline.errors import PlanRefused, TrainingError, nearest
 from paceline.own_step import ModelNames
 from paceline.runtime.clipping import clip, squared_norm
 from paceline.runtime.feed import MicroBatch
+from paceline.runtime.loss import Tally
 from paceline.runtime.named_parts import ModelPart
 from paceline.runtime.optimizers.schedule import step_schedule
 from paceline.runtime.prepare import autocast
@@ -31,26 +35,32 @@ if TYPE_CHECKING:
 class Verbs:
     """One step on one rank; see `StepContext`.
 
-    loss: the sum of what each backward's loss came to. losses: of each backward, by its model.
-    users: ranks that used each parameter in some backward. gradients: of the step, before clipping, summed over the
-    updates; kept if `keeps_gradients`.
+    The host reads what ranks agree on once, in `end`: until then losses and counts stay on the device. A backward is
+    read by itself where what follows depends on it: a parameter that this rank holds and has not used may have been
+    used by another, and what forwards write to parameters is merged. On GPUs the second is looked for in a process's
+    first step, and later where it was found.
+
+    loss: the sum of what each backward's loss came to. users: ranks that used each parameter in some backward.
+    gradients: of the step, before clipping, summed over the updates; kept if `keeps_gradients`.
     """
 
     def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int,
-                 beat: Callable[[str], None], *, keeps_gradients: bool) -> None:
+                 beat: Callable[[str], None], *, keeps_gradients: bool, is_first: bool) -> None:
         self.stepper, self.window, self.step, self.beat = stepper, window, step, beat
+        self.may_edit = stepper.merges_edits and (is_first or stepper.device.type == "cpu" or bool(
+            stepper.edits.names or limited_by_norm(stepper.model)))
         dtype = torch.float64 if stepper.job.precision == "float64" else None
         self.batch = StepBatch([batch.to(stepper.device, dtype) for batch in batches])
         first = stepper.part.cuts(window.count)[0].start
         self.draws = WindowDraws(rows=len(self.batch), first=min(first, window.count - 1), count=window.count,
-                                 key=(stepper.job.seed, "own step", step))
+                                 key=(stepper.job.seed, "own step", step), device=stepper.device)
         self.number = 0  # of verbs so far: keys their random streams
         self.in_loss = False
-        self.loss, self.losses = 0.0, list[tuple[str, float]]()
+        self.loss, self.agreed = 0.0, list[_Agreed]()
         self.users: dict[str, float] = dict.fromkeys(stepper.trainable, 0.0)
         self.waiting: set[str] = set()  # parameters with gradients that no update has used
         self.frozen = stepper.freezing.at(step, window.epoch)
-        self.let_go: set[str] = set()  # frozen parameters whose gradients no update has passed over
+        self.let_go: set[str] = set()  # parameters that may have had some: frozen ones, and those on other ranks
         self.keeps_gradients, self.gradients = keeps_gradients, dict[str, torch.Tensor]()
 
     def take(self) -> None:
@@ -59,11 +69,37 @@ class Verbs:
         assert step is not None
         with self.draws:
             step(self, self.batch)
+        if not self.agreed:
+            raise TrainingError("the step trains nothing: it calls no ctx.backward")
+
+    def end(self, flags: torch.Tensor) -> list[float]:
+        """What ranks agreed on in flags, read together with what each backward came to.
+
+        Raises:
+            TrainingError: a loss is not finite or counts nothing, or the step leaves gradients.
+        """
+        *_, known = self._read([each for each in self.agreed if not each.is_read], flags)
         if self.waiting:
             raise TrainingError(f"the step ends with gradients of '{min(self.waiting)}' that no update has used",
                                 hint="ctx.update(...) of its optimizer after ctx.backward(...)")
-        if not self.losses:
-            raise TrainingError("the step trains nothing: it calls no ctx.backward")
+        return known
+
+    def _read(self, agreed: list[_Agreed], *more: torch.Tensor) -> list[list[float]]:
+        """The figures of backwards, and more of them: the host waits for the device."""
+        figures = [*(each.figures for each in agreed), *more]
+        read = iter(torch.cat(figures).tolist())
+        known = [list(islice(read, len(each))) for each in figures]
+        for each, (loss, count, _, is_edited, _, *users) in zip(agreed, known, strict=False):
+            each.is_read = True
+            check_loss(loss, count, each.tallies, self.step)
+            if is_edited and not self.may_edit:
+                raise TrainingError("a forward changes a parameter in place, and none did so in the first step",
+                                    hint="change it in the first step, too, or use a plan that doesn't cut the batch: "
+                                         "single, tensor=N or pipeline=N")
+            self.loss += loss / count
+            for name, number in zip(each.names, users, strict=True):
+                self.users[name] += number
+        return known
 
     # --- Running -----------------------------------------------------------------------------------------------
 
@@ -71,7 +107,8 @@ class Verbs:
         """See `StepContext`. Collective where the plan's forwards are."""
         part = self._part(model)
         if self.in_loss:
-            return self._run_in_loss(part, inputs, grad=grad is not False)
+            with self.draws.makes_on.paused():
+                return self._run_in_loss(part, inputs, grad=grad is not False)
         if grad:
             raise TrainingError(f"ctx.run('{model}', grad=True) outside of a loss would have no backward",
                                 hint="run it inside the loss that ctx.backward is given, where gradients flow through")
@@ -167,21 +204,28 @@ class Verbs:
                 synchroniser.finish()
             part.layout.finish()
         edited, unknown = stepper.edits.end() if stepper.merges_edits else (False, False)
-        figures = stepper.loss_figures(work.tallies, [float(edited), float(unknown)], used, trainable)
-        loss, count, summed, is_edited, is_unknown, *users = stepper.step_sync.all_reduce_figures(figures).tolist()
-        check_loss(loss, count, work.tallies, self.step)
-        for name, number in zip(trainable, users, strict=True):
-            self.users[name] += number
-            if number:
-                (self.let_go if name in self.frozen else self.waiting).add(name)
-            if name in held and (not number or name in self.frozen):
-                held[name].grad = None
-        if summed:
-            stepper.scale_gradients(1.0 / count, held)
-        if is_edited and stepper.merges_edits:
+        figures = stepper.step_sync.all_reduce_figures(
+            stepper.loss_figures(work.tallies, [float(edited), float(unknown)], used, trainable))
+        self.agreed.append(agreed := _Agreed(figures, trainable, work.tallies))
+        frozen = held.keys() & self.frozen
+        unused_here = held.keys() - used - frozen
+        if self.may_edit or (unused_here and stepper.mesh.world_size > 1):
+            (*_, is_edited, is_unknown), users = self._users_of(agreed)
+            unused_here = {name for name in unused_here if not users[name]}
+        for name in unused_here | frozen:
+            held[name].grad = None
+        self.waiting |= held.keys() - unused_here - frozen
+        self.let_go |= set(trainable) - held.keys() | frozen
+        if stepper.mesh.world_size > 1 or not all(tally.is_mean for tally in work.tallies):
+            stepper.scale_gradients(torch.where(figures[2] > 0, 1 / figures[1], 1.0), held)
+        if self.may_edit and is_edited:
             stepper.edits.merge(stepper.mesh.group("replicas"), news=bool(is_unknown), step=self.step)
-        self.losses.append((names[0], loss / count))
-        self.loss += loss / count
+
+    def _users_of(self, agreed: _Agreed) -> tuple[list[float], dict[str, float]]:
+        """A backward's figures before its parameters', and how many ranks used each of these."""
+        known, = self._read([agreed])
+        count = len(agreed.names)
+        return known[:-count], dict(zip(agreed.names, known[-count:], strict=True))
 
     def update(self, optimizer: str) -> None:
         """See `StepContext`. Collective where ranks hold parts."""
@@ -198,7 +242,7 @@ class Verbs:
                 self._keep(here)
             greatest = optimizers.clips[optimizer]
             squares = squared_norm(greatest, here, stepper.layout.owned, stepper.mesh, stepper.device)
-            clip(greatest, here, squares, float(squares), 1.0)
+            clip(greatest, here, squares.sqrt())
             self.beat("optimizer")
             stepper.update(optimizers.members[optimizer])
             if stepper.schedule is not None:
@@ -256,6 +300,20 @@ class Verbs:
                     synchroniser.collect(on=True)  # type: ignore[attr-defined]
 
 
+@dataclass
+class _Agreed:
+    """What the ranks agreed on in one backward.
+
+    figures: the loss's sum and count, whether it is a sum, whether forwards changed a parameter and one that is not
+    known yet, and the users of each of `names`; float64, on the device. tallies: this rank's part of the loss.
+    """
+
+    figures: torch.Tensor
+    names: list[str]
+    tallies: list[Tally]
+    is_read: bool = False
+
+
 class _Work(WindowWork):
     """The micro-batches of one backward."""
 
@@ -264,7 +322,11 @@ class _Work(WindowWork):
         super().__init__(verbs.stepper, verbs.window, batches, verbs.step, verbs.stepper.mesh.loss_number, verbs.beat,
                          lambda tallies: None)
         self.verbs, self.place, self.synchronisers = verbs, (verbs.number,), synchronisers
-        self.criterion = lambda output, target: loss(output, *target)
+        self.criterion, self.given_loss = self._given_loss, loss
+
+    def _given_loss(self, output: Any, target: tuple[Any, ...]) -> Any:
+        with self.verbs.draws.makes_on:
+            return self.given_loss(output, *target)
 
     def before_forward(self, microbatch: int, stage: int) -> None:
         for synchroniser in self.synchronisers:

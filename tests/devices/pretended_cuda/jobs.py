@@ -19,13 +19,13 @@ import paceline
 class Blocks(nn.Module):
     """Blocks with a skip over all of them and a parameter without dimensions, which FSDP leaves whole."""
 
-    def __init__(self, *, drop: float = 0.0, width: int = 16, depth: int = 6) -> None:
+    def __init__(self, *, drop: float = 0.0, width: int = 16, depth: int = 6, outputs: int = 4) -> None:
         super().__init__()
         self.first = nn.Linear(8, width)
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width),
                                                    nn.Dropout(drop)) for _ in range(depth)])
         self.gain = nn.Parameter(torch.ones(()))
-        self.last = nn.Linear(width, 4)
+        self.last = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         x = skip = self.first(x)
@@ -227,7 +227,81 @@ def language(model: Callable[[], nn.Module], **changes: Any) -> paceline.Job:
     return regression(model, **{"data": words(48), "loss": F.cross_entropy, **changes})
 
 
+def penalty(critic: Callable[[Tensor], Tensor], real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
+    """For each sample, of a slope between a real and a drawn one that differs from 1; uses second derivatives."""
+    between = (mix * real + (1 - mix) * fake).requires_grad_()
+    slope, = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+    return (slope.norm(dim=1) - 1) ** 2
+
+
+def gan() -> paceline.Job:
+    """Two backwards, an update that clips and one that doesn't, an average and a copy."""
+    def step(ctx: paceline.StepContext, batch: Any) -> None:
+        x, _ = batch
+        noise = torch.randn(len(x), 8, dtype=x.dtype)
+        fake, mix = ctx.run("generator", noise), torch.rand(len(x), 1, dtype=x.dtype)
+
+        def of_critic(real: Tensor, batch: Any, fake: Tensor, mix: Tensor) -> tuple[Tensor, int]:
+            critic = lambda given: ctx.run("critic", given)  # noqa: E731
+            return (critic(fake) - real).sum() + penalty(critic, batch.input, fake, mix).sum(), len(real)
+
+        ctx.backward("critic", x, of_critic, fake, mix)
+        ctx.update("critic")
+        ctx.backward("generator", noise, lambda fake, batch: -ctx.run("critic", fake).mean())
+        ctx.update("generator")
+
+    adam = lambda named: torch.optim.Adam(named, lr=1e-2, eps=1e-3)  # noqa: E731
+    return paceline.Job(
+        models={"generator": lambda: Blocks(depth=2, outputs=8), "critic": lambda: Blocks(depth=2, outputs=1)},
+        optimizers={"generator": adam, "critic": paceline.Optimizer(adam, clip=0.5)}, step=step,
+        followers={"average": paceline.ema("generator", 0.9), "renewed": paceline.copy_every("critic", 2)},
+        data=numbers(48), batch=12, steps=4, precision="float64")
+
+
+def distillation() -> paceline.Job:
+    """A student and a teacher that never changes, whose soft targets a loss is given; no optimizer but one."""
+    def step(ctx: paceline.StepContext, batch: Any) -> None:
+        soft = ctx.run("teacher", batch)
+        ctx.backward("student", batch, lambda output, batch, soft: F.mse_loss(output, batch.target + soft), soft)
+        ctx.backward("student", batch, lambda output, batch: output.square().mean())  # adds up
+        ctx.update("student")
+
+    return paceline.Job(models={"student": lambda: Blocks(depth=2)}, step=step,
+                        optimizers={"student": lambda named: torch.optim.AdamW(named, lr=1e-2)},
+                        followers={"teacher": paceline.frozen(lambda: Blocks(depth=1))},
+                        data=numbers(48), batch=12, steps=4, precision="float64")
+
+
+def plateau(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
+
+
+class Watcher(paceline.Callback):
+    """Is told of everything, and asks for what ranks wait for."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_step(self, run: Any, step: Any) -> None:
+        self.steps.append(step.step)
+
+    def on_evaluation(self, run: Any, evaluation: Any) -> None:
+        assert all(value.device.type == "cpu" for value in run.state_dict().values())
+
+    def on_end(self, run: Any, result: Any) -> None:
+        assert self.steps == list(range(1, run.step + 1)), self.steps
+
+
 JOBS: dict[str, Callable[[], paceline.Job]] = {
+    "gan": gan,
+    "distillation": distillation,
+    "begun": lambda: regression(Blocks, init={name: torch.linspace(-0.2, 0.2, value.numel()).view_as(value)
+                                              for name, value in Blocks().state_dict().items()}),
+    "phases": lambda: regression(Blocks, batch=paceline.by_step({0: 12, 2: 6}), steps=6,
+                                 freeze=paceline.by_step({0: ("first.*", "blocks.0.*"), 3: ()})),
+    "plateau": lambda: regression(Blocks, lr_schedule=plateau, validation=numbers(20), epochs=2, steps=None),
+    "watched": lambda: regression(Blocks, validation=numbers(20), epochs=3, steps=None, callbacks=[
+        Watcher(), paceline.EarlyStopping("validation_loss", patience=1, min_delta=1e9)]),
     "blocks": lambda: regression(Blocks),
     "clip and validation": lambda: regression(Blocks, clip=0.1, validation=numbers(20),
                                               metrics={"furthest": furthest}),

@@ -26,9 +26,18 @@ MORE_ALIKE = ("data=2 local=2 outer=average", "data=2 local=2 outer=diloco fragm
 CHANCE = ("server=1 workers=2 staleness=1", "server=1 workers=1 staleness=2", "server=1 workers=1 staleness=inf",
           "server=2 workers=2 staleness=inf", "server=2 workers=2 staleness=1 colocate=yes")
 FEATURES = (("clip and validation", "data=2"), ("reused", "data=2"), ("statistics", "data=2"),
-            ("attention", "tensor=2"), ("recurrent", "shard=2"))
+            ("attention", "tensor=2"), ("recurrent", "shard=2"),
+            ("gan", "data=2"), ("gan", "shard=2"), ("distillation", "pipeline=2"), ("begun", "shard=2"),
+            ("phases", "data=2"), ("watched", "data=2"))
 MORE_FEATURES = tuple((job, plan) for job in ("clip and validation", "attention", "recurrent")
                       for plan in ("single", "data=2", "shard=2", "tensor=2", "pipeline=2", "place=auto parts=2")
                       if (job, plan) not in FEATURES) + tuple(
     ("branches", plan) for plan in ("data=2", "place=auto parts=2", "place=auto parts=3", "pipeline=2", "tensor=2")
-)
+) + tuple((job, plan) for job, plans in {
+    "gan": ("single", "data=2 accumulate=2", "shard=2 zero=1", "shard=2 zero=2", "data=2 shard=2",
+            "data=2 recompute=full"),
+    "distillation": ("single", "data=2", "shard=2", "tensor=2", "data=2 pipeline=2", "data=2 accumulate=2"),
+    "begun": ("data=2", "tensor=2", "pipeline=2", "place=auto parts=2", "server=1 workers=2"),
+    "phases": ("single", "shard=2", "tensor=2", "pipeline=2", "data=2 accumulate=2"),
+    "plateau": ("data=2", "shard=2", "pipeline=2"),
+    "watched": ("single", "shard=2", "tensor=2", "pipeline=2")}.items() for plan in plans)
