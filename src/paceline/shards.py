@@ -36,12 +36,15 @@ class Shards:
         shuffle: Whether each epoch is another order of the files and of the samples in them.
 
     Raises:
-        JobError: there are no files, or they hold no samples.
+        JobError: there are no files, one can't be read, or they hold no samples.
     """
 
     def __init__(self, paths: Iterable[str | Path], *, read: Callable[[Any], Iterable[Any]] | None = None,
                  decode: Callable[[Any], Any] | None = None, lengths: Sequence[int] | None = None, lanes: int = LANES,
                  shuffle: bool = True) -> None:
+        if isinstance(paths, str | Path):
+            raise JobError(f"paths must be a list of files, got {str(paths)!r}",
+                           hint="sorted(Path(FOLDER).glob('*.tar')) lists those of a folder")
         self.paths, self.decode, self.shuffle = list(paths), decode, shuffle
         self.read = read or read_tar
         if not self.paths:
@@ -90,8 +93,13 @@ class Shards:
 
     def _count(self, path: Any) -> int:
         if self.read is read_tar:
-            with tarfile.open(path) as file:
-                return sum(1 for _ in _groups(file))
+            try:
+                with tarfile.open(path) as file:
+                    return sum(1 for _ in _groups(file))
+            except tarfile.TarError:
+                raise JobError(f"the shard {path} is no tar file", hint="read= reads other formats") from None
+            except OSError as error:
+                raise JobError(f"the shard {path} can't be read: {error.strerror}") from None
         return sum(1 for _ in self.read(path))
 
 
