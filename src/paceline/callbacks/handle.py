@@ -22,13 +22,14 @@ class RunHandle:
     """A run, as its callbacks see it.
 
     step: the last one that callbacks were told of. epoch: that it belongs to, from 0. total_steps: None if the end of a
-        stream decides. folder: the run folder. restarts: how often the ranks were started again.
+        stream decides. save_every: steps between checkpoints that were asked for. folder: the run folder. restarts: how often the ranks were started again.
     """
 
     job: Job
     plan: str
     folder: Path
     total_steps: int | None
+    save_every: int | None = None
     step: int = 0
     epoch: int = 0
     restarts: int = 0
@@ -63,8 +64,8 @@ class RunHandle:
         self._requests.save = True
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's weights as they are now, whole, in this process's memory, under the model's own names. A tensor
-        that the model has under several names is there under its first.
+        """The model's weights as they are now, whole, in this process's memory, under the model's own names, as its
+        `state_dict` has them.
 
         Raises:
             UsageError: ranks do not wait now, as in `on_step`.

@@ -292,7 +292,8 @@ def _obey(run: _Run, order: dict[str, Any]) -> dict[str, Any]:
     run.num_exports += 1
     folder = run.settings.run_dir / f".weights-{run.context.attempt}-{run.num_exports}"
     writer = Writer(folder, rank=run.context.rank, world_size=run.context.world_size, attempt=run.context.attempt)
-    writer.save(run.step, state.weights_of(state.pieces(run.stepper)), {"step": run.step}, snapshot=False)
+    writer.save(run.step, state.weights_of(state.pieces(run.stepper)),
+                {"step": run.step, "ties": state.ties(run.stepper.model)}, snapshot=False)
     writer.wait()
     _greatest(run, 0)  # every rank has seen it complete before it is removed
     return {"path": str(folder / CHECKPOINTS / f"step-{run.step}"), "is_temporary": True}

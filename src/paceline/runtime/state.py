@@ -191,6 +191,11 @@ def stored_names(model: torch.nn.Module) -> dict[str, str]:
     return names
 
 
+def ties(model: torch.nn.Module) -> dict[str, str]:
+    """For each further name that the model has for a tensor the one in a checkpoint."""
+    return {name: stored for name, stored in stored_names(model).items() if stored.partition("/")[2] != name}
+
+
 def export(model: torch.nn.Module, run_dir: Path, *, step: int) -> None:
     """The trained model under its own names: tensor by tensor from the checkpoint of this step."""
     checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{step}", checksums=False)
@@ -218,6 +223,7 @@ def document(stepper: StateOwner, *, step: int, samples: int) -> dict[str, Any]:
         "seed": stepper.job.seed,
         "batch": _batch(stepper.job),
         "num_samples": stepper.job.num_samples,
+        "ties": ties(stepper.model),
         "replicas": stepper.mesh.num_copies if stepper.step_sync.has_own_steps else 1,
         "optimizer": {"kind": type(stepper.optimizer).__name__, "groups": groups,
                       "wrapped": {path: [_options(group) for group in wrapped]

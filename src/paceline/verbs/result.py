@@ -33,8 +33,8 @@ class TrainedModel:
     step: int | None = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights, whole, in this process's memory, under the model's own names. A tensor that the model has under
-        several names is there under its first.
+        """The weights, whole, in this process's memory, under the names of the model's own `state_dict`. A tensor that
+        the model has under several names is there under each, once in memory.
 
         Raises:
             CheckpointError: they are not on the disk. OutOfMemory: they would not fit.
@@ -89,13 +89,13 @@ class TrainedModel:
         Raises:
             UsageError: another ending than .safetensors. CheckpointError: see `state_dict`.
         """
+        from paceline.runtime.checkpoint.assemble import own_names
         from paceline.runtime.checkpoint.write import write_model
 
         target, checkpoint = Path(path), self.checkpoint()
         if target.suffix != ".safetensors":
             raise UsageError(f"can't export to {target}: the file must end with .safetensors")
-        stored = {name.partition("/")[2]: name for name in checkpoint.tensors
-                  if name.startswith(("parameters/", "buffers/"))}
+        stored = own_names(checkpoint)
         write_model(target, {name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape)
                              for name, key in stored.items()},
                     lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape))

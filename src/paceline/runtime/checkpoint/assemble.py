@@ -15,14 +15,22 @@ _OF_MODEL = ("parameters/", "buffers/")
 
 
 def whole_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer by the model's own name; one with several names is there under its first.
+    """Every parameter and buffer by the model's own names, as its `state_dict` has them; one with several names is
+    there under each, as the same tensor.
 
     Raises:
         OutOfMemory: they would not fit.
     """
     names = sorted(name for name in checkpoint.tensors if name.startswith(_OF_MODEL))
     check_fits((checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape) for name in names)
-    return {name.partition("/")[2]: checkpoint.read(name) for name in names}
+    tensors = {name: checkpoint.read(name) for name in names}
+    return {own: tensors[stored] for own, stored in own_names(checkpoint).items()}
+
+
+def own_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """For each name that the model has for a parameter or buffer the one in the checkpoint."""
+    first = {name.partition("/")[2]: name for name in sorted(checkpoint.tensors) if name.startswith(_OF_MODEL)}
+    return first | checkpoint.document.get("ties", {})
 
 
 def check_fits(kinds: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> None:

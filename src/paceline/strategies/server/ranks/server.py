@@ -126,7 +126,8 @@ class Server:
         """Write this server's part of the weights alone, and say so when all parts are there."""
         sync = servers_of(self.plan)
         writer = Writer(folder, rank=self.number, world_size=sync.server, attempt=self.context.attempt)
-        writer.save(self.step, state.weights_of(state.pieces(self.shelf)), {"step": self.step}, snapshot=False)
+        writer.save(self.step, state.weights_of(state.pieces(self.shelf)),
+                    {"step": self.step, "ties": state.ties(self.shelf.model)}, snapshot=False)
         writer.wait()
         if self.number:
             self.tell({"exported": self.step})
