@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 import paceline as pl
-from paceline.errors import CallbackError, JobError
+from paceline.errors import CallbackError, JobError, OutOfMemory, UsageError
+from paceline.launch.failure import RankFailed
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -29,8 +35,9 @@ def job(callbacks: list[pl.Callback], **changes: Any) -> pl.Job:
     """A regression that overshoots: 5 steps an epoch, and its validation loss goes up and down."""
     fields: dict[str, Any] = {"epochs": 12, "validation": SAMPLES[40:],
                               "metrics": {"error": lambda output, target: (output - target).abs().mean()}}
-    return pl.Job(model=net, data=SAMPLES[:40], loss=F.mse_loss, batch=8, precision="float64", callbacks=callbacks,
-                  optimizer=lambda named: torch.optim.SGD(named, lr=0.3), **{**fields, **changes})
+    fields |= {"model": net, "batch": 8, **changes}
+    return pl.Job(data=SAMPLES[:40], loss=F.mse_loss, precision="float64", callbacks=callbacks,
+                  optimizer=lambda named: torch.optim.SGD(named, lr=0.3), **fields)
 
 
 def train(callbacks: list[pl.Callback], plan: str, run: Path, *, resume: bool = False, steps: int | None = None,
@@ -175,3 +182,104 @@ def test_stopping_from_a_step_ends_all_ranks_after_the_same_one(plan: str, tmp_p
     assert 3 <= result["steps"] < 10_000 and result["stopped"] == "enough"
     assert counts.told == list(range(1, result["steps"] + 1))
     assert (tmp_path / "summary.json").exists() and (tmp_path / "checkpoints" / f"step-{result['steps']}").exists()
+
+
+def test_keep_best_deletes_its_own_checkpoints_alone(tmp_path: Path):
+    """Those of `save_every` stay; of its own the best stay, and the newest. One that is resumed goes on with them."""
+    with pytest.raises(CallbackError):
+        train([pl.KeepBest(), Kills()], "single", tmp_path, save_every=20)
+    result = train([keeps := pl.KeepBest()], "data=2", tmp_path, resume=True, save_every=20)
+    kept = {int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir()}
+    assert kept == {20, 30, 35, 40, 60} and result.best.step == 30
+    assert keeps.own == [30]
+
+
+class Tied(torch.nn.Module):
+    """A head that shares the weight of the embedding, and a buffer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((4,), 0.5, dtype=torch.float64))
+        self.register_buffer("again", self.scale)
+        self.register_buffer("hidden", torch.ones(1, dtype=torch.float64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.head(self.embed(x).tanh()) * self.scale).sum(-1, keepdim=True) * self.hidden
+
+
+class Loads(pl.Callback):
+    """Gives the weights to a model of its own."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def on_evaluation(self, run: Any, evaluation: Any) -> None:
+        Tied().double().load_state_dict(run.state_dict(), strict=True)
+        self.loaded.append(evaluation.step)
+
+
+@pytest.mark.parametrize("plan", ["single", "data=2", "shard=2", "server=1 workers=2"])
+def test_weights_have_the_names_of_the_models_own_state_dict(plan: str, tmp_path: Path):
+    """Ties too: in a callback, from the result, exported, and in model.safetensors; all load strictly."""
+    result = train([loads := Loads()], plan, tmp_path, model=Tied, epochs=2)
+    assert loads.loaded == [5, 10]
+    weights = result.state_dict()
+    assert weights["head.weight"] is weights["embed.weight"] and "hidden" not in weights
+    for read in (weights, load_file(result.export(tmp_path / "out.safetensors")),
+                 load_file(tmp_path / "model.safetensors")):
+        model = Tied().double()
+        assert set(read) == set(model.state_dict())
+        model.load_state_dict(read, strict=True)
+        torch.testing.assert_close(model(INPUTS), result.model()(INPUTS), rtol=0, atol=0)
+
+
+def test_a_model_that_does_not_fit_in_memory_is_refused_with_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    result = train([], "single", tmp_path, epochs=1)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100))
+    for assembled in (result.model, result.state_dict):
+        with pytest.raises(OutOfMemory, match=r"the whole model has .* GiB and this machine has(?s:.*)hint: paceline"):
+            assembled()
+    assert load_file(result.export(tmp_path / "out.safetensors")).keys() == net().state_dict().keys()  # by tensors
+
+
+class Pretrained(torch.nn.Linear):
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder).mkdir()
+        torch.save(self.state_dict(), f"{folder}/weights.pt")
+
+
+def test_a_model_with_save_pretrained_is_written_by_it(tmp_path: Path):
+    """Another is refused with what can be done."""
+    result = train([], "data=2", tmp_path / "a", epochs=1, model=lambda: Pretrained(4, 1))
+    written = torch.load(result.save_pretrained(tmp_path / "model") / "weights.pt", weights_only=True)
+    torch.testing.assert_close(written, result.state_dict(), rtol=0, atol=0)
+    with pytest.raises(UsageError, match=r"a Sequential has no save_pretrained(?s:.*)result\.export"):
+        train([], "single", tmp_path / "b", epochs=1).save_pretrained(tmp_path / "other")
+
+
+class StopsItself(torch.nn.Module):
+    """A worker that is asked to stop in its third training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.num_steps = torch.nn.Linear(4, 1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_steps += self.training
+        if self.training and self.num_steps == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("with_callbacks", [False, True])
+def test_servers_do_not_evaluate_before_a_stop_by_signal_unless_callbacks_count_evaluations(with_callbacks: bool,
+                                                                                          tmp_path: Path):
+    """Every step ends an epoch here."""
+    with pytest.raises(RankFailed, match="after step 3; a checkpoint is saved"):
+        train([pl.EarlyStopping(patience=9)] if with_callbacks else [], "server=1 workers=2", tmp_path,
+              model=StopsItself, batch=40)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line["step"] for line in lines if "validation_loss" in line]
+    assert evaluated == ([1, 2, 3] if with_callbacks else [1, 2])

@@ -45,9 +45,10 @@ class RunController:
     error: what a callback raised, if one did; callbacks are told of nothing more then.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], job: Job, *, plan: str, folder: Path) -> None:
+    def __init__(self, callbacks: Sequence[Callback], job: Job, *, plan: str, folder: Path,
+                 save_every: int | None = None) -> None:
         self.callbacks, self.hooks = tuple(callbacks), all_hooks(callbacks)
-        self.run = RunHandle(job, plan, folder, job.total_steps)
+        self.run = RunHandle(job, plan, folder, job.total_steps, save_every)
         self.run._log = self._log
         self.error: Exception | None = None
         self._failure = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class KeepBest(Callback):
-    """Saves a checkpoint after each evaluation that is among the `n` best, and keeps those and the newest alone.
+    """Saves a checkpoint after each evaluation that is among the `n` best, and deletes it when it no longer is.
+
+    The newest checkpoint is kept in any case, and those of `save_every`, which are not its own.
 
     Args:
         monitor: "validation_loss" or a metric of the job.
@@ -29,7 +30,8 @@ class KeepBest(Callback):
     Raises:
         JobError: a value that makes no sense.
 
-    kept: step and figure of each, the best first; of equal ones the earlier.
+    kept: step and figure of each, the best first; of equal ones the earlier. own: steps of the checkpoints that it
+        saved and that are still there.
     """
 
     def __init__(self, monitor: str = "validation_loss", n: int = 1, mode: Literal["min", "max"] | None = None) -> None:
@@ -37,6 +39,7 @@ class KeepBest(Callback):
             raise JobError(f"KeepBest's n must be a whole number of at least 1, got {n!r}")
         self.monitor, self.n = Monitor(monitor, mode), n
         self.kept: list[tuple[int, float]] = []
+        self.own: list[int] = []
 
     def problem(self, job: Job) -> str | None:
         if self.monitor.is_of_epochs:
@@ -45,7 +48,7 @@ class KeepBest(Callback):
 
     def on_start(self, run: RunHandle) -> None:
         if run.step == 0:
-            self.kept = []
+            self.kept, self.own = [], []
         self._note(run.folder)
 
     def on_evaluation(self, run: RunHandle, evaluation: EvaluationReport) -> None:
@@ -55,14 +58,16 @@ class KeepBest(Callback):
         if value != value or place == self.n:
             return
         self.kept = [*self.kept[:place], (evaluation.step, value), *self.kept[place:]][:self.n]
+        if not run.save_every or evaluation.step % run.save_every:
+            self.own.append(evaluation.step)
         run.save()
 
     def on_save(self, run: RunHandle, checkpoint: CheckpointReport) -> None:
         self._note(run.folder)
         wanted = {checkpoint.step, *(step for step, _ in self.kept)}
-        for path in (run.folder / CHECKPOINTS).glob("step-*"):
-            if (number := re.fullmatch(r"step-(\d+)", path.name)) and int(number[1]) not in wanted:
-                shutil.rmtree(path, ignore_errors=True)
+        for step in (step for step in self.own if step not in wanted):
+            shutil.rmtree(run.folder / CHECKPOINTS / f"step-{step}", ignore_errors=True)
+        self.own = [step for step in self.own if step in wanted]
 
     def _note(self, run_dir: Path) -> None:
         from paceline.runtime.checkpoint.write import write_json
@@ -71,10 +76,10 @@ class KeepBest(Callback):
                                     "checkpoints": [{"step": step, "value": value} for step, value in self.kept]})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kept": [list(entry) for entry in self.kept]}
+        return {"kept": [list(entry) for entry in self.kept], "own": self.own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kept = [(step, value) for step, value in state["kept"]]
+        self.kept, self.own = [(step, value) for step, value in state["kept"]], list(state["own"])
 
 
 def ranking_of(run_dir: Path) -> Monitor | None:

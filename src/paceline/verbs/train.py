@@ -143,7 +143,8 @@ class TrainRequest:
         if launcher.is_first:
             print(_banner(job, asked, chosen.why, run_dir, by_name=self.by_name), file=sys.stderr, flush=True)
         checked = _checked(job, self.source, asked, launcher) if check else None
-        controller = RunController(job.callbacks, job, plan=str(asked.plan), folder=run_dir) if job.callbacks else None
+        controller = RunController(job.callbacks, job, plan=str(asked.plan), folder=run_dir,
+                                   save_every=options.get("save_every")) if job.callbacks else None
         settings = Settings(run_dir=run_dir, shares=asked.shares, devices=devices_of(asked.plan, asked.cluster),
                             controller=controller, **options)
 
