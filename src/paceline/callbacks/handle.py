@@ -22,7 +22,8 @@ class RunHandle:
     """A run, as its callbacks see it.
 
     step: the last one that callbacks were told of. epoch: that it belongs to, from 0. total_steps: None if the end of a
-        stream decides. save_every: steps between checkpoints that were asked for. folder: the run folder. restarts: how often the ranks were started again.
+        stream decides. save_every: steps between the checkpoints that the user asked for. folder: the run folder.
+        restarts: how often the ranks were started again.
     """
 
     job: Job

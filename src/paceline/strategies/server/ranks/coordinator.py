@@ -470,7 +470,8 @@ class Coordinator(Server):
             self.requests.add(self.control.take())
         every, is_last = self.settings.save_every, self.step >= self.total_steps or self._is_asked_to_stop
         ends_epoch = self.order.ends_epoch(self.step)
-        evaluates = ends_epoch or self.step >= self.total_steps or self.requests.evaluate or self.requests.stop
+        evaluates = ((ends_epoch and not self._leaves_at_once) or self.step >= self.total_steps
+                     or self.requests.evaluate or self.requests.stop)
         if evaluates and self.job.validation is not None and self.evaluated_step != self.step and self.step > 0:
             if self.workers:
                 self._begin_evaluation()
@@ -508,6 +509,11 @@ class Coordinator(Server):
     @property
     def _is_asked_to_stop(self) -> bool:
         return self.stop_asked or self.requests.stop is not None or self.requests.failed is not None
+
+    @property
+    def _leaves_at_once(self) -> bool:
+        """Whether a signal asked to stop, and neither callbacks nor the schedule need the evaluation of this epoch."""
+        return self.stop_asked and self.control is None and not waits_for_metric(self.shelf.schedule)
 
     def _ask(self, event: str, hook: str | None = None, **values: Any) -> Any:
         """Let callbacks hear of an event, if one has the hook, and note what they ask for. Returns their state, where
