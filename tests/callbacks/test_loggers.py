@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -110,6 +112,54 @@ def test_mlflow(tmp_path: Path, mlflow_server: str):
               for name in ("loss", "validation_loss")]
     assert_curves(*curves, expected)
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"note", "picture"}
+
+
+def records(path: Path) -> Iterator[Any]:
+    """What an offline run of Weights & Biases holds: its own messages, in LevelDB's log format."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, whole = path.read_bytes(), 7, b""  # after the name and version of the format
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:  # of a block, and padding
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        whole, at = whole + data[at + 7:at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield wandb_internal_pb2.Record.FromString(whole)
+            whole = b""
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two files, of one run: the second goes on in the first one's."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    expected = train(tmp_path / "run", "wandb:project")
+    found = [record for path in sorted((tmp_path / "run").rglob("*.wandb")) for record in records(path)]
+    runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
+    assert {(run.project, run.display_name) for run in runs} == {("project", "run")}
+    assert len({run.run_id for run in runs}) == 1 and [record.exit.exit_code for record in found
+                                                       if record.WhichOneof("record_type") == "exit"] == [0, 0]
+    rows = [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            for record in found if record.WhichOneof("record_type") == "history"]
+    assert_curves(*[[(row["_step"], row[name]) for row in rows if name in row] for name in ("loss", "validation_loss")],
+                  expected)
+    assert [row["_step"] for row in rows if "half" in row] == [3, 6, 9, 12]
+
+
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    expected = train(tmp_path / "run", "trackio:project")
+    assert SQLiteStorage.get_runs("project") == ["run"]
+    rows = SQLiteStorage.get_logs("project", "run")
+    assert_curves(*[[(row["step"], row[name]) for row in rows if name in row] for name in ("loss", "validation_loss")],
+                  expected)
+    assert [(row["step"], row["note"]) for row in rows if "note" in row] == [(s, f"at {s}") for s in (3, 6, 9, 12)]
 
 
 def test_kinds_of_loggers_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
