@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,47 @@ def job() -> paceline.Job:
         optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2))
 
 
+def own_step_job() -> paceline.Job:
+    def step(ctx: paceline.StepContext, batch: Any) -> None:
+        noise = torch.randn(len(batch), 6)
+        ctx.backward("first", noise, lambda output, batch: ctx.run("second", output).square().mean())
+        ctx.update("first")
+        ctx.backward("second", batch, lambda output, batch: F.cross_entropy(output, batch.target))
+        ctx.update("second")
+
+    adam = lambda named: torch.optim.AdamW(named, lr=1e-2)  # noqa: E731
+    return paceline.Job(models={"first": lambda: nn.Linear(6, 6), "second": lambda: nn.Linear(6, 3)}, step=step,
+                        optimizers={"first": adam, "second": adam}, data=job().data, batch=8, steps=2,
+                        followers={"average": paceline.ema("first", 0.9)})
+
+
+class Asking(paceline.Callback):
+    """Asks for weights and a checkpoint where ranks wait."""
+
+    def on_evaluation(self, run: Any, evaluation: Any) -> None:
+        assert run.state_dict()
+        run.save()
+
+
+def watched_job() -> paceline.Job:
+    """As users watch one: with callbacks, phases, initial weights and a plateau."""
+    given = job()
+    return replace(given, validation=given.data, callbacks=[Asking(), paceline.EarlyStopping("validation_loss")],
+                   steps=None, epochs=2, freeze=paceline.by_step({0: ("0.*",), 1: ()}), init=given.model().state_dict(),
+                   lr_schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def opened(folder: Path) -> Any:
+    """What a run leaves, in the process that began it."""
+    trained = paceline.train(watched_job(), "data=2", devices="cpu:0,cpu:1", run=folder / "run", check=False)
+    return trained.model(), paceline.open(folder / "run", job=job()).state_dict()
+
+
 VERBS: dict[str, Callable[[Path], Any]] = {
+    "train a step of its own": lambda folder: paceline.train(own_step_job(), "data=2", devices="cpu:0,cpu:1",
+                                                             run=folder / "run"),
+    "train with callbacks, and open": opened,
+    "verify a step of its own": lambda folder: paceline.verify(own_step_job(), ["data=2"], steps=2),
     "train": lambda folder: paceline.train(job(), "data=2", devices="cpu:0,cpu:1", run=folder / "run"),
     "train tensor": lambda folder: paceline.train(job(), "tensor=2", devices="cpu:0,cpu:1", run=folder / "run"),
     "train auto": lambda folder: paceline.train(job(), "auto", devices="cpu:0,cpu:1", run=folder / "run"),
