@@ -229,10 +229,12 @@ def _token_sum(made: Any) -> dict[str, float]:
     return {"tokens": float(made.predictions.sum())}
 
 
-def test_what_is_generated_is_by_the_weights_of_the_moment(tmp_path: Path):
-    """Under data=2 each rank generates for its part; a plan under which no rank has the whole model is refused."""
-    from paceline.transformers import PlannedTraining
+def test_what_is_generated_is_by_the_weights_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Under data=2 each rank generates for its part; a plan under which no rank has the whole model is refused. Ranks
+    give signs of life where they wait."""
+    from paceline.transformers import PlannedTraining, rank
 
+    monkeypatch.setattr(rank, "_BEAT_S", 1e-4)
     ours = type("Ours", (PlannedTraining, transformers.Seq2SeqTrainer), {})
     plain = _translator(transformers.Seq2SeqTrainer, tmp_path / "plain")
     plain.train()

@@ -126,7 +126,7 @@ class TrainerRank:
         """Waits with signs of life: callbacks may take long."""
         with waiting:
             while not self.connection.poll(_BEAT_S):
-                self.context.beat("control")
+                self.context.beat("callback")
         try:
             order: dict[str, Any] = decode(self.connection.recv_bytes())
         except EOFError:
