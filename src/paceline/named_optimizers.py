@@ -38,6 +38,8 @@ class NamedOptimizers(torch.optim.Optimizer):
         Raises:
             JobError: a parameter has no optimizer, or two; or one of them has no parameters.
         """
+        from paceline.runtime.optimizers.closure import requires_closure
+
         given: dict[str, list[tuple[str, torch.nn.Parameter]]] = {name: [] for name in specs}
         for parameter_name, p in named:
             users = [name for name, each in specs.items() if _updates(name, each, parameter_name, p)]
@@ -56,6 +58,10 @@ class NamedOptimizers(torch.optim.Optimizer):
         for name, member in members.items():
             if not isinstance(member, torch.optim.Optimizer):
                 raise JobError(f"optimizers['{name}'] returned {type(member).__name__} and not a torch.optim.Optimizer")
+            if requires_closure(member):
+                raise JobError(f"optimizers['{name}'] is a {type(member).__name__}, which evaluates the loss itself, "
+                               "and ctx.update has no loss to evaluate",
+                               hint="an optimizer without a closure, or a job with one model, model= and loss=")
         return cls(members, {name: each.clip for name, each in specs.items()},
                    {name: [n for n, _ in pairs] for name, pairs in given.items()})
 

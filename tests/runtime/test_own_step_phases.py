@@ -17,6 +17,7 @@ import paceline as pl
 from paceline.errors import JobError
 from paceline.launch.failure import RankFailed
 from paceline.proof.order import windows
+from paceline.runtime.recorded import recorded
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 FREEZE = pl.by_step({0: ("student.0", "head"), 2: "student.0.bias", 5: "head.1.bias"})
@@ -148,9 +149,36 @@ def test_verify_certifies_it(teacher: Path) -> None:
     ({"freeze": ("head.*",)}, "leaves nothing of 'head' to train"),
     ({"optimizers": {"student": pl.Optimizer(torch.optim.SGD, lr_schedule=pl.monitored("eror", plateau)),
                      "head": torch.optim.SGD}}, "monitors 'eror'.*'error'"),
-    ({"validation": None}, "waits for a figure")])
+    ({"validation": None}, "waits for a figure"),
+    ({"step": lambda ctx, batch: ctx.backward("student", batch, soft_loss, batch.input[:, :4]) or ctx.update("student")
+      or 1.0}, "the step returned float"),
+    ({"optimizers": {"student": lambda named: torch.optim.LBFGS(p for _, p in named), "head": torch.optim.SGD}},
+     "LBFGS, which evaluates the loss itself")])
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], words: str, teacher: Path, tmp_path: Path) -> None:
     with pytest.raises((JobError, RankFailed), match=words):
         pl.train(make_job(teacher, **changes), "single", run=tmp_path / "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
     assert not metrics.exists() or not metrics.read_text()
+
+
+def every_second(ctx: Any, batch: Any) -> None:
+    """A critic is trained in each step, what it judges in each second one."""
+    fake = ctx.run("student", batch.input)
+    ctx.backward("head", fake, lambda judged, batch: judged.square().mean())
+    ctx.update("head")
+    if ctx.step % 2:
+        ctx.backward("student", batch.input, lambda fake, batch: -ctx.run("head", fake).mean())
+        ctx.update("student")
+
+
+@pytest.mark.timeout(120)
+def test_a_model_may_be_trained_in_some_steps_alone(tmp_path: Path) -> None:
+    adam = lambda named: torch.optim.Adam(named, lr=0.1)  # noqa: E731
+    job = make_job(tmp_path, step=every_second, init=None, freeze=(), followers={}, validation=None, validate=None,
+                   optimizers={"student": adam, "head": adam})
+    certificate, = pl.verify(job, ["data=2"], steps=3, resume="no")
+    assert certificate.verdict == "passed"
+    assert recorded(job, 2).in_losses == {"head"}  # in no loss of the first step
+    with pytest.raises(RankFailed, match="a loss runs 'head'"):
+        pl.train(job, "tensor=2", run=tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -15,6 +15,8 @@ from paceline.runtime.feed import MicroBatch, example_batch, map_tensors
 from paceline.runtime.step_batch import StepBatch
 from paceline.runtime.streams import kept_streams
 
+_TRIED_STEPS = (*range(10), 99, 999)  # and the last one, where the job's step depends on its number
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -39,7 +41,12 @@ def recorded(job: Job, samples: int) -> Recorded:
         models = NamedModels.of(job.models, job.followers, job.seed)
         batch = example_batch(job, samples).to(torch.device("cpu"), dtype)
         recorder = _Recorder(models.to(dtype) if dtype else models, StepBatch([batch]))
-        job.own_step(recorder, recorder.batch)
+        for step in _TRIED_STEPS if job.total_steps is None else sorted(
+                {step for step in _TRIED_STEPS if step < job.total_steps} | {job.total_steps - 1}):
+            recorder.number = step
+            job.own_step(recorder, recorder.batch)
+            if not recorder.asks_for_step:  # all steps are alike
+                break
     for name, follower in job.followers.items():  # a follower that is only kept runs as its source does
         if isinstance(follower.source, str) and follower.source in recorder.inputs:
             recorder.inputs.setdefault(name, recorder.inputs[follower.source])
@@ -49,13 +56,20 @@ def recorded(job: Job, samples: int) -> Recorded:
 
 
 class _Recorder:
-    """A step's context in which models run and nothing is trained; see `StepContext`."""
+    """A step's context in which models run and nothing is trained; see `StepContext`.
 
-    step = 0
+    number: of the step. asks_for_step: whether the job's step looked at it.
+    """
 
     def __init__(self, models: NamedModels, batch: StepBatch) -> None:
         self.models, self.batch, self.inputs = models, batch, dict[str, Any]()
         self.in_losses, self.is_in_loss = set[str](), False
+        self.number, self.asks_for_step = 0, False
+
+    @property
+    def step(self) -> int:
+        self.asks_for_step = True
+        return self.number
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
         if self.is_in_loss:

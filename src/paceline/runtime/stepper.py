@@ -154,6 +154,7 @@ class Stepper:
         self.edits = Edits({name: p for name, p in self.held.items() if not is_sharded(p)})
         self.has_begun = False
         self.saw_unused = False
+        self.untrained = set(job.models)  # by no loss so far
         self.gradient_norm: float | None = None  # of the last step, before clipping
         self.trace: TraceRecorder | None = None
 
@@ -262,6 +263,8 @@ class Stepper:
                   stop: Callable[[], bool], beat: Callable[[str], None], ahead: Callable[[], None],
                   observe: Callable[[Stepper], None] | None) -> StepResult:
         """The step that the job brings, and then its followers."""
+        if step and not self.has_begun:
+            self.untrained.clear()  # a resumed run was looked at when it began
         verbs = Verbs(self, window, batches, step, beat, keeps_gradients=observe is not None,
                       is_first=not self.has_begun)
         self._look()
@@ -278,8 +281,9 @@ class Stepper:
         known = [verbs.loss, 1.0, stops, 0.0, changed, 0.0, 0.0, 0.0, *verbs.users.values()]
         met = self.step_sync.end_step(step + 1, torch.tensor(known, dtype=torch.float64), known, beat)
         assert met is not None, "ranks of such a job meet after every step"
-        if not step:
-            self._refuse_unused(list(verbs.users.values()))
+        if first := self.untrained & verbs.trained:
+            check_used({name: count for name, count in verbs.users.items() if name.partition(".")[0] in first})
+            self.untrained -= first
         result = self._learn(met, own_part=own_part, norm=None, step=step)
         follow(self.job.followers, self.held, dict(self.model.named_buffers()), step + 1)
         for name in self.job.followers:

@@ -58,6 +58,7 @@ class Verbs:
         self.in_loss = False
         self.loss, self.agreed = 0.0, list[_Agreed]()
         self.users: dict[str, float] = dict.fromkeys(stepper.trainable, 0.0)
+        self.trained: set[str] = set()  # models that some backward names
         self.waiting: set[str] = set()  # parameters with gradients that no update has used
         self.frozen = stepper.freezing.at(step, window.epoch)
         self.let_go: set[str] = set()  # parameters that may have had some: frozen ones, and those on other ranks
@@ -68,7 +69,10 @@ class Verbs:
         step = self.stepper.job.own_step
         assert step is not None
         with self.draws:
-            step(self, self.batch)
+            returned: Any = step(self, self.batch)
+        if returned is not None:
+            raise TrainingError(f"the step returned {type(returned).__name__}, which nothing would record",
+                                hint="validate= returns figures, of the validation data; a step returns nothing")
         if not self.agreed:
             raise TrainingError("the step trains nothing: it calls no ctx.backward")
 
@@ -220,6 +224,7 @@ class Verbs:
             stepper.scale_gradients(torch.where(figures[2] > 0, 1 / figures[1], 1.0), held)
         if self.may_edit and is_edited:
             stepper.edits.merge(stepper.mesh.group("replicas"), news=bool(is_unknown), step=self.step)
+        self.trained.update(names)
 
     def _users_of(self, agreed: _Agreed) -> tuple[list[float], dict[str, float]]:
         """A backward's figures before its parameters', and how many ranks used each of these."""

@@ -173,6 +173,9 @@ def _answer(asked: Planned, where: Cluster, named: str, *, relaxed: bool, price_
     chosen = ranking.chosen
     notes = list(dict.fromkeys((*where.assumptions, *problem.profile.notes,
                                 *(note for candidate in ranking.ranked for note in candidate.estimate.notes))))
+    if loaded.step is not None:
+        notes.append("each model is priced as run once forward and, where it is trained, backward; a step that runs "
+                     "one several times is slower")
     if problem.pieces.problem:
         notes.append(f"plans that split the model are left out: {problem.pieces.problem}")
     notes += _of_devices((*ranking.ranked, *ranking.too_large), chosen)
