@@ -119,8 +119,24 @@ def by_input() -> dict[str, Any]:
     return {"model": WithInput, "loss": loss}
 
 
+class Flat(odd.Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(len(x), -1)
+
+
+def in_place() -> dict[str, Any]:
+    """A loss that writes to the model's output, which is a view."""
+    return {"model": Flat, "loss": lambda output, target: F.mse_loss(output.add_(0.1), target.flatten(1))}
+
+
+def test_a_loss_that_writes_to_the_output(tmp_path: Path) -> None:
+    """FSDP2 must know of the gradient though the output is a view."""
+    assert odd.difference(lambda: odd.job_of(**in_place()), "shard=2", tmp_path) < 1e-10
+
+
 @pytest.mark.parametrize("plan", odd.SPLITS)
 @pytest.mark.parametrize(("job", "words"), [
+    (in_place, "the loss writes to the model's output in place"),
     (by_input, "the loss goes back through the model"),
     (penalty, "the loss uses the parameter 'a.weight' of the model"),
     (auxiliary, "the loss uses the attribute 'aux' of the model"),

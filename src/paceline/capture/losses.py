@@ -108,6 +108,9 @@ def _value(what: str, function: Function, given: Any, output: Any) -> Any:
             function(output)
         except Exception:
             raise error from None
+        if "in-place" in str(error):
+            raise PlanRefused(f"{what} writes to the model's output in place, which a plan that splits the model keeps",
+                              hint="write output + x and not output += x, or use a data=N or shard=N plan") from error
         raise PlanRefused(f"{what} goes back through the model (torch.autograd.grad), and no rank of a plan that "
                           "splits the model has all of it",
                           hint="data=N plans keep the whole model on every rank") from error

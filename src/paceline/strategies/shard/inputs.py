@@ -1,6 +1,7 @@
-"""Units that change their inputs.
+"""Units that change their inputs, and losses that change the model's output.
 
-FSDP2 passes a unit views of its tensors, which torch does not allow to be written to, in copies of lists and dicts.
+FSDP2 passes a unit views of its tensors, which torch does not allow to be written to, in copies of lists and dicts. It
+hooks into the gradients of a unit's outputs, and loses the hook of a view that is written to.
 """
 
 from __future__ import annotations
@@ -15,6 +16,16 @@ from paceline.errors import PlanRefused
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+def writable_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook: the model's output without views, so that a loss may write to it. Memory is shared until then."""
+    def is_view(leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._base is not None
+
+    if not torch.is_grad_enabled() or not any(map(is_view, pytree.tree_leaves(output))):
+        return output
+    return pytree.tree_map(lambda leaf: lazy_copy(leaf) if is_view(leaf) else leaf, output)
 
 
 class WritableInputs:

@@ -28,7 +28,7 @@ from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.layout import tensors_in
 from paceline.strategies.mesh import is_about_parts
 from paceline.strategies.shard.hooks import Hooks, hooks_of
-from paceline.strategies.shard.inputs import WritableInputs
+from paceline.strategies.shard.inputs import WritableInputs, writable_outputs
 from paceline.strategies.shard.order_check import OrderCheck
 from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.units import find_units, is_callable, name_in_model, refuse_scripted
@@ -76,6 +76,8 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     sharded = {name: module for name, module in {**units, **outermost}.items()
                if module is model or any(p not in whole for p in module.parameters())}
     cast = _gathered_cast(model, observed, hooks.keys(), along)
+    if outermost:
+        model.register_forward_hook(writable_outputs)  # before FSDP2's
     for path, unit in sharded.items():
         module = _shard_unit(unit, along, whole, stays_gathered=plan.zero < 3, device=device)
         if unit is not model:
