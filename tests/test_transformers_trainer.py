@@ -384,3 +384,16 @@ def test_a_replaced_forward_is_of_the_copy():
         twin[0].weight.zero_()
         twin[0].bias.zero_()
     assert not twin(batch).any() and model(batch).any()
+
+
+def test_frozen_weights_are_shared_and_trained_ones_are_not():
+    """A copy on a rank has the frozen weights in the memory that the fork shares; another dtype leaves the model's."""
+    from paceline.transformers.copies import copied
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    twin = copied(model, shares_frozen=True)
+    assert twin[0].weight.data_ptr() == model[0].weight.data_ptr() and not twin[0].weight.requires_grad
+    assert twin[1].weight.data_ptr() != model[1].weight.data_ptr() and twin[1].weight.requires_grad
+    twin.double()
+    assert model[0].weight.dtype == torch.float32

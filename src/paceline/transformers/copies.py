@@ -10,19 +10,29 @@ from typing import Any
 from torch import nn
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A deep copy of the model.
+def copied(model: nn.Module, *, shares_frozen: bool = False) -> nn.Module:
+    """A deep copy of the model. shares_frozen: parameters that are not trained lie in the same memory.
 
     `copy.deepcopy` leaves functions as they are. A forward that a library puts in place of a module's own often holds
     the one before it: that of the original module, whose weights the copy would then use.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = _sharing(model) if shares_frozen else {}
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
         forward = vars(module).get("forward")
         if forward is not None:
             module.forward = _twin(forward, memo)
     return twin
+
+
+def _sharing(model: nn.Module) -> dict[int, Any]:
+    """Parameters by the number of the one whose memory they share."""
+    shared: dict[int, Any] = {}
+    for parameter in model.parameters():
+        if not parameter.requires_grad and type(parameter) is nn.Parameter:
+            shared[id(parameter)] = twin = nn.Parameter(parameter.detach(), requires_grad=False)
+            vars(twin).update(vars(parameter))
+    return shared
 
 
 def _twin(value: Any, memo: Mapping[int, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -106,16 +107,20 @@ class EpochSampler:
 
 class ModelOf:
     """Builds a rank's own copy of a Trainer's model. In a fake mode it gives the model itself: real tensors must not
-    be copied there."""
+    be copied there.
+
+    A rank is a fork, which has the frozen weights in memory that it shares with the others until it writes there.
+    """
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+        self.trainer, self.process = trainer, os.getpid()
 
     def __call__(self) -> torch.nn.Module:
         from torch._guards import detect_fake_mode
 
         trainer = self.trainer
-        model = trainer.model if detect_fake_mode() is not None else copied(trainer.model)
+        model = trainer.model if detect_fake_mode() is not None else copied(
+            trainer.model, shares_frozen=os.getpid() != self.process)
         model.train()
         return OwnLossModel(trainer, model) if computes_own_loss(trainer) else model
 
