@@ -95,8 +95,10 @@ def test_reading_documents(tmp_path: Path):
         (tmp_path / folder.PLAN).write_text(text)
         with pytest.raises(UsageError, match=r"plan\.json"):
             folder.read_document(tmp_path, folder.PLAN)
-    with pytest.raises(UsageError, match=r"is not the folder of a run: can't read job\.json"):
+    with pytest.raises(UsageError, match=r"does not say which job it is of"):
         folder.read_document(tmp_path, folder.JOB)
+    with pytest.raises(UsageError, match=r"is not the folder of a run: can't read job\.json"):
+        folder.read_document(tmp_path / "nothing", folder.JOB)
 
 
 def test_a_run_that_is_over_holds_nothing_though_a_fork_of_it_lives(tmp_path: Path):

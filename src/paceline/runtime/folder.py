@@ -132,6 +132,9 @@ def read_document(run_dir: Path, name: str) -> dict[str, Any]:
     try:
         document = json.loads((run_dir / name).read_text())
     except (OSError, ValueError) as error:
+        if name == JOB and isinstance(error, FileNotFoundError) and (run_dir / PLAN).exists():
+            raise UsageError(f"{run_dir} does not say which job it is of: pl.train was given a Job, and no file",
+                             hint="pl.open(run, job=...).model() builds its model") from error
         raise UsageError(f"{run_dir} is not the folder of a run: can't read {name} ({error})",
                          hint="paceline train FILE --run DIR makes one") from error
     if not isinstance(document, dict):

@@ -184,7 +184,7 @@ def miss(figures: Mapping[str, Any], *, load: float) -> str:
     """
     predicted = figures["predicted"]
     low_s, high_s, took_s = predicted["step_s_low"], predicted["step_s_high"], figures["step_s"]
-    if low_s is None or low_s <= took_s <= high_s:
+    if low_s is None or not took_s or low_s <= took_s <= high_s:
         return _memory_miss(figures)
     return (f"a step took {1e3 * took_s:.3g} ms and {1e3 * low_s:.3g} to {1e3 * high_s:.3g} ms were predicted: "
             f"{_cause(figures, load=load, late_s=took_s - high_s)}")
