@@ -36,7 +36,7 @@ from paceline.runtime.order import Order, Window
 from paceline.runtime.prefetch import Prefetch
 from paceline.runtime.shares import refuse_single_samples
 from paceline.runtime.stepper import Stepper, StepResult
-from paceline.strategies.compose import reported
+from paceline.strategies.compose import end_evaluation, reported
 from paceline.strategies.mesh import Mesh
 
 WARM_UP_STEPS = 10  # of a launch, left out of its speed
@@ -215,8 +215,9 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     refuse_single_samples(job, plan, settings.shares, context.device)
     stepper = Stepper(job, plan, mesh, context.device, devices=settings.devices, shares=settings.shares)
     if not settings.is_trial:
-        check_monitored(stepper.schedule, job, partial(_measured, context, job, plan, settings, mesh, stepper)
-                        if job.models else None)
+        measured = _measured(context, job, plan, settings, mesh, stepper) if job.models and not (
+            job.validation is None or is_stream(job.validation)) else None
+        check_monitored(stepper.schedule, job, measured)
     drift.check_replicas(drift.replicated(stepper), mesh=mesh, step=0)
     run_dir = settings.run_dir
     writer = metrics = None
@@ -231,11 +232,14 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
 
 
 def _measured(context: RankContext, job: Job, plan: Plan, settings: Settings, mesh: Mesh,
-              stepper: Stepper) -> Iterator[str]:
-    """Names of what the job's `validate` gives of a few samples. Collective."""
-    few = Subset(job.validation, range(min(len(job.validation), plan.replicas)))
-    return iter(evaluate_step(stepper.model, stepper.parts, job, few, part=part_of(plan, mesh, settings.shares),
-                              mesh=mesh, device=context.device))
+              stepper: Stepper) -> list[str]:
+    """Names of what the job's `validate` gives of a first batch, so that what is wrong with it is known before the
+    first step. Collective."""
+    first = Subset(job.validation, range(min(len(job.validation), job.batch)))
+    figures = evaluate_step(stepper.model, stepper.parts, job, first, part=part_of(plan, mesh, settings.shares),
+                            mesh=mesh, device=context.device)
+    end_evaluation(stepper.synchronisers)  # what was gathered may be of weights that a checkpoint replaces
+    return list(figures)
 
 
 def _tell(run: _Run) -> None:

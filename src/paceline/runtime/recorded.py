@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import JobError
+from paceline.errors import JobError, nearest
 from paceline.job import Job
 from paceline.named_models import NamedModels
 from paceline.runtime.feed import MicroBatch, example_batch, map_tensors
@@ -72,6 +72,8 @@ class _Recorder:
         return self.number
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
+        if model not in self.models.names:
+            raise JobError(f"the step runs no model of the job, '{model}': {nearest(model, self.models.names)}")
         if self.is_in_loss:
             self.in_losses.add(model)
         whole = inputs.input if isinstance(inputs, StepBatch) else inputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def step_by_metrics(schedule: Any, job: Job, figures: Mapping[str, float]) -> No
         waiting.step(figures[metric])
 
 
-def check_monitored(schedule: Any, job: Job, measured: Callable[[], Iterable[str]] | None = None) -> None:
+def check_monitored(schedule: Any, job: Job, measured: Iterable[str] | None = None) -> None:
     """
     Args:
         measured: Names of what an evaluation gives beside the loss; the job's metrics if it is left out.
@@ -65,7 +65,7 @@ def check_monitored(schedule: Any, job: Job, measured: Callable[[], Iterable[str
                        + ("there is no validation data" if job.validation is None else "a stream has no known epochs"),
                        hint="validation=..., or a schedule of steps, such as CosineAnnealingLR")
     for metric in {metric for _, metric in waiting} - {VALIDATION_LOSS}:
-        known = [VALIDATION_LOSS, *(job.metrics if measured is None else measured())]
+        known = [VALIDATION_LOSS, *(job.metrics if measured is None else measured)]
         if metric not in known:
             raise _no_such_metric(metric, known)
 
