@@ -17,6 +17,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.launch.environment import current
+from paceline.launch.fork import cuda_left_alone
 from paceline.planner.resolve import resolve
 from paceline.plans import Plan
 from paceline.transformers import arguments, checkpoints
@@ -65,10 +66,13 @@ class PlannedTraining(_AnyTrainer):
         self._plan_in_use: Plan | None = None
         self._weights_step: int | None = None
         self._counted = 0.0  # operations that ranks have told of
-        training_args = options.get("args") or (args[1] if len(args) > 1 else None)
-        if training_args is not None and torch.cuda.is_available():
-            training_args.use_cpu = True  # this process must not touch the GPUs that its ranks use
-        super().__init__(*args, **options)
+        if torch.cuda.is_initialized():
+            raise UsageError("CUDA is in use in this process, and ranks are forks of it: TrainingArguments takes a GPU "
+                             "as soon as it is made",
+                             hint="TrainingArguments(..., use_cpu=True). It is about this process alone; ranks take "
+                                  "the GPUs that devices= names, by default all of this machine")
+        with cuda_left_alone():
+            super().__init__(*args, **options)
         arguments.refuse(self)
         arguments.name_idle(self.args)
 
