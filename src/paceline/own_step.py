@@ -210,6 +210,8 @@ def _field_problems(job: Job) -> Iterator[str]:
         yield "metrics are for one model; validate= returns a mapping with \"loss\" and metrics"
     if job.validation is not None and job.validate is None and job.loss is None:
         yield "validation data needs validate=: validate(ctx, batch) returns what is measured of a batch"
+    if job.validation is None and job.validate is not None:
+        yield "validate= measures validation data, and there is none: give validation="
     if job.precision in ("fp16", "fp8"):
         yield f"precision {job.precision!r} is for jobs with one loss and one optimizer; take \"bf16\" or \"float32\""
 

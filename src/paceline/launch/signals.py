@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +18,10 @@ def handled(numbers: Sequence[signal.Signals], handle: Callable[[int], None]) ->
     def call(number: int, frame: Any) -> None:
         handle(number)
 
-    try:
-        before = {number: signal.signal(number, call) for number in numbers}
-    except ValueError:  # not the main thread
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    before = {number: signal.signal(number, call) for number in numbers}
     try:
         yield
     finally:
