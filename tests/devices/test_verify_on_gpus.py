@@ -36,6 +36,14 @@ def test_sound_plans_pass(shop: Workshop, plans: tuple[str, ...]):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("job", "plans"), [("gan", ("data=2", "shard=2")),
+                                            ("distillation", ("pipeline=2 microbatches=4", "tensor=2"))])
+def test_sound_plans_of_a_step_of_ones_own_pass(shop: Workshop, job: str, plans: tuple[str, ...]):
+    """What the step draws is drawn on one GPU and on ranks' GPUs alike."""
+    assert verdicts(shop.verify(job, *plans, devices="cuda:0-1")) == dict.fromkeys(plans, "passed")
+
+
+@pytest.mark.slow
 def test_default_plans_are_those_that_the_devices_are_enough_for(shop: Workshop):
     found = verdicts(shop.verify("blocks", devices="cuda:0-3", **QUICK))
     assert len(found) == 18 and set(found.values()) == {"passed"}  # all but the one of eight ranks
