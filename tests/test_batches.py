@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.batches import collated, describe, mapped
 from paceline.errors import TrainingError
+from paceline.job.batches import collated, describe, mapped
 
 
 @dataclass

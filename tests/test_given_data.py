@@ -27,10 +27,10 @@ from torch.utils.data import (
 )
 
 import paceline
-from paceline.arrays import Arrays
 from paceline.errors import JobError
 from paceline.job import Job
-from paceline.loaders import DrawnGroups, Loading
+from paceline.job.arrays import Arrays
+from paceline.job.loaders import DrawnGroups, Loading
 from paceline.proof.order import whole_batches, windows
 from paceline.runtime.feed import DataShard, is_stream, training_feed
 from paceline.runtime.order import Order

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.errors import TrainingError
-from paceline.losses import OwnLoss
+from paceline.job.losses import OwnLoss
 
 LABELS = torch.tensor([[1, 2, 3, -100], [2, -100, -100, -100], [0, 1, 2, 3]])
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from paceline.errors import JobError, TrainingError
 from paceline.job import Job
+from paceline.job.shards import Shards, _in_steps, read_tar
 from paceline.proof.order import windows
 from paceline.runtime.feed import DataShard, training_feed
 from paceline.runtime.order import Order
-from paceline.shards import Shards, _in_steps, read_tar
 
 SIZES = (5, 9, 7, 3, 8, 8, 6, 2)
 

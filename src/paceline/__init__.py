@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from paceline.cluster import Cluster, Device
     from paceline.errors import PacelineError
     from paceline.job import Job
+    from paceline.job.own_step import Optimizer, StepContext, copy_every, ema, frozen
+    from paceline.job.phases import by_epoch, by_step, monitored
+    from paceline.job.pretrained import weights
+    from paceline.job.shards import Shards
     from paceline.jobfile import load
-    from paceline.own_step import Optimizer, StepContext, copy_every, ema, frozen
-    from paceline.phases import by_epoch, by_step, monitored
     from paceline.plans import Plan
-    from paceline.pretrained import weights
-    from paceline.shards import Shards
     from paceline.study.space import Log, Range
     from paceline.verbs.inference import evaluate, predict
     from paceline.verbs.planning import plan
@@ -38,21 +38,21 @@ _HOMES = {
     "Job": "paceline.job",
     "KeepBest": "paceline.callbacks.keep_best",
     "Log": "paceline.study.space",
-    "Optimizer": "paceline.own_step",
+    "Optimizer": "paceline.job.own_step",
     "PacelineError": "paceline.errors",
     "Plan": "paceline.plans",
     "Range": "paceline.study.space",
-    "Shards": "paceline.shards",
-    "by_epoch": "paceline.phases",
-    "by_step": "paceline.phases",
-    "StepContext": "paceline.own_step",
+    "Shards": "paceline.job.shards",
+    "by_epoch": "paceline.job.phases",
+    "by_step": "paceline.job.phases",
+    "StepContext": "paceline.job.own_step",
     "choice": "paceline.choices",
-    "copy_every": "paceline.own_step",
-    "ema": "paceline.own_step",
+    "copy_every": "paceline.job.own_step",
+    "ema": "paceline.job.own_step",
     "evaluate": "paceline.verbs.inference",
-    "frozen": "paceline.own_step",
+    "frozen": "paceline.job.own_step",
     "load": "paceline.jobfile",
-    "monitored": "paceline.phases",
+    "monitored": "paceline.job.phases",
     "open": "paceline.verbs.result",
     "plan": "paceline.verbs.planning",
     "predict": "paceline.verbs.inference",
@@ -60,7 +60,7 @@ _HOMES = {
     "search": "paceline.verbs.search",
     "train": "paceline.verbs.train",
     "verify": "paceline.verbs.verify",
-    "weights": "paceline.pretrained",
+    "weights": "paceline.job.pretrained",
 }
 
 __all__ = [

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.errors import JobError
+from paceline.job.phases import patterns
 from paceline.launch.failure import RankFailed
-from paceline.phases import patterns
 from paceline.proof.order import windows
 from paceline.runtime.checkpoint.read import open_checkpoint
 from paceline.runtime.freezing import frozen_names

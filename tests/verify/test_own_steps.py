@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import paceline
 from paceline.errors import JobError, PlanError
-from paceline.named_optimizers import NamedOptimizers
+from paceline.job.named_optimizers import NamedOptimizers
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.named_parts import _OfPart
 from paceline.runtime.step_batch import StepBatch

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from paceline.job import Job
+from paceline.job.named_models import NamedModels
 from paceline.launch.fork import in_a_fork
-from paceline.named_models import NamedModels
 
 SAMPLES, TIMEOUT_S = 4, 60.0
 

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.batches import collated, mapped
 from paceline.capture.casts import cast_alone
 from paceline.capture.graph import without_cache
 from paceline.capture.probe import sparsely_trained
 from paceline.errors import JobError, PacelineError
-from paceline.foreign_fields import model_hint
 from paceline.job import AUTOCAST, Job
+from paceline.job.batches import collated, mapped
+from paceline.job.foreign_fields import model_hint
 from paceline.launch.fork import cuda_left_alone, in_a_fork
 from paceline.profile.attention import SparedBySelective, SparedScores
 from paceline.profile.blocks import CalledAgain, Repeats, unit_of

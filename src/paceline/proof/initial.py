@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.job import Job
-from paceline.own_step import init_of
-from paceline.pretrained import Weights
+from paceline.job.own_step import init_of
+from paceline.job.pretrained import Weights
 from paceline.runtime.checkpoint.pieces import Region
 from paceline.runtime.initial import matched, source_of
 

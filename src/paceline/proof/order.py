@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from paceline.batches import collated
 from paceline.job import Job
-from paceline.phases import value_at
+from paceline.job.batches import collated
+from paceline.job.phases import value_at
 from paceline.proof.device import one_device
 from paceline.runtime.feed import MicroBatch, is_stream
 from paceline.runtime.streams import kept_streams, key_to_seed, seed_sample, seed_streams

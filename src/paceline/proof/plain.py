@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from paceline.batches import collated
 from paceline.capture.attributes import (
     AttributeSnapshot,
     in_float64,
@@ -26,6 +25,7 @@ from paceline.capture.attributes import (
 from paceline.capture.float8 import in_float8
 from paceline.capture.written import lazy_copy
 from paceline.job import AUTOCAST, Job
+from paceline.job.batches import collated
 from paceline.proof.device import kept, one_device
 from paceline.proof.initial import load_plainly
 from paceline.proof.order import whole_batches, windows

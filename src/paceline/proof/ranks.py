@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline import own_step
 from paceline.cluster import Cluster
 from paceline.errors import CheckpointError, NotDeterministic
-from paceline.job import Job, Precision
+from paceline.job import Job, Precision, own_step
 from paceline.launch.local import run_local
 from paceline.planner.resolve import Resolved
 from paceline.plans import Plan

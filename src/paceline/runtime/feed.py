@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from paceline.arrays import Arrays
-from paceline.batches import Collate, as_pair, collated
 from paceline.errors import JobError, PacelineError, TrainingError
 from paceline.job import Job
+from paceline.job.arrays import Arrays
+from paceline.job.batches import Collate, as_pair, collated
+from paceline.job.loaders import Loading
+from paceline.job.phases import value_at
 from paceline.launch.failure import user_frames
-from paceline.loaders import Loading
-from paceline.phases import value_at
 from paceline.runtime.order import Order, Window, split
 from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
 from paceline.runtime.upload import uploaded

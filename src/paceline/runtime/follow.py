@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from paceline.errors import PlanRefused
-from paceline.own_step import FollowerModel
+from paceline.job.own_step import FollowerModel
 from paceline.strategies.mesh import local_part
 
 

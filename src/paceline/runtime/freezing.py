@@ -8,7 +8,7 @@ import torch
 
 from paceline.errors import JobError, PlanRefused
 from paceline.job import Job
-from paceline.phases import Phases, matching, matching_one, patterns
+from paceline.job.phases import Phases, matching, matching_one, patterns
 from paceline.strategies.state_tensors import StateTensor
 
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from paceline.errors import CheckpointError, JobError
+from paceline.job.pretrained import Weights
 from paceline.launch.logs import logger
-from paceline.pretrained import Weights
 from paceline.runtime.checkpoint.dtypes import COMPLEX, DTYPES
 from paceline.runtime.checkpoint.pieces import Region, TensorPiece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, StoredPiece, TensorEntry, newest_checkpoint, open_checkpoint

@@ -13,9 +13,9 @@ from torch import nn
 from paceline.cluster import Device
 from paceline.errors import JobError, PlanRefused
 from paceline.job import Job
-from paceline.named_models import NamedModels, build_one
-from paceline.named_optimizers import NamedOptimizers
-from paceline.own_step import init_of, spec
+from paceline.job.named_models import NamedModels, build_one
+from paceline.job.named_optimizers import NamedOptimizers
+from paceline.job.own_step import init_of, spec
 from paceline.plans import Plan
 from paceline.runtime.attributes import ChangingAttributes
 from paceline.runtime.feed import map_tensors

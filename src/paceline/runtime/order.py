@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.job import Job
-from paceline.phases import BatchSizes, PhasedWindows
+from paceline.job.phases import BatchSizes, PhasedWindows
 from paceline.runtime.sampling import DrawnEpochs
 from paceline.runtime.streams import key_to_seed
 

@@ -29,8 +29,8 @@ from paceline.capture.probe import (
 )
 from paceline.cluster import Device
 from paceline.errors import JobError, PlanRefused
-from paceline.foreign_fields import model_hint
 from paceline.job import AUTOCAST, Job
+from paceline.job.foreign_fields import model_hint
 from paceline.launch.logs import logger
 from paceline.plans import Plan
 from paceline.profile.trace import cast_parameters_of_rank, state_factor

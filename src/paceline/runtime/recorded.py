@@ -10,7 +10,7 @@ import torch
 
 from paceline.errors import JobError, nearest
 from paceline.job import Job
-from paceline.named_models import NamedModels
+from paceline.job.named_models import NamedModels
 from paceline.runtime.feed import MicroBatch, example_batch, map_tensors
 from paceline.runtime.step_batch import StepBatch
 from paceline.runtime.streams import kept_streams

@@ -14,9 +14,9 @@ import torch
 
 from paceline.errors import CheckpointError, JobError
 from paceline.job import Job
+from paceline.job.phases import BatchSizes
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
-from paceline.phases import BatchSizes
 from paceline.runtime.attributes import ChangingAttributes, restore_attributes
 from paceline.runtime.checkpoint.pieces import TensorPiece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint

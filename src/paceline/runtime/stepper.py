@@ -19,9 +19,9 @@ from paceline.capture.probe import (
 from paceline.cluster import Device
 from paceline.errors import JobError, TrainingError
 from paceline.job import Job
+from paceline.job.pretrained import Weights
 from paceline.launch.logs import logger
 from paceline.plans import Plan
-from paceline.pretrained import Weights
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.clipping import clip, squared_norm
 from paceline.runtime.edits import Edits

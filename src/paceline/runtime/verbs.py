@@ -12,7 +12,7 @@ import torch
 
 from paceline.capture.probe import limited_by_norm
 from paceline.errors import PlanRefused, TrainingError, nearest
-from paceline.own_step import ModelNames
+from paceline.job.own_step import ModelNames
 from paceline.runtime.clipping import clip, squared_norm
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.loss import Tally

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from paceline.errors import UsageError
 from paceline.job import Job, Precision
-from paceline.losses import IGNORED
+from paceline.job.losses import IGNORED
 from paceline.transformers.copies import copied
 from paceline.transformers.optimizers import Recipe, follows_evaluations, schedule_of
 

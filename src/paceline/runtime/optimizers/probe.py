@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from paceline.capture.attributes import is_same
 from paceline.capture.randomness import drawing
 from paceline.errors import JobError
-from paceline.foreign_fields import optimizer_hint
+from paceline.job.foreign_fields import optimizer_hint
 from paceline.runtime.checkpoint.values import pack
 from paceline.runtime.optimizers.closure import requires_closure
 from paceline.runtime.optimizers.kept import OptimizerState, load_snapshot, snapshot

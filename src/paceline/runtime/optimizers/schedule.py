@@ -9,9 +9,9 @@ import torch
 
 from paceline.errors import JobError, nearest
 from paceline.job import Job
-from paceline.named_optimizers import NamedSchedules
-from paceline.own_step import spec
-from paceline.phases import VALIDATION_LOSS, Monitored
+from paceline.job.named_optimizers import NamedSchedules
+from paceline.job.own_step import spec
+from paceline.job.phases import VALIDATION_LOSS, Monitored
 
 
 def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> Any:

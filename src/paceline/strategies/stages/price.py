@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paceline.batches import collated, mapped
 from paceline.capture.graph import Capture, Piece, capture, capture_or_learn
 from paceline.capture.opaque import OpaqueModules
 from paceline.capture.price import INSIDE_OF_OPAQUE
 from paceline.cluster import Device
 from paceline.job import Job
+from paceline.job.batches import collated, mapped
 from paceline.plans import Plan
 from paceline.profile.attention import SparedBySelective
 from paceline.profile.calls import NO_CALLS, OperatorCalls

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from paceline.job import Job
+from paceline.job.pretrained import Weights
 from paceline.plans import Plan
-from paceline.pretrained import Weights
 from paceline.runtime.freezing import Freezing
 from paceline.runtime.initial import load_initial
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure, refuse_coupled

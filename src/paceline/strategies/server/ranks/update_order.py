@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.errors import PlanRefused
-from paceline.phases import BatchSizes
+from paceline.job.phases import BatchSizes
 from paceline.runtime.order import Order
 from paceline.strategies.server.keys import Servers
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import JobError
-from paceline.own_step import FollowerModel
+from paceline.job.own_step import FollowerModel
 
 
 class NamedModels(nn.Module):

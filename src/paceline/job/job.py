@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from paceline import foreign_fields, given_data, own_step
 from paceline.callbacks.callback import Callback
 from paceline.errors import JobError, nearest
-from paceline.loaders import Loading
-from paceline.losses import OwnLoss
-from paceline.phases import BatchSizes, Collates, PhasedWindows, Phases
-from paceline.pretrained import Weights
+from paceline.job import foreign_fields, given_data, own_step
+from paceline.job.loaders import Loading
+from paceline.job.losses import OwnLoss
+from paceline.job.phases import BatchSizes, Collates, PhasedWindows, Phases
+from paceline.job.pretrained import Weights
 
 Precision = Literal["float32", "tf32", "bf16", "fp16", "fp8", "float64"]
 # Names of the torch dtypes that forwards compute in under autocast; the weights are float32.

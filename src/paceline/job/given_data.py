@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline import loaders
-from paceline.arrays import as_arrays
 from paceline.errors import JobError
-from paceline.loaders import DrawnGroups
-from paceline.phases import BatchSizes
+from paceline.job import loaders
+from paceline.job.arrays import as_arrays
+from paceline.job.loaders import DrawnGroups
+from paceline.job.phases import BatchSizes
 
 Changes = dict[str, Any]
 _EVALUATED = ("validation", "test")

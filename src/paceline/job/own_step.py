@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import nearest
-from paceline.pretrained import Weights
+from paceline.job.pretrained import Weights
 
 if TYPE_CHECKING:
     from paceline.job import Job
@@ -139,14 +139,14 @@ class _OfNamed:
 
 class _BuildModels(_OfNamed):
     def __call__(self) -> Any:
-        from paceline.named_models import NamedModels
+        from paceline.job.named_models import NamedModels
 
         return NamedModels.of(self.models, self.followers, self.seed)
 
 
 class _BuildOptimizers(_OfNamed):
     def __call__(self, named: Any) -> Any:
-        from paceline.named_optimizers import NamedOptimizers
+        from paceline.job.named_optimizers import NamedOptimizers
 
         return NamedOptimizers.of(self.optimizers, list(named), self.models)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.errors import JobError
-from paceline.own_step import Optimizer
+from paceline.job.own_step import Optimizer
 
 
 class NamedOptimizers(torch.optim.Optimizer):
