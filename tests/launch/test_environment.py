@@ -116,7 +116,7 @@ def test_a_contradiction_of_slurm(change: dict[str, str | None], words: str):
 
 
 class Small:
-    num_samples, batch, precision = 100, 100, "float32"
+    num_samples, batch, precision, models = 100, 100, "float32", {}
 
 
 @pytest.mark.parametrize(("plan", "options", "words"), [

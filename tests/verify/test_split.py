@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from verify_jobs import Mlp, make_job, passes, said
 import paceline
 from paceline.cluster import Device
 from paceline.errors import PlanError
+from paceline.runtime import stepper
 from paceline.runtime.stepper import Stepper
 from paceline.strategies.mesh import Mesh, local_part
 from paceline.strategies.stages.engine import Engine
@@ -160,10 +161,10 @@ def test_a_scaled_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_norm_of_one_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage clips by the norm of its own gradients."""
-    def clip(self: Stepper, squares: torch.Tensor, known: float, factor: float) -> float:
-        return float(torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), self.job.clip))
+    def clip(greatest: float, parameters: Mapping[str, torch.nn.Parameter], norm: torch.Tensor) -> None:
+        torch.nn.utils.clip_grad_norm_(list(parameters.values()), greatest)
 
-    monkeypatch.setattr(Stepper, "_clip", clip)
+    monkeypatch.setattr(stepper, "clip", clip)
 
     assert "weight of '" in said(split_job("chain"), "pipeline=2")
 

@@ -115,7 +115,7 @@ def test_files_of_webdataset(paths: list[Path]):
     (lambda paths: Shards([]), "there are no shards"),
     (lambda paths: Shards("shards/*.tar"), "must be a list of files, got 'shards/"),
     (lambda paths: Shards([*paths, "missing.tar"]), "missing.tar can't be read: No such file"),
-    (lambda paths: Shards([__file__]), "test_shards.py is no tar file"),
+    (lambda paths: Shards([__file__]), "test_file_shards.py is no tar file"),
     (lambda paths: Shards(paths, lanes=0), "lanes must be at least 1"),
     (lambda paths: Shards(paths, lengths=[1, 2]), "lengths has 2 numbers, and there are 8 shards"),
     (lambda paths: Shards(paths, lengths=[0] * 8), "hold no samples"),
