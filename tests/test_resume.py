@@ -119,7 +119,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model.safetensors")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("plan", "after_step"), [
     ("single", 7), ("data=2", 1), ("data=2", 10), ("data=3", 8), ("data=4", 5), ("data=2 shard=2", 6),
     ("shard=2 zero=1 accumulate=2", 9), ("pipeline=2", 5), ("pipeline=2 data=2 schedule=zero-bubble", 4),

@@ -87,6 +87,7 @@ def assert_same(events: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) 
         assert event[2:] == pytest.approx(other[2:], rel=1e-9, abs=1e-12), event[0]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "server=1 workers=2"])
 def test_callbacks_hear_and_do_the_same_under_any_plan(plan: str, tmp_path: Path):
     """Events, weights, the step of early stopping, the best checkpoints and the model that comes back."""

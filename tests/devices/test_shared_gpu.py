@@ -30,7 +30,7 @@ def sharing(plan: str) -> str:
     return f"{read.world_size - read.num_cpu_ranks}xcuda:0"
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("plan", [plan for plan in (*EXACT, *MORE_EXACT) if plan != "single"])
 def test_ranks_that_share_a_gpu_are_one_cpu(shop: Workshop, placement: str, plan: str):
     """Under every kind of plan that is exact."""

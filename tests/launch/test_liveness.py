@@ -177,6 +177,7 @@ def test_others_end_when_a_rank_is_killed(start_ranks: Any, culprit: int):
     assert f"rank {culprit} is gone: its process or its host ended while this rank was in step 3 (reduce)" in said
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_others_end_when_a_rank_is_stopped(start_ranks: Any, culprit: int):
     """After the timeout: it might go on before."""

@@ -232,6 +232,7 @@ class Reader(nn.Module):
         return self.out(x) * 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sequences_grow_during_a_run(tmp_path: Path) -> None:
     """collate in phases crops them; a plan computes what one device computes and goes on where another stopped."""

@@ -53,6 +53,7 @@ def save(run: Any) -> None:
     run.writer.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["pipeline=4", "tensor=4", "shard=4"])
 def test_the_whole_model_is_nowhere(plan: str, tmp_path: Path, run_ranks: Callable[..., Any]) -> None:

@@ -143,7 +143,7 @@ def validation_loss(model: Callable[[], nn.Module], plan: str, folder: Path) -> 
     return float(summary["validation_loss"])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("model", "plan"), [
     *((model, plan) for model in (Scaled, Following, Equilibrium, AnotherOrder, Warmed) for plan in PLANS),
     *((EvaluationHead, plan) for plan in odd.SPLITS)])
@@ -152,6 +152,7 @@ def test_the_loss_of_an_evaluation(model: Callable[[], nn.Module], plan: str, tm
     assert validation_loss(model, plan, tmp_path / "plan") == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("model", [Averaged, AverageElsewhere])
 def test_a_layer_whose_place_has_two_parts(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     """The average follows at the beginning of a forward, on another rank than the layer that it is of: an evaluation

@@ -51,6 +51,7 @@ def finished(run: Path, storage: str | None) -> dict[int, Any]:
             if trial.state.is_finished()}
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("kills", "trials", "storage"), [
     (4, 8, None), (4, 8, "sqlite"),

@@ -361,6 +361,7 @@ class Scaled(torch.nn.Linear):
 def job""").replace("torch.nn.Linear(width, 3)", "Scaled(width, 3)")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("text", "said"), [(FILE, "one device's"), (RANK_AWARE, "is not what one device computes")])
 def test_ranks_of_torchrun_are_checked(text: str, said: str, tmp_path: Path) -> None:
     """Rank 0 checks for all of them; no rank trains what it refuses."""

@@ -30,6 +30,7 @@ EVERY_KIND = (*SOME_KINDS, "single accumulate=4", "data=2", "shard=2 zero=2", "s
               "data=2 shard=2 zero=1 accumulate=3", "data=2 accumulate=2 recompute=full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "plans"), [
     (Mlp, SOME_KINDS[1:3]), *(pytest.param(model, EVERY_KIND, marks=pytest.mark.slow) for model in (Mlp, ConvNet))])
 def test_sgd_over_twenty_steps_is_one_device_s(model: Any, plans: tuple[str, ...]) -> None:
@@ -63,6 +64,7 @@ def test_tuple_inputs_and_frozen_parameters() -> None:
     passes(make_job(Pair, data=data, loss=loss), "data=3", "shard=2", steps=3)
 
 
+@pytest.mark.slow
 def test_bf16_by_the_yardstick() -> None:
     """Autocast rounds coarsely: the yardstick is as wide as that, and float64 is as narrow as ever."""
     float64 = [certificate.verdicts[1] for certificate in paceline.verify(
@@ -92,6 +94,7 @@ def test_optimizers_of_torch(optimizer: str) -> None:
            steps=4)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
 def test_fused_and_foreach_kernels(options: dict[str, bool]) -> None:
     """They walk through weights and gradients in memory order, whatever the memory format."""

@@ -118,7 +118,7 @@ def _killing(rank: int, number: int, *, at: int, epochs: int) -> paceline.Job:
     return make_job(Mlp, data=Data(), epochs=epochs)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize(("plan", "rank", "number"), [
     ("server=1 workers=3 staleness=inf", 2, signal.SIGKILL), ("server=2 workers=3 staleness=1", 3, signal.SIGSTOP),

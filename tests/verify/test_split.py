@@ -124,6 +124,7 @@ def test_a_value_that_several_stages_need() -> None:
 # --- Planted bugs -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_wrong_tie_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages that don't add up the gradients of a weight that both use."""
     monkeypatch.setattr(Stages, "finish", lambda self: None)

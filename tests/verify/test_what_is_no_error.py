@@ -124,6 +124,7 @@ class Normalising(nn.Module):
         return self.net(x.sub_(0.5).div_(2.0) + self.kinds(kind.add_(1)))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("layers", "expected"), [((), "passed"), ((lambda: nn.BatchNorm1d(9),), "coupled")])
 def test_a_model_that_writes_to_its_input(layers: tuple[Any, ...], expected: str) -> None:
     """verify runs it several times on one batch, also to name what couples samples."""

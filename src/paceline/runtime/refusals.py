@@ -12,10 +12,11 @@ from paceline.errors import TrainingError
 from paceline.runtime.loss import Tally
 
 
-def check_loss(loss: float, count: float, tallies: Sequence[Tally], step: int) -> None:
+def check_loss(loss: float, count: float, tallies: Sequence[Tally], step: int, *, is_updated: bool = False) -> None:
     """Refuse a window's loss that no update can be made from.
 
-    tallies: those of this rank; if none of them is at fault, another rank's report comes first.
+    tallies: those of this rank; if none of them is at fault, another rank's report comes first. is_updated: whether the
+        step's updates were made by now; they are in memory alone.
     """
     if math.isfinite(loss) and count > 0:
         return
@@ -25,7 +26,7 @@ def check_loss(loss: float, count: float, tallies: Sequence[Tally], step: int) -
     here = not all(bool(torch.isfinite(tally.value)) for tally in tallies)
     error = TrainingError(
         f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'} in step {step + 1}; "
-        "the weights of the step before are kept",
+        f"{'nothing of this step is saved' if is_updated else 'the weights of the step before are kept'}",
         hint="a lower learning rate, clip=1.0, or a look at the samples of this step")
     error.heard = not here  # type: ignore[attr-defined]  # another rank's loss; that rank's report comes first
     raise error

@@ -95,7 +95,7 @@ class Verbs:
         known = [list(islice(read, len(each))) for each in figures]
         for each, (loss, count, _, is_edited, _, *users) in zip(agreed, known, strict=False):
             each.is_read = True
-            check_loss(loss, count, each.tallies, self.step)
+            check_loss(loss, count, each.tallies, self.step, is_updated=True)
             if is_edited and not self.may_edit:
                 raise TrainingError("a forward changes a parameter in place, and none did so in the first step",
                                     hint="change it in the first step, too, or use a plan that doesn't cut the batch: "

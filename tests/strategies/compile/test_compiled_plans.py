@@ -54,7 +54,7 @@ def train(plan: str, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.checked_runs
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_kind_of_plan(plan: str, tmp_path: Path, without_compiler: None) -> None:
     """The first update is held against one device, with what dropout draws replaced by its mean."""
@@ -70,6 +70,7 @@ def test_every_kind_of_plan(plan: str, tmp_path: Path, without_compiler: None) -
         assert summary["compile"]["compiled"] >= 2
 
 
+@pytest.mark.slow
 def test_all_steps_and_a_resumed_run_are_one_device_s(without_compiler: None) -> None:
     """By `verify`, in float32 and float64, over an epoch with a short last batch."""
     certificate, = paceline.verify(make_job(), ["data=2 recompute=full compile=blocks"], steps=4)
