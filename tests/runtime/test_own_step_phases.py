@@ -149,7 +149,7 @@ def test_verify_certifies_it(teacher: Path) -> None:
     ({"freeze": ("head.*",)}, "leaves nothing of 'head' to train"),
     ({"optimizers": {"student": pl.Optimizer(torch.optim.SGD, lr_schedule=pl.monitored("eror", plateau)),
                      "head": torch.optim.SGD}}, "monitors 'eror'.*'error'"),
-    ({"validation": None}, "waits for a figure"),
+    ({"validation": None, "validate": None}, "waits for a figure"),
     ({"validate": lambda ctx, batch: {"error": batch.target.mean()},
       "optimizers": {"student": torch.optim.SGD, "head": torch.optim.SGD}}, 'no "loss"'),
     ({"step": lambda ctx, batch: ctx.backward("student", batch, soft_loss, batch.input[:, :4]) or ctx.update("student")
