@@ -1,4 +1,4 @@
-"""Builds the extension with one call of the compiler, once for each version of torch, of Python and of the sources."""
+"""Builds the extension with one call of the compiler, once for each torch, Python and version of the sources."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ def build() -> Path:
         raise CannotBuild(f"Python's headers are not in {headers}, which the pretended CUDA device is built with")
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
-    torch = Path(spec.origin).parent
+    torch = Path(spec.origin).resolve().parent
     sources = sorted(file for file in _HERE.iterdir() if file.suffix in (".h", ".cpp"))
-    made_of = [compiler, sys.version, (torch / "version.py").read_text(), *(file.read_text() for file in sources)]
+    # the library looks for torch's own where they were when it was built
+    made_of = [compiler, sys.version, str(torch), (torch / "version.py").read_text(),
+               *(file.read_text() for file in sources)]
     name = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline-tests"
     library = folder / f"{MODULE}-{name}.so"
