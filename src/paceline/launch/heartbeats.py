@@ -1,9 +1,13 @@
-"""Heartbeats: the step and phase of every local rank, in memory that outlives each rank."""
+"""Heartbeats: the step and phase of every local rank, in memory that outlives each rank; and signs of life beside work
+that gives none."""
 
 from __future__ import annotations
 
 import mmap
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 PHASES = ("start", "build", "restore", "input", "forward", "backward", "reduce", "optimizer", "evaluate", "save",
@@ -53,3 +57,21 @@ class HeartbeatTable:
     def read(self, rank: int) -> Heartbeat:
         step, phase = divmod(self._words[_WORDS * rank], len(PHASES))
         return Heartbeat(step, PHASES[phase], 1e-9 * self._words[_WORDS * rank + 1])
+
+
+@contextmanager
+def signs_of_life(give: Callable[[], None], *, every_s: float) -> Iterator[None]:
+    """Call `give()` in a thread at this interval while the block runs; its end waits for a call that has begun."""
+    is_over = threading.Event()
+
+    def give_all() -> None:
+        while not is_over.wait(every_s):
+            give()
+
+    thread = threading.Thread(target=give_all, name="paceline-signs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

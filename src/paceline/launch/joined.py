@@ -6,10 +6,9 @@ import json
 import os
 import secrets
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from paceline.launch.context import RankContext
 from paceline.launch.environment import Environment, address_towards, interface_towards
 from paceline.launch.failure import Failure, RankFailed
 from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
-from paceline.launch.heartbeats import HeartbeatTable
+from paceline.launch.heartbeats import HeartbeatTable, signs_of_life
 from paceline.launch.liveness import Hub, Liveness, Spoke
 from paceline.launch.process import Body, run_rank, set_up_device
 from paceline.launch.watchdog import within
@@ -76,9 +75,13 @@ def agree(store: Any, environment: Environment, key: str, make: Callable[[], str
     Raises:
         PeerLost: on the others, there was none.
     """
+    def count() -> None:
+        with suppress(RuntimeError):  # the store's, of which the others hear too
+            store.add(f"{key}/signs", 1)
+
     if environment.rank == 0:
         try:
-            with _giving_signs(store, key, every_s=timeout_s / 8):
+            with signs_of_life(count, every_s=timeout_s / 8):
                 text = json.dumps([True, make()])
         except BaseException as error:
             store.set(key, json.dumps([False, str(error)]))
@@ -90,25 +93,6 @@ def agree(store: Any, environment: Environment, key: str, make: Callable[[], str
     if not made:
         sys.exit(2)  # rank 0 has said why
     return str(value)
-
-
-@contextmanager
-def _giving_signs(store: Any, key: str, *, every_s: float) -> Iterator[None]:
-    """Count up beside the key while the block runs."""
-    is_over = threading.Event()
-
-    def give() -> None:
-        while not is_over.wait(every_s):
-            with suppress(RuntimeError):
-                store.add(f"{key}/signs", 1)
-
-    thread = threading.Thread(target=give, name="paceline-signs", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def _wait(store: Any, environment: Environment, key: str, *, timeout_s: float) -> None:

@@ -6,14 +6,13 @@ Nothing here is in a collective: ranks that wait for a callback wait at the stor
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paceline.launch.context import RankContext
+from paceline.launch.heartbeats import signs_of_life
 from paceline.waiting import waiting
 
 Answer = dict[str, Any]  # `Requests`, as a mapping; "callbacks": their state, where it was asked for
@@ -118,7 +117,7 @@ class RunControl:
         """On rank 0, which does what it is ordered to before the answer comes."""
         line = self.context.line
         if line is None:
-            with waiting, self._signs():
+            with waiting, signs_of_life(self._give_sign, every_s=self._sign_every_s):
                 return self.controller.asked(event, self._obey)
         line.question(dict(event))
         while True:
@@ -140,23 +139,6 @@ class RunControl:
         """A callback may take its time."""
         self.context.beat("callback")
         self.meanwhile()
-
-    @contextmanager
-    def _signs(self) -> Iterator[None]:
-        """Give signs of life while callbacks run in this process."""
-        is_over = threading.Event()
-
-        def give() -> None:
-            while not is_over.wait(self._sign_every_s):
-                self._give_sign()
-
-        thread = threading.Thread(target=give, name="paceline-callbacks", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
 
     def _obey(self, order: dict[str, Any]) -> Any:
         self._say(order)
