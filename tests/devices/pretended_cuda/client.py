@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,16 +69,22 @@ class Workshop:
 
     def _answer(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
         with selectors.DefaultSelector() as waiting:
             waiting.register(self.process.stdout, selectors.EVENT_READ)
             if not waiting.select(timeout_s):
                 self.process.kill()
                 raise TimeoutError(f"{request} has no answer after {timeout_s:g} s")
-        line = self.process.stdout.readline()
-        assert line, f"the workshop ended with {self.process.wait()}: {self.printed()[-2000:]}"
+        if not (line := self.process.stdout.readline()):
+            raise self._ended()
         return json.loads(line)
+
+    def _ended(self) -> RuntimeError:
+        return RuntimeError(f"the workshop ended with {self.process.wait()} and printed: {self.printed()[-2000:]}")
 
     def train(self, job: str, plan: str, devices: str, **options: Any) -> Trained:
         """Train, which must go well; runs of the same job, plan and devices without options are done once."""
@@ -123,4 +129,8 @@ def workshop(folder: Path, *, devices: int = 4, memory_bytes: int = 80 << 30,
             try:
                 yield Workshop(process, folder)
             finally:
-                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has ended
+                    os.killpg(process.pid, signal.SIGKILL)
+                assert process.stdin is not None
+                with suppress(BrokenPipeError):  # a request that it did not live to read
+                    process.stdin.close()
