@@ -1,6 +1,6 @@
 """A small GPT with and without compile=blocks: its speed, the time of compiling, and when that time is paid back.
 
-    python -m benchmarks.compile [--form gpt|llama] [--pairs 100] [--batch 32] [--rehearsals 1] [--json]
+    python -m benchmarks.compile [--form gpt|llama] [--pairs 100] [--batch 32] [--calibrations 1] [--json]
 
 The model is the byte GPT of the examples, or one of its size in Llama's form: RMS norms, rotary positions and SwiGLU,
 which are chains of small operators. Each part runs in a separate process with one thread, which keeps its heap as ranks
@@ -9,7 +9,7 @@ do. It compiles from nothing: torch's cache and its precompiled headers are empt
 measured: a step with compiled blocks and one without, in turns, on the same samples, in CPU seconds of the process and
     of the compilers that it starts, which other load changes least. The gain of a step is the median over pairs, with
     its 95 % interval. The break-even number of steps is the time of compiling divided by the gain of a step.
-rehearsed: what `plan` knows of both plans after it has rehearsed them, as often as asked for. priced: what it says
+calibrated: what `plan` knows of both plans after it has calibrated them, as often as asked for. priced: what it says
     before anything runs.
 
 Where the interval of a gain includes none, compiling does not pay, and the break-even is "never".
@@ -108,7 +108,7 @@ def measured(job: pl.Job, pairs: int) -> Figures:
     return Figures(step_s, gained, first_s - step_s)
 
 
-def predicted(job: pl.Job, *, rehearsing: bool) -> Figures:
+def predicted(job: pl.Job, *, calibrating: bool) -> Figures:
     """What the planner says of one device with one thread."""
     from paceline.cluster import Cluster
     from paceline.planner.corrections import Corrections
@@ -116,14 +116,14 @@ def predicted(job: pl.Job, *, rehearsing: bool) -> Figures:
     from paceline.planner.rank import predicted_gain
     from paceline.plans import Plan
     from paceline.profile import profile_job
-    from paceline.verbs.rehearsal import rehearse
+    from paceline.verbs.calibration import calibrate
 
     profile, cluster, known = profile_job(job), Cluster.local("cpu:0"), Corrections()
     plans = [Plan.parse(text) for text in PLANS]
     prices = {plan: estimate(profile, plan, cluster, batch=job.batch) for plan in plans}
-    if rehearsing:
+    if calibrating:
         for plan in plans:
-            known.add(plan, prices[plan], rehearse(job, cluster, plan, prices[plan].step_s))
+            known.add(plan, prices[plan], calibrate(job, cluster, plan, prices[plan].step_s))
         prices = {plan: known.apply(plan, prices[plan]) for plan in plans}
     eager, compiled = (prices[plan] for plan in plans)
     return Figures(eager.step_s, compiled.gain or predicted_gain(eager, compiled), compiled.start_s)
@@ -131,8 +131,8 @@ def predicted(job: pl.Job, *, rehearsing: bool) -> Figures:
 
 PARTS: dict[str, Callable[[pl.Job, int], Figures]] = {
     "measured": measured,
-    "rehearsed": lambda job, pairs: predicted(job, rehearsing=True),
-    "priced": lambda job, pairs: predicted(job, rehearsing=False),
+    "calibrated": lambda job, pairs: predicted(job, calibrating=True),
+    "priced": lambda job, pairs: predicted(job, calibrating=False),
 }
 
 
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--form", choices=("gpt", "llama"), default="gpt", help="of the model")
     parser.add_argument("--pairs", type=int, default=100, help="steps of each kind")
     parser.add_argument("--batch", type=int, default=32, help="samples a step")
-    parser.add_argument("--rehearsals", type=int, default=1, help="that are made, each from nothing")
+    parser.add_argument("--calibrations", type=int, default=1, help="that are made, each from nothing")
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
     parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -173,7 +173,7 @@ def main() -> None:
         print(json.dumps(asdict(PARTS[options.part](the_job(options.form, options.batch), options.pairs))))
         return
     warn_if_busy()
-    parts = [(part, apart(part, options)) for part in ("measured", *["rehearsed"] * options.rehearsals, "priced")]
+    parts = [(part, apart(part, options)) for part in ("measured", *["calibrated"] * options.calibrations, "priced")]
     if options.json:
         print(json.dumps([{"part": part, **asdict(figures), "break_even": figures.break_even}
                           for part, figures in parts], indent=2))

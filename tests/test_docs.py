@@ -151,7 +151,7 @@ def test_the_reference_has_the_figures_of_the_code():
         "`MICROBATCH_S` | {:g} ms": 1e3 * MICROBATCH_S, "`THREAD_EFFICIENCY` | {:g} ": THREAD_EFFICIENCY,
         "`CPU_HOLES` | {:g} of": CPU_HOLES, "`CPU_HOLES_LEAN` | {:g} of": CPU_HOLES_LEAN,
         "`CPU_HOLES_ADDED` | {:g} of": CPU_HOLES_ADDED, "alone | {:g} |": RATES_SPREAD,
-        "itself was rehearsed | {:g} |": SPREAD["itself"], "kind was rehearsed | {:g} |": SPREAD["kind"],
+        "itself was calibrated | {:g} |": SPREAD["itself"], "kind was calibrated | {:g} |": SPREAD["kind"],
         "other kinds only | {:g} |": SPREAD["nothing"]}
     for words, value in constants.items():
         assert words.format(value) in page

@@ -52,7 +52,7 @@ def _job(model: Any = Net, **changes: Any) -> paceline.Job:
 
 def test_the_answer_is_a_document_and_a_table():
     """Its keys are the contract's; the chosen plan comes first, lines fit 100 columns, and every plan can be read."""
-    answer = paceline.plan(_job(), "2xcpu", rehearse_s=0)
+    answer = paceline.plan(_job(), "2xcpu", calibrate_s=0)
     document = json.loads(json.dumps(answer.to_dict()))
     assert {"cluster", "chosen", "plans"} <= document.keys() and document["cluster"] == "2xcpu"
     assert document["chosen"] == str(answer.chosen) and answer.chosen is not None
@@ -104,7 +104,7 @@ def test_servers_are_no_rivals_of_replicas_in_a_node():
 
 def test_a_batch_smaller_than_the_devices():
     """Plans have no more replicas than samples."""
-    answer = paceline.plan(_job(batch=2), "2xcpu", rehearse_s=0)
+    answer = paceline.plan(_job(batch=2), "2xcpu", calibrate_s=0)
     assert all(Plan.parse(row["plan"]).replicas <= 2 for row in answer.to_dict()["plans"])
     with pytest.raises(PlanError, match="no plan could be priced"):
         paceline.plan(_job(Moody, batch=2), "4xH100")
@@ -155,7 +155,7 @@ def test_a_model_that_can_not_be_built():
 
 def test_a_model_that_can_not_be_cut_is_said_to():
     """Its other plans are ranked."""
-    answer = paceline.plan(_job(Moody), "2xcpu", rehearse_s=0)
+    answer = paceline.plan(_job(Moody), "2xcpu", calibrate_s=0)
     assert answer.chosen is not None and answer.notes
     assert not any("pipeline" in row["plan"] for row in answer.to_dict()["plans"])
 
@@ -183,7 +183,7 @@ def test_by_cost_devices_may_be_left_out(tmp_path: Path):
 
 def test_rows_are_held_against_one_choice(monkeypatch: pytest.MonkeyPatch):
     """The chosen plan is looked for once for all of them: that takes time in proportion to the plans."""
-    answer = paceline.plan(_job(), "2xcpu", rehearse_s=0)
+    answer = paceline.plan(_job(), "2xcpu", calibrate_s=0)
     asked = []
     chosen = RankedPlans.chosen.fget
     assert chosen is not None
@@ -218,7 +218,7 @@ def test_failures_are_reckoned_with():
 @pytest.mark.slow
 def test_plans_that_are_here_are_tried():
     """The chosen plan's figures were measured, and the document says which."""
-    answer = paceline.plan(_job(), "2xcpu", rehearse_s=2.0)
+    answer = paceline.plan(_job(), "2xcpu", calibrate_s=2.0)
     rows = {row["plan"]: row for row in answer.to_dict()["plans"]}
 
     assert rows[str(answer.chosen)]["measured"]
@@ -230,7 +230,7 @@ def test_micro_batches_that_a_model_refuses_are_no_reason_to_stop():
     def model() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4)))
 
-    answer = paceline.plan(_job(model), "2xcpu", rehearse_s=0)
+    answer = paceline.plan(_job(model), "2xcpu", calibrate_s=0)
 
     assert "pipeline=2 microbatches=16" in " ".join(row["plan"] for row in answer.to_dict()["plans"])
     assert "can't be cut for micro-batches of 1 samples" in answer.ranking.refused["pipeline"]

@@ -42,7 +42,7 @@ def test_regret_is_the_chosen_plan_by_the_best_exact_one():
 
 
 def test_the_page_has_each_plan_and_both_regrets():
-    """Chosen without rehearsals is the plan of 1.0 s, with them that of 1.2 s."""
+    """Chosen without calibrations is the plan of 1.0 s, with them that of 1.2 s."""
     found = {"a job": JobResult("data=2", [measured("data=2", 1.2, 1.2, was_tried=True), measured("single", 1.5, 1.0)],
                                 "single")}
     text = page(found, measured_on=datetime.date(2026, 1, 2), machine="2 cores")

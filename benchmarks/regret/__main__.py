@@ -1,9 +1,9 @@
 """How near a plan's predicted time and memory are to what is measured here, and how good the chosen plan is.
 
-Every plan of every job is priced, without rehearsals and with them, then trained in turns; regret is the chosen plan's
-time by the best one's.
+Every plan of every job is priced, without calibrations and with them, then trained in turns; regret is the time of the
+chosen plan by the best one's.
 
-    python -m benchmarks.regret [--jobs NAME...] [--plans 20] [--rounds 3] [--seconds 2] [--rehearse 120]
+    python -m benchmarks.regret [--jobs NAME...] [--plans 20] [--rounds 3] [--seconds 2] [--calibrate 120]
                                 [--json FILE] [--write docs/accuracy.md]
 
 --json keeps what was measured, job by job: those that are there and are not named are not measured again.
@@ -41,14 +41,14 @@ from paceline.strategies.compose import load
 from paceline.verbs.planning import Answer, plan
 
 MOST_PLANS = 20  # of a job
-REHEARSE_S = 120.0  # enough for a plan of each kind, and some far from those
+CALIBRATE_S = 120.0  # enough for a plan of each kind, and some far from those
 WARM_UP_STEPS = 10  # that a run leaves out of its speed
 
 
 @dataclass(slots=True)
 class Measured:
-    """A plan of a job. alone_s, alone_low_s, alone_high_s: predicted without rehearsals. step_s, memory_bytes: of each
-    round."""
+    """A plan of a job. alone_s, alone_low_s, alone_high_s: predicted without calibrations. step_s, memory_bytes: of
+    each round."""
 
     plan: str
     predicted_s: float
@@ -89,7 +89,7 @@ class Measured:
 
     @property
     def alone_error(self) -> float:
-        """Of the time that is predicted without rehearsals."""
+        """Of the time that is predicted without calibrations."""
         return self.alone_s / self.time_s - 1
 
     @property
@@ -109,7 +109,7 @@ class Measured:
 
 @dataclass(slots=True)
 class JobResult:
-    """What a job gave. chosen, chosen_alone: the plan that is chosen with rehearsals, and without."""
+    """What a job gave. chosen, chosen_alone: the plan that is chosen with calibrations, and without."""
 
     chosen: str
     plans: list[Measured]
@@ -162,7 +162,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plans", type=int, default=MOST_PLANS, help="of a job, at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, as far as the prediction is right")
-    parser.add_argument("--rehearse", type=float, default=REHEARSE_S, metavar="SECONDS")
+    parser.add_argument("--calibrate", type=float, default=CALIBRATE_S, metavar="SECONDS")
     parser.add_argument("--json")
     parser.add_argument("--write", metavar="FILE", help="a page of all results")
     return parser.parse_args(arguments)
@@ -173,8 +173,8 @@ def _measure(name: str, asked: argparse.Namespace) -> JobResult:
     devices, make = JOBS[name]
     job = make()
     where = Cluster.local(f"cpu:0-{devices - 1}")
-    before = plan(job, where, rehearse_s=0)
-    answer = plan(job, where, rehearse_s=asked.rehearse) if asked.rehearse else before
+    before = plan(job, where, calibrate_s=0)
+    answer = plan(job, where, calibrate_s=asked.calibrate) if asked.calibrate else before
     alone = {one.plan: one for one in before.ranking.ranked}
     taken = [Measured.of(one, alone.get(one.plan)) for one in _kept(answer, before, asked.plans)]
     for number in range(asked.rounds):
@@ -231,7 +231,7 @@ def _job_table(name: str, found: JobResult) -> str:
 
 
 def table(found: dict[str, JobResult]) -> str:
-    """A line a job: how far off time is without rehearsals, of plans that were not tried and of all, and memory; how
+    """A line a job: how far off time is without calibrations, of plans that were not tried and of all, and memory; how
     many are inside their intervals, and those's width; the chosen plan's time by the best one's; how far apart rounds
     are."""
     titles = ("plans", "alone", "inside", "untried", "time", "memory", "inside", "width", "regret", "noise")
@@ -255,11 +255,11 @@ def _scores(name: str, run: Sequence[Measured]) -> str:
 def page(found: dict[str, JobResult], *, measured_on: datetime.date, machine: str) -> str:
     """The report, as Markdown."""
     run = [one for job in found.values() for one in job.run]
-    columns = ["job", "plans", "alone: median", "worst", "inside", "regret", "rehearsed: median", "worst", "inside",
+    columns = ["job", "plans", "alone: median", "worst", "inside", "regret", "calibrated: median", "worst", "inside",
                "regret", "memory: median"]
     lines = ["# How near predictions are", "",
              "Written by `python -m benchmarks.regret --write docs/accuracy.md`: each plan is predicted without",
-             '("alone") and with rehearsals, then trained. "off" is predicted by measured, less 1; "inside" is the',
+             '("alone") and with calibrations, then trained. "off" is predicted by measured, less 1; "inside" is the',
              "part of plans that took a time inside their 80 % interval; regret is the chosen plan's time by the",
              "fastest one's.", "", f"{measured_on:%d %B %Y}; {machine}.", "", *_head(columns)]
     for name, job in found.items():
@@ -267,8 +267,8 @@ def page(found: dict[str, JobResult], *, measured_on: datetime.date, machine: st
     lines += [_page_row("all", run, *(f"{_mean(job.regret(getattr(job, which)) for job in found.values()):.3f}"
                                       for which in ("chosen_alone", "chosen"))), ""]
     for name, job in found.items():
-        lines += [f"## {name}", "", f"Chosen alone: {job.chosen_alone}. Chosen with rehearsals: {job.chosen}.", "",
-                  *_head(["plan", "ms", "alone", "off", "rehearsed", "off", "MiB", "predicted", "off"])]
+        lines += [f"## {name}", "", f"Chosen alone: {job.chosen_alone}. Chosen with calibrations: {job.chosen}.", "",
+                  *_head(["plan", "ms", "alone", "off", "calibrated", "off", "MiB", "predicted", "off"])]
         for one in sorted(job.run, key=lambda one: one.time_s):
             cells = (one.plan, f"{1e3 * one.time_s:.1f}", f"{1e3 * one.alone_s:.1f}", f"{100 * one.alone_error:+.0f} %",
                      f"{1e3 * one.predicted_s:.1f}",

@@ -149,8 +149,8 @@ def plan_(
         metavar="BYTES_PER_S", help="At which a device writes a checkpoint; 120 MB/s by default.")] = None,
     scale: Annotated[str | None, typer.Option(metavar="FIRST..LAST", help="The best plan on 1..4096 devices.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw --scale to a .png or .svg.")] = None,
-    rehearse: Annotated[float | None, typer.Option(
-        metavar="SECONDS", min=0, help="To try plans for on this machine, 20 by default; 0 predicts alone.")] = None,
+    calibrate: Annotated[float | None, typer.Option(
+        metavar="SECONDS", min=0, help="For short runs that correct prices, 20 by default; 0 predicts alone.")] = None,
     as_json: Json = False,
 ) -> None:
     """Rank the plans that a job allows by predicted speed or cost, and say why each other kind loses."""
@@ -167,14 +167,14 @@ def plan_(
         assert file is not None
         _scale(file, settings, cluster, scale, relaxed=relaxed, plot=plot, as_json=as_json,
                others={"--price": price, "--mtbf-hours": mtbf_hours, "--checkpoint-rate": checkpoint_rate,
-                       "--rehearse": rehearse})
+                       "--calibrate": calibrate})
         return
     with _reported():
         if plot is not None:
             raise UsageError("--plot draws what --scale finds", hint="add --scale 1..4096")
         if checkpoint_rate is not None and mtbf_hours is None:
             raise UsageError("--checkpoint-rate is about failures", hint="add --mtbf-hours")
-        stated = {"checkpoint_bytes_per_s": checkpoint_rate, "rehearse_s": rehearse}
+        stated = {"checkpoint_bytes_per_s": checkpoint_rate, "calibrate_s": calibrate}
         given: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
         given |= {"relaxed": relaxed, "price_per_hour": price, "mtbf_hours": mtbf_hours}
         if hf is not None:

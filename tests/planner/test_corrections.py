@@ -1,4 +1,4 @@
-"""What rehearsals change of predictions, with figures counted by hand."""
+"""What calibrations change of predictions, with figures counted by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster import Device
-from paceline.planner.corrections import MEASURED, UNEXPLAINED, Corrections, Rehearsal
+from paceline.planner.corrections import MEASURED, UNEXPLAINED, Calibration, Corrections
 from paceline.planner.estimate import Estimate, MemoryNeed
 from paceline.plans import Plan
 
@@ -24,20 +24,20 @@ def corrected(corrections: Corrections, text: str, estimate: Estimate | None = N
     return corrections.apply(Plan.parse(text), estimate or predicted())
 
 
-def learnt(*rehearsed: tuple[str, float, int]) -> Corrections:
+def learnt(*calibrated: tuple[str, float, int]) -> Corrections:
     """(plan, measured step, measured bytes) of plans that were all predicted alike."""
     found = Corrections()
-    for text, step_s, peak_bytes in rehearsed:
-        found.add(Plan.parse(text), predicted(), Rehearsal(step_s, peak_bytes))
+    for text, step_s, peak_bytes in calibrated:
+        found.add(Plan.parse(text), predicted(), Calibration(step_s, peak_bytes))
     return found
 
 
-def test_nothing_is_known_without_rehearsals():
+def test_nothing_is_known_without_calibrations():
     assert corrected(Corrections(), "data=2").step_s == 2.0
     assert not Corrections().knows_kind_of(Plan.parse("data=2"))
 
 
-def test_a_rehearsed_plan_is_as_it_was_found():
+def test_a_calibrated_plan_is_as_it_was_found():
     found = corrected(learnt(("data=2", 3.0, 150), ("data=4", 8.0, 90)), "data=2")
 
     assert (found.step_s, found.peak_memory_bytes) == (3.0, 150)
@@ -96,8 +96,8 @@ def test_what_a_part_takes_longer_it_takes_longer_in_all_plans():
                        breakdown={"compute": compute_s, "communication": messages_s})
 
     known = Corrections()
-    known.add(Plan(), said(4.0, 0.0), Rehearsal(4.0, 100))
-    known.add(Plan.parse("shard=2"), said(2.0, 2.0), Rehearsal(8.0, 100))
+    known.add(Plan(), said(4.0, 0.0), Calibration(4.0, 100))
+    known.add(Plan.parse("shard=2"), said(2.0, 2.0), Calibration(8.0, 100))
     found = corrected(known, "tensor=2", said(2.0, 1.0))
 
     assert found.step_s == pytest.approx(5.0, rel=0.08)

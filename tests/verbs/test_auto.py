@@ -78,11 +78,11 @@ def test_a_long_run_is_worth_trying_its_plans(monkeypatch: pytest.MonkeyPatch):
     """A tenth of the predicted run, and no more than half a minute."""
     budgets: list[float] = []
 
-    def rehearsed(found: Any, run: Any, *, budget_s: float, worth: float) -> Any:
+    def calibrated(found: Any, run: Any, *, budget_s: float, worth: float) -> Any:
         budgets.append(budget_s)
         return found
 
-    monkeypatch.setattr("paceline.verbs.auto.rehearse_best", rehearsed)
+    monkeypatch.setattr("paceline.verbs.auto.calibrate_best", calibrated)
     for steps in (3, 10_000_000):
         auto.choose(a_job(steps=steps), None, **{**NOTHING, "devices": "cpu:0-1"})
 

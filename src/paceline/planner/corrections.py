@@ -1,9 +1,9 @@
-"""Corrects prices by steps that were really taken: of the parts of a step, of rehearsed plans, and of plans like them.
+"""Corrects prices by steps that were really taken: of the parts of a step, of calibrated plans, and of plans like them.
 
 Computing, the optimizer and messages are each off by one factor, the same in all plans. The factors are those that
-explain the measured steps best. What a rehearsed plan takes beyond them is not explained, and the breakdown says so. A
+explain the measured steps best. What a calibrated plan takes beyond them is not explained, and the breakdown says so. A
 plan that runs the same code on as many ranks gets the same remaining factor on its time and the same bytes on its
-memory, interpolated by the number of micro-batches between two rehearsed plans. Any other plan gets the correction of
+memory, interpolated by the number of micro-batches between two calibrated plans. Any other plan gets the correction of
 the plans that are most like it.
 """
 
@@ -21,10 +21,10 @@ from paceline.planner.space import uncompiled_variant
 from paceline.plans import Plan
 from paceline.strategies.registry import active
 
-# Half the width of an 80 % interval around a step's time, as a natural logarithm: of a plan that was rehearsed, of
+# Half the width of an 80 % interval around a step's time, as a natural logarithm: of a plan that was calibrated, of
 # one whose kind was, and of others. Fitted on `benchmarks.regret`; see docs/formulas.md.
 SPREAD = {"itself": 0.075, "kind": 0.13, "nothing": 0.5}
-FAR = 4  # times as many micro-batches, or as few, from which a plan of the same kind is worth a rehearsal of its own
+FAR = 4  # times as many micro-batches, or as few, from which a plan of the same kind is worth a calibration of its own
 UNEXPLAINED = "unexplained"  # of a breakdown: what was measured above all parts together
 # How far a part's factor is from 1, and how far a step is from its parts' sum, as parts: which is the likelier.
 FACTOR_SPREAD, STEP_SPREAD = 1.0, 0.1
@@ -33,7 +33,7 @@ MEASURED = "unaccounted"  # of a ledger: what was measured above everything that
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class Calibration:
     """A few steps of a plan on the devices: the mean step, the fullest rank's peak, and seconds that it took
     once, as for compiling; of ranks without a process group with what they take to start.
 
@@ -48,10 +48,10 @@ class Rehearsal:
 
 
 class Corrections:
-    """Rehearsals beside what had been predicted for them."""
+    """Calibrations beside what had been predicted for them."""
 
     def __init__(self) -> None:
-        self._found: dict[Plan, Rehearsal] = {}
+        self._found: dict[Plan, Calibration] = {}
         self._predicted: dict[Plan, Estimate] = {}
         self._alike: dict[tuple[object, ...], list[Plan]] = {}
         self._factors: Mapping[str, float] = {}
@@ -59,7 +59,7 @@ class Corrections:
     def __contains__(self, plan: Plan) -> bool:
         return plan in self._found
 
-    def add(self, plan: Plan, predicted: Estimate, found: Rehearsal) -> None:
+    def add(self, plan: Plan, predicted: Estimate, found: Calibration) -> None:
         """predicted: without any correction."""
         for likeness in _likenesses(plan) if plan not in self else ():
             self._alike.setdefault(likeness, []).append(plan)
@@ -68,11 +68,11 @@ class Corrections:
                                       for one, each in self._found.items()])
 
     def knows_kind_of(self, plan: Plan) -> bool:
-        """Whether a plan was rehearsed that runs the same code on as many ranks."""
+        """Whether a plan was calibrated that runs the same code on as many ranks."""
         return _likenesses(plan)[0] in self._alike
 
     def is_far(self, plan: Plan) -> bool:
-        """Whether all of its kind that were rehearsed have many more or many fewer micro-batches."""
+        """Whether all of its kind that were calibrated have many more or many fewer micro-batches."""
         known = self._alike.get(_likenesses(plan)[0], ())
         return all(max(plan.num_microbatches / one.num_microbatches,
                        one.num_microbatches / plan.num_microbatches) >= FAR for one in known)
@@ -91,7 +91,7 @@ class Corrections:
             needs=tuple(MemoryNeed(need.name, need.device, _with(need.ledger, off)) for need in predicted.needs))
 
     def _step_s(self, plan: Plan) -> float:
-        """Two runs of one plan differ by more than compiled code may gain: where both plans were rehearsed, the gain
+        """Two runs of one plan differ by more than compiled code may gain: where both plans were calibrated, the gain
         that was found in turns counts, and one that is not sure does not."""
         found = self._found[plan]
         plain = self._found.get(uncompiled_variant(plan))
@@ -100,7 +100,7 @@ class Corrections:
         return plain.step_s - (found.gain.seconds if found.gain.is_sure else min(0.0, found.gain.seconds))
 
     def _start_s(self, plan: Plan, predicted: Estimate) -> float:
-        """A rehearsal leaves compiled code in torch's cache, so that a run starts sooner than it did."""
+        """A calibration leaves compiled code in torch's cache, so that a run starts sooner than it did."""
         return self._found[plan].start_s if plan in self and predicted.start_s else predicted.start_s
 
     def _explained_s(self, predicted: Estimate) -> float:
@@ -110,7 +110,7 @@ class Corrections:
         return predicted.step_s * after_s / before_s if before_s else predicted.step_s
 
     def _off(self, plan: Plan, predicted: Estimate) -> _Off:
-        """What is left of a rehearsed plan's error beside that of its parts."""
+        """What is left of a calibrated plan's error beside that of its parts."""
         found = self._found[plan]
         return _Off(found.step_s / self._explained_s(predicted),
                     found.peak_memory_bytes - predicted.peak_memory_bytes)

@@ -81,7 +81,7 @@ class Strategy:
         is_active: whether a plan uses it.
         conflicts: what it doesn't compose with. precision_conflicts: the same of a job's precision.
         family: what it adds to the words by which plans of one kind are told from others.
-        code: what tells plans apart whose ranks run other code, beside their family; rehearsals carry over between
+        code: what tells plans apart whose ranks run other code, beside their family; calibrations carry over between
             plans that are alike.
 
     Of the search:

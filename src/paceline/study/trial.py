@@ -154,7 +154,7 @@ def _priced(job: Job, plan: str, where: TrialDevices) -> tuple[Plan, Any]:
 
 def _chosen(job: Job, where: TrialDevices) -> tuple[Plan, Any]:
     """The planner's fastest plan on the fewest devices that hold the job: trials side by side need no links. Nothing is
-    rehearsed, for other trials run."""
+    calibrated, for other trials run."""
     from paceline.planner.problem import PlanningProblem
 
     first = where.devices[0]

@@ -18,13 +18,13 @@ from paceline.planner.remedies import remedies
 from paceline.planner.resolve import default_plan
 from paceline.plans import Plan
 from paceline.profile.profile import Profile
+from paceline.verbs.calibration import calibrate, calibrate_best
 from paceline.verbs.links import with_links
 from paceline.verbs.planning import nothing_fits
-from paceline.verbs.rehearsal import rehearse, rehearse_best
 
 AUTO = "auto"
 PART = 0.1  # of a run's predicted length that finding its plan may take
-LEAST_S, MOST_S = 1.0, 30.0  # of rehearsals; less is worth none
+LEAST_S, MOST_S = 1.0, 30.0  # of calibrations; less is worth none
 WORTH = 1.5  # times the best plan's step: what looks slower is not tried
 CUTTING_S = 6.0  # that finding out how a model can be cut must be worth, and trying it
 
@@ -92,14 +92,14 @@ def _found(question: PlanningProblem, where: Cluster) -> Chosen:
     if found.chosen is None or budget_s >= CUTTING_S:
         found = replace(question, times_operators=budget_s >= CUTTING_S).search(where)
     if budget_s >= LEAST_S and not has_gpus():  # this process uses CUDA by now, and its forks can't
-        found = rehearse_best(found, partial(rehearse, question.job, where), budget_s=budget_s, worth=WORTH)
+        found = calibrate_best(found, partial(calibrate, question.job, where), budget_s=budget_s, worth=WORTH)
     if found.chosen is None:
         raise nothing_fits(found, "these devices", remedies(question, where))
     return Chosen(found.chosen.plan, reason(found.chosen, found.chosen), found.chosen.estimate, question.profile)
 
 
 def _budget_s(job: Job, best: Candidate | None) -> float:
-    """Of rehearsals."""
+    """Of calibrations."""
     if best is None or job.total_steps is None:
         return MOST_S
     return min(MOST_S, PART * job.total_steps * best.estimate.step_s)

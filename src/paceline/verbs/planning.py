@@ -22,11 +22,11 @@ from paceline.planner.remedies import Attempt, Remedy, remedies
 from paceline.plans import Plan
 from paceline.simulate.failures import CHECKPOINT_BYTES_PER_S
 from paceline.values import plain, value_of
+from paceline.verbs.calibration import calibrate, calibrate_best
 from paceline.verbs.fine_tuning import FineTuning
 from paceline.verbs.links import with_links
-from paceline.verbs.rehearsal import rehearse, rehearse_best
 
-REHEARSE_S = 20.0
+CALIBRATE_S = 20.0
 NEAREST = 3  # plans that are named where none fits
 OTHER_PRECISION: Mapping[Precision, Precision] = {"float32": "bf16", "bf16": "float32"}
 MILLION = 1_000_000
@@ -125,7 +125,7 @@ class Answer:
 
 def plan(job: Job | JobFile | FineTuning, cluster: Cluster | str = "local", *, relaxed: bool = False,
          price_per_hour: float | None = None, mtbf_hours: float | None = None,
-         checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S, rehearse_s: float = REHEARSE_S) -> Answer:
+         checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S, calibrate_s: float = CALIBRATE_S) -> Answer:
     """Rank the plans that a job allows on a cluster by predicted speed, or by cost.
 
     Args:
@@ -136,7 +136,7 @@ def plan(job: Job | JobFile | FineTuning, cluster: Cluster | str = "local", *, r
         price_per_hour: Of a device. Plans are ranked by what a sample costs, and may leave devices out.
         mtbf_hours: Mean time between failures of a device, for the best interval between checkpoints.
         checkpoint_bytes_per_s: That a device writes of a checkpoint.
-        rehearse_s: Seconds after which no further plan is tried on devices that are here. A few steps of the most
+        calibrate_s: Seconds after which no further plan is tried on devices that are here. A few steps of the most
             promising plans, and of one of each kind, correct what is predicted; 0 predicts alone.
 
     Raises:
@@ -151,7 +151,7 @@ def plan(job: Job | JobFile | FineTuning, cluster: Cluster | str = "local", *, r
 
     def answer() -> Answer:
         return _answer(asked, where, named, relaxed=relaxed, price_per_hour=price_per_hour, mtbf_hours=mtbf_hours,
-                       checkpoint_bytes_per_s=checkpoint_bytes_per_s, rehearse_s=rehearse_s)
+                       checkpoint_bytes_per_s=checkpoint_bytes_per_s, calibrate_s=calibrate_s)
 
     if not has_gpus():
         return answer()
@@ -160,7 +160,7 @@ def plan(job: Job | JobFile | FineTuning, cluster: Cluster | str = "local", *, r
 
 
 def _answer(asked: Planned, where: Cluster, named: str, *, relaxed: bool, price_per_hour: float | None,
-            mtbf_hours: float | None, checkpoint_bytes_per_s: float, rehearse_s: float) -> Answer:
+            mtbf_hours: float | None, checkpoint_bytes_per_s: float, calibrate_s: float) -> Answer:
     """Plans are tried where ranks can be forked, which is on machines without GPUs: who prices plans uses CUDA."""
     loaded = asked.job
     problem = PlanningProblem.of(loaded, price_per_hour, device=where.first_here)
@@ -169,7 +169,7 @@ def _answer(asked: Planned, where: Cluster, named: str, *, relaxed: bool, price_
         why = "; ".join(f"{kind}: {text}" for kind, text in ranking.refused.items())
         raise PlanError(f"no plan could be priced: {why}")
     if not where.nodes and not has_gpus():
-        ranking = rehearse_best(ranking, partial(rehearse, loaded, where), budget_s=rehearse_s)
+        ranking = calibrate_best(ranking, partial(calibrate, loaded, where), budget_s=calibrate_s)
     chosen = ranking.chosen
     notes = list(dict.fromkeys((*where.assumptions, *problem.profile.notes,
                                 *(note for candidate in ranking.ranked for note in candidate.estimate.notes))))

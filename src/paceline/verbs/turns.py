@@ -1,4 +1,4 @@
-"""Steps of a rehearsal that run with and without a part of the plan, in turns: what that part gains."""
+"""Steps of a calibration that run with and without a part of the plan, in turns: what that part gains."""
 
 from __future__ import annotations
 

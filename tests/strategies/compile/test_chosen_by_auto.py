@@ -14,11 +14,11 @@ import paceline
 from paceline.cluster import Cluster
 from paceline.job import Job
 from paceline.planner import rank
-from paceline.planner.corrections import Rehearsal
+from paceline.planner.corrections import Calibration
 from paceline.planner.gain import Gain
 from paceline.plans import Plan
 from paceline.strategies.compile import run as compile_blocks
-from paceline.verbs import auto, rehearsal
+from paceline.verbs import auto, calibration
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:The .grad attribute")]
 
@@ -63,27 +63,27 @@ def a_job(steps: int) -> Job:
 
 def test_steps_in_turns_say_what_compiled_code_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     """In seconds that the rank computed, which other processes move by less than half."""
-    monkeypatch.setattr(rehearsal, "FEWEST_IN_TURNS", 16)
-    monkeypatch.setattr(rehearsal, "IN_TURNS_S", 0.1)
-    found = rehearsal.rehearse(a_job(LONG), Cluster.local("cpu:0"), Plan.parse("single compile=blocks"), 0.1)
+    monkeypatch.setattr(calibration, "FEWEST_IN_TURNS", 16)
+    monkeypatch.setattr(calibration, "IN_TURNS_S", 0.1)
+    found = calibration.calibrate(a_job(LONG), Cluster.local("cpu:0"), Plan.parse("single compile=blocks"), 0.1)
     assert found.gain is not None and 0.5 * EAGER_S < found.gain.seconds < 2 * EAGER_S
     assert found.gain.low_s <= found.gain.seconds <= found.gain.high_s
     assert found.start_s > EAGER_S  # to be traced takes longer than a step
 
 
 def test_a_plan_that_starts_at_once_has_nothing_to_leave_out() -> None:
-    assert rehearsal.rehearse(a_job(LONG), Cluster.local("cpu:0"), Plan(), 0.1).gain is None
+    assert calibration.calibrate(a_job(LONG), Cluster.local("cpu:0"), Plan(), 0.1).gain is None
 
 
 def test_a_long_run_is_planned_and_trained_with_compiled_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                                 ) -> None:
-    """What rehearsals measure is given, as it depends on the machine: steps a third shorter, after 20 seconds."""
-    def rehearsed(job: Job, where: Cluster, plan: Plan, expected_s: float) -> Rehearsal:
+    """What calibrations measure is given, as it depends on the machine: steps a third shorter, after 20 seconds."""
+    def calibrated(job: Job, where: Cluster, plan: Plan, expected_s: float) -> Calibration:
         if plan.modifiers.compile == "none" or "server" in plan.values():  # a run of servers sums up no compilations
-            return Rehearsal(0.03, 10, start_s=1.0)
-        return Rehearsal(0.02, 10, start_s=20.0, gain=Gain(0.01, 0.009, 0.011, 15))
+            return Calibration(0.03, 10, start_s=1.0)
+        return Calibration(0.02, 10, start_s=20.0, gain=Gain(0.01, 0.009, 0.011, 15))
 
-    monkeypatch.setattr(auto, "rehearse", rehearsed)
+    monkeypatch.setattr(auto, "calibrate", calibrated)
     monkeypatch.setattr(rank, "GAIN_SPREAD", 0.0)
     chosen = auto.choose(a_job(LONG), None, devices="cpu:0-1", procs=None, memory=None, environment=None)
     assert chosen.plan.modifiers.compile == "blocks"

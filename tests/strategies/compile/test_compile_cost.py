@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster import Device
-from paceline.planner.corrections import Corrections, Rehearsal
+from paceline.planner.corrections import Calibration, Corrections
 from paceline.planner.estimate import Estimate, MemoryNeed
 from paceline.planner.gain import Gain
 from paceline.planner.program import start_s, starts_late
@@ -72,12 +72,12 @@ def test_what_does_not_compose_is_not_proposed():
     assert compiled_variant(Plan.parse("data=2")) == Plan.parse("data=2 compile=blocks")
 
 
-def test_a_rehearsal_says_how_late_a_plan_starts():
+def test_a_calibration_says_how_late_a_plan_starts():
     """Ranks of other plans start, too."""
     known = Corrections()
-    known.add(Plan(), price(Plan()), Rehearsal(1.1, 10, start_s=3.0))
+    known.add(Plan(), price(Plan()), Calibration(1.1, 10, start_s=3.0))
     assert known.apply(COMPILED, price(COMPILED)).start_s == 40.0
-    known.add(COMPILED, price(COMPILED), Rehearsal(0.6, 10, start_s=22.0))
+    known.add(COMPILED, price(COMPILED), Calibration(0.6, 10, start_s=22.0))
     assert known.apply(COMPILED, price(COMPILED)).start_s == 22.0
     assert known.apply(Plan(), price(Plan())).start_s == 0.0
 
@@ -85,9 +85,9 @@ def test_a_rehearsal_says_how_late_a_plan_starts():
 def test_the_gain_is_that_of_steps_in_turns():
     """Two runs of one plan differ by more: 1.1 s a step in the run of its own, 0.9 in the other one."""
     known = Corrections()
-    known.add(COMPILED, price(COMPILED), Rehearsal(0.8, 10, gain=Gain(0.1, 0.08, 0.12, 15)))
+    known.add(COMPILED, price(COMPILED), Calibration(0.8, 10, gain=Gain(0.1, 0.08, 0.12, 15)))
     assert known.apply(COMPILED, price(COMPILED)).step_s == 0.8
-    known.add(Plan(), price(Plan()), Rehearsal(1.1, 10))
+    known.add(Plan(), price(Plan()), Calibration(1.1, 10))
     assert known.apply(COMPILED, price(COMPILED)).step_s == 1.0
     assert known.apply(Plan(), price(Plan())).step_s == 1.1
     assert known.apply(COMPILED, price(COMPILED)).gain == Gain(0.1, 0.08, 0.12, 15)
@@ -97,8 +97,8 @@ def test_the_gain_is_that_of_steps_in_turns():
 def test_a_gain_that_is_not_sure_is_none(gain: Gain, step_s: float):
     """What compiled code loses counts."""
     known = Corrections()
-    known.add(Plan(), price(Plan()), Rehearsal(1.1, 10))
-    known.add(COMPILED, price(COMPILED), Rehearsal(1.0, 10, gain=gain))
+    known.add(Plan(), price(Plan()), Calibration(1.1, 10))
+    known.add(COMPILED, price(COMPILED), Calibration(1.0, 10, gain=gain))
     assert known.apply(COMPILED, price(COMPILED)).step_s == pytest.approx(step_s)
 
 
@@ -126,5 +126,5 @@ def test_only_compiling_starts_late():
 def test_compiled_code_says_nothing_of_other_code():
     """A plan whose blocks are compiled runs other code than the plan without."""
     known = Corrections()
-    known.add(COMPILED, price(COMPILED), Rehearsal(0.6, 10))
+    known.add(COMPILED, price(COMPILED), Calibration(0.6, 10))
     assert known.knows_kind_of(COMPILED) and not known.knows_kind_of(Plan())

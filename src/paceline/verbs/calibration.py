@@ -18,7 +18,7 @@ from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.failure import RankFailed
 from paceline.launch.logs import Tee
-from paceline.planner.corrections import Corrections, Rehearsal
+from paceline.planner.corrections import Calibration, Corrections
 from paceline.planner.rank import Candidate, RankedPlans
 from paceline.plans import Plan
 from paceline.verbs.turns import (
@@ -33,26 +33,26 @@ from paceline.verbs.turns import (
 )
 
 FEWEST_STEPS, MOST_STEPS = 12, 300
-TURN_S = 1.0  # of steps in one rehearsal, as far as the prediction is right
+TURN_S = 1.0  # of steps in one calibration, as far as the prediction is right
 # The same of a plan that starts late, whose steps are taken with and without what makes it late, in turns.
 FEWEST_IN_TURNS, IN_TURNS_S, MOST_IN_TURNS_S = 30, 10.0, 60.0
-# What a CPU rank of a run holds beyond one of a rehearsal: figures and a last checkpoint are written. Measured on two
+# What a CPU rank of a run holds beyond one of a calibration: figures and a last checkpoint are written. Measured on two
 # small models: 1 MiB under replicas, 4 where a tensor axis is put together.
 RUN_FOLDER_BYTES = 2 * 2**20
 TIMEOUT_S = 300.0  # without a sign of life, as while a block is compiled
 
 
-def rehearse_best(plans: RankedPlans, run: Callable[[Plan, float], Rehearsal], *, budget_s: float,
+def calibrate_best(plans: RankedPlans, run: Callable[[Plan, float], Calibration], *, budget_s: float,
                   worth: float = math.inf) -> RankedPlans:
-    """Rehearse the plan that looks best, correct all others by it, and again, until the best one was itself rehearsed;
-    then one plan of each other kind, those first that look fast; then those of a kind that have many more or fewer
-    micro-batches.
+    """Calibrate the plan that looks best, correct all others by it, and again, until the best one was itself
+    calibrated; then one plan of each other kind, those first that look fast; then those of a kind that have many more
+    or fewer micro-batches.
 
     run: takes a plan and its predicted step. A plan that fails is refused with its error.
     worth: plans that look as if they took more than so many times the best one's step are not tried.
 
     Raises:
-        RankFailed: a rehearsal was asked to stop.
+        RankFailed: a calibration was asked to stop.
     """
     corrections, began_s = Corrections(), time.monotonic()
     predicted = {candidate.plan: candidate for candidate in (*plans.ranked, *plans.too_large)}
@@ -61,7 +61,7 @@ def rehearse_best(plans: RankedPlans, run: Callable[[Plan, float], Rehearsal], *
         if candidate is None:
             break
         try:
-            corrections.add(candidate.plan, predicted[candidate.plan].estimate, _rehearsed(candidate, run))
+            corrections.add(candidate.plan, predicted[candidate.plan].estimate, _calibrated(candidate, run))
         except PacelineError as error:
             if isinstance(error, RankFailed) and error.failure.is_stop:
                 raise
@@ -71,7 +71,7 @@ def rehearse_best(plans: RankedPlans, run: Callable[[Plan, float], Rehearsal], *
     return plans
 
 
-def _rehearsed(candidate: Candidate, run: Callable[[Plan, float], Rehearsal]) -> Rehearsal:
+def _calibrated(candidate: Candidate, run: Callable[[Plan, float], Calibration]) -> Calibration:
     """What is slower than its interval is tried again, and the faster one counts: whatever else uses the machine only
     makes steps slower."""
     first = run(candidate.plan, candidate.estimate.step_s)
@@ -82,8 +82,8 @@ def _rehearsed(candidate: Candidate, run: Callable[[Plan, float], Rehearsal]) ->
 
 
 def _next(plans: RankedPlans, corrections: Corrections, worth: float) -> Candidate | None:
-    """The fastest exact plan, until it was rehearsed; then the fastest of each other kind, exact ones first; then those
-    far from any that was. A plan that starts late, as its code is compiled, is tried for itself alone."""
+    """The fastest exact plan, until it was calibrated; then the fastest of each other kind, exact ones first; then
+    those far from any that was. A plan that starts late, as its code is compiled, is tried for itself alone."""
     exact = [candidate for candidate in plans.ranked if candidate.plan.relaxed is None]
     known_s = min((candidate.estimate.step_s for candidate in exact if candidate.plan in corrections), default=math.inf)
     if exact and exact[0].plan not in corrections and exact[0].estimate.step_s < known_s:
@@ -114,7 +114,7 @@ class _Trial:
     pairs: Sequence[Pair]
 
 
-def rehearse(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Rehearsal:
+def calibrate(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Calibration:
     """A few steps of a plan on the cluster's first devices, as `train` would take them; nothing is written.
 
     A plan that starts late takes every other step without what makes it late: what that brings is less than what two
@@ -134,7 +134,7 @@ def rehearse(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Rehea
     fewest, turn_s = (FEWEST_IN_TURNS, IN_TURNS_S) if is_late else (FEWEST_STEPS, TURN_S)
     trial = _tried(job, cluster, plan, min(MOST_STEPS, max(fewest, round(turn_s / expected_s))), in_turns=is_late)
     if len(trial.pairs) < WARM_UP_PAIRS + FEWEST_PAIRS:
-        return Rehearsal(trial.step_s, trial.peak_memory_bytes,
+        return Calibration(trial.step_s, trial.peak_memory_bytes,
                          max(0.0, trial.wall_s - trial.num_steps * trial.step_s))
     warm = list(trial.pairs[WARM_UP_PAIRS:])
     room = round(MOST_IN_TURNS_S / (2 * trial.step_s)) - len(warm)
@@ -143,7 +143,7 @@ def rehearse(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Rehea
         warm += again.pairs[WARM_UP_PAIRS:]
     found = gain(warm)
     # The mean step is that of every other step with the gain.
-    return Rehearsal(trial.step_s - found.seconds / 2, trial.peak_memory_bytes, start_s(trial.pairs), found)
+    return Calibration(trial.step_s - found.seconds / 2, trial.peak_memory_bytes, start_s(trial.pairs), found)
 
 
 def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: bool) -> _Trial:

@@ -1,4 +1,4 @@
-"""Which plans are tried, in which order, and what becomes of the ranking; then a real rehearsal on two ranks."""
+"""Which plans are tried, in which order, and what becomes of the ranking; then a real calibration on two ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.cluster import Cluster, Device
 from paceline.errors import PacelineError
 from paceline.launch.failure import RankFailed, stopped
 from paceline.launch.heartbeats import Heartbeat
-from paceline.planner.corrections import Rehearsal
+from paceline.planner.corrections import Calibration
 from paceline.planner.estimate import Estimate, MemoryNeed
 from paceline.planner.rank import Candidate, RankedPlans
 from paceline.plans import Plan
-from paceline.verbs.rehearsal import rehearse, rehearse_best
+from paceline.verbs.calibration import calibrate, calibrate_best
 
 DEVICE = Device("cpu", 0, 1000)
 
@@ -42,17 +42,17 @@ class Machine:
         self.took_s = {text.replace("__", " ").replace("_", "="): step_s for text, step_s in took_s.items()}
         self.asked: list[str] = []
 
-    def __call__(self, plan: Plan, expected_s: float) -> Rehearsal:
+    def __call__(self, plan: Plan, expected_s: float) -> Calibration:
         self.asked.append(str(plan))
         if str(plan) not in self.took_s:
             raise PacelineError("it broke", hint="mend it")
-        return Rehearsal(self.took_s[str(plan)], 100)
+        return Calibration(self.took_s[str(plan)], 100)
 
 
 def test_the_best_is_tried_until_it_is_the_best():
     """Replicas are said to be fastest and are not: shards, which then look best, are tried and win."""
     machine = Machine(data_2=4.0, shard_2=1.5, single=3.0)
-    after = rehearse_best(found(data_2=1.0, shard_2=1.2, single=1.4), machine, budget_s=60)
+    after = calibrate_best(found(data_2=1.0, shard_2=1.2, single=1.4), machine, budget_s=60)
 
     assert machine.asked[:2] == ["data=2", "shard=2"] and set(machine.asked) == {"data=2", "shard=2", "single"}
     assert [(str(one.plan), one.estimate.step_s) for one in after.ranked] == [
@@ -61,14 +61,14 @@ def test_the_best_is_tried_until_it_is_the_best():
 
 def test_one_plan_of_a_kind_stands_for_the_others():
     machine = Machine(data_2=1.0)
-    rehearse_best(found(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_3=1.2), machine, budget_s=60)
+    calibrate_best(found(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_3=1.2), machine, budget_s=60)
 
     assert machine.asked == ["data=2"]
 
 
 def test_a_kind_is_tried_again_with_many_more_micro_batches():
     machine = Machine(data_2=1.0, single=2.0, data_2__accumulate_4=1.3)
-    rehearse_best(found(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_4=1.2, single=1.3), machine,
+    calibrate_best(found(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_4=1.2, single=1.3), machine,
                   budget_s=60)
 
     assert machine.asked == ["data=2", "single", "data=2 accumulate=4"]
@@ -78,17 +78,17 @@ def test_a_surprise_is_tried_again_and_the_faster_counts():
     """Something else used the machine while the first plan was tried."""
     took_s = [7.0, 1.5]
 
-    def run(plan: Plan, expected_s: float) -> Rehearsal:
-        return Rehearsal(took_s.pop(0), 100)
+    def run(plan: Plan, expected_s: float) -> Calibration:
+        return Calibration(took_s.pop(0), 100)
 
-    after = rehearse_best(found(data_2=1.0), run, budget_s=60)
+    after = calibrate_best(found(data_2=1.0), run, budget_s=60)
 
     assert after.ranked[0].estimate.step_s == 1.5 and not took_s
 
 
 def test_what_looks_much_slower_is_not_tried():
     machine = Machine(data_2=1.0)
-    rehearse_best(found(data_2=1.0, single=1.9), machine, budget_s=60, worth=1.5)
+    calibrate_best(found(data_2=1.0, single=1.9), machine, budget_s=60, worth=1.5)
 
     assert machine.asked == ["data=2"]
 
@@ -96,23 +96,23 @@ def test_what_looks_much_slower_is_not_tried():
 def test_nothing_is_tried_without_time():
     machine = Machine()
 
-    assert rehearse_best(found(data_2=1.0), machine, budget_s=0).ranked[0].estimate.step_s == 1.0
+    assert calibrate_best(found(data_2=1.0), machine, budget_s=0).ranked[0].estimate.step_s == 1.0
     assert not machine.asked
 
 
 def test_a_plan_that_fails_is_refused_with_its_reason():
-    after = rehearse_best(found(data_2=1.0, single=2.0), Machine(single=2.5), budget_s=60)
+    after = calibrate_best(found(data_2=1.0, single=2.0), Machine(single=2.5), budget_s=60)
 
     assert [str(one.plan) for one in after.ranked] == ["single"]
     assert after.refused == {"data=2": "it failed when it was tried: it broke"}
 
 
 def test_a_request_to_stop_is_not_a_plan_that_failed():
-    def run(plan: Plan, expected_s: float) -> Rehearsal:
+    def run(plan: Plan, expected_s: float) -> Calibration:
         raise RankFailed(stopped(0, signal.SIGTERM, Heartbeat(1, "forward", 0.0)))
 
     with pytest.raises(RankFailed, match="SIGTERM"):
-        rehearse_best(found(data_2=1.0, single=2.0), run, budget_s=60)
+        calibrate_best(found(data_2=1.0, single=2.0), run, budget_s=60)
 
 
 @pytest.mark.parametrize("plan", ["data=2", "tensor=2", "server=1 workers=2 colocate=yes"])
@@ -123,7 +123,7 @@ def test_ranks_take_a_few_steps(capfd: pytest.CaptureFixture[str], plan: str):
     job = paceline.Job(model=lambda: nn.Linear(16, 4), data=TensorDataset(x, x.argmax(1) % 4), loss=F.cross_entropy,
                        optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=8, steps=1000,
                        validation=TensorDataset(x, x.argmax(1) % 4))
-    tried = rehearse(job, Cluster.local("cpu:0-1"), Plan.parse(plan), 0.05)
+    tried = calibrate(job, Cluster.local("cpu:0-1"), Plan.parse(plan), 0.05)
 
     assert tried.step_s > 0 and tried.peak_memory_bytes > 0
     assert capfd.readouterr() == ("", "")
