@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.study.space import Log, Range
     from paceline.verbs.inference import evaluate, predict
     from paceline.verbs.planning import plan
+    from paceline.verbs.report import compare, report
     from paceline.verbs.result import open
     from paceline.verbs.scaling import scale
     from paceline.verbs.search import search
@@ -47,6 +48,7 @@ _HOMES = {
     "by_step": "paceline.job.phases",
     "StepContext": "paceline.job.own_step",
     "choice": "paceline.choices",
+    "compare": "paceline.verbs.report",
     "copy_every": "paceline.job.own_step",
     "ema": "paceline.job.own_step",
     "evaluate": "paceline.verbs.inference",
@@ -56,6 +58,7 @@ _HOMES = {
     "open": "paceline.verbs.result",
     "plan": "paceline.verbs.planning",
     "predict": "paceline.verbs.inference",
+    "report": "paceline.verbs.report",
     "scale": "paceline.verbs.scaling",
     "search": "paceline.verbs.search",
     "train": "paceline.verbs.train",
@@ -65,8 +68,9 @@ _HOMES = {
 
 __all__ = [
     "Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "Optimizer", "PacelineError", "Plan",
-    "Range", "Shards", "StepContext", "by_epoch", "by_step", "choice", "copy_every", "ema", "evaluate", "frozen",
-    "load", "monitored", "open", "plan", "predict", "scale", "search", "train", "verify", "weights",
+    "Range", "Shards", "StepContext", "by_epoch", "by_step", "choice", "compare", "copy_every", "ema",
+    "evaluate", "frozen", "load", "monitored", "open", "plan", "predict", "report", "scale", "search", "train",
+    "verify", "weights",
 ]
 
 # Packages of their own names, loaded when first used like the names.

@@ -276,6 +276,36 @@ def search(
 
 
 @app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="DIR", help="Of a run, a search or a verification.")],
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="By default DIR/report.html.")] = None,
+    price: Annotated[YesOrNo, typer.Option(help="Price other plans for the run's job, which loads it.")] = "yes",
+) -> None:
+    """Write one HTML file about a run: what limits it, why, what to try next, and all its figures."""
+    with _reported():
+        written = paceline.report(run, to=output, price=price == "yes")
+    typer.echo(str(written))
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="The folder of a run.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="That of another.")],
+    fail_if: Annotated[list[str] | None, typer.Option(
+        metavar="FIGURE>X%", help="Exit with 1 if B's figure is worse by more; may be repeated.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Hold a run against another; with --fail-if, for continuous integration."""
+    with _reported():
+        comparison = paceline.compare(first, second, fail_if=fail_if or ())
+    typer.echo(_json(comparison.to_dict()) if as_json else comparison.describe())
+    for condition in comparison.failed:
+        typer.echo(f"failed: {condition}", err=True)
+    if comparison.failed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what this machine has and what is wrong with it."""
     with _reported():

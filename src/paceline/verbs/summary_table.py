@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from paceline.reports.diagnosis import diagnose
+from paceline.reports.record import RunRecord
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:
+    """A run's figures, and what limits it, if the folder is named."""
     predicted = summary.get("predicted") or {}
     ranks = summary["world_size"]
     return table({
@@ -24,6 +29,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
         "predicted step": f"{_number(predicted['step_s'])} s" if predicted.get("step_s") else None,
         "predicted memory": _memory(predicted.get("peak_memory_bytes")),
         "run": summary.get("run"),
+        **(diagnose(RunRecord.read(Path(summary["run"]))).lines() if "run" in summary else {}),
     })
 
 

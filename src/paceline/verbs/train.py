@@ -21,6 +21,7 @@ from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.verbs.auto import Chosen, choose, is_auto
+from paceline.verbs.origin import origin
 from paceline.verbs.prediction import Priced, predict_once_started, price, sum_up, what_would_fit
 from paceline.verbs.result import Result
 from paceline.verbs.summary_table import summary_table
@@ -223,6 +224,7 @@ def _begin(run_dir: Path, asked: Resolved, source: JobFile | None) -> None:
         (run_dir / name).unlink(missing_ok=True)
     write_json(run_dir / folder.PLAN, {"plan": str(asked.plan), "world_size": asked.plan.world_size,
                                        "shares": list(asked.shares), "devices": asked.devices})
+    write_json(run_dir / folder.ORIGIN, origin(Path(source.path) if source is not None else None))
     if source is not None:
         write_json(run_dir / folder.JOB, source.to_dict())
 

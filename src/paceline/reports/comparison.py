@@ -1,0 +1,154 @@
+"""Two runs side by side, and whether one figure of the second is worse than a limit allows."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.reports.record import RunRecord
+from paceline.tables import aligned
+
+# Whether less is better, of the figures of summary.json that can be compared.
+_LESS_IS_BETTER = {"step_s": True, "samples_per_s": False, "final_loss": True, "validation_loss": True,
+                   "peak_memory_bytes": True, "wall_s": True, "input_s": True, "save_blocked_s": True,
+                   "bytes_sent": True}
+_WARM_UP_STEPS = 10  # of a run, that its figures leave out too
+NUM_PARTS = 8  # of a run, whose step times are compared: fewer can't show what chance alone does
+_CONDITION = re.compile(r"([a-z_0-9]+)\s*>\s*(\d+(?:\.\d+)?)\s*%")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """figure: of summary.json, or a metric's name. limit: the part by which it may be worse, 0.05 for 5 %."""
+
+    figure: str
+    limit: float
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """
+        Raises:
+            UsageError: the text is not FIGURE>X%.
+
+        >>> Condition.parse("step_s>5%")
+        Condition(figure='step_s', limit=0.05)
+        """
+        match = _CONDITION.fullmatch(text.strip())
+        if match is None:
+            raise UsageError(f"{text!r} is not FIGURE>X%", hint='--fail-if "step_s>5%"')
+        return cls(match[1], float(match[2]) / 100)
+
+    def __str__(self) -> str:
+        return f"{self.figure}>{100 * self.limit:g}%"
+
+
+@dataclass(frozen=True)
+class FigureChange:
+    """A figure of two runs. worse: the part by which the second is worse, negative if it is better; None where that
+    means nothing. chance: a part by which equal runs of this length differ too, as their own steps show."""
+
+    figure: str
+    first: Any
+    second: Any
+    worse: float | None = None
+    chance: float = 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs. failed: conditions that the second does not meet."""
+
+    first: RunRecord
+    second: RunRecord
+    changes: tuple[FigureChange, ...]
+    failed: tuple[Condition, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {"first": str(self.first.path), "second": str(self.second.path),
+                "figures": {each.figure: {"first": each.first, "second": each.second, "worse": each.worse,
+                                          "chance": each.chance} for each in self.changes},
+                "failed": [str(condition) for condition in self.failed]}
+
+    def describe(self) -> str:
+        """For people: a line a figure."""
+        return aligned(("figure", self.first.name, self.second.name, "change"), [
+            (each.figure, _shown(each.first), _shown(each.second), _change(each)) for each in self.changes])
+
+
+def compare(first: RunRecord, second: RunRecord, conditions: Sequence[Condition] = ()) -> Comparison:
+    """
+    Raises:
+        UsageError: one of the runs did not end, or a condition names a figure that they don't have.
+    """
+    for record in (first, second):
+        if not record.summary:
+            raise UsageError(f"{record.path} did not end, so it has no figures to compare",
+                             hint=f"paceline train JOB --run {record.path} --resume ends it")
+    changes = {change.figure: change for change in _changes(first, second)}
+    for condition in conditions:
+        if (named := changes.get(condition.figure)) is None or named.worse is None:
+            known = ", ".join(name for name, each in changes.items() if each.worse is not None)
+            raise UsageError(f"--fail-if {condition}: both runs need a figure {condition.figure!r} that can be worse",
+                             hint=f"they have {known}")
+    failed = [condition for condition in conditions if _is_worse(changes[condition.figure], condition.limit)]
+    return Comparison(first, second, tuple(changes.values()), tuple(failed))
+
+
+def _is_worse(change: FigureChange, limit: float) -> bool:
+    assert change.worse is not None
+    return change.worse - change.chance > limit
+
+
+def _changes(first: RunRecord, second: RunRecord) -> list[FigureChange]:
+    chance = _chance(first, second)
+    changes = [FigureChange("plan", first.plan["plan"], second.plan["plan"])]
+    for name, less_is_better in _LESS_IS_BETTER.items():
+        before, after = first.summary.get(name), second.summary.get(name)
+        if before is not None and after is not None:
+            changes.append(FigureChange(name, before, after, _worse(before, after, less_is_better=less_is_better),
+                                        chance if name in ("step_s", "samples_per_s") else 0.0))
+    metrics, other = first.summary.get("metrics") or {}, second.summary.get("metrics") or {}
+    return [*changes, *(FigureChange(name, value, other.get(name)) for name, value in metrics.items())]
+
+
+def _worse(first: float, second: float, *, less_is_better: bool) -> float | None:
+    if not (first > 0 and second > 0):
+        return 0.0 if first == second else None
+    return second / first - 1 if less_is_better else first / second - 1
+
+
+def _chance(first: RunRecord, second: RunRecord) -> float:
+    """How far apart equal runs may be: three times the standard error of the ratio of their step times, from the spread
+    of the medians of eight parts of each run. Steps near each other are slow together, so single steps say too
+    little."""
+    relative = []
+    for record in (first, second):
+        times = [row["step_s"] for row in record.steps[_WARM_UP_STEPS:]]
+        size = len(times) // NUM_PARTS
+        if size == 0:
+            return math.inf
+        medians = [median(times[start:start + size]) for start in range(0, size * NUM_PARTS, size)]
+        mean = sum(medians) / NUM_PARTS
+        variance = sum((each - mean) ** 2 for each in medians) / (NUM_PARTS - 1)
+        relative.append(variance / NUM_PARTS / mean ** 2)
+    return 3 * math.sqrt(sum(relative))
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _change(change: FigureChange) -> str:
+    if change.worse is None:
+        return ""
+    if abs(change.worse) <= change.chance:
+        return "within what chance explains"
+    return f"{100 * abs(change.worse):.1f} % {'worse' if change.worse > 0 else 'better'}"
+
+

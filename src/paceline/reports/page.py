@@ -1,0 +1,303 @@
+"""A run, a study or a proof as one HTML file that needs no network: `paceline report DIR`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.document import strict
+from paceline.errors import UsageError
+from paceline.proof.certificate import DOCUMENT as CERTIFICATE
+from paceline.proof.certificate import table as certificate_table
+from paceline.reports.diagnosis import Diagnosis, diagnose, step_parts
+from paceline.reports.record import RunRecord
+from paceline.runtime import folder
+from paceline.study.report import STUDY
+
+REPORT = "report.html"
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Chart:
+    svg: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page. head, rows: a table. picture: an SVG that is not scaled. listing: text as it stands."""
+
+    title: str
+    text: str = ""
+    charts: Sequence[Chart] = ()
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    picture: str = ""
+    listing: str = ""
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """Plans that were priced for a run's job on its devices. plans: name, step's part of the run's own plan's step
+    (both as predicted, without a trial), and memory in bytes. note: why there are none, or what they leave out."""
+
+    plans: Sequence[tuple[str, float, int]] = ()
+    note: str = ""
+
+    @property
+    def best(self) -> tuple[str, float] | None:
+        """The fastest plan that is predicted to be at least 5 % faster."""
+        faster = [(name, ratio) for name, ratio, _ in self.plans if ratio < 0.95]
+        return min(faster, key=lambda pair: pair[1], default=None)
+
+
+def write(path: Path, *, to: Path | None = None, alternatives: Alternatives | None = None) -> Path:
+    """The page of a run folder, a study's folder or that of a proof. Returns where it lies.
+
+    Raises:
+        UsageError: the folder is none of these, or a package that draws is missing.
+    """
+    text = page(path, alternatives or Alternatives())
+    target = to or path / REPORT
+    folder.writable(target.parent)
+    from paceline.runtime.checkpoint.write import write_text
+
+    write_text(target, text)
+    return target
+
+
+def page(path: Path, alternatives: Alternatives) -> str:
+    """The file's text. Every value of the folder is escaped; pictures are drawn here or by the run."""
+    try:
+        from jinja2 import Environment, PackageLoader
+    except ImportError as error:
+        raise UsageError(f"a report needs a package that is not here: {error.name}",
+                         hint="pip install 'paceline[report]'") from error
+    title, subtitle, judged, sections, data = _content(path, alternatives)
+    environment = Environment(loader=PackageLoader("paceline.reports", "."), autoescape=True, trim_blocks=True)
+    return environment.get_template("page.html.j2").render(
+        title=title, subtitle=subtitle, verdict=judged, sections=sections, data=data)
+
+
+def _content(path: Path, alternatives: Alternatives) -> tuple[
+        str, str, Mapping[str, str], list[Section], Mapping[str, Any]]:
+    """Title, subtitle, verdict, sections, and the figures for programs."""
+    if (path / folder.PLAN).exists():
+        record = RunRecord.read(path)
+        return (f"{record.name}: {record.plan['plan']}", _subtitle(record), _with_alternative(
+            diagnose(record), alternatives).lines(), list(_of_run(record, alternatives)), strict(record.summary))
+    if (path / STUDY).exists():
+        study = folder.read_document(path, STUDY)
+        return (f"search {study['study']}", f"{len(study['trials'])} trials", _of_best(study),
+                list(_of_study(study)), strict(study))
+    if (path / CERTIFICATE).exists():
+        proof = folder.read_document(path, CERTIFICATE)
+        return ("certificate", str(proof.get("written", "")), {}, [_certificate(proof)], strict(proof))
+    raise UsageError(f"{path} is not the folder of a run, a search or a proof: it has no {folder.PLAN}, {STUDY} or "
+                     f"{CERTIFICATE}", hint="paceline train JOB --run DIR writes one")
+
+
+def _subtitle(record: RunRecord) -> str:
+    devices = record.plan.get("devices", "")
+    return f"{record.plan.get('world_size', 1)} ranks on {devices}; {record.path.resolve()}"
+
+
+def _with_alternative(judged: Diagnosis, alternatives: Alternatives) -> Diagnosis:
+    """The verdict, with a faster plan as the next thing to try where one was priced."""
+    if alternatives.best is None or judged.gain is not None:
+        return judged
+    name, ratio = alternatives.best
+    return replace(judged, next=f"--plan '{name}': its step is predicted to take {ratio:.2f} of this plan's",
+                   gain=1 / ratio)
+
+
+# --- The sections of a run --------------------------------------------------------------------------------------
+
+
+def _of_run(record: RunRecord, alternatives: Alternatives) -> Iterator[Section]:
+    yield _figures(record)
+    if record.steps:
+        yield _training(record)
+        yield _speed(record)
+    yield from _step_time(record)
+    yield from _memory(record)
+    if record.schedule:
+        yield Section("Schedule", "What each rank did in the traced steps. White is waiting.", picture=record.schedule)
+    if record.events:
+        yield Section("Losses of ranks and recoveries", head=_head(record.events), rows=_rows(record.events))
+    if alternatives.plans or alternatives.note:
+        yield Section("Other plans on these devices", alternatives.note, head=("plan", "its step", "memory a rank"),
+                      rows=[(name, f"{ratio:.2f} of this plan's, as predicted", f"{memory / MIB:,.0f} MiB")
+                            for name, ratio, memory in alternatives.plans])
+    if (record.path / CERTIFICATE).exists():
+        yield _certificate(folder.read_document(record.path, CERTIFICATE))
+    yield Section("Where it comes from", rows=[(name.replace("_", " "), _value(value)) for name, value in
+                                               {**record.origin, **record.job}.items()])
+
+
+def _figures(record: RunRecord) -> Section:
+    flat = {**record.summary, **(record.summary.get("metrics") or {})}
+    check = flat.get("check") or {}
+    rows = [(name, _value(value)) for name, value in flat.items()
+            if value is not None and not isinstance(value, Mapping)]
+    if check:
+        rows.append(("first update against one device", f"{check['verdict']} {check.get('reason') or ''}".strip()))
+    return Section("Figures", "" if record.summary else "The run did not end, so there is no summary.", rows=rows)
+
+
+def _training(record: RunRecord) -> Section:
+    from paceline.reports import charts
+
+    steps = [row["step"] for row in record.steps]
+    losses = [row["loss"] for row in record.steps]
+    series: dict[str, charts.Line] = {"training": (steps, losses)}
+    evaluated = [row["step"] for row in record.evaluations]
+    if evaluated:
+        series["validation"] = (evaluated, [row["validation_loss"] for row in record.evaluations])
+    known = [value for _, values in series.values() for value in values if value is not None]
+    is_wide = bool(known) and min(known) > 0 and max(known) > 20 * min(known)
+    drawn = [Chart(charts.lines(series, x="step", y="loss", log=is_wide), "loss")]
+    names = list(dict.fromkeys(name for row in record.evaluations for name in row.get("metrics") or {}))
+    drawn += [Chart(charts.lines({name: (evaluated, [(row.get("metrics") or {}).get(name) for row in
+                                                     record.evaluations])}, x="step", y=name), name)
+              for name in names]
+    rates = [row.get("lr") for row in record.steps]
+    if len(set(rates)) > 1:
+        drawn.append(Chart(charts.lines({"lr": (steps, rates)}, x="step", y="learning rate"), "learning rate"))
+    return Section("Training", charts=drawn)
+
+
+def _speed(record: RunRecord) -> Section:
+    from paceline.reports import charts
+
+    steps, took = [row["step"] for row in record.steps], [1e3 * row["step_s"] for row in record.steps]
+    samples = [row["samples"] for row in record.steps]
+    done = [after - before for before, after in zip([0, *samples], samples, strict=False)]
+    rates = [1e3 * count / ms if ms and count > 0 else None for count, ms in zip(done, took, strict=True)]
+    low, high = record.predicted.get("step_s_low"), record.predicted.get("step_s_high")
+    marks = {"saved": [row["step"] for row in record.saves]} if record.saves else None
+    return Section("Speed", charts=[
+        Chart(charts.lines({"measured": (steps, took)}, x="step", y="step time, ms",
+                           band=(1e3 * low, 1e3 * high) if low and high else None, marks=marks),
+              "time of a step; the band holds the predicted interval of 80 %"),
+        Chart(charts.lines({"measured": (steps, rates)}, x="step", y="samples a second"), "throughput")])
+
+
+def _step_time(record: RunRecord) -> Iterator[Section]:
+    from paceline.reports import charts
+
+    breakdown, parts = record.predicted.get("breakdown") or {}, step_parts(record)
+    bars = {"predicted": {_NAMES.get(name, name): 1e3 * seconds for name, seconds in breakdown.items()},
+            "measured": {part.name: 1e3 * part.seconds for part in parts}}
+    bars = {name: bar for name, bar in bars.items() if any(bar.values())}
+    if not bars:
+        return
+    divided = [part.name for part in parts if not part.is_measured]
+    text = (f"The run measured the whole step; {', '.join(divided)} are divided as the prediction divides them. "
+            "--trace STEPS measures them." if divided else "")
+    yield Section("Where a step's time goes", text,
+                  [Chart(charts.stacked(bars, x="ms of a step"), "predicted beside measured")],
+                  ("part", "predicted", "measured"),
+                  [(name, *(_ms(bar.get(name)) for bar in (bars.get("predicted", {}), bars.get("measured", {}))))
+                   for name in dict.fromkeys(name for bar in bars.values() for name in bar)])
+
+
+def _memory(record: RunRecord) -> Iterator[Section]:
+    from paceline.reports import charts
+
+    ranks = record.predicted.get("ranks") or []
+    if not ranks:
+        return
+    bars = {f"{_named(each['rank'])}, predicted": {name: size / MIB for name, size in each["ledger"].items() if size}
+            for each in ranks}
+    peak = record.summary.get("peak_memory_bytes")
+    if peak is not None:
+        bars["fullest rank, measured"] = {"measured peak": peak / MIB}
+    yield Section("Memory", charts=[Chart(charts.stacked(bars, x="MiB"), "by what holds it")],
+                  head=("", "MiB"), rows=[(name, f"{sum(bar.values()):,.0f}") for name, bar in bars.items()])
+
+
+_NAMES = {"compute": "computing", "optimizer": "the optimizer", "communication": "messages between ranks"}
+
+
+def _named(rank: Any) -> str:
+    return rank if isinstance(rank, str) else f"rank {rank}"
+
+
+# --- Studies and proofs -----------------------------------------------------------------------------------------
+
+
+def _of_best(study: Mapping[str, Any]) -> dict[str, str]:
+    best = study.get("best")
+    if best is None:
+        return {"verdict": "no trial has a result yet"}
+    name = study["objectives"][0]["name"]
+    return {"verdict": f"trial {best['trial']} is the best: {name} {_value(best['value'])}",
+            "with": ", ".join(f"{key}={_value(value)}" for key, value in best["params"].items()),
+            **({"train it": best["command"]} if best.get("command") else {})}
+
+
+def _of_study(study: Mapping[str, Any]) -> Iterator[Section]:
+    from paceline.reports import charts
+
+    done = [trial for trial in study["trials"] if trial.get("value") is not None]
+    if done:
+        objective = study["objectives"][0]
+        pick = max if objective["direction"] == "maximize" else min
+        values = [trial["value"] for trial in done]
+        best = [pick(values[:count]) for count in range(1, len(values) + 1)]
+        yield Section("Progress", charts=[Chart(charts.points(
+            [trial["number"] for trial in done], values, best, x="trial", y=objective["name"]), objective["name"])])
+    for name, weights in _importances(study):
+        yield Section(f"What {name} depends on", charts=[Chart(charts.stacked(
+            {parameter: {"importance": weight} for parameter, weight in weights.items()}, x="part of the spread"),
+            "importance of each parameter (fANOVA)")])
+    parameters = list(dict.fromkeys(name for trial in study["trials"] for name in trial["params"]))
+    yield Section("Trials", head=("trial", "state", "value", *parameters, "plan"), rows=[
+        (str(trial["number"]), trial["state"], _value(trial.get("value", trial.get("values"))),
+         *(_value(trial["params"].get(name)) for name in parameters), str(trial.get("plan", "")))
+        for trial in study["trials"]])
+
+
+def _importances(study: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
+    """By objective; a study of one objective has them by parameter alone."""
+    importances = study.get("importances") or {}
+    if not importances:
+        return []
+    if all(isinstance(value, Mapping) for value in importances.values()):
+        return [(name, weights) for name, weights in importances.items() if weights]
+    return [(study["objectives"][0]["name"], importances)]
+
+
+def _certificate(proof: Mapping[str, Any]) -> Section:
+    return Section("Certificate", listing=certificate_table(proof))
+
+
+# --- Values -----------------------------------------------------------------------------------------------------
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1e5 <= abs(value) < 1e15 else f"{value:.6g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return json.dumps(value) if isinstance(value, Mapping | list) else str(value)
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g} ms"
+
+
+def _head(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    head = _head(rows)
+    return [[_value(row.get(name)) for name in head] for row in rows]

@@ -1,0 +1,38 @@
+"""Where a run comes from: versions, machine, command, and the state of the job's repository."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+GIT_TIMEOUT_S = 2.0  # a repository whose state takes longer is left out
+
+
+def origin(source: Path | None) -> dict[str, Any]:
+    """What `origin.json` holds. source: the job's file, whose repository is looked at; None for a job made in Python.
+
+    "git" is None where there is no repository, no git, or no answer in time.
+    """
+    return {"paceline": metadata.version("paceline"), "torch": metadata.version("torch"),
+            "python": platform.python_version(), "platform": platform.platform(), "host": platform.node(),
+            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": shlex.join(sys.argv),
+            "git": None if source is None else _repository(source.resolve().parent)}
+
+
+def _repository(directory: Path) -> dict[str, Any] | None:
+    """commit: of HEAD. modified: files that git knows and that differ from it."""
+    command = ["git", "-C", str(directory), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    words = [line.split(" ") for line in asked.stdout.splitlines()]
+    branch = {word[1]: " ".join(word[2:]) for word in words if word[0] == "#"}
+    return {"commit": branch.get("branch.oid"), "branch": branch.get("branch.head"),
+            "modified": sum(word[0] != "#" for word in words)}

@@ -1,0 +1,69 @@
+"""Two runs side by side: a slowdown is found, chance alone is not taken for one."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.reports.comparison import Condition, compare
+from paceline.reports.record import RunRecord
+
+
+def run(seed: int, *, step_s: float = 0.01, num_steps: int = 200, ended: bool = True) -> RunRecord:
+    """A run whose steps differ by chance, and are slow together for a while now and then."""
+    draw, times, slow = random.Random(seed), [], 1.0
+    for step in range(num_steps):
+        if step % 25 == 0:
+            slow = draw.uniform(0.95, 1.05)
+        times.append(step_s * slow * draw.lognormvariate(0.0, 0.1))
+    steps = tuple({"step": step + 1, "step_s": time, "loss": 1.0} for step, time in enumerate(times))
+    summary = {"step_s": sum(times) / num_steps, "final_loss": 0.5, "peak_memory_bytes": 1000,
+               "metrics": {"accuracy": 0.5}}
+    return RunRecord(Path(f"run-{seed}"), {"plan": "single"}, summary if ended else {}, steps=steps)
+
+
+def test_a_planted_slowdown_fails():
+    """In 20 of 20 pairs a step that takes 1.2 times as long is more than 5 % worse."""
+    limit = [Condition.parse("step_s>5%")]
+    assert all(compare(run(seed), run(100 + seed, step_s=0.012), limit).failed for seed in range(20))
+
+
+def test_equal_runs_pass():
+    limit = [Condition.parse("step_s>1%"), Condition.parse("final_loss > 0%")]
+    assert not any(compare(run(seed), run(100 + seed), limit).failed for seed in range(20))
+
+
+def test_a_figure_that_is_no_time_has_no_chance():
+    """Memory is compared as it stands."""
+    larger = run(1)
+    larger.summary["peak_memory_bytes"] = 1030  # type: ignore[index]
+    assert [str(each) for each in compare(run(0), larger, [Condition("peak_memory_bytes", 0.02)]).failed] == [
+        "peak_memory_bytes>2%"]
+
+
+def test_runs_too_short_to_tell_do_not_fail():
+    few = [Condition.parse("step_s>5%")]
+    assert not compare(run(0, num_steps=12), run(1, num_steps=12, step_s=0.1), few).failed
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(UsageError, match="did not end"):
+        compare(run(0), run(1, ended=False))
+    with pytest.raises(UsageError, match="accuracy"):  # nobody says whether more is better
+        compare(run(0), run(1), [Condition("accuracy", 0.01)])
+    with pytest.raises(UsageError, match="nothing_like_it"):
+        compare(run(0), run(1), [Condition("nothing_like_it", 0.01)])
+
+
+@given(st.text(max_size=20))
+def test_a_condition_is_read_or_refused(text: str):
+    try:
+        condition = Condition.parse(text)
+    except UsageError:
+        return
+    assert Condition.parse(str(condition)) == condition

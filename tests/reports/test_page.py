@@ -1,0 +1,146 @@
+"""A report holds the run's figures, escapes what it shows, and asks for nothing from the network."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.reports.diagnosis import DATA, MESSAGES, SAVES, diagnose, step_parts
+from paceline.reports.page import Alternatives, write
+from paceline.reports.record import RunRecord
+
+SUMMARY: dict[str, Any] = {
+    "plan": "data=2", "world_size": 2, "steps": 40, "samples": 400, "samples_per_s": 1000.5, "step_s": 0.010,
+    "input_s": 0.0002, "final_loss": 0.25, "validation_loss": 0.3, "metrics": {"accuracy": 0.97},
+    "peak_memory_bytes": 50 << 20, "save_blocked_s": 0.004, "wall_s": 1.0,
+    "check": {"verdict": "passed", "reason": "", "seconds": 0.1}}
+PREDICTED = {"step_s": 0.009, "step_s_low": 0.005, "step_s_high": 0.02, "peak_memory_bytes": 45 << 20,
+             "breakdown": {"compute": 0.003, "optimizer": 0.001, "communication": 0.005},
+             "ranks": [{"rank": "each rank", "ledger": {"parameters": 1 << 20, "runtime": 40 << 20}}]}
+
+
+def written(folder: Path, *, name: str = "run", summary: dict[str, Any] | None = SUMMARY, **files: Any) -> Path:
+    """A run folder."""
+    path = folder / name
+    path.mkdir()
+    rows: list[dict[str, Any]] = [{"step": step, "time": 1.0 * step, "epoch": 0, "samples": 10 * step, "lr": 1 / step,
+                                   "step_s": 0.01, "loss": 1 / step} for step in range(1, 41)]
+    rows += [{"step": 40, "validation_loss": 0.3, "metrics": {"accuracy": 0.97}}, {"step": 40, "saved": True}]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    documents = {"plan": {"plan": "data=2", "world_size": 2, "devices": "cpu:0,cpu:1"}, "predicted": PREDICTED, **files}
+    for stem, document in documents.items():
+        (path / f"{stem}.json").write_text(json.dumps(document))
+    if summary is not None:
+        (path / "summary.json").write_text(json.dumps(summary))
+    return path
+
+
+def test_its_figures_are_those_of_the_summary(tmp_path: Path):
+    text = write(written(tmp_path)).read_text()
+    inside = re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.DOTALL)
+    assert inside is not None and json.loads(inside[1]) == SUMMARY
+    for shown in ("1000.5", "0.25", "0.97", "52,428,800", "passed"):
+        assert f"<td>{shown}</td>" in text
+    assert "limited by messages between ranks" in text
+
+
+def test_it_is_one_file_without_network(tmp_path: Path):
+    """Nothing is loaded: no address but names of XML."""
+    text = write(written(tmp_path)).read_text()
+    addresses = set(re.findall(r'https?://[^"\s<)]+', text))
+    assert all(address.startswith("http://www.w3.org/") for address in addresses)
+    assert not re.search(r"<(script|img|iframe|link)[^>]*(src|href)=[\"'](?!data:|#)", text)
+
+
+def test_what_a_run_holds_is_escaped(tmp_path: Path):
+    """A name or a message with markup is shown and does nothing."""
+    attack = "<script>alert(1)</script>"
+    path = written(tmp_path, name="<b>run<b>", summary={**SUMMARY, "devices": attack, "metrics": {attack: 1.0}},
+                   origin={"command": attack})
+    text = write(path, alternatives=Alternatives(note=attack)).read_text()
+    assert attack not in text and "<b>run" not in text
+
+
+def test_a_run_that_did_not_end_has_a_report(tmp_path: Path):
+    assert "did not end: 40 steps are recorded" in write(written(tmp_path, summary=None)).read_text()
+
+
+def test_a_faster_plan_is_the_next_thing_to_try(tmp_path: Path):
+    plans = Alternatives([("data=2", 1.0, 1 << 20), ("shard=2", 0.8, 1 << 20)])
+    text = write(written(tmp_path), alternatives=plans).read_text()
+    assert "&#39;shard=2&#39;: its step is predicted to take 0.80" in text
+
+
+def test_a_study_has_a_report(tmp_path: Path):
+    trials = [{"number": n, "state": "complete", "params": {"lr": 0.1 * n}, "value": 1.0 / (n + 1), "plan": "single"}
+              for n in range(3)]
+    (tmp_path / "study.json").write_text(json.dumps({
+        "study": "s", "objectives": [{"name": "validation_loss", "direction": "minimize"}], "trials": trials,
+        "best": {"trial": 2, "value": 1 / 3, "params": {"lr": 0.2}, "command": "paceline train"},
+        "importances": {"lr": 1.0}}))
+    text = write(tmp_path).read_text()
+    assert "trial 2 is the best: validation_loss 0.333333" in text and "the best so far" in text
+
+
+def test_another_folder_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match="not the folder of a run, a search or a proof"):
+        write(tmp_path)
+
+
+# --- What limits a run ------------------------------------------------------------------------------------------
+
+
+def record(**changes: Any) -> RunRecord:
+    steps = tuple({"step": step, "loss": 1.0, "step_s": 0.01} for step in range(1, 41))
+    return RunRecord(Path("run"), {"plan": "data=2", "world_size": 2}, {**SUMMARY, **changes}, PREDICTED, steps)
+
+
+def test_the_longest_part_limits():
+    found = diagnose(record())
+    assert (found.limit, found.gain) == (MESSAGES, None)
+    assert found.share == pytest.approx((0.010 - 0.0002) * 5 / 9 / (0.010 + 0.0001))
+
+
+@pytest.mark.parametrize(("changes", "limit", "gain"), [
+    ({"input_s": 0.002}, DATA, 10.1 / 8.1), ({"save_blocked_s": 0.2}, SAVES, 15 / 10)])
+def test_what_can_be_avoided_is_named_first(changes: dict[str, Any], limit: str, gain: float):
+    """Although messages take longer. The gain is what steps are faster without it."""
+    found = diagnose(record(**changes))
+    assert found.limit == limit and found.gain == pytest.approx(gain)
+
+
+def test_a_trace_measures_what_a_prediction_divides():
+    def event(rank: int, kind: str, start: float, length: float) -> dict[str, Any]:
+        return {"ph": "X", "pid": rank, "cat": kind, "ts": start, "dur": length}
+
+    traced = (event(0, "forward", 0, 60), event(0, "reduce", 60, 40), event(1, "forward", 0, 30),
+              event(1, "reduce", 50, 50))
+    parts = {part.name: part for part in step_parts(RunRecord(
+        Path("run"), {}, {**SUMMARY, "input_s": 0.0, "save_blocked_s": 0.0}, PREDICTED, traced=traced))}
+    assert {name: part.seconds for name, part in parts.items()} == pytest.approx(
+        {"computing": 0.0045, MESSAGES: 0.0045, "waiting for other ranks": 0.001})
+    assert all(part.is_measured for part in parts.values())
+
+
+def test_a_few_steps_say_nothing():
+    assert diagnose(record(steps=5)).limit is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1400])
+def test_a_browser_shows_it_without_errors(tmp_path: Path, width: int):
+    """No message in the console, and a picture that is not blank."""
+    if (browser := shutil.which("chromium")) is None:
+        pytest.skip("no chromium is here")
+    page, picture = write(written(tmp_path)), tmp_path / "page.png"
+    shown = subprocess.run([browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+                            f"--window-size={width},2000", f"--screenshot={picture}", page.as_uri()],
+                           capture_output=True, text=True, timeout=120)
+    assert picture.stat().st_size > 20_000 and "CONSOLE" not in shown.stderr
