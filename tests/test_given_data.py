@@ -30,8 +30,9 @@ import paceline
 from paceline.errors import JobError
 from paceline.job import Job
 from paceline.job.arrays import Arrays
-from paceline.job.loaders import DrawnGroups, Loading
-from paceline.proof.order import whole_batches, windows
+from paceline.job.groups import GroupSizes
+from paceline.job.loaders import Loading
+from paceline.proof.order import order_difference, whole_batches, windows
 from paceline.runtime.feed import DataShard, is_stream, training_feed
 from paceline.runtime.order import Order
 
@@ -127,17 +128,69 @@ def test_groups_of_a_batch_sampler_are_steps(size: int):
     assert order.indices(window.epoch, window.positions) == steps[6]
 
 
-def test_groups_of_other_sizes_are_refused():
-    """A step takes batch samples, so the groups must have one size; the message says which has another."""
-    made = job(data=DataLoader(SET, batch_sampler=ByLength(5, (5, 5, 5, 5))))
-    assert isinstance(made.sampler, DrawnGroups)
-    made.sampler.groups.sizes = (5, 3, 5, 4, 3)
-    with pytest.raises(JobError, match="draws groups of other sizes"):
-        read(made)
-    assert "batch is 4, and the batch sampler draws groups of 5" in refusal(
-        batch=4, data=DataLoader(SET, batch_sampler=ByLength(5)))
-    assert "batch is in phases, and the batch sampler" in refusal(
-        batch=paceline.by_step({0: 2, 3: 5}), data=DataLoader(SET, batch_sampler=ByLength(5)))
+class Budget:
+    """Groups of at most so many tokens, of samples that chance puts near each other: their sizes and their number
+    differ by epoch."""
+
+    def __init__(self, tokens: int = 40) -> None:
+        self.tokens = tokens
+
+    def __iter__(self) -> Iterator[list[int]]:
+        groups, longest = [list[int]()], 0
+        for index in sorted(range(20), key=lambda index: index + 8 * random.random()):
+            longest = max(longest, 3 + index)
+            if groups[-1] and longest * (len(groups[-1]) + 1) > self.tokens:
+                groups, longest = [*groups, []], 3 + index
+            groups[-1].append(index)
+        random.shuffle(groups)
+        return iter(groups)
+
+
+@pytest.mark.parametrize("fields", [{"data": DataLoader(SET, batch_sampler=Budget())},
+                                    {"data": SET, "sampler": Budget()}])
+def test_groups_of_any_size_are_steps(fields: dict[str, Any]):
+    """Each step is a group whose size differs from others', drawn once for any number of ranks and from any step on;
+    an epoch has as many steps as it has groups."""
+    made = job(**fields, steps=None, epochs=4)
+    assert isinstance(made.batch, GroupSizes) and made.total_steps is not None and made.num_samples == 20
+    expected = list(islice(windows(made), made.total_steps))
+    per_epoch = [sum(epoch == each for epoch, _, _ in expected) for each in range(4)]
+    assert len(set(per_epoch)) > 1 and len({len(indices) for _, _, indices in expected}) > 2
+    assert all(sorted(i for epoch, _, indices in expected if epoch == each for i in indices) == list(range(20))
+               for each in range(4))
+    made = replace(made, steps=made.total_steps, epochs=None)
+    assert read(made) == read(made, ranks=3) == [indices for _, _, indices in expected]
+    order = Order.of(replace(made, data=made.data, precision="float64"))
+    for step in (made.total_steps - 1, 0, per_epoch[0]):  # as a resumed run asks
+        window = order.window(step)
+        assert (window.epoch, order.indices(window.epoch, window.positions)) == (
+            expected[step][0], expected[step][2])
+    assert [order.ends_epoch(sum(per_epoch[:n])) for n in range(5)] == [False, True, True, True, True]
+    assert order.fewest(made.total_steps) == min(len(indices) for _, _, indices in expected)
+    assert order_difference(made, steps=9) is None
+    other = replace(made, seed=1)
+    assert read(other) != read(made) and read(other, ranks=2) == read(other)
+    assert replace(made, sampler=None).batch == int(made.batch)
+
+
+def test_what_groups_cannot_be():
+    """A batch sampler says the batch, and draws for all ranks, the same each time."""
+    for batch, shown in ((4, "batch is 4"), (paceline.by_step({0: 2, 3: 5}), "batch is in phases")):
+        for fields in ({"data": DataLoader(SET, batch_sampler=Budget())}, {"data": SET, "sampler": Budget()}):
+            assert f"{shown}, and the batch sampler draws" in refusal(batch=batch, **fields)
+    assert "drop_last leaves out a short last batch" in refusal(data=SET, sampler=Budget(), drop_last=True)
+    assert "batch is 5, and the sampler draws batches of 4" in refusal(
+        data=SET, batch=5, sampler=BatchSampler(SequentialSampler(SET), 4, drop_last=False))
+    part = Budget()
+    part.num_replicas = 2  # type: ignore[attr-defined]
+    assert "the batch sampler Budget draws one rank's part" in refusal(data=SET, sampler=part)
+    for groups, shown in (([[1], []], r"drew \[\] as group 1"), ([[1], 2], "drew 2 as group 1")):
+        with pytest.raises(JobError, match=shown):
+            job(data=SET, sampler=groups)
+    drawn = iter(range(100))
+    unstable = type("Unstable", (Budget,), {"__iter__": lambda self: iter([[next(drawn) % 20], [1, 2]])})()
+    with pytest.raises(JobError, match="the batch sampler Unstable drew other samples"):
+        read(job(data=SET, sampler=unstable))
 
 
 def test_a_batch_sampler_that_only_cuts_is_its_sampler():

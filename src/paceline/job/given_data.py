@@ -8,7 +8,7 @@ from typing import Any
 from paceline.errors import JobError
 from paceline.job import loaders
 from paceline.job.arrays import as_arrays
-from paceline.job.loaders import DrawnGroups
+from paceline.job.groups import DrawnGroups, GroupSizes
 from paceline.job.phases import BatchSizes
 
 Changes = dict[str, Any]
@@ -26,6 +26,8 @@ def settled(job: Any) -> Changes:
         changes.update(_of_loader(job))
     else:
         changes.update(_changed(job, "data", job.collate))
+        if job.sampler is not None and loaders.draws_groups(job.sampler, job.seed):
+            changes.update(_of_batch_sampler(job, changes.get("data", job.data)))
     for name in _EVALUATED:
         changes.update(_evaluated(job, name, changes.get("collate", job.collate)))
     own, batch = getattr(changes.get("data", job.data), "reading_order", None), changes.get("batch", job.batch)
@@ -35,6 +37,8 @@ def settled(job: Any) -> Changes:
         changes.update(_weighted(job, changes))
     if isinstance(groups := changes.get("sampler", job.sampler), DrawnGroups):
         changes.update(_grouped(job, groups, changes))
+    elif isinstance(batch, GroupSizes):  # another job's
+        changes["batch"] = int(batch)
     return changes
 
 
@@ -52,6 +56,17 @@ def _of_loader(job: Any) -> Changes:
         fields.pop("batch")
     fields["drop_last"] = fields["drop_last"] or job.drop_last
     return {**fields, **_changed(job, "data", fields["collate"], value=fields["data"])}
+
+
+def _of_batch_sampler(job: Any, data: Any) -> Changes:
+    """The fields of a job whose `sampler` draws groups."""
+    fields = loaders.fields_of_groups(job.sampler, data)
+    if job.batch is not None and fields["batch"] not in (None, job.batch):
+        raise JobError(f"batch is {job.batch}, and the sampler draws batches of {fields['batch']}",
+                       hint="leave batch= out: the batch sampler says it")
+    if fields["batch"] is None:
+        fields.pop("batch")
+    return {**fields, "drop_last": fields["drop_last"] or job.drop_last}
 
 
 def _evaluated(job: Any, name: str, collate: Callable[..., Any] | None) -> Changes:
@@ -117,20 +132,15 @@ def _weighted(job: Any, changes: Changes) -> Changes:
 
 def _grouped(job: Any, groups: DrawnGroups, changes: Changes) -> Changes:
     """The batch of a job whose steps are the groups of a batch sampler."""
-    if groups.size == 0:
-        from paceline.runtime.streams import kept_streams, key_to_seed, seed_streams
-
-        def seed() -> None:
-            seed_streams(job.seed, "sampler", 0)
-            if hasattr(groups.generator, "manual_seed"):
-                groups.generator.manual_seed(key_to_seed(job.seed, "sampler", 0))
-            groups.set_epoch(0)
-
-        with kept_streams():
-            groups.measure(seed)
+    if changes.get("drop_last", job.drop_last):
+        raise JobError("drop_last leaves out a short last batch, and here a batch sampler makes the batches",
+                       hint="leave drop_last= out: what the batch sampler does not draw is left out")
     given = changes.get("batch", job.batch)
-    if given not in (None, groups.size) or isinstance(given, BatchSizes):
+    if isinstance(given, GroupSizes) and given.groups is groups and given.seed == job.seed:
+        return {}
+    sizes = GroupSizes(groups, job.seed)
+    if given is not None and not isinstance(given, GroupSizes):
         shown = "in phases" if isinstance(given, BatchSizes) else given
-        raise JobError(f"batch is {shown}, and the batch sampler draws groups of {groups.size}",
-                       hint="leave batch= out: the groups say it")
-    return {"batch": groups.size}
+        raise JobError(f"batch is {shown}, and the batch sampler draws {sizes}",
+                       hint="leave batch= out: each group is a step")
+    return {"batch": sizes}

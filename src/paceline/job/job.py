@@ -13,7 +13,7 @@ from paceline.errors import JobError, nearest
 from paceline.job import foreign_fields, given_data, own_step
 from paceline.job.loaders import Loading
 from paceline.job.losses import OwnLoss
-from paceline.job.phases import BatchSizes, Collates, PhasedWindows, Phases
+from paceline.job.phases import BatchSizes, ChangingBatch, Collates, Phases, StepWindows
 from paceline.job.pretrained import Weights
 
 Precision = Literal["float32", "tf32", "bf16", "fp16", "fp8", "float64"]
@@ -175,11 +175,11 @@ class Job:
         return replace(self, validation=None, validate=None, metrics={}, callbacks=())
 
     @property
-    def windows(self) -> PhasedWindows | None:
+    def windows(self) -> StepWindows | None:
         """Where windows lie whose sizes change; None where they don't, or for a stream."""
-        if self.num_samples is None or not isinstance(self.batch, BatchSizes):
+        if self.num_samples is None or not isinstance(self.batch, ChangingBatch):
             return None
-        return PhasedWindows(self.num_samples, self.batch.phases, drop_last=self.drop_last)
+        return self.batch.windows(self.num_samples, drop_last=self.drop_last)
 
 
 def _phase_problems(job: Job) -> Iterator[str]:
@@ -211,9 +211,6 @@ def _sampler_problems(job: Job) -> Iterator[str]:
     if not hasattr(job.sampler, "__iter__") or _length(job.sampler) is None:
         yield ("sampler must have __iter__ and __len__, as torch.utils.data.Sampler has, got "
                f"{type(job.sampler).__name__}")
-    elif hasattr(job.sampler, "batch_size"):
-        yield (f"sampler must draw samples one by one, and a {type(job.sampler).__name__} draws batches; batch= cuts "
-               "them")
     elif hasattr(job.sampler, "num_replicas"):
         yield (f"sampler must draw for all devices together, and a {type(job.sampler).__name__} draws one rank's part; "
                "leave it out, each rank takes its own part")

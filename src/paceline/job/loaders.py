@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import JobError
+from paceline.job.groups import DrawnGroups
 
 _ITSELF = "give the data set itself: data=loader.dataset, batch=, collate=, sampler="
 
@@ -51,11 +53,31 @@ def training_fields(loader: Any) -> dict[str, Any]:
                            "reads a stream of its own, and what comes first depends on their number",
                            hint="num_workers=0; pl.Shards splits files over ranks without that")
         return {**fields, "batch": loader.batch_size, "drop_last": loader.drop_last, "loading": None}
-    groups = loader.batch_sampler
+    return {**fields, **fields_of_groups(loader.batch_sampler, loader.dataset)}
+
+
+def draws_groups(sampler: Any, seed: int) -> bool:
+    """Whether a sampler is a batch sampler: torch's, or one whose first draw is a list of indices."""
+    import torch.utils.data as torch_data
+
+    from paceline.runtime.streams import seeded_for_epoch
+
+    if isinstance(sampler, torch_data.BatchSampler):
+        return True
+    if isinstance(sampler, DrawnGroups) or not hasattr(sampler, "__iter__") or type(sampler).__module__.startswith(
+            "torch."):
+        return False
+    with suppress(Exception), seeded_for_epoch(sampler, seed, 0):  # what fails here fails where an epoch is drawn
+        return isinstance(next(iter(sampler), None), list | tuple)
+    return False
+
+
+def fields_of_groups(groups: Any, data: Any) -> dict[str, Any]:
+    """The sampler, batch and drop_last that a batch sampler says; a batch of None where its groups are the steps."""
     if _draws_samples(groups):
-        return {**fields, "sampler": None if _is_shuffle(groups.sampler, loader.dataset) else groups.sampler,
+        return {"sampler": None if _is_shuffle(groups.sampler, data) else groups.sampler,
                 "batch": groups.batch_size, "drop_last": groups.drop_last}
-    return {**fields, "sampler": DrawnGroups(groups), "batch": None, "drop_last": False}
+    return {"sampler": DrawnGroups(groups), "batch": None, "drop_last": False}
 
 
 def evaluated(loader: Any, *, name: str) -> tuple[Any, Callable[..., Any] | None]:
@@ -85,47 +107,6 @@ def evaluated(loader: Any, *, name: str) -> tuple[Any, Callable[..., Any] | None
         return loader.dataset, _collate(loader)
     raise JobError(f"{name} is a DataLoader with a {type(sampler).__name__}, and an evaluation sees every sample once",
                    hint=f"{name}=loader.dataset, or a torch.utils.data.Subset of it")
-
-
-class DrawnGroups:
-    """What a batch sampler draws, as a sampler of its samples: groups of one size, one after the other.
-
-    Raises:
-        JobError: a group that is not the last of an epoch has another size than the first.
-    """
-
-    def __init__(self, groups: Any) -> None:
-        self.groups = groups
-        self.generator = _generator(groups)
-        self.size, self._length = 0, 0  # of a group and of an epoch, once they are drawn
-
-    def set_epoch(self, epoch: int) -> None:
-        for drawing in (self.groups, getattr(self.groups, "sampler", None)):
-            if (tell := getattr(drawing, "set_epoch", None)) is not None:
-                tell(epoch)
-
-    def measure(self, seed_streams: Callable[[], None]) -> None:
-        """Draw an epoch, to know the size of its groups and its length. seed_streams: seeds what it may draw from."""
-        seed_streams()
-        drawn = [list(group) for group in self.groups]
-        self.size, self._length = len(drawn[0]) if drawn else 0, sum(map(len, drawn))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[int]:
-        short: int | None = None
-        for number, group in enumerate(self.groups):
-            indices = list(group)
-            if short is not None or len(indices) > self.size:
-                raise JobError(
-                    f"the batch sampler {type(self.groups).__name__} draws groups of other sizes: group "
-                    f"{number if short is None else number - 1} has {len(indices) if short is None else short} samples "
-                    f"and others have {self.size}",
-                    hint="all groups of an epoch but the last must have one size, as every optimizer step takes batch= "
-                         "samples: leave out short groups (drop_last), or let an item be several samples")
-            short = len(indices) if len(indices) < self.size else None
-            yield from indices
 
 
 def is_stream(loader: Any) -> bool:
@@ -173,8 +154,3 @@ def _is_shuffle(sampler: Any, data: Any) -> bool:
 
     return (type(sampler) is RandomSampler and not sampler.replacement and sampler.data_source is data
             and sampler.num_samples == len(data))
-
-
-def _generator(groups: Any) -> Any:
-    """The generator that groups are drawn from, of the batch sampler or of the sampler in it."""
-    return getattr(groups, "generator", None) or getattr(getattr(groups, "sampler", None), "generator", None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import count
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from paceline.errors import JobError, nearest
 
@@ -70,7 +70,34 @@ def by_epoch(values: Mapping[int, T]) -> T:
     return cast("T", _phases("epoch", values))
 
 
-class BatchSizes(int):
+class StepWindows(Protocol):
+    """Where each step's window lies, where steps have windows of other sizes."""
+
+    def first_step(self, epoch: int) -> int:
+        """Steps before an epoch."""
+
+    def epoch(self, step: int) -> int:
+        """The epoch that a step lies in."""
+
+    def window(self, step: int) -> tuple[int, int, int]:
+        """The epoch of a step, where its window starts there, and how many samples it has."""
+
+    def fewest(self, steps: int) -> int:
+        """Samples of the smallest of so many first windows."""
+
+
+class ChangingBatch(int):
+    """A job's batch where steps have batches of other sizes; as a number the one by which memory is planned."""
+
+    def windows(self, num_samples: int, *, drop_last: bool) -> StepWindows:
+        """Where they lie in data of so many samples."""
+        raise NotImplementedError
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self) if not spec else int(self), spec)
+
+
+class BatchSizes(ChangingBatch):
     """The sizes of a job's batch in phases; as a number the greatest, which memory and ranks must suit."""
 
     phases: Phases[int]
@@ -83,11 +110,11 @@ class BatchSizes(int):
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (self.phases,)
 
+    def windows(self, num_samples: int, *, drop_last: bool) -> StepWindows:
+        return PhasedWindows(num_samples, self.phases, drop_last=drop_last)
+
     def __str__(self) -> str:
         return str(self.phases)
-
-    def __format__(self, spec: str) -> str:
-        return format(str(self) if not spec else int(self), spec)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from paceline.capture.randomness import drawing
 from paceline.job import Job
 from paceline.job.batches import collated
+from paceline.job.groups import DrawnGroups
 from paceline.job.phases import value_at
 from paceline.proof.device import one_device
 from paceline.runtime.feed import MicroBatch, is_stream
@@ -58,6 +60,12 @@ def windows(job: Job) -> Iterator[tuple[int, list[int], list[int]]]:
     while True:
         start, seed = 0, key_to_seed(job.seed, "order", epoch)
         drawn = _drawn(job, epoch) if job.sampler is not None else None
+        if drawn and isinstance(drawn[0], list):
+            for group in drawn:
+                yield epoch, list(range(start, start + len(group))), group
+                start += len(group)
+            epoch += 1
+            continue
         while start < num_samples:
             size = value_at(job.batch, step, epoch)
             positions = [position for position in range(start, start + size) if position < num_samples]
@@ -69,14 +77,17 @@ def windows(job: Job) -> Iterator[tuple[int, list[int], list[int]]]:
         epoch += 1
 
 
-def _drawn(job: Job, epoch: int) -> list[int]:
-    """The sampler's indices of an epoch, drawn from generators that the seed and the epoch fix."""
-    with kept_streams():
+def _drawn(job: Job, epoch: int) -> list[Any]:
+    """The sampler's indices of an epoch, or its groups of them, drawn from generators that the seed and the epoch
+    fix."""
+    with kept_streams(), drawing():
         seed_streams(job.seed, "sampler", epoch)
         if isinstance(getattr(job.sampler, "generator", None), torch.Generator):
             job.sampler.generator.manual_seed(key_to_seed(job.seed, "sampler", epoch))
         if hasattr(job.sampler, "set_epoch"):
             job.sampler.set_epoch(epoch)
+        if isinstance(job.sampler, DrawnGroups):
+            return [[int(index) for index in group] for group in job.sampler.groups]
         return [int(index) for index in job.sampler]
 
 

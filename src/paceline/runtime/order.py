@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.job import Job
-from paceline.job.phases import BatchSizes, PhasedWindows
+from paceline.job.phases import ChangingBatch, StepWindows
 from paceline.runtime.sampling import DrawnEpochs
 from paceline.runtime.streams import key_to_seed
 
@@ -98,10 +98,10 @@ class Order:
         return cls(job.num_samples, job.batch, job.seed, job.drop_last, drawn)
 
     @cached_property
-    def _phased(self) -> PhasedWindows | None:
-        if not isinstance(self.batch, BatchSizes):
+    def _changing(self) -> StepWindows | None:
+        if not isinstance(self.batch, ChangingBatch):
             return None
-        return PhasedWindows(self.num_samples, self.batch.phases, drop_last=self.drop_last)
+        return self.batch.windows(self.num_samples, drop_last=self.drop_last)
 
     @property
     def _steps_per_epoch(self) -> int:
@@ -110,8 +110,8 @@ class Order:
 
     def epoch_end(self, step: int) -> int:
         """The first step after the epoch that a step lies in."""
-        if self._phased is not None:
-            return self._phased.first_step(self._phased.epoch(step) + 1)
+        if self._changing is not None:
+            return self._changing.first_step(self._changing.epoch(step) + 1)
         return (step // self._steps_per_epoch + 1) * self._steps_per_epoch
 
     def ends_epoch(self, steps: int) -> bool:
@@ -120,14 +120,14 @@ class Order:
 
     def fewest(self, steps: int) -> int:
         """Samples of the smallest of so many first windows."""
-        if self._phased is not None:
-            return self._phased.fewest(steps)
+        if self._changing is not None:
+            return self._changing.fewest(steps)
         return min(self.window(step).count for step in {0, min(steps, self._steps_per_epoch) - 1})
 
     def window(self, step: int) -> Window:
         """The window of optimizer step `step`, counted from 0 over all epochs."""
-        if self._phased is not None:
-            return Window(*self._phased.window(step))
+        if self._changing is not None:
+            return Window(*self._changing.window(step))
         epoch, in_epoch = divmod(step, self._steps_per_epoch)
         start = in_epoch * self.batch
         return Window(epoch, start, min(self.batch, self.num_samples - start))

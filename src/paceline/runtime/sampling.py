@@ -6,7 +6,8 @@ import operator
 from typing import Any
 
 from paceline.errors import JobError
-from paceline.runtime.streams import kept_streams, key_to_seed, seed_streams
+from paceline.job.groups import DrawnGroups
+from paceline.runtime.streams import seeded_for_epoch
 
 
 class DrawnEpochs:
@@ -31,27 +32,29 @@ class DrawnEpochs:
         if epoch != self.epoch:
             drawn = self._draw(epoch)
             if self.epoch < 0 and self._draw(epoch) != drawn:
-                raise JobError(f"{self._name} drew other samples when it was asked twice for epoch {epoch}: ranks "
-                               "and a resumed run would not see the same order",
-                               hint="let it draw from torch's global generator or from an attribute `generator`, or "
-                                    "give it set_epoch(epoch)")
+                raise self._drew_others(epoch)
             self.epoch, self.known = epoch, drawn
         return self.known
 
     @property
     def _name(self) -> str:
+        if isinstance(self.sampler, DrawnGroups):
+            return f"the batch sampler {type(self.sampler.groups).__name__}"
         return f"the sampler {type(self.sampler).__name__}"
 
+    def _drew_others(self, epoch: int) -> JobError:
+        return JobError(f"{self._name} drew other samples when it was asked twice for epoch {epoch}: ranks and a "
+                        "resumed run would not see the same order",
+                        hint="let it draw from torch's global generator or from an attribute `generator`, or give it "
+                             "set_epoch(epoch)")
+
     def _draw(self, epoch: int) -> list[int]:
-        with kept_streams():
-            seed_streams(self.seed, "sampler", epoch)
-            generator = getattr(self.sampler, "generator", None)
-            if generator is not None and hasattr(generator, "manual_seed"):
-                generator.manual_seed(key_to_seed(self.seed, "sampler", epoch))
-            if hasattr(self.sampler, "set_epoch"):
-                self.sampler.set_epoch(epoch)
+        with seeded_for_epoch(self.sampler, self.seed, epoch):
             drawn = list(self.sampler)
-        if len(drawn) != len(self.sampler):
+        if isinstance(self.sampler, DrawnGroups):
+            if len(drawn) != self.sampler.windows_of(self.seed).samples(epoch):
+                raise self._drew_others(epoch)
+        elif len(drawn) != len(self.sampler):
             raise JobError(f"{self._name} has the length {len(self.sampler)} and drew {len(drawn)} samples in epoch "
                            f"{epoch}",
                            hint="it must draw as many in each epoch: `__len__` says when an epoch ends")

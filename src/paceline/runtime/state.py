@@ -14,7 +14,7 @@ import torch
 
 from paceline.errors import CheckpointError, JobError
 from paceline.job import Job
-from paceline.job.phases import BatchSizes
+from paceline.job.phases import ChangingBatch
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
 from paceline.runtime.attributes import ChangingAttributes, restore_attributes
@@ -235,8 +235,8 @@ def document(stepper: StateOwner, *, step: int, samples: int) -> dict[str, Any]:
 
 
 def _batch(job: Job) -> int | str:
-    """Samples a step, or the phases of it in words."""
-    return str(job.batch) if isinstance(job.batch, BatchSizes) else job.batch
+    """Samples a step; in words where they change."""
+    return str(job.batch) if isinstance(job.batch, ChangingBatch) else job.batch
 
 
 def refuse_unsaveable(stepper: StateOwner) -> None:

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 
 def key_to_seed(*key: int | str) -> int:
@@ -65,6 +66,22 @@ def used_gpus() -> list[int]:
     import torch
 
     return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+
+
+@contextmanager
+def seeded_for_epoch(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
+    """Let a sampler draw an epoch as the seed fixes it: from the global generators of torch, numpy and random, from its
+    own `generator` if it has one, or by the epoch that it is told."""
+    from paceline.capture.randomness import drawing
+
+    with kept_streams(), drawing():
+        seed_streams(seed, "sampler", epoch)
+        generator = getattr(sampler, "generator", None)
+        if generator is not None and hasattr(generator, "manual_seed"):
+            generator.manual_seed(key_to_seed(seed, "sampler", epoch))
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        yield
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.errors import PlanRefused
-from paceline.job.phases import BatchSizes
+from paceline.job.phases import ChangingBatch
 from paceline.runtime.order import Order
 from paceline.strategies.server.keys import Servers
 
@@ -22,7 +22,7 @@ class UpdateOrder:
         self.width = 1 if sync.staleness == 0 else sync.workers
         if self.width == 1:
             return
-        if isinstance(order.batch, BatchSizes):
+        if isinstance(order.batch, ChangingBatch):
             raise PlanRefused(f"the batch changes during the run ({order.batch}), and with staleness={sync.staleness} "
                               "workers take parts of steps that are cut alike", hint="staleness=0, or a data=N plan")
         self._usual, self._steps_per_epoch = min(self.width, order.batch), order.epoch_end(0)
