@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.jobfile import load
     from paceline.plans import Plan
     from paceline.study.space import Log, Range
+    from paceline.verbs.audit import audit
     from paceline.verbs.inference import evaluate, predict
     from paceline.verbs.planning import plan
     from paceline.verbs.report import compare, report
@@ -44,6 +45,7 @@ _HOMES = {
     "Plan": "paceline.plans",
     "Range": "paceline.study.space",
     "Shards": "paceline.job.shards",
+    "audit": "paceline.verbs.audit",
     "by_epoch": "paceline.job.phases",
     "by_step": "paceline.job.phases",
     "StepContext": "paceline.job.own_step",
@@ -68,7 +70,7 @@ _HOMES = {
 
 __all__ = [
     "Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "Optimizer", "PacelineError", "Plan",
-    "Range", "Shards", "StepContext", "by_epoch", "by_step", "choice", "compare", "copy_every", "ema",
+    "Range", "Shards", "StepContext", "audit", "by_epoch", "by_step", "choice", "compare", "copy_every", "ema",
     "evaluate", "frozen", "load", "monitored", "open", "plan", "predict", "report", "scale", "search", "train",
     "verify", "weights",
 ]

@@ -306,6 +306,16 @@ def compare(
 
 
 @app.command()
+def audit(run: RunFolder, as_json: Json = False) -> None:
+    """Prove by a run's journal that each sample counted in exactly one update of its epoch."""
+    with _reported():
+        found = paceline.audit(run)
+    typer.echo(_json(found.to_dict()) if as_json else found.describe())
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what this machine has and what is wrong with it."""
     with _reported():

@@ -22,7 +22,7 @@ from paceline.job.batches import Collate, as_pair, collated
 from paceline.job.loaders import Loading
 from paceline.job.phases import value_at
 from paceline.launch.failure import user_frames
-from paceline.runtime.order import Order, Window, split
+from paceline.runtime.order import Order, Window, digest, split
 from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
 from paceline.runtime.upload import uploaded
 
@@ -33,11 +33,13 @@ class MicroBatch:
 
     samples: How many count. 0 marks a stand-in: the window's first sample with weight zero, which a rank runs
         when it has none of its own, so that every rank enters every collective.
+    digest: Of those that count; see `order.digest`.
     """
 
     input: Any
     target: Any
     samples: int
+    digest: int = 0
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> MicroBatch:
         """On the device; floating-point tensors as `dtype` if one is given."""
@@ -48,7 +50,8 @@ class MicroBatch:
     def mapped(self, function: Any) -> MicroBatch:
         """With every tensor replaced. A target that is the input itself stays that."""
         made = map_tensors(function, self.input)
-        return MicroBatch(made, made if self.target is self.input else map_tensors(function, self.target), self.samples)
+        target = made if self.target is self.input else map_tensors(function, self.target)
+        return MicroBatch(made, target, self.samples, self.digest)
 
     def call(self, model: Any) -> Any:
         """The model's output: a tuple or list input is passed as *args, a mapping as **kwargs."""
@@ -132,10 +135,13 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
         window = self.order.window(self.steps[which_step])
         cut = self.part.cuts(window.count)[which_cut]
         positions = [window.start + offset for offset in cut] or [window.start]
-        pair = fetch(self.data, self.order.indices(window.epoch, positions), positions,
+        indices = self.order.indices(window.epoch, positions)
+        pair = fetch(self.data, indices, positions,
                      collate=value_at(self.collate, self.steps[which_step], window.epoch),
                      seed=key_to_seed(self.order.seed, "sample", window.epoch))
-        return MicroBatch(*pair, samples=len(cut))
+        named = indices if self.order.drawn is None else positions  # what a sampler drew is not known to who audits
+        return MicroBatch(*pair, samples=len(cut),
+                          digest=digest(window.epoch, positions[:len(cut)], named[:len(cut)]))
 
 
 def _read_ahead(made: _Loaded, loading: Loading) -> DataLoader[MicroBatch | PacelineError]:
@@ -194,7 +200,8 @@ def _stream_feed(job: Job, *, part: DataShard, steps: range) -> Iterator[tuple[W
         collate = value_at(job.collate, step, window.epoch)
         yield window, [
             MicroBatch(*collated([items[offset] for offset in cut or [0]], collate,
-                                 names=[window.start + offset for offset in cut or [0]]), samples=len(cut))
+                                 names=[window.start + offset for offset in cut or [0]]), samples=len(cut),
+                       digest=digest(window.epoch, run := [window.start + offset for offset in cut], run))
             for cut in part.cuts(window.count)
         ]
 

@@ -29,7 +29,8 @@ from paceline.runtime.control import Controlling, RunControl
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import evaluate, evaluate_step
 from paceline.runtime.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
-from paceline.runtime.folder import CHECKPOINTS, SPLIT
+from paceline.runtime.folder import CHECKPOINTS, JOURNAL, SPLIT
+from paceline.runtime.journal import Journal
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.runtime.order import Order, Window
@@ -158,6 +159,7 @@ class _Run:
     display: Display
     writer: Writer | None
     metrics: Path | None
+    journal: Journal
     scheduled_step: int = -1
     step: int = 0
     samples: int = 0
@@ -195,6 +197,7 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     run = _build(context, job, plan, settings)
     try:
         _restore(run)
+        run.journal.begin(job, plan=str(plan), world_size=context.world_size, after=run.step)
         _begin_control(run)
         if settings.trace_steps:  # the first step is not like the others: models are captured in it
             stepper = run.stepper
@@ -205,6 +208,7 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
         return _finish(run, started_s)
     finally:
         run.display.close()
+        run.journal.close()
 
 
 def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _Run:
@@ -221,12 +225,13 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     drift.check_replicas(drift.replicated(stepper), mesh=mesh, step=0)
     run_dir = settings.run_dir
     writer = metrics = None
+    journal = Journal(run_dir / JOURNAL if run_dir is not None and context.rank == 0 else None)
     if run_dir is not None:
         writer = Writer(run_dir, rank=context.rank, world_size=context.world_size, attempt=context.attempt)
         metrics = run_dir / "metrics.jsonl" if context.rank == 0 else None
         state.refuse_unsaveable(stepper)  # now, not after an hour
     run = _Run(context, job, plan, settings, mesh, stepper, memory,
-               Display(shown=context.rank == 0 and settings.observer is None), writer, metrics)
+               Display(shown=context.rank == 0 and settings.observer is None), writer, metrics, journal)
     _tell(run)
     return run
 
@@ -412,6 +417,7 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
     run.unmet.append({"step": run.step, "epoch": window.epoch, "samples": run.samples,
                       "lr": learning_rate(run.stepper.optimizer), "step_s": step_s, **more})
     run.epoch = window.epoch
+    run.journal.note(run.step, window, skipped=result.is_skipped)
     _learn(run, result)
     if run.control is not None:
         run.control.tell()
@@ -443,6 +449,7 @@ def _learn(run: _Run, result: StepResult) -> None:
             run.record(**figures, loss=loss if math.isfinite(loss) else None)  # of a step that was skipped
         run.loss = next((loss for loss in reversed(result.losses) if math.isfinite(loss)), run.loss)
         run.unmet = []
+        run.journal.settle(result.digest)
 
 
 def _do_what_is_due(run: _Run) -> None:
@@ -496,7 +503,8 @@ def _save(run: _Run, *, last: bool = False) -> None:
         document["callbacks"] = answer.get("callbacks")  # rank 0 alone knows, and its document counts
     run.saved_step = run.step
     blocked_s = run.writer.save(run.step, state.pieces(run.stepper), document, snapshot=not last,
-                                is_for_updates=partial(state.is_for_updates, run.stepper))
+                                is_for_updates=partial(state.is_for_updates, run.stepper),
+                                before_commit=run.journal.sync)
     if last:
         run.writer.wait()
     run.blocked_s += blocked_s

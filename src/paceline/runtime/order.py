@@ -67,6 +67,22 @@ def _mix(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
         return z ^ (z >> np.uint64(31))
 
 
+_DIGEST_BITS = 24  # of a sample, so that float64 adds up those of 2**29 samples exactly
+
+
+def digest(epoch: int, positions: Sequence[int] | range, indices: Sequence[int]) -> int:
+    """What tells which samples were fetched: a sum over them, each a hash of (epoch, position, index).
+
+    Ranks' digests add up to the window's, however it was cut. A sample that is lost, repeated or another one changes
+    the sum but for one case in 2**24.
+    """
+    if not len(indices):
+        return 0
+    at = _mix(np.asarray(positions, dtype=np.int64).astype(np.uint64), key_to_seed("digest", epoch))
+    mixed = _mix(at ^ np.asarray(indices, dtype=np.int64).astype(np.uint64), 0)
+    return int((mixed >> np.uint64(64 - _DIGEST_BITS)).sum())
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """The samples of one optimizer step: `count` positions of `epoch` from `start` on."""

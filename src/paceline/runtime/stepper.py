@@ -68,6 +68,7 @@ class StepResult:
         it takes steps of its own.
     is_settled: whether the run may be saved and evaluated here.
     is_skipped: whether gradients overflowed under loss scaling, and nothing was updated.
+    digest: of the samples that all replicas used in the steps of `losses`; see `order.digest`.
     """
 
     losses: tuple[float, ...]
@@ -75,6 +76,7 @@ class StepResult:
     gradient_norm: float | None
     is_settled: bool
     is_skipped: bool = False
+    digest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +228,13 @@ class Stepper:
         overflow = None if self.scaling is None else self.scaling.unscale(
             [local_part(p.grad) for p in self.parameters.values() if p.grad is not None], self.device)
         squares = squared_norm(self.job.clip, self.parameters, self.layout.owned, self.mesh, self.device)
-        figures = self.step_sync.all_reduce_figures(self._figures(tallies, used, stop(), overflow))
+        figures = self.step_sync.all_reduce_figures(
+            self._figures(tallies, used, stop(), overflow, self._digest(batches)))
         together = torch.cat([figures, squares.reshape(1)])
         ahead()
         # The one time in an evaluation that the host waits for the device.
         *known, norm_squared = together.tolist()
-        loss, count, _, summed, _, edited, unknown, overflowed, *users = known
+        loss, count, _, summed, _, edited, unknown, overflowed, _, *users = known
         is_skipped = self.scaling is not None and (bool(overflowed) or not math.isfinite(loss))
         if is_first:  # whether anything counts is known of all replicas together
             check_loss(0.0 if is_skipped else loss, max(count, 1.0) if self.step_sync.has_own_steps else count, tallies,
@@ -274,11 +277,12 @@ class Stepper:
                 p.grad = verbs.gradients.get(name)
             observe(self)
             self._let_go_of_gradients()
-        flags = torch.tensor([0.0, 0.0, float(stop()), 0.0, float(self._changes()[0])], dtype=torch.float64)
+        flags = torch.tensor([0.0, 0.0, float(stop()), 0.0, float(self._changes()[0]), self._digest(batches)],
+                             dtype=torch.float64)
         flags = self.step_sync.all_reduce_figures(uploaded(flags, self.device))
         ahead()
-        _, _, stops, _, changed = verbs.end(flags)
-        known = [verbs.loss, 1.0, stops, 0.0, changed, 0.0, 0.0, 0.0, *verbs.users.values()]
+        _, _, stops, _, changed, digest = verbs.end(flags)
+        known = [verbs.loss, 1.0, stops, 0.0, changed, 0.0, 0.0, 0.0, digest, *verbs.users.values()]
         met = self.step_sync.end_step(step + 1, torch.tensor(known, dtype=torch.float64), known, beat)
         assert met is not None, "ranks of such a job meet after every step"
         if first := self.untrained & verbs.trained:
@@ -325,7 +329,7 @@ class Stepper:
 
     def _learn(self, met: SyncedFigures, *, own_part: float, norm: float | None, step: int) -> StepResult:
         """What follows from a meeting. own_part: this replica's, of the samples that it was about."""
-        stops, _, changed, _, _, _, *users = met.flags
+        stops, _, changed, _, _, _, digest, *users = met.flags
         first = step + 2 - len(met.figures)
         for number, (_, count) in enumerate(met.figures):
             if not count:
@@ -335,7 +339,8 @@ class Stepper:
             self._refuse_unused(users)
         if len(self.mesh.replicas) > 1:
             self.buffers.meet(own_part, self.mesh.group("replicas"), news=bool(changed))
-        return StepResult(tuple(loss / count for loss, count in met.figures), int(stops), norm, is_settled=True)
+        return StepResult(tuple(loss / count for loss, count in met.figures), int(stops), norm, is_settled=True,
+                          digest=int(digest))
 
     def backward(self, window: Window, batches: list[MicroBatch], *, step: int, part: int,
                  beat: Callable[[str], None] = lambda phase: None,
@@ -361,10 +366,15 @@ class Stepper:
         self.layout.finish()
         return work.tallies, used
 
-    def _figures(self, tallies: list[Tally], used: set[str], stop: bool, overflow: torch.Tensor | None) -> torch.Tensor:
+    def _digest(self, batches: Sequence[MicroBatch]) -> float:
+        """Of the samples that this rank is to tell of: one rank of a replica tells of the replica's."""
+        return float(sum(batch.digest for batch in batches)) if self.mesh.is_first_of_same_samples else 0.0
+
+    def _figures(self, tallies: list[Tally], used: set[str], stop: bool, overflow: torch.Tensor | None,
+                 digest: float) -> torch.Tensor:
         """This rank's loss sum, its count, whether it was asked to stop, whether the loss is a sum, whether its
         forwards changed state that is not met yet, a parameter, and one that is not known yet, whether a gradient
-        overflowed, and for each parameter whether it was used; float64.
+        overflowed, the digest of its samples, and for each parameter whether it was used; float64.
 
         Ranks without the model's output have no tallies and learn of the loss from others.
 
@@ -372,7 +382,7 @@ class Stepper:
         """
         sums = sum(not tally.is_mean for tally in tallies) if self.mesh.is_first_of_same_loss else 0
         figures = self._with_loss(tallies, [float(stop), float(sums), *map(float, self._changes()), 0.0,
-                                            *(float(name in used) for name in self.trainable)])
+                                            digest, *(float(name in used) for name in self.trainable)])
         if overflow is not None:
             figures[_OVERFLOW] = overflow
         return figures

@@ -152,6 +152,11 @@ class Mesh:
         """Whether this rank speaks for all that come to the same output."""
         return self.is_first(self._names(lambda axis: axis.computes_same_loss))
 
+    @cached_property
+    def is_first_of_same_samples(self) -> bool:
+        """Whether this rank speaks for all that see the same samples."""
+        return self.is_first(self._names(lambda axis: not axis.cuts_samples))
+
     def is_first(self, axes: Iterable[str]) -> bool:
         """Whether this rank is the first along all of these axes."""
         return not any(self.coordinates[axis] for axis in axes)

@@ -39,7 +39,7 @@ FIGURES = {"peak_memory_bytes": 1, "waited_for_step_s": 0.5, "waited_for_weights
            "pulled_bytes": 2}
 GOOD: list[tuple[Role, dict[str, Any]]] = [
     (Role.CONTROL, {"idle": True, "deaths": 0}), (Role.CONTROL, {"alive": True}),
-    (Role.CONTROL, {"told": 1, "loss": 0.5, "count": 3.0, "is_mean": True}),
+    (Role.CONTROL, {"told": 1, "loss": 0.5, "count": 3.0, "is_mean": True, "digest": 5}),
     (Role.CONTROL, {"finished": 1, "version": 2, "unused": ["w"], "stop": False}),
     (Role.CONTROL, {"sums": 1, "values": [[1.0, 2.0], [float("nan"), 1.0]], "stop": False}),
     (Role.CONTROL, {"left": FIGURES}), (Role.SERVER, {"held": 3, "squares": float("nan")}),
@@ -175,7 +175,7 @@ def _is_closed(connection: Connection) -> bool:
 
 
 IDLE = {"idle": True, "deaths": 0}
-TOLD = {"told": 0, "loss": 1.0, "count": 8.0, "is_mean": True}
+TOLD = {"told": 0, "loss": 1.0, "count": 8.0, "is_mean": True, "digest": 5}
 FINISHED = {"finished": 0, "version": 0, "unused": [], "stop": False}
 
 

@@ -126,7 +126,8 @@ class Writer:
             self._remove_leftovers()
 
     def save(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None = None, *,
-             snapshot: bool = True, is_for_updates: Callable[[str], bool] = lambda name: False) -> float:
+             snapshot: bool = True, is_for_updates: Callable[[str], bool] = lambda name: False,
+             before_commit: Callable[[], None] = lambda: None) -> float:
         """Copy the pieces to CPU memory and start writing them; waits first for a save that still runs.
 
         From a GPU they are copied while this goes on: see `before_update`.
@@ -138,6 +139,7 @@ class Writer:
             snapshot: Without it, what is in CPU memory already is written from there, and must stay as it is until
                 `wait` returns.
             is_for_updates: Whether nothing but an update of the optimizer writes to the tensor of this name.
+            before_commit: Called on rank 0, on another thread, when all else of the checkpoint is on the disk.
 
         Returns:
             Seconds the caller was blocked.
@@ -148,7 +150,7 @@ class Writer:
         started_s = time.monotonic()
         self._num_saves += 1  # counted first, so that ranks stay in step when one of them fails here
         self.wait()
-        save = _Save(self, step, f"{self.attempt}-{self._num_saves}")
+        save = _Save(self, step, f"{self.attempt}-{self._num_saves}", before_commit)
         save.start(pieces, document, copies=partial(self._copies, is_for_updates=is_for_updates) if snapshot else None)
         self._save = save
         return time.monotonic() - started_s
@@ -207,7 +209,8 @@ class Writer:
 class _Save:
     """One save in flight on one rank."""
 
-    def __init__(self, writer: Writer, step: int, token: str) -> None:
+    def __init__(self, writer: Writer, step: int, token: str, before_commit: Callable[[], None]) -> None:
+        self._before_commit = before_commit
         self.rank, self.world_size, self.timeout_s = writer.rank, writer.world_size, writer.timeout_s
         self.step, self.token = step, token
         self.final = writer.folder / f"step-{step}"
@@ -299,6 +302,7 @@ class _Save:
         files |= {name: _summary(self.temp / name) for name in (INDEX, DOCUMENT)}
         for path in part_paths:
             path.unlink()
+        self._before_commit()
         write_json(self.temp / COMMIT, {"format": FORMAT, "version": VERSION, "step": self.step, "save": self.token,
                                         "files": files})
         _publish(self.temp, self.final)

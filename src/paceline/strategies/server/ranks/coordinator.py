@@ -19,9 +19,11 @@ from paceline.runtime import state
 from paceline.runtime.control import Requests, RunControl
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
-from paceline.runtime.folder import CHECKPOINTS, EVENTS, METRICS
+from paceline.runtime.folder import CHECKPOINTS, EVENTS, JOURNAL, METRICS
+from paceline.runtime.journal import Journal
 from paceline.runtime.loop import Speed, cut_metrics, learning_rate, predicted_step_s
 from paceline.runtime.optimizers.schedule import waits_for_metric
+from paceline.runtime.order import split
 from paceline.runtime.refusals import check_loss, check_used
 from paceline.strategies.server.clock import LEASES, Clock
 from paceline.strategies.server.exchange.serve import listen_to
@@ -118,6 +120,8 @@ class Coordinator(Server):
             if self.metrics is not None:
                 cut_metrics(self.metrics, self.step)
                 self.staleness.update(staleness_of(self.metrics))
+        self.journal = Journal(settings.run_dir / JOURNAL if settings.run_dir is not None else None)
+        self.journal.begin(job, plan=str(plan), world_size=context.world_size, after=self.step)
         assert job.total_steps is not None
         self.total_steps = job.total_steps
         sync = servers_of(plan)
@@ -199,6 +203,7 @@ class Coordinator(Server):
 
     def close(self) -> None:
         super().close()
+        self.journal.close()
         for connection in (*(worker.connection for worker in self.workers.values()), *self.followers.values()):
             connection.close()  # the process may live on, as a worker
 
@@ -419,7 +424,18 @@ class Coordinator(Server):
         if self.settings.observer is not None:
             for worker in self.workers.values():
                 worker.connection.send_message({"made": turn, "loss": loss / count})
+        self._write_down(turn, sum(r["digest"] for r in reports))
         self._record(self.turns.place(turn)[0], loss, count, norm, stale)
+
+    def _write_down(self, turn: int, digest: int) -> None:
+        """Which samples the update of a turn was made of, in the journal."""
+        step, place = self.turns.place(turn)
+        window = self.order.window(step)
+        if self._is_stale:
+            part = split(window.count, self.settings.shares)[place]
+            window = replace(window, start=window.start + part.start, count=len(part))
+        self.journal.note(step + 1, window, part=place if self._is_stale else None)
+        self.journal.settle(digest)
 
     def _record(self, step: int, loss: float, count: float, norm: float, stale: int) -> None:
         """An update of this step was made. The line of the one that completes a step has the step's figures."""
@@ -496,6 +512,7 @@ class Coordinator(Server):
     def _save(self, *, last: bool) -> None:
         self.saved_step = self.step
         self.callback_states = self._ask("state", hook="state_dict")
+        self.journal.sync()
         blocked_s = self._order({"save": self.samples, "last": last})
         if self.writer is not None:
             self.blocked_s += blocked_s

@@ -33,7 +33,7 @@ _SHAPES: Mapping[Role, Mapping[str, Mapping[str, Any]]] = {
     Role.CONTROL: {
         "idle": {"idle": _True, "deaths": _Count},
         "alive": {"alive": _True},
-        "told": {"told": _Count, "loss": _Finite, "count": float, "is_mean": bool},
+        "told": {"told": _Count, "loss": _Finite, "count": float, "is_mean": bool, "digest": _Count},
         "finished": {"finished": _Count, "version": _Count, "unused": list[str], "stop": bool},
         "sums": {"sums": _Count, "values": list[_Pair], "stop": bool},
         "left": {"left": _WorkerLeft},

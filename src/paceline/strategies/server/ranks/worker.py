@@ -156,18 +156,19 @@ class Worker:
             self.arrivals.settle()
         with self.arrivals.watched(self.stepper.model):
             _, used = self.stepper.backward(window, batches, step=step, part=order["part"], beat=self.context.beat,
-                                            tell=partial(self._tell_loss, order))
+                                            tell=partial(self._tell_loss, order, batches))
         self._check_unserved()
         return {"finished": order["lease"], "version": self.arrivals.version,
                 "unused": sorted(self.stepper.parameters.keys() - used)}
 
-    def _tell_loss(self, order: dict[str, Any], tallies: list[Tally]) -> None:
+    def _tell_loss(self, order: dict[str, Any], batches: list[MicroBatch], tallies: list[Tally]) -> None:
         loss = float(sum(float(tally.total) for tally in tallies))
         count = float(sum(float(tally.count) for tally in tallies))
         # Whether anything counts is known of all parts together.
         check_loss(loss, max(count, 1.0), tallies, order["step"])
         self.control.send_message({"told": order["lease"], "loss": loss, "count": count,
-                                   "is_mean": all(tally.is_mean for tally in tallies)})
+                                   "is_mean": all(tally.is_mean for tally in tallies),
+                                   "digest": sum(batch.digest for batch in batches)})
 
     def _samples(self, step: int, part: int) -> tuple[Window, list[MicroBatch]]:
         """A part of a step's samples; with staleness nobody knows which comes next."""

@@ -1,0 +1,191 @@
+"""What a journal proves: of runs that go on under other plans, and of planted, missing or damaged lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import paceline as pl
+from paceline.runtime.folder import JOURNAL
+from paceline.runtime.journal import Journal
+from paceline.runtime.order import Order, Window, digest
+from paceline.verbs.audit import Audit, audit
+
+SAMPLES, BATCH, STEPS = 50, 12, 12  # two epochs of five windows, the last of each short, and two steps more
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([(torch.ones(3, dtype=torch.float64), torch.ones(2, dtype=torch.float64))] * SAMPLES)
+
+
+def job(**fields: Any) -> pl.Job:
+    pairs = TensorDataset(torch.randn(SAMPLES, 3).double(), torch.randn(SAMPLES, 2).double())
+    return pl.Job(**{"model": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), "data": pairs,
+                     "loss": nn.functional.mse_loss, "optimizer": lambda named: torch.optim.SGD(named, lr=0.01),
+                     "batch": BATCH, "steps": STEPS, "seed": 3, "precision": "float64", **fields})
+
+
+def written(folder: Path, steps: range, *, after: int | None = None, **fields: Any) -> Path:
+    """A journal of a launch that took these steps, as one rank fetched their samples."""
+    made = job(**fields)
+    order = Order.of(made)
+    journal = Journal(folder / JOURNAL)
+    journal.begin(made, plan="data=2", world_size=2, after=steps.start if after is None else after)
+    for step in steps:
+        window = order.window(step)
+        journal.note(step + 1, window)
+        journal.settle(digest(window.epoch, window.positions, order.indices(window.epoch, window.positions)))
+    journal.close()
+    return folder
+
+
+def edited(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Audit:
+    path = folder / JOURNAL
+    lines = change([json.loads(line) for line in path.read_text().splitlines()])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return audit(folder)
+
+
+@pytest.mark.parametrize("plans", [["single", "data=2", "shard=2"], ["pipeline=2", "data=2 local=3", "tensor=2"],
+                                   ["server=1 workers=2 staleness=2", "server=1 workers=2", "single"]])
+def test_each_sample_counts_once_over_launches_under_changing_plans(tmp_path, plans):
+    for number, plan in enumerate(plans):
+        pl.train(job(steps=4 * (number + 1)), plan, run=tmp_path / "run", resume=number > 0, check=False)
+    found = audit(tmp_path / "run")
+    assert found.passed, found.describe()
+    assert (found.samples, found.whole_epochs, found.launches) == (124, 2, 3)
+    assert found.updates == (16 if "staleness" in plans[0] else 12)  # there each worker's part is an update of its own
+
+
+def test_streams_are_counted(tmp_path):
+    pl.train(job(data=Stream(), epochs=2, steps=None), "data=2", run=tmp_path / "run", check=False)
+    found = audit(tmp_path / "run")
+    assert found.passed, found.describe()
+    assert (found.updates, found.samples) == (10, 100)
+
+
+def test_what_a_killed_launch_did_after_its_checkpoint_is_undone(tmp_path):
+    written(tmp_path, range(7))
+    written(tmp_path, range(4, 9))
+    found = audit(tmp_path)
+    assert found.passed, found.describe()
+    assert (found.updates, found.recomputed_updates, found.launches) == (9, 3, 2)
+
+
+def test_a_line_that_is_cut_off_is_no_line(tmp_path):
+    written(tmp_path, range(7))
+    with open(tmp_path / JOURNAL, "ab") as file:
+        file.write(b'{"launch":1,"step":8,"ep')
+    assert audit(tmp_path).updates == 7
+    written(tmp_path, range(7, 9))
+    found = audit(tmp_path)
+    assert found.passed and found.updates == 9, found.describe()
+
+
+@pytest.mark.parametrize(("kind", "change", "positions"), [
+    ("repeated", lambda lines: [*lines[:3], lines[2], *lines[3:]], (12, 24)),
+    ("lost", lambda lines: [*lines[:2], *lines[3:]], (12, 24)),
+    ("lost", lambda lines: [lines[0], *lines[2:]], (0, 12)),
+    ("lost", lambda lines: [*lines[:5], *lines[6:]], (48, 50)),  # the last of an epoch
+    ("repeated", lambda lines: [*lines[:2], {**lines[2], "start": 10}, *lines[3:]], (10, 12)),
+    ("other samples", lambda lines: [*lines[:2], {**lines[2], "digest": lines[3]["digest"]}, *lines[3:]], (12, 24)),
+])
+def test_a_planted_fault_is_found_and_named(tmp_path, kind, change, positions):
+    found = edited(written(tmp_path, range(12)), change)
+    findings = {(finding.kind, finding.positions) for finding in found.findings}
+    assert (kind, positions) in findings, found.describe()
+    named = next(finding for finding in found.findings if (finding.kind, finding.positions) == (kind, positions))
+    assert named.indices == tuple(Order.of(job()).indices(0, range(*positions))[:8]) and "indices" in named.message
+
+
+def test_a_rank_that_fetches_another_sample_is_found(tmp_path, monkeypatch):
+    from paceline.runtime import feed
+
+    honest = feed.Order.indices
+    monkeypatch.setattr(feed.Order, "indices", lambda order, epoch, positions: [
+        7 if position == 30 else index
+        for position, index in zip(positions, honest(order, epoch, positions), strict=True)])
+    pl.train(job(), "data=2", run=tmp_path / "run", check=False)
+    monkeypatch.undo()
+    found = audit(tmp_path / "run")
+    assert [(finding.kind, finding.epoch, finding.positions) for finding in found.findings] == [
+        ("other samples", epoch, (24, 36)) for epoch in range(2)]
+
+
+def test_a_writer_of_an_earlier_launch_is_fenced_out(tmp_path):
+    written(tmp_path, range(4))
+    late = (tmp_path / JOURNAL).read_text().splitlines(keepends=True)[-1]
+    written(tmp_path, range(4, 8))
+    with open(tmp_path / JOURNAL, "a") as file:
+        file.write(late)
+    assert [finding.kind for finding in audit(tmp_path).findings] == ["outdated writer"]
+
+
+def test_a_gap_between_launches_and_another_seed_are_found(tmp_path):
+    written(tmp_path, range(4))
+    written(tmp_path, range(6, 8), seed=4)
+    kinds = {finding.kind for finding in audit(tmp_path).findings}
+    assert {"lost", "changed job"} <= kinds
+
+
+def test_checkpoints_and_the_summary_must_agree(tmp_path):
+    pl.train(job(), "single", run=tmp_path / "run", check=False)
+    (tmp_path / "run" / JOURNAL).write_text("".join(
+        (tmp_path / "run" / JOURNAL).read_text().splitlines(keepends=True)[:-1]))
+    found = audit(tmp_path / "run")
+    assert [finding.message.partition(" ")[0] for finding in found.findings] == ["step-12", "summary.json"]
+
+
+def test_what_drop_last_leaves_out_is_no_loss(tmp_path):
+    found = audit(written(tmp_path, range(12), drop_last=True))
+    assert found.passed and found.whole_epochs == 2, found.describe()
+
+
+def test_a_folder_without_a_journal_is_refused(tmp_path):
+    with pytest.raises(pl.PacelineError, match="has no journal"):
+        audit(tmp_path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.lists(st.integers(0, SAMPLES), max_size=6), epoch=st.integers(0, 3))
+def test_digests_of_parts_add_up(cuts, epoch):
+    order, places = Order.of(job()), sorted({0, SAMPLES, *cuts})
+    whole = digest(epoch, range(SAMPLES), order.indices(epoch, range(SAMPLES)))
+    parts = [digest(epoch, range(a, b), order.indices(epoch, range(a, b))) for a, b in pairwise(places)]
+    assert sum(parts) == whole == int(float(whole))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.binary(max_size=400) | st.lists(st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
+        ["launch", "step", "epoch", "start", "count", "digest", "after", "plan", "world_size", "seed", "order",
+         "num_samples"]), inner, max_size=8), max_leaves=12)).map(
+             lambda values: b"".join(json.dumps(value).encode() + b"\n" for value in values)))
+def test_no_bytes_crash_an_audit(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("fuzz")
+    written(folder, range(2))
+    with open(folder / JOURNAL, "ab") as file:
+        file.write(data)
+    audit(folder).describe()
+
+
+def test_a_window_is_noted_until_ranks_meet(tmp_path):
+    journal = Journal(tmp_path / JOURNAL)
+    journal.begin(job(), plan="data=2 local=2", world_size=2, after=0)
+    journal.note(1, Window(0, 0, 12))
+    assert len((tmp_path / JOURNAL).read_text().splitlines()) == 1
+    journal.note(2, Window(0, 12, 12))
+    journal.settle(5)
+    assert len((tmp_path / JOURNAL).read_text().splitlines()) == 3
