@@ -21,7 +21,7 @@ import paceline
 from paceline.document import strict
 from paceline.errors import PacelineError, UsageError, on_windows
 from paceline.jobfile import JobFile
-from paceline.launch import environment
+from paceline.launch import environment, hosts
 from paceline.launch.imports import OF_RUNS, load_modules
 from paceline.runtime.folder import fresh_name
 from paceline.verbs.summary_table import summary_table, table
@@ -87,6 +87,7 @@ def train(
 ) -> None:
     """Train a job on one device or many."""
     with _reported():
+        _on_every_host(plan, procs)
         job = JobFile.parse(file, _parse_settings(settings))
         load_modules(OF_RUNS)
         summary = paceline.train(job, plan, devices=devices, procs=procs, memory=memory, steps=steps,
@@ -103,6 +104,7 @@ def train(
 def evaluate(run: RunFolder, plan: OnePlan = None, devices: Devices = None, as_json: Json = False) -> None:
     """Compute a trained run's loss and metrics on its validation data."""
     with _reported():
+        _on_every_host(plan)
         figures = paceline.evaluate(run, plan, devices=devices)
         speaks = _is_first_rank()
     if speaks:
@@ -121,6 +123,7 @@ def predict(
 ) -> None:
     """Compute a trained run's outputs for an input."""
     with _reported():
+        _on_every_host(plan)
         outcome = paceline.predict(run, input, plan, devices=devices, output=output, model=model)
         speaks = _is_first_rank()
     if speaks:
@@ -339,6 +342,21 @@ def _parse_settings(words: Iterable[str] | None, option: str = "--set") -> dict[
             raise UsageError(f"{option} {name} is given twice: {settings[name]} and {value}")
         settings[name] = value
     return settings
+
+
+def _on_every_host(plan: str | None, procs: int | None = None) -> None:
+    """Start the ranks of this host, if a cluster started this command once on each of several; then it does not return.
+
+    Raises:
+        ClusterError: see `hosts.host` and `Host.ranks`. PlanError: the plan can't be read.
+    """
+    if (place := hosts.host()) is None:
+        return
+    from paceline.accelerators import gpus
+    from paceline.verbs.auto import is_auto
+
+    world_size = procs if plan is None or is_auto(plan) else paceline.Plan.read(plan).world_size
+    hosts.become_agent(place, place.ranks(world_size, len(gpus())), [sys.executable, "-m", "paceline", *sys.argv[1:]])
 
 
 # --- Errors and streams -----------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def current(environ: Mapping[str, str] = os.environ) -> Environment | None:
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _checked(_of_torchrun(environ))
-    if environ.get("SLURM_STEP_ID", "").isdigit() and _whole(environ, "SLURM_NTASKS", "1") > 1:
+    if environ.get("SLURM_STEP_ID", "").isdigit() and whole_number(environ, "SLURM_NTASKS", "1") > 1:
         return _checked(_of_slurm(environ))
     return None
 
@@ -45,22 +45,28 @@ def _of_torchrun(environ: Mapping[str, str]) -> Environment:
     if missing := [name for name in names if not environ.get(name, defaults.get(name))]:
         raise ClusterError(f"RANK and WORLD_SIZE are set and {', '.join(missing)} is not",
                            hint="start the ranks with torchrun, or unset RANK and WORLD_SIZE to run by hand")
-    rank, world_size, local_rank, local_world_size = (_whole(environ, name, defaults.get(name)) for name in names[:4])
+    rank, world_size, local_rank, local_world_size = (
+        whole_number(environ, name, defaults.get(name)) for name in names[:4])
     return Environment("torchrun", rank, world_size, local_rank, local_world_size, environ["MASTER_ADDR"],
-                       _whole(environ, "MASTER_PORT"))
+                       whole_number(environ, "MASTER_PORT"))
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Environment:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    job = _whole(environ, "SLURM_JOB_ID", "0") * 7 + _whole(environ, "SLURM_STEP_ID")
+    job = whole_number(environ, "SLURM_JOB_ID", "0") * 7 + whole_number(environ, "SLURM_STEP_ID")
     return Environment(
-        "Slurm", _whole(environ, "SLURM_PROCID"), _whole(environ, "SLURM_NTASKS"),
-        _whole(environ, "SLURM_LOCALID", "0"), _tasks_here(environ), environ.get("MASTER_ADDR") or _first_host(nodes),
-        _whole(environ, "MASTER_PORT", str(20000 + job % 20000)),
+        "Slurm", whole_number(environ, "SLURM_PROCID"), whole_number(environ, "SLURM_NTASKS"),
+        whole_number(environ, "SLURM_LOCALID", "0"), _tasks_here(environ),
+        environ.get("MASTER_ADDR") or _first_host(nodes),
+        whole_number(environ, "MASTER_PORT", str(20000 + job % 20000)),
     )
 
 
-def _whole(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+def whole_number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    """
+    Raises:
+        ClusterError: the variable is missing and has no default, or is something else.
+    """
     text = environ.get(name, default)
     if text is None or not re.fullmatch(r"\d+", text):
         raise ClusterError(f"{name} is not set" if text is None else f"{name}={text} is not a whole number",
@@ -82,7 +88,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
     listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE", "1")
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", listed)
     counts = [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
-    return counts[min(_whole(environ, "SLURM_NODEID", "0"), len(counts) - 1)] if counts else 1
+    return counts[min(whole_number(environ, "SLURM_NODEID", "0"), len(counts) - 1)] if counts else 1
 
 
 def _first_host(nodes: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.callbacks.loggers import loggers_of
+from paceline.callbacks.loggers import loggers_of, of_cluster
 from paceline.errors import OutOfMemory, UsageError
 from paceline.job import Job
 from paceline.jobfile import JobFile
@@ -82,7 +82,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
     given = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan
     if loader_workers is None:
         loader_workers = loaded.loading.num_workers if loaded.loading is not None else 0
-    loaded = replace(loaded, callbacks=[*loaded.callbacks, *loggers])
+    loaded = replace(loaded, callbacks=[*loaded.callbacks, *loggers, *of_cluster()])
     request = TrainRequest.of(loaded, source, given, devices=devices, procs=procs, memory=memory)
     result = request.train(run, timeout_s=timeout_s, restarts=restarts, check=check, save_every=save_every,
                            resume=resume, loader_workers=loader_workers, trace_steps=trace)

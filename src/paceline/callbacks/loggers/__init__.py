@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
+from paceline.callbacks.callback import Callback
 from paceline.callbacks.loggers.logger import Logger
 from paceline.errors import MissingPackage, UsageError, nearest
 
@@ -29,6 +31,15 @@ def loggers_of(given: str | Sequence[str] | None) -> list[Logger]:
     if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
         raise UsageError(f"--log {twice} is given twice")
     return [_logger(text) for text in texts]
+
+
+def of_cluster(environ: Mapping[str, str] = os.environ) -> list[Callback]:
+    """What a cluster wants to be told of a run; nothing outside of Kubeflow."""
+    if not environ.get("KUBEFLOW_TRAINER_SERVER_URL"):
+        return []
+    from paceline.callbacks.kubeflow import KubeflowProgress  # loads what HTTP needs
+
+    return [KubeflowProgress(environ)]
 
 
 def _logger(text: str) -> Logger:

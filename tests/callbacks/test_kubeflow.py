@@ -1,0 +1,88 @@
+"""A run tells Kubeflow how far it is, and never waits for it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.callbacks import kubeflow
+from paceline.callbacks.callback import EvaluationReport, StepReport
+from paceline.callbacks.loggers import of_cluster
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    """What a server of Kubeflow was sent, on `told`; its address, on `url`."""
+    told: list[tuple[str | None, dict[str, Any]]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            told.append((self.headers["Authorization"], json.loads(body)["trainerStatus"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *words: Any) -> None:
+            pass
+
+    listening = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    yield SimpleNamespace(told=told, url=f"http://127.0.0.1:{listening.server_port}/status")
+    listening.shutdown()
+    listening.server_close()
+
+
+def step(number: int, *, step_s: float = 2.0) -> StepReport:
+    return StepReport(number, 0, 8 * number, 1 / number, 0.1, step_s)
+
+
+def run(folder: Path, total_steps: int | None = 200) -> Any:
+    return SimpleNamespace(folder=folder, total_steps=total_steps, step=0)
+
+
+def test_progress_time_left_and_figures(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The time left is predicted from the first step on, and measured later. The token is read anew each time."""
+    monkeypatch.setattr(kubeflow, "PERIOD_S", 0.0)
+    token = tmp_path / "token"
+    (tmp_path / "predicted.json").write_text('{"step_s": 0.5}')
+    [teller] = of_cluster({kubeflow.URL: server.url, kubeflow.TOKEN: str(token)})
+    for number, word in ((1, "first"), (50, "second")):
+        token.write_text(word)
+        teller.on_step(run(tmp_path), step(number))
+        teller._sending.join(5)
+    teller.on_evaluation(run(tmp_path), EvaluationReport(50, 0, 0.25, {"accuracy": 0.9}))
+    for number in range(51, 101):
+        teller.on_step(run(tmp_path), step(number))
+        teller._sending.join(5)
+    teller.on_end(run(tmp_path), None)
+    first, second, *_, last_step, end = server.told
+    assert first[0] == "Bearer first" and second[0] == "Bearer second"
+    assert first[1]["progressPercentage"] == 0 and first[1]["estimatedRemainingSeconds"] == round(199 * 0.5)
+    assert last_step[1]["progressPercentage"] == 50 and last_step[1]["estimatedRemainingSeconds"] == 200
+    assert {"name": "accuracy", "value": "0.9"} in last_step[1]["metrics"]
+    assert (end[1]["progressPercentage"], end[1]["estimatedRemainingSeconds"]) == (100, 0)
+
+
+def test_it_is_told_now_and_then(server: Any, tmp_path: Path):
+    [teller] = of_cluster({kubeflow.URL: server.url})
+    for number in range(1, 200):
+        teller.on_step(run(tmp_path, None), step(number))
+    teller._sending.join(5)
+    assert len(server.told) == 1 and "progressPercentage" not in server.told[0][1]
+
+
+def test_a_server_that_is_not_there_does_no_harm(tmp_path: Path):
+    [teller] = of_cluster({kubeflow.URL: "http://127.0.0.1:9/status", kubeflow.TOKEN: str(tmp_path / "none")})
+    teller.on_step(run(tmp_path), step(1))
+    teller.on_end(run(tmp_path), None)
+
+
+def test_outside_of_a_cluster_nobody_is_told():
+    assert of_cluster({}) == []

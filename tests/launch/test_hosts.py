@@ -1,0 +1,79 @@
+"""A command that a cluster starts once on each host knows its place and starts the host's ranks with torch's agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from paceline.errors import ClusterError
+from paceline.launch.hosts import Host, host
+
+# Recorded: what Kubeflow Trainer v2 gives the second of two nodes, and SkyPilot the second of two.
+KUBEFLOW = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_PORT": "29400",
+            "PET_MASTER_ADDR": "digits-node-0-0.digits"}
+SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.7", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "sky-2026-11-25_digits-1"}
+
+
+def test_each_cluster_is_known():
+    assert host({}) is None
+    assert host(KUBEFLOW) == Host("Kubeflow", 1, 2, 4, "digits-node-0-0.digits", 29400)
+    assert host({**KUBEFLOW, "PET_NPROC_PER_NODE": "auto"}).num_ranks is None
+    assert host(SKYPILOT) == Host("SkyPilot", 1, 2, 8, "10.0.0.4", 8008)
+    assert host({**SKYPILOT, "SKYPILOT_NUM_GPUS_PER_NODE": "0"}) == Host("SkyPilot", 1, 2, None, "10.0.0.4", 8008)
+
+
+def test_a_rank_and_a_single_host_start_nothing():
+    assert host({**KUBEFLOW, "RANK": "0", "WORLD_SIZE": "8"}) is None
+    assert host({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}) is None
+    assert host({**SKYPILOT, "SKYPILOT_NODE_IPS": "10.0.0.4", "SKYPILOT_NUM_NODES": "1"}) is None
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({**KUBEFLOW, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 is not a whole number"),
+    ({**KUBEFLOW, "PET_NODE_RANK": "2"}, "host 2 of 2"),
+    ({**KUBEFLOW, "PET_MASTER_ADDR": ""}, "meet at ''"),
+    ({"PET_NNODES": "2"}, "PET_NODE_RANK is not set"),
+    ({**SKYPILOT, "SKYPILOT_NUM_NODES": "3"}, "has 2 addresses")])
+def test_what_makes_no_sense_is_refused(given: dict[str, str], message: str):
+    with pytest.raises(ClusterError, match=message):
+        host(given)
+
+
+def test_how_many_ranks_a_host_starts():
+    """What the cluster says, else the plan, else its GPUs, else one; a plan that doesn't fit is refused."""
+    told, free = Host("Kubeflow", 0, 2, 4, "a", 1), Host("SkyPilot", 0, 2, None, "a", 1)
+    assert (told.ranks(None, 8), told.ranks(8, 0), free.ranks(6, 8), free.ranks(None, 8), free.ranks(None, 0)) == (
+        4, 4, 3, 8, 1)
+    for place, world_size in ((told, 4), (free, 5)):
+        with pytest.raises(ClusterError, match=f"{world_size} ranks are asked for"):
+            place.ranks(world_size, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("cluster", ["Kubeflow", "SkyPilot"])
+def test_the_same_command_on_two_hosts_trains_as_one(tmp_path: Path, cluster: str):
+    """Two commands on this host, each as one of two hosts, give the weights of one device."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {"Kubeflow": lambda index: {"PET_NNODES": "2", "PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "127.0.0.1",
+                                        "PET_MASTER_PORT": str(port), "PET_NPROC_PER_NODE": "1"},
+             "SkyPilot": lambda index: {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_NODE_RANK": str(index),
+                                        "SKYPILOT_NUM_GPUS_PER_NODE": "0"}}[cluster]
+    job = Path(__file__).parents[2] / "examples" / "01_digits.py"
+    train = [sys.executable, "-m", "paceline", "train", str(job), "--steps", "8"]
+    commands = [subprocess.Popen([*train, "--run", str(tmp_path / "two"), "--plan", "data=2"],
+                                 env={**os.environ, **given(index)}) for index in range(2)]
+    assert [command.wait(timeout=200) for command in commands] == [0, 0]
+    subprocess.run([*train, "--run", str(tmp_path / "one"), "--plan", "single"], check=True, timeout=100)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
+    assert json.loads((tmp_path / "two" / "plan.json").read_text())["world_size"] == 2
