@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.reports.diagnosis import diagnose
 from paceline.reports.record import RunRecord
+from paceline.runtime import folder
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:
@@ -29,8 +30,15 @@ def summary_table(summary: Mapping[str, Any]) -> str:
         "predicted step": f"{_number(predicted['step_s'])} s" if predicted.get("step_s") else None,
         "predicted memory": _memory(predicted.get("peak_memory_bytes")),
         "run": summary.get("run"),
-        **(diagnose(RunRecord.read(Path(summary["run"]))).lines() if "run" in summary else {}),
+        **_limit(summary.get("run")),
     })
+
+
+def _limit(run: str | None) -> dict[str, str]:
+    """What limits the run; nothing where its folder is not here, as on a host that did not write it."""
+    if run is None or not (Path(run) / folder.PLAN).exists():
+        return {}
+    return diagnose(RunRecord.read(run)).lines()
 
 
 def _checked(check: Mapping[str, Any] | None) -> str | None:
