@@ -6,7 +6,6 @@ computes a part. Between steps, workers are told new values of variables; after 
 
 from __future__ import annotations
 
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +30,7 @@ from paceline.launch.failure import Failure, RankFailed, cause_of, killed
 from paceline.launch.fork import refuse_used_cuda
 from paceline.launch.heartbeats import Heartbeat
 from paceline.launch.process import use_threads
+from paceline.launch.temporary import temporary_folder
 from paceline.runtime.order import split
 
 _REPORT_S = 5.0  # for a worker that failed to say so
@@ -58,8 +58,7 @@ class Ranks:
         refuse_used_cuda()
         functions = {f"{kind}_function": getattr(self.model, f"{kind}_function") for kind in KINDS}
         threads = torch.get_num_threads()
-        with tempfile.TemporaryDirectory(prefix="paceline-") as folder, self._computation.in_place():
-            self._folder = Path(folder)
+        with temporary_folder() as self._folder, self._computation.in_place():
             for kind in KINDS:
                 setattr(self.model, f"{kind}_function", lambda data, kind=kind: self.step(kind, data[0]))
             try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.messages import Line, Message, RanksGone
 from paceline.launch.process import Body, run_rank, set_up_device
 from paceline.launch.supervisor import Supervisor
+from paceline.launch.temporary import temporary_folder
 
 _GRACE_S = 5.0  # after a first failure, for the other ranks to report and leave
 _SPEAK_S = 5.0  # after the timeout, for a rank that hangs to say where
@@ -108,8 +108,8 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
     from paceline.launch.aside import run_beside  # which imports torch
 
     refuse_used_cuda()
-    with tempfile.TemporaryDirectory(prefix="paceline-") as rendezvous:
-        launch = _Launch(body, devices, HeartbeatTable(len(devices)), Path(rendezvous), run_dir, timeout_s,
+    with temporary_folder() as rendezvous:
+        launch = _Launch(body, devices, HeartbeatTable(len(devices)), rendezvous, run_dir, timeout_s,
                          fault_policy, restarts, (0,) * len(devices), listener)
         with (closing(Supervisor(partial(_be_rank, launch))) as processes,
               _forwarded_signals(processes, listens := Event()) as interrupted):

@@ -10,10 +10,10 @@ import itertools
 import secrets
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -26,6 +26,7 @@ from paceline.launch.fork import refuse_used_cuda
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.messages import Line, Message
 from paceline.launch.supervisor import Supervisor
+from paceline.launch.temporary import temporary_folder
 from paceline.launch.worker_pool import STOP_S
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class Pool:
         refuse_used_cuda()
         self.devices, self._body, self._timeout_s = tuple(devices), body, timeout_s
         self._board = HeartbeatTable(len(devices))
-        self._meetings = tempfile.TemporaryDirectory(prefix="paceline-")
+        self._folder = ExitStack()
+        self._meetings = self._folder.enter_context(temporary_folder())
         self._numbers = itertools.count()
         self._tasks: dict[int, _Task] = {}
         self._processes = Supervisor(self._be_rank)
@@ -86,7 +88,7 @@ class Pool:
     def close(self) -> None:
         """End all processes."""
         self._processes.close()
-        self._meetings.cleanup()
+        self._folder.close()
 
     @property
     def names(self) -> list[str]:
@@ -190,7 +192,7 @@ class Pool:
         return Message(task.number, "end", 0, task.results.get(0), cause)
 
     def _store(self, number: int) -> Path:
-        return Path(self._meetings.name) / f"store-{number}"
+        return self._meetings / f"store-{number}"
 
     # --- In a rank ----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import resource
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +19,7 @@ import psutil
 
 from paceline.errors import PlanRefused
 from paceline.job import Job
+from paceline.launch.temporary import temporary_folder
 from paceline.planner.resolve import Resolved
 
 _POLL_S = 0.005
@@ -59,16 +59,14 @@ def check_first_update(job: Job, asked: Resolved, *, timeout_s: float) -> FirstU
 
     began_s = time.monotonic()
     job = replace(job.with_training_only(), steps=1, epochs=None)
-    with tempfile.TemporaryDirectory(prefix="paceline-check-") as name:
-        folder = Path(name)
-        with aside(lambda: _write_references(job, asked, folder)) as has_ended:
-            reference, difference = _compared(job, asked, folder / _NARROW, folder / _WHOLE, has_ended,
+    with temporary_folder("check") as folder, aside(lambda: _write_references(job, asked, folder)) as has_ended:
+        reference, difference = _compared(job, asked, folder / _NARROW, folder / _WHOLE, has_ended,
+                                          timeout_s=timeout_s)
+        if difference is not None:
+            (folder / _BEYOND).touch()
+            tensors = folder / (_CUT if _is_cut(asked) else _WHOLE)
+            reference, difference = _compared(job, asked, folder / _MEASURED, tensors, has_ended,
                                               timeout_s=timeout_s)
-            if difference is not None:
-                (folder / _BEYOND).touch()
-                tensors = folder / (_CUT if _is_cut(asked) else _WHOLE)
-                reference, difference = _compared(job, asked, folder / _MEASURED, tensors, has_ended,
-                                                  timeout_s=timeout_s)
     return _judged(asked, reference, difference, time.monotonic() - began_s)
 
 

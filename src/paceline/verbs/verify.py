@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from paceline.errors import NotDeterministic, PlanError, PlanRefused, UsageError, nearest
 from paceline.job import Job, Precision
 from paceline.jobfile import JobFile
+from paceline.launch.temporary import temporary_folder
 from paceline.plans import Plan
 from paceline.proof import certificate
 from paceline.proof.compare import Furthest, Verdict, judge
@@ -154,9 +154,9 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
     assert length is not None
     saved_step = max((step for step in range(1, length) if step % 2), default=0) if resume != "no" else 0
     written = writable(Path(run)) if run is not None else None
-    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
-        reference = reference_of(loaded, Path(folder), saved_step=saved_step, timeout_s=timeout_s, devices=named)
-        proof = Proof(loaded, Path(folder), saved_step, reference["figures"], timeout_s, named)
+    with temporary_folder("verify") as folder:
+        reference = reference_of(loaded, folder, saved_step=saved_step, timeout_s=timeout_s, devices=named)
+        proof = Proof(loaded, folder, saved_step, reference["figures"], timeout_s, named)
         hops = _hopping(chosen) if resume == "short" and not plans else set(range(len(chosen)))
         certificates = list(_certificates(proof, chosen, reference, hops=hops if saved_step else set(),
                                           asked_for=bool(plans)))

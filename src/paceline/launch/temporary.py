@@ -1,0 +1,39 @@
+"""Temporary folders that outlive a killed owner only until the next one is made."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PREFIX, _LOCK = "paceline-", "owner.lock"
+
+
+@contextmanager
+def temporary_folder(kind: str = "") -> Iterator[Path]:
+    """A folder that is removed with the block. Folders of processes that were killed are removed first.
+
+    The owner, and forks of it that still live, hold the lock of a file in the folder, which the kernel gives back when
+    the last of them ends.
+
+    kind: a word in the folder's name.
+    """
+    _remove_left()
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{kind}-" if kind else _PREFIX) as name:
+        folder = Path(name)
+        with open(folder / f".{_LOCK}", "wb") as lock:
+            with suppress(OSError):  # a file system without locks: nobody else gets this one either
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Path(lock.name).rename(folder / _LOCK)  # under this name it is never seen unlocked while its owner lives
+            yield folder
+
+
+def _remove_left() -> None:
+    """Remove the folders whose owners have ended; those of other users can't be looked into."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError), open(path, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
