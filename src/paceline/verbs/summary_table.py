@@ -6,10 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.reports.diagnosis import diagnose
-from paceline.reports.record import RunRecord
-from paceline.runtime import folder
-
 
 def summary_table(summary: Mapping[str, Any]) -> str:
     """A run's figures, and what limits it, if the folder is named."""
@@ -36,6 +32,10 @@ def summary_table(summary: Mapping[str, Any]) -> str:
 
 def _limit(run: str | None) -> dict[str, str]:
     """What limits the run; nothing where its folder is not here, as on a host that did not write it."""
+    from paceline.reports.diagnosis import diagnose  # loads torch
+    from paceline.reports.record import RunRecord
+    from paceline.runtime import folder
+
     if run is None or not (Path(run) / folder.PLAN).exists():
         return {}
     return diagnose(RunRecord.read(run)).lines()
