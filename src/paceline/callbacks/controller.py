@@ -47,7 +47,8 @@ class RunController:
 
     def __init__(self, callbacks: Sequence[Callback], job: Job, *, plan: str, folder: Path,
                  save_every: int | None = None) -> None:
-        self.callbacks, self.hooks = tuple(callbacks), all_hooks(callbacks)
+        self.callbacks, hooks = tuple(callbacks), all_hooks(callbacks)
+        self.hooks = hooks | {"on_evaluation"} if "on_epoch" in hooks else hooks  # which is told of its evaluation
         self.run = RunHandle(job, plan, folder, job.total_steps, save_every)
         self.run._log = self._log
         self.error: Exception | None = None
