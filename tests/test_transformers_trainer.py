@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, UsageError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+
+from paceline.transformers.experiment import CountedStream, EpochPlace  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 _TOLERANCE = 3e-6  # of logged figures, which are of float32; relative where they are large
@@ -138,8 +142,9 @@ def test_adapters_are_trained_as_on_one_device(tmp_path: Path):
 
 
 def test_a_run_goes_on_under_another_plan(tmp_path: Path):
-    """Stopped after step 4 under shard=2 and resumed on one device, a run logs and trains what an uninterrupted one
-    does; the loss is a function of one's own."""
+    """Stopped after step 4 under shard=2 and resumed on one device, a run of adapters logs and trains what an
+    uninterrupted one does; the loss is a function of one's own. Checkpoints hold the adapters alone, and are refused
+    above another model."""
     from paceline.transformers import Trainer
 
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
@@ -150,12 +155,12 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path):
     arguments = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 4, "eval_steps": 4,
                  "load_best_model_at_end": False, "prediction_loss_only": True}
     options: dict[str, Any] = {"arguments": arguments, "compute_loss_func": loss}
-    plain = _trainer(transformers.Trainer, tmp_path / "plain", _model(), **options)
+    plain = _trainer(transformers.Trainer, tmp_path / "plain", _adapted(), **options)
     plain.train()
-    first = _trainer(Trainer, tmp_path / "run", _model(), plan="shard=2", callbacks=[_Notes(last=4)], **options)
+    first = _trainer(Trainer, tmp_path / "run", _adapted(), plan="shard=2", callbacks=[_Notes(last=4)], **options)
     first.train()
     assert first.state.global_step == 4
-    second = _trainer(Trainer, tmp_path / "run", _model(), plan="single", **options)
+    second = _trainer(Trainer, tmp_path / "run", _adapted(), plan="single", **options)
     second.train(resume_from_checkpoint=True)
 
     history = [entry for entry in second.state.log_history
@@ -163,6 +168,14 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path):
     _equal_logs(history, [entry for entry in plain.state.log_history if "train_runtime" not in entry])
     _equal_weights(second.model, plain.model)
     assert json.loads((tmp_path / "run/checkpoint-8/trainer_state.json").read_text())["global_step"] == 8
+    stored = (tmp_path / "run/checkpoint-8/paceline/checkpoints/step-8/index.json").read_text()
+    assert "parameters/base_model.model.model.layers.0.self_attn.q_proj.lora_A" in stored
+    assert "base_layer" not in stored
+    other = _adapted()
+    other.base_model.model.lm_head.weight.data[0, 0] += 1
+    third = _trainer(Trainer, tmp_path / "run", other, plan="single", **options)
+    with pytest.raises(CheckpointError, match="trained on other frozen weights"):
+        third.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-8"))
 
 
 class _Asks(transformers.TrainerCallback):
@@ -324,8 +337,8 @@ def test_what_is_not_honoured_is_refused(arguments: dict[str, Any], message: str
         _trainer(Trainer, tmp_path, _model(), arguments=arguments)
 
 
-def test_a_launcher_and_an_event_without_a_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """So is a callback that would look at gradients, and a start by torchrun."""
+def test_several_hosts_and_an_event_without_a_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """So is a callback that would look at gradients."""
     from paceline.transformers import Trainer
 
     class Looks(transformers.TrainerCallback):
@@ -334,10 +347,65 @@ def test_a_launcher_and_an_event_without_a_place_are_refused(tmp_path: Path, mon
 
     with pytest.raises(UsageError, match=r"Looks\.on_pre_optimizer_step"):
         _trainer(Trainer, tmp_path, _model(), callbacks=[Looks()])
-    trainer = _trainer(Trainer, tmp_path, _model())
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="start it by `python`"):
+    arguments = {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": 29500}
+    given = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    for name, value in arguments.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UsageError, match="torchrun started 4 processes, 2 of them here"):
+        Trainer(model=_model(), args=given)
+
+
+def test_a_stream_is_evaluated_where_it_ends(tmp_path: Path):
+    """Each time, as by Trainer; `epoch` counts how often it began."""
+    from paceline.transformers import Trainer
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(_samples(14, 1))
+
+    arguments = {"max_steps": 6, "gradient_accumulation_steps": 1, "load_best_model_at_end": False,
+                 "save_strategy": "no", "learning_rate": 1e-3}
+    histories = []
+    for kind, options in ((transformers.Trainer, {}), (Trainer, {"plan": "data=2"})):
+        trainer = _trainer(kind, tmp_path, _model(), arguments=arguments, **options)
+        trainer.train_dataset = Stream()
         trainer.train()
+        histories.append(trainer.state.log_history)
+    assert [entry["epoch"] for entry in histories[0] if "eval_loss" in entry] == [4 / 6, 1 + 2 / 6]
+    _equal_logs(histories[1], histories[0])
+
+
+def test_a_stream_knows_an_epoch_s_end_with_its_last_sample():
+    stream = CountedStream(range(5), batch=2, drop_last=False)
+    samples = iter(stream)
+    assert [next(samples) for _ in range(4)] == [0, 1, 2, 3]
+    assert stream.place(2) == EpochPlace(0, 2, False)
+    assert next(samples) == 4
+    assert [stream.place(step) for step in (3, 4)] == [EpochPlace(0, 3, True), EpochPlace(1, 1, False)]
+    assert CountedStream([], batch=2, drop_last=False).place(1) == EpochPlace(0, 1, False)
+
+
+@pytest.mark.slow
+def test_the_first_process_of_torchrun_trains_alone(tmp_path: Path):
+    """With a replica for each process, as on one device; the others end, and so does the launcher, without an error."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_transformers_trainer import _model, _trainer
+from paceline.transformers import Trainer
+trainer = _trainer(Trainer, {str(tmp_path)!r} + "/out", _model(), arguments={{"max_steps": 3}})
+assert str(trainer.plan) == "data=2"
+trainer.train()
+trainer.state.save_to_json({str(tmp_path)!r} + "/state.json")
+""")
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
+                   check=True, timeout=200)
+    plain = _trainer(transformers.Trainer, tmp_path / "plain", _model(), arguments={"max_steps": 3})
+    plain.train()
+
+    _equal_logs(json.loads((tmp_path / "state.json").read_text())["log_history"], plain.state.log_history)
 
 
 def test_an_epoch_is_drawn_as_accelerate_draws_it(tmp_path: Path):

@@ -209,7 +209,7 @@ def _torch_version() -> str:
 @cache
 def _seen() -> tuple[tuple[str, int, str], ...]:
     """Name, bytes and UUID of each GPU."""
-    from paceline.launch.fork import in_a_fork
+    from paceline.launch.fork import forks_can_use_cuda, in_a_fork
 
     def look() -> list[tuple[str, int, str]]:
         import torch
@@ -219,13 +219,14 @@ def _seen() -> tuple[tuple[str, int, str], ...]:
         found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         return [(one.name, one.total_memory, str(getattr(one, "uuid", ""))) for one in found]
 
-    return tuple((name, memory_bytes, uuid) for name, memory_bytes, uuid in in_a_fork(look))
+    seen = in_a_fork(look) if forks_can_use_cuda() else look()
+    return tuple((name, memory_bytes, uuid) for name, memory_bytes, uuid in seen)
 
 
 @cache
 def _free_bytes() -> tuple[int, ...]:
     """Of each GPU, before this process's own context; all of one that can't be used now: its rank will say why."""
-    from paceline.launch.fork import in_a_fork
+    from paceline.launch.fork import forks_can_use_cuda, in_a_fork
 
     def look() -> list[int]:
         import torch
@@ -238,7 +239,7 @@ def _free_bytes() -> tuple[int, ...]:
 
         return [free(index, total) for index, (_, total) in enumerate(gpus())]
 
-    return tuple(in_a_fork(look))
+    return tuple(in_a_fork(look) if forks_can_use_cuda() else look())
 
 
 def _failure() -> str:

@@ -8,6 +8,7 @@ mode is entered.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from paceline import errors
@@ -52,14 +54,34 @@ def in_a_fork(work: Callable[[], Any], *, timeout_s: float | None = None) -> Any
     _, status = os.waitpid(pid, 0)
     if answer is None:
         raise RuntimeError(f"the process that was asked gave no answer within {timeout_s:g} s")
+    return value_of(answer, os.waitstatus_to_exitcode(status))
+
+
+def value_of(answer: bytes, exit_code: int) -> Any:
+    """What another process returned, of the bytes of `answer_of` that it has sent.
+
+    Raises:
+        PacelineError: it raised it. RuntimeError: it failed otherwise, or ended without an answer.
+    """
     if not answer:
-        raise RuntimeError(f"the process that was asked ended with {os.waitstatus_to_exitcode(status)}")
+        raise RuntimeError(f"the process that was asked ended with {exit_code}")
     document = json.loads(answer)
     if "kind" in document:
         raise getattr(errors, document["kind"])(document["error"], hint=document["hint"])
     if "error" in document:
         raise RuntimeError(document["error"])
     return document["value"]
+
+
+def answer_of(work: Callable[[], Any]) -> dict[str, Any]:
+    """What the work returns or raises, for `value_of` in another process."""
+    try:
+        return {"value": work()}
+    except PacelineError as error:
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        return {"kind": kind.__name__, "error": error.args[0], "hint": error.hint}
+    except Exception as error:
+        return {"error": "".join(traceback.format_exception_only(error)).strip()}
 
 
 def _read_until(descriptor: int, deadline_s: float | None) -> bytes | None:
@@ -104,6 +126,46 @@ def cuda_left_alone() -> Iterator[None]:
         torch.cuda.is_available, torch.accelerator.current_accelerator = is_available, current
 
 
+def ask_forks_about_cuda() -> None:
+    """From now on this process asks its forks which GPUs there are and what they can, and so does not use CUDA itself.
+
+    Modules ask that when they are imported: torchao 0.18, which Transformers' Trainer imports, asks for the capability
+    of the first GPU. An answer is kept: each takes a fork that makes a context of CUDA.
+    """
+    import torch
+
+    for name in ("is_available", "device_count", "get_device_capability", "get_device_name", "is_bf16_supported"):
+        setattr(torch.cuda, name, _asked_of_forks(getattr(torch.cuda, name)))
+    properties, is_before_use = torch.cuda.get_device_properties, functools.partial(_is_before_use, os.getpid())
+    described = _asked_of_forks(lambda *where: {
+        name: value for name in dir(properties(*where)) if not name.startswith("_")
+        and isinstance(value := getattr(properties(*where), name), int | float | str)})
+    torch.cuda.get_device_properties = lambda *where: (  # type: ignore[assignment]
+        SimpleNamespace(**described(*where)) if is_before_use() else properties(*where))
+
+
+def _is_before_use(pid: int) -> bool:
+    """Whether this is that process, and not a fork of it, and uses no CUDA yet."""
+    return os.getpid() == pid and not sys.modules["torch"].cuda.is_initialized()
+
+
+def _asked_of_forks(ask: Callable[..., Any]) -> Callable[..., Any]:
+    answers: dict[str, Any] = {}
+    is_before_use = functools.partial(_is_before_use, os.getpid())
+
+    @functools.wraps(ask)
+    def asked(*arguments: Any, **options: Any) -> Any:
+        if not is_before_use():
+            return ask(*arguments, **options)
+        question = repr((arguments, options))
+        if question not in answers:
+            answers[question] = in_a_fork(lambda: ask(*arguments, **options))
+        answer = answers[question]
+        return tuple(answer) if isinstance(answer, list) else answer
+
+    return asked
+
+
 def _answer(work: Callable[[], Any], writing: int, parent_pid: int) -> None:
     global _is_apart
     code = 1
@@ -114,14 +176,8 @@ def _answer(work: Callable[[], Any], writing: int, parent_pid: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if "torch" in sys.modules:
             _renew_thread_pool(sys.modules["torch"])
-        try:
-            answer = {"value": work()}
-            code = 0
-        except PacelineError as error:
-            kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-            answer = {"kind": kind.__name__, "error": error.args[0], "hint": error.hint}
-        except Exception as error:
-            answer = {"error": "".join(traceback.format_exception_only(error)).strip()}
+        answer = answer_of(work)
+        code = int("value" not in answer)
         with open(writing, "wb") as pipe:
             pipe.write(json.dumps(answer).encode())
     finally:
@@ -135,15 +191,26 @@ def _renew_thread_pool(torch: Any) -> None:
     torch.set_num_threads(torch.get_num_threads())
 
 
+def forks_can_use_cuda() -> bool:
+    """Whether forks of this process can. They can't once it has used CUDA, be it only to count GPUs, as
+    `torch.cuda.is_available()` does: torch says so in the fork alone."""
+    from paceline.accelerators import has_driver
+
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return True
+    return not torch.cuda.is_initialized() and not (has_driver() and in_a_fork(torch.cuda._is_in_bad_fork))
+
+
 def refuse_used_cuda() -> None:
     """
     Raises:
         PacelineError: CUDA is already in use in this process, which forks can't share.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if not forks_can_use_cuda():
         raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
-                            hint="call train before anything touches the GPU, or use the paceline command")
+                            hint="call train before anything touches the GPU, or counts GPUs as "
+                                 "torch.cuda.is_available() does; or use the paceline command")
 
 
 def end_openmp_threads() -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 # optimizer-attributes/PATH, attributes/NAME, and those of the plan's rooms:
 # residuals/REPLICA/NAME, factors/NAME, outer/..., replicas/REPLICA/... (the optimizer's state is the first replica's
 # where each has one of its own; those of the others are replicas/REPLICA/optimizer/NAME/KEY).
+# The document's "left_out" names tensors that are not stored: whoever resumes gives a model that has them.
 
 _KERNELS = "fused", "foreach"  # options of an optimizer that say how it computes and not what: as it was built here
 _VALUES = ".values"  # key of the text that holds what is no tensor of a parameter's optimizer state
@@ -197,16 +198,19 @@ def ties(model: torch.nn.Module) -> dict[str, str]:
 
 
 def export(model: torch.nn.Module, run_dir: Path, *, step: int) -> None:
-    """The trained model under its own names: tensor by tensor from the checkpoint of this step."""
+    """The trained model under its own names: tensor by tensor from the checkpoint of this step, as far as it has them.
+    """
     checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{step}", checksums=False)
-    stored = stored_names(model)
+    stored = {name: key for name, key in stored_names(model).items() if key not in left_out(checkpoint)}
     write_model(run_dir / MODEL,
                 {name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape) for name, key in stored.items()},
                 lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape))
 
 
-def document(stepper: StateOwner, *, step: int, samples: int) -> dict[str, Any]:
+def document(stepper: StateOwner, *, step: int, samples: int, left_out: Collection[str] = ()) -> dict[str, Any]:
     """What is not a tensor: the cursor, the optimizer's groups, the schedule.
+
+    left_out: tensors of the model that are not stored.
 
     Raises:
         JobError: a schedule or optimizer keeps something that JSON can't hold.
@@ -231,7 +235,13 @@ def document(stepper: StateOwner, *, step: int, samples: int) -> dict[str, Any]:
                       "attributes": _packed_attributes(state, {})},
         "schedule": _plain(schedule, "the learning-rate schedule"),
         **({"loss_scale": stepper.scaling.to_dict()} if stepper.scaling is not None else {}),
+        **({"left_out": sorted(left_out)} if left_out else {}),
     }
+
+
+def left_out(checkpoint: Checkpoint) -> frozenset[str]:
+    """Tensors of the model that the checkpoint does not store."""
+    return frozenset(checkpoint.document.get("left_out", ()))
 
 
 def _batch(job: Job) -> int | str:
@@ -286,6 +296,7 @@ def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None
     """Why a checkpoint's tensors are not this model's; None if they are."""
     wanted = {f"parameters/{name}": tuple(p.shape) for name, p in model.named_parameters()}
     wanted |= {f"buffers/{name}": tuple(b.shape) for name, b in persistent_buffers(model).items()}
+    wanted = {name: shape for name, shape in wanted.items() if name not in left_out(checkpoint)}
     stored = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()
               if name.startswith(("parameters/", "buffers/"))}
     for kind, names in (("lacks", wanted.keys() - stored.keys()), ("has unknown", stored.keys() - wanted.keys())):
@@ -333,7 +344,8 @@ def load_weights(model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter],
     """Read parameters, buffers and attributes into the model; each rank reads only the parts it holds."""
     with torch.no_grad():
         for name, parameter in held.items():
-            checkpoint.read_into(f"parameters/{name}", parameter, extents.get(name))
+            if f"parameters/{name}" not in left_out(checkpoint):
+                checkpoint.read_into(f"parameters/{name}", parameter, extents.get(name))
         for name, buffer in persistent_buffers(model).items():
             checkpoint.read_into(f"buffers/{name}", buffer)
     restore_attributes(model, checkpoint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -85,9 +84,6 @@ def _arguments(arguments: Any) -> Iterator[str]:
     for name, why in _REFUSED.items():
         if _is_set(arguments, name):
             yield f"{name}={getattr(arguments, name)!r}: {why}"
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        yield ("this script runs inside a launcher, which has started ranks: start it by `python`, and the plan says "
-               "how many devices it takes")
     if str(getattr(arguments, "include_num_input_tokens_seen", "no")) not in ("no", "False"):
         yield "include_num_input_tokens_seen: batches are made on ranks, and their tokens are not counted"
     if arguments.train_sampling_strategy == "batch_rebalance":

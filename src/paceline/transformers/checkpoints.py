@@ -1,10 +1,16 @@
-"""Checkpoints in Trainer's folders: a run's own, which any plan goes on from, beside what `save_pretrained` writes."""
+"""Checkpoints in Trainer's folders: a run's own, which any plan goes on from, beside what `save_pretrained` writes.
+
+Frozen weights, such as those below adapters, are not in a run's own: the script that resumes gives them, and a digest
+tells whether they are the same.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +22,7 @@ from paceline.runtime import folder
 from paceline.transformers.experiment import OwnLossModel
 
 _PLACE = "paceline"  # in a folder checkpoint-N
-_SCHEDULE = "plateau.json"
+_SCHEDULE, _FROZEN = "plateau.json", "frozen.json"
 
 
 def keep(run_dir: Path, checkpoint: Path, *, step: int) -> None:
@@ -24,6 +30,42 @@ def keep(run_dir: Path, checkpoint: Path, *, step: int) -> None:
     place = checkpoint / _PLACE / folder.CHECKPOINTS
     place.mkdir(parents=True, exist_ok=True)
     shutil.copytree(_of_step(run_dir, step), place / f"step-{step}", copy_function=_link, dirs_exist_ok=True)
+
+
+def frozen_record(model: torch.nn.Module) -> str:
+    """Of weights that are not trained, and so are in no checkpoint: what tells whether a model has the same, as JSON.
+    """
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return json.dumps({"names": frozen, "sha256": _digest(model, frozen)})
+
+
+def keep_frozen(record: str, checkpoint: Path) -> None:
+    (checkpoint / _PLACE / _FROZEN).write_text(record)
+
+
+def check_frozen(model: torch.nn.Module, checkpoint: Path) -> None:
+    """
+    Raises:
+        CheckpointError: the weights that are not in the checkpoint are not those that the run was trained with.
+    """
+    path = checkpoint / _PLACE / _FROZEN
+    then = json.loads(path.read_text()) if path.exists() else {"names": []}
+    if then["names"] and _digest(model, then["names"]) != then["sha256"]:
+        raise CheckpointError(
+            f"{checkpoint} was trained on other frozen weights than this model's, and holds only what was trained",
+            hint="give the Trainer the model that the run began with, of the same from_pretrained and dtype")
+
+
+def _digest(model: torch.nn.Module, names: Sequence[str]) -> str:
+    """Of values, shapes and dtypes; a weight that the model lacks counts as none."""
+    digest, parameters = hashlib.sha256(), dict(model.named_parameters())
+    for name in names:
+        parameter = parameters.get(name)
+        if parameter is not None:
+            values = parameter.detach().cpu().contiguous()
+            digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
+            digest.update(values.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def keep_schedule(schedule: Any, checkpoint: Path) -> None:

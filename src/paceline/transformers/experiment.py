@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from paceline.errors import UsageError
 from paceline.job import Job, Precision
-from paceline.job.losses import IGNORED
+from paceline.job.losses import IGNORED, OwnLoss
 from paceline.transformers.copies import copied
 from paceline.transformers.optimizers import Recipe, follows_evaluations, schedule_of
 
@@ -49,8 +49,12 @@ def evaluation_of(trainer: Any, loader: Any) -> Job:
 def _parts(trainer: Any, loader: Any) -> dict[str, Any]:
     """What training and evaluation have in common."""
     separates = separates_labels(trainer)
-    loss = CallersLoss() if computes_own_loss(trainer) else SeparateLoss(trainer) if separates else None
-    return {"model": ModelOf(trainer), "data": loader.dataset, "collate": Collated(loader.collate_fn, separates),
+    loss = (CallersLoss() if computes_own_loss(trainer) else SeparateLoss(trainer) if separates else
+            None if trainer._loss_shifts_labels or not trainer.model_accepts_loss_kwargs else ModelsLoss(trainer))
+    data = loader.dataset
+    if isinstance(data, IterableDataset):
+        data = CountedStream(data, batch=_batch(trainer.args), drop_last=trainer.args.dataloader_drop_last)
+    return {"model": ModelOf(trainer), "data": data, "collate": Collated(loader.collate_fn, separates),
             "loss": loss, "precision": precision_of(trainer.args), "seed": trainer.args.seed}
 
 
@@ -73,6 +77,47 @@ def _sampler(loader: Any) -> Any:
         raise UsageError(f"the training data is drawn by a {type(loader.batch_sampler).__name__}, which draws batches",
                          hint="a global batch is cut by the plan: give a sampler that draws one sample at a time")
     return sampler
+
+
+@dataclass(frozen=True)
+class EpochPlace:
+    """Where a step lies: in which epoch, as which step of it from 1 on, and whether it is the last one."""
+
+    epoch: int
+    step: int
+    is_last: bool
+
+
+class CountedStream(IterableDataset[Any]):
+    """An iterable data set that knows how long each epoch was before it gives an epoch's last sample."""
+
+    def __init__(self, data: Any, *, batch: int, drop_last: bool) -> None:
+        self.data, self.batch, self.drop_last = data, batch, drop_last
+        self._lengths: list[int] = []  # of the epochs that ended, in samples
+
+    def __iter__(self) -> Iterator[Any]:
+        count, latest = 0, None
+        for sample in self.data:
+            if count:
+                yield latest
+            latest, count = sample, count + 1
+        self._lengths.append(count)
+        if count:
+            yield latest
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(epoch)
+
+    def place(self, step: int) -> EpochPlace:
+        """Of a step of the run, from 1 on, whose samples were read."""
+        for epoch, length in enumerate(self._lengths):
+            whole, rest = divmod(length, self.batch)
+            steps = whole + (1 if rest and not self.drop_last else 0)
+            if step <= steps:
+                return EpochPlace(epoch, step, step == steps)
+            step -= steps
+        return EpochPlace(len(self._lengths), step, False)
 
 
 class EpochSampler:
@@ -132,6 +177,12 @@ def computes_own_loss(trainer: Any) -> bool:
     return type(trainer).compute_loss is not transformers.Trainer.compute_loss
 
 
+def frozen_names(trainer: Any) -> list[str]:
+    """Weights that are not trained, by their names on ranks."""
+    prefix = OwnLossModel.PREFIX if computes_own_loss(trainer) else ""
+    return [prefix + name for name, parameter in trainer.model.named_parameters() if not parameter.requires_grad]
+
+
 def separates_labels(trainer: Any) -> bool:
     """Whether the loss is computed from the outputs and labels, which the model then isn't given."""
     return trainer.compute_loss_func is not None or trainer.label_smoother is not None
@@ -168,6 +219,22 @@ def _shifts(trainer: Any) -> bool:
 
     model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
     return type(model).__name__ in CAUSAL.values()
+
+
+class ModelsLoss:
+    """(output, batch) -> the model's own loss, as (sum, count by Trainer's rule).
+
+    Trainer counts the labels that it thinks the loss is over. Of GPT-2, whose loss does without each sample's first
+    label, it counts these, too (transformers 5.23), and so divides by more.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.own = trainer, OwnLoss()
+
+    def __call__(self, output: Any, batch: Mapping[str, Any]) -> Any:
+        loss = self.own(output, batch)
+        count = count_items(self.trainer, batch) if isinstance(loss, tuple) else None
+        return loss if count is None else (loss[0], count)
 
 
 class SeparateLoss:

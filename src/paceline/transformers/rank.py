@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from paceline.runtime.feed import DataShard, MicroBatch, map_tensors
 from paceline.runtime.order import Order
 from paceline.runtime.prepare import autocast
 from paceline.runtime.stepper import Stepper
-from paceline.transformers.experiment import OwnLossModel, SeparateLoss, count_items
+from paceline.transformers.experiment import CountedStream, OwnLossModel, SeparateLoss, count_items, frozen_names
 from paceline.transformers.wire import decode, encode
 from paceline.waiting import waiting
 
@@ -47,9 +47,9 @@ class TrainerRank:
     prepare: what logits and labels become before they are sent.
 
     Orders are mappings with the item "do":
-        "go": take steps up to "until", then wait.
+        "go": take steps up to "until", or to the end of an epoch of a stream, then wait.
         "evaluate": answer with loss, what that is a mean over, logits and labels of this rank's part of "inputs".
-        "save": a checkpoint and the model by itself, in the run folder.
+        "save": a checkpoint and the model by itself, in the run folder, without frozen weights: the script has them.
         "count": answer with floating-point operations that this rank's samples took, as Trainer counts them.
         "rates": learning rates of the optimizer's groups from now on.
         "end": the run ends after this step.
@@ -88,10 +88,12 @@ class TrainerRank:
 
     def weights(self, step: int, stepper: Any, loss: float) -> bool:
         """Tell of a step, and wait where this rank is to. Returns whether the run ends here."""
+        data = stepper.job.data
+        place = data.place(step + 1) if isinstance(data, CountedStream) else None
         if self.context.rank == 0:
             self._say({"step": step + 1, "loss": loss, "learning_rate": self.rate,
-                       "grad_norm": stepper.gradient_norm})
-        if step + 1 >= self.until or self.connection.poll():
+                       "grad_norm": stepper.gradient_norm, "place": place and asdict(place)})
+        if step + 1 >= self.until or (place is not None and place.is_last) or self.connection.poll():
             self._obey(stepper, step + 1)
         return self.is_over
 
@@ -139,8 +141,10 @@ class TrainerRank:
         if self._writer is None:
             self._writer = Writer(self.run_dir, rank=context.rank, world_size=context.world_size,
                                   attempt=f"{context.attempt}-trainer")
-        document = state.document(stepper, step=step, samples=samples_until(stepper.job, step))
-        self._writer.save(step, state.pieces(stepper), document, snapshot=False)
+        frozen = {f"parameters/{name}" for name in frozen_names(self.trainer)}
+        document = state.document(stepper, step=step, samples=samples_until(stepper.job, step), left_out=frozen)
+        pieces = (piece for piece in state.pieces(stepper) if piece.name not in frozen)
+        self._writer.save(step, pieces, document, snapshot=False)
         self._writer.wait()
         if context.rank == 0:
             state.export(stepper.model, self.run_dir, step=step)

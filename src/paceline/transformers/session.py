@@ -6,13 +6,17 @@ import multiprocessing
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.launch.environment import current
+from paceline.launch.fork import forks_can_use_cuda
+from paceline.launch.fresh import in_a_fresh_process
 from paceline.launch.launcher import Launcher
 from paceline.runtime.prepare import prepare_job
+from paceline.transformers.experiment import EpochPlace
 from paceline.transformers.rank import Evaluated, TrainerRank
 from paceline.transformers.wire import decode, encode
 
@@ -48,8 +52,28 @@ def serve(job: Job, asked: Resolved, follow: Follow) -> None:
     Launcher(current(), asked.cluster.devices, timeout_s=_TIMEOUT_S).run(body, run_dir=None)
 
 
+@dataclass(frozen=True)
+class _Ranks:
+    """What is started for a trainer: ranks that each obey the other end of a connection.
+
+    run: starts them and returns when they have ended. prepare: see `TrainerRank`.
+    """
+
+    trainer: Any
+    run: Callable[[Follow], Any]
+    shares: tuple[int, ...]
+    prepare: Callable[[Any, Any], Any] | None
+
+    def __call__(self, connections: Sequence[Connection]) -> None:
+        def follow(context: RankContext, run_dir: Path) -> TrainerRank:
+            return TrainerRank(self.trainer, context, connections[context.rank], run_dir, self.shares, self.prepare)
+
+        self.run(follow)
+
+
 class Session:
-    """Ranks at work. They are started and supervised on a thread, so that callbacks run on the caller's own.
+    """Ranks at work. They are started and supervised on a thread, so that callbacks run on the caller's own. They are
+    forks of this process, or of a fresh one if this process has used CUDA.
 
     step: that the ranks have told of last. is_waiting: whether they wait for orders.
     """
@@ -58,23 +82,20 @@ class Session:
                  world_size: int, step: int) -> None:
         self._pipes = [multiprocessing.Pipe() for _ in range(world_size)]
         self._error: BaseException | None = None
-        self.result: Any = None
         self.step, self.is_waiting, self._until = step, True, step
-
-        prepare = trainer.preprocess_logits_for_metrics
-
-        def follow(context: RankContext, run_dir: Path) -> TrainerRank:
-            return TrainerRank(trainer, context, self._pipes[context.rank][1], run_dir, shares, prepare)
+        ranks = _Ranks(trainer, run, shares, trainer.preprocess_logits_for_metrics)
+        theirs = [connection for _, connection in self._pipes]
+        is_sent = not forks_can_use_cuda()
 
         def supervise() -> None:
             try:
-                self.result = run(follow)
+                in_a_fresh_process(ranks, theirs) if is_sent else ranks(theirs)
             except BaseException as error:
                 self._error = error
 
         self._thread = threading.Thread(target=supervise, name="ranks", daemon=True)
         self._thread.start()
-        self._hear(range(world_size))  # that they are forks: what changes here from now on changes nothing there
+        self._hear(range(world_size))  # that they have copies: what changes here from now on changes nothing there
 
     def go(self, until: int) -> None:
         """Let the ranks take steps up to this one, after which they wait."""
@@ -82,10 +103,12 @@ class Session:
         self._until, self.is_waiting = until, False
 
     def next_step(self) -> dict[str, Any]:
-        """What is known of the next step, once it is taken: step, loss, learning_rate, grad_norm."""
+        """What is known of the next step, once it is taken: step, loss, learning_rate, grad_norm, and its `EpochPlace`
+        in a stream."""
         report: dict[str, Any] = self._hear([0])[0]
+        place = report["place"] = report["place"] and EpochPlace(**report["place"])
         self.step = report["step"]
-        self.is_waiting = self.step >= self._until
+        self.is_waiting = self.step >= self._until or (place is not None and place.is_last)
         return report
 
     def evaluate(self, inputs: Any, **options: Any) -> list[dict[str, Any]]:

@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.launch.environment import current
-from paceline.launch.fork import cuda_left_alone
+from paceline.launch.fork import cuda_left_alone, forks_can_use_cuda
+from paceline.launch.fresh import in_a_fresh_process
 from paceline.planner.resolve import resolve
 from paceline.plans import Plan
 from paceline.transformers import arguments, checkpoints
-from paceline.transformers.experiment import computes_own_loss, evaluation_of, job_of
+from paceline.transformers.devices import bring_to_cpu, use_cpu
+from paceline.transformers.experiment import EpochPlace, computes_own_loss, evaluation_of, job_of
+from paceline.transformers.launched import stand_alone
 from paceline.transformers.optimizers import follows_evaluations
 from paceline.transformers.session import Session, serve
 from paceline.verbs.auto import is_auto
@@ -44,7 +48,8 @@ class PlannedTraining(_AnyTrainer):
     if a callback is there for it, in `on_evaluate` and `on_epoch_end`.
 
     Args:
-        plan: A plan or its text; by default the environment's PACELINE_PLAN, else the fastest that fits.
+        plan: A plan or its text; by default the environment's PACELINE_PLAN, else a replica for each process that a
+            launcher has started, else the fastest that fits.
         devices: Names such as "cpu:0,cpu:1"; by default this machine's GPUs, else one CPU rank a core.
         run: Folder of the run's own files; by default a new one in the output directory, then in `self.run_dir`.
 
@@ -60,21 +65,31 @@ class PlannedTraining(_AnyTrainer):
 
     def __init__(self, *args: Any, plan: Any = None, devices: str | None = None, run: str | Path | None = None,
                  **options: Any) -> None:
-        self.plan = plan if plan is not None else os.environ.get(_PLAN)
+        num_launched = stand_alone()
+        self.plan: str | Plan | None = plan if plan is not None else os.environ.get(
+            _PLAN, None if num_launched is None else f"data={num_launched}")
         self.devices, self.run = devices, run
         self._session: Session | None = None
         self._plan_in_use: Plan | None = None
         self._weights_step: int | None = None
         self._counted = 0.0  # operations that ranks have told of
-        if torch.cuda.is_initialized():
-            raise UsageError("CUDA is in use in this process, and ranks are forks of it: TrainingArguments takes a GPU "
-                             "as soon as it is made",
-                             hint="TrainingArguments(..., use_cpu=True). It is about this process alone; ranks take "
-                                  "the GPUs that devices= names, by default all of this machine")
+        self._frozen: str | None = None  # the record of weights that are in no checkpoint
+        given = options.get("args") or next((each for each in args if isinstance(each, TrainingArguments)), None)
+        if given is not None:
+            use_cpu(given)
         with cuda_left_alone():
             super().__init__(*args, **options)
+        if self.args.device.type != "cpu":  # it has made them
+            use_cpu(self.args)
+            self.create_accelerator_and_postprocess()
+        bring_to_cpu(self.model)
         arguments.refuse(self)
         arguments.name_idle(self.args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What ranks need in a process that is no fork of this one: neither events nor what ranks are told through."""
+        stays = ("callback_handler", "_session")
+        return {name: value for name, value in vars(self).items() if name not in stays} | {"_session": None}
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         """Nothing is computed in this process, so it needs no autocast."""
@@ -117,21 +132,31 @@ class PlannedTraining(_AnyTrainer):
     @contextmanager
     def _ranks(self, job: Job, resume_from_checkpoint: str | None) -> Iterator[None]:
         """Ranks that work for this trainer meanwhile."""
-        request = TrainRequest.of(job, None, self.plan, devices=self.devices)
+        request = TrainRequest.of(job, None, self._named_plan(job), devices=self.devices)
         run_dir = self.run_dir = Path(self.run) if self.run is not None else _new_run_dir(Path(self.args.output_dir))
         step = self.state.global_step
         if resume_from_checkpoint is not None:
+            checkpoints.check_frozen(self.model, Path(resume_from_checkpoint))
             checkpoints.bring(Path(resume_from_checkpoint), run_dir, step=step)
             if follows_evaluations(self):
                 checkpoints.bring_schedule(self.lr_scheduler, Path(resume_from_checkpoint))
         arguments.refuse_generation(self, request.asked.plan)
-        self._counted, self._weights_step, self._plan_in_use = 0.0, None, request.asked.plan
+        self._counted, self._weights_step, self._plan_in_use, self._frozen = 0.0, None, request.asked.plan, None
+        workers = self.args.dataloader_num_workers
         with self._at_work(Session(
                 self, lambda follow: request.train(
                     run_dir, follow=follow, resume=resume_from_checkpoint is not None, keep=lambda: False,
-                    loader_workers=self.args.dataloader_num_workers),
+                    loader_workers=workers),
                 shares=request.asked.shares, world_size=request.asked.plan.world_size, step=step)):
             yield
+
+    def _named_plan(self, job: Job) -> str | Plan | None:
+        """As it was given; the fastest where this process can't try plans in forks."""
+        if not is_auto(self.plan) or forks_can_use_cuda():
+            return self.plan
+        devices = self.devices
+        named: str = in_a_fresh_process(lambda _: str(TrainRequest.of(job, None, None, devices=devices).asked.plan))
+        return named
 
     @contextmanager
     def _at_work(self, session: Session) -> Iterator[None]:
@@ -194,6 +219,9 @@ class PlannedTraining(_AnyTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         checkpoints.keep(self.run_dir, Path(output_dir), step=self.state.global_step)
+        if self._frozen is None:
+            self._frozen = checkpoints.frozen_record(self.model)
+        checkpoints.keep_frozen(self._frozen, Path(output_dir))
         if follows_evaluations(self):
             checkpoints.keep_schedule(self.lr_scheduler, Path(output_dir))
 
@@ -255,10 +283,10 @@ class _Progress:
         trainer = self.trainer
         args, state, handler = trainer.args, trainer.state, trainer.callback_handler
         while state.global_step < self.steps and not trainer.control.should_training_stop:
-            epoch = state.global_step // self.steps_per_epoch
             trainer.control = handler.on_epoch_begin(args, state, trainer.control)
-            while state.global_step < min((epoch + 1) * self.steps_per_epoch, self.steps):
-                self._step(epoch)
+            place = None
+            while place is None or not (place.is_last or state.global_step == self.steps):
+                place = self._step()
                 if trainer.control.should_training_stop:
                     break
                 if trainer.control.should_epoch_stop:
@@ -267,9 +295,9 @@ class _Progress:
             if arguments.must_wait(trainer, ("on_epoch_end",)):
                 trainer._bring_weights()
             trainer.control = handler.on_epoch_end(args, state, trainer.control)
-            self._log_save_evaluate(epoch)
+            self._log_save_evaluate(place.epoch)
 
-    def _step(self, epoch: int) -> None:
+    def _step(self) -> EpochPlace:
         trainer, session = self.trainer, self.trainer._session
         args, state, handler = trainer.args, trainer.state, trainer.callback_handler
         trainer.control = handler.on_step_begin(args, state, trainer.control)
@@ -279,11 +307,16 @@ class _Progress:
         trainer._tr_loss += self.report["loss"]
         trainer.control = handler.on_optimizer_step(args, state, trainer.control)
         state.global_step += 1
-        in_epoch = state.global_step - epoch * self.steps_per_epoch
-        done = min(in_epoch * args.gradient_accumulation_steps, self.batches)
-        state.epoch = epoch + done / self.batches
+        place = self.report["place"] or self._place(state.global_step)
+        state.epoch = place.epoch + min(place.step * args.gradient_accumulation_steps, self.batches) / self.batches
         trainer.control = handler.on_step_end(args, state, trainer.control)
-        self._log_save_evaluate(epoch)
+        self._log_save_evaluate(place.epoch)
+        return place
+
+    def _place(self, step: int) -> EpochPlace:
+        """Of a step of data whose length is known."""
+        epoch, before = divmod(step - 1, self.steps_per_epoch)
+        return EpochPlace(epoch, before + 1, before + 1 == self.steps_per_epoch)
 
     def _log_save_evaluate(self, epoch: int) -> None:
         trainer = self.trainer
