@@ -376,8 +376,8 @@ def test_help_loads_no_torch():
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (0, "\n")
     listed = [line.split()[0] for line in ran.stdout.split("Commands:")[1].splitlines() if line]
-    assert listed == ["train", "evaluate", "predict", "plan", "verify", "search", "report", "compare", "audit",
-                      "doctor"]
+    assert listed == ["train", "evaluate", "predict", "plan", "verify", "search", "report", "compare", "rehearse",
+                      "audit", "doctor"]
 
 
 def test_the_version_is_printed():

@@ -14,8 +14,8 @@ import paceline
 
 PUBLIC = ["Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "Optimizer", "PacelineError",
           "Plan", "Range", "Shards", "StepContext", "audit", "by_epoch", "by_step", "choice", "compare",
-          "copy_every", "ema", "evaluate", "frozen", "load", "monitored", "open", "plan", "predict", "report", "scale",
-          "search", "train", "verify", "weights"]
+          "copy_every", "ema", "evaluate", "frozen", "load", "monitored", "open", "plan", "predict", "rehearse",
+          "report", "scale", "search", "train", "verify", "weights"]
 
 
 def test_the_public_names_are_these_and_no_others():

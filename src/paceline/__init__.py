@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.verbs.audit import audit
     from paceline.verbs.inference import evaluate, predict
     from paceline.verbs.planning import plan
+    from paceline.verbs.rehearsal import rehearse
     from paceline.verbs.report import compare, report
     from paceline.verbs.result import open
     from paceline.verbs.scaling import scale
@@ -60,6 +61,7 @@ _HOMES = {
     "open": "paceline.verbs.result",
     "plan": "paceline.verbs.planning",
     "predict": "paceline.verbs.inference",
+    "rehearse": "paceline.verbs.rehearsal",
     "report": "paceline.verbs.report",
     "scale": "paceline.verbs.scaling",
     "search": "paceline.verbs.search",
@@ -71,8 +73,8 @@ _HOMES = {
 __all__ = [
     "Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "Optimizer", "PacelineError", "Plan",
     "Range", "Shards", "StepContext", "audit", "by_epoch", "by_step", "choice", "compare", "copy_every", "ema",
-    "evaluate", "frozen", "load", "monitored", "open", "plan", "predict", "report", "scale", "search", "train",
-    "verify", "weights",
+    "evaluate", "frozen", "load", "monitored", "open", "plan", "predict", "rehearse", "report", "scale", "search",
+    "train", "verify", "weights",
 ]
 
 # Packages of their own names, loaded when first used like the names.

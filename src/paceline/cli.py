@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -42,6 +42,8 @@ Devices = Annotated[str | None, typer.Option(
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A hyperparameter.")]
 _EXAMPLES = {"--set": "0.01 sets the parameter lr of the job", "--vary": "1e-5..1e-1:log varies the parameter lr"}
 YesOrNo = Literal["yes", "no"]
+_Texts = list[str] | None
+_AT = "RANK@STEP[:PHASE]"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
@@ -305,6 +307,47 @@ def compare(
     for condition in comparison.failed:
         typer.echo(f"failed: {condition}", err=True)
     if comparison.failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def rehearse(
+    file: JobSource,
+    plan: OnePlan = None,
+    kill: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGKILL a rank; may be repeated, like all.")] = None,
+    stop: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGSTOP a rank.")] = None,
+    slow: Annotated[_Texts, typer.Option(metavar="RANK:TIMESx", help="A rank's work takes longer.")] = None,
+    raise_: Annotated[_Texts, typer.Option("--raise", metavar=_AT, help="An exception.")] = None,
+    flip: Annotated[_Texts, typer.Option(metavar=_AT, help="A bit of a rank's weights flips.")] = None,
+    disk_full: Annotated[_Texts, typer.Option(metavar=_AT, help="A rank can write to no file.")] = None,
+    preempt: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGTERM a rank.")] = None,
+    tear: Annotated[_Texts, typer.Option(metavar=_AT, help="Damage the last save, kill the launcher.")] = None,
+    kill_launcher: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGKILL what started ranks.")] = None,
+    random: Annotated[int, typer.Option(metavar="N", min=0, help="So many random faults more.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random faults.")] = 0,
+    settings: Settings = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")] = None,
+    devices: Devices = None,
+    procs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")] = None,
+    save_every: Annotated[int | None, typer.Option(metavar="STEPS", min=1, help="Five times a run by default.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long a rank may hang.")] = 10.0,
+    restarts: Annotated[int | None, typer.Option(metavar="N", min=0, help="As in train.")] = None,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where both runs are written.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a job undisturbed, then under faults: seconds lost, steps recomputed, samples lost, weights changed."""
+    given = {"kill": kill, "stop": stop, "slow": slow, "raise": raise_, "flip": flip, "disk_full": disk_full,
+             "preempt": preempt, "tear": tear, "kill_launcher": kill_launcher}
+    with _reported():
+        from paceline.launch.faults import Fault, Kind
+
+        faults = [Fault.parse(cast(Kind, kind), text) for kind, texts in given.items() for text in texts or ()]
+        job = JobFile.parse(file, _parse_settings(settings))
+        load_modules(OF_RUNS)
+        outcome = paceline.rehearse(job, plan, faults, random=random, seed=seed, run=run, save_every=save_every,
+                                    timeout_s=timeout, restarts=restarts, steps=steps, devices=devices, procs=procs)
+    typer.echo(_json(outcome.to_dict()) if as_json else outcome.describe())
+    if not outcome.passed:
         raise typer.Exit(1)
 
 

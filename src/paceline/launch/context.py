@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
+    from paceline.launch.faults import FaultInjector
     from paceline.launch.heartbeats import Heartbeat, HeartbeatTable
     from paceline.launch.messages import Line
 
@@ -35,6 +36,7 @@ class RankContext:
     restarts: how often ranks that die may still be started again.
     lost: ranks that are known to have died, the first one first; grows while they run.
     line: to the process that controls the run, if it is another one and listens.
+    faults: that strike this rank, in a run that is rehearsed.
     """
 
     rank: int
@@ -56,10 +58,13 @@ class RankContext:
     restarts: int = 0
     lost: list[int] = field(default_factory=list)
     line: Line | None = None
+    faults: FaultInjector | None = None
 
     def beat(self, phase: str) -> None:
         """A sign of life."""
         self.board.write(self.slot, self.step, phase)
+        if self.faults is not None:
+            self.faults.strike(self.step, phase)
 
     @property
     def sign(self) -> Heartbeat:

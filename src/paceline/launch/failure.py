@@ -76,10 +76,11 @@ class Failure:
         if self.is_stop:
             return self.message
         place = f"rank {self.rank} on {self.host} failed in {Heartbeat(self.step, self.phase, 0.0)}"
-        shown = f"{place}, at {self.where}:\n{self.message}" if self.where else f"{place}:\n{self.message}"
+        message, hint, way_out = self.message.partition("\n\nhint: ")
+        shown = f"{place}, at {self.where}:\n{message}" if self.where else f"{place}:\n{message}"
         if self.trace:
-            shown = f"{self.trace}\n{shown}"
-        return with_log(shown, log)
+            shown += f"\n\n{self.trace}"
+        return with_log(f"{shown}{hint}{way_out}", log)
 
 
 def with_log(message: str, log: Path | None) -> str:

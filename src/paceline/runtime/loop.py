@@ -22,6 +22,7 @@ from paceline.cluster import Device
 from paceline.errors import CallbackError, JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
+from paceline.launch.faults import Fault
 from paceline.plans import Plan
 from paceline.runtime import drift, state, trace
 from paceline.runtime.checkpoint.write import Writer, write_json
@@ -72,6 +73,7 @@ class Settings:
     observer: looks on without changing anything; `verify` compares through it.
     on_evaluation: told of each evaluation on rank 0: the step, and "validation_loss" and every metric.
     controller: what callbacks hear of the run, and what they ask of it, goes through this.
+    faults: that strike ranks; see `launch.faults`.
     is_trial: whether steps are timed or compared, and what follows from evaluations is left out.
     """
 
@@ -87,6 +89,7 @@ class Settings:
     observer: Observer | None = None
     on_evaluation: Callable[[int, Mapping[str, float]], None] | None = None
     controller: Controlling | None = None
+    faults: tuple[Fault, ...] = ()
     is_trial: bool = False
 
 

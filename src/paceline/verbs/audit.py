@@ -24,7 +24,7 @@ Kind = Literal["lost", "repeated", "other samples", "outdated writer", "unreadab
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class AuditFinding:
     """What is wrong. positions: of the epoch, from the first to before the last. indices: of the first samples there,
     where the order is the seed's shuffle."""
 
@@ -52,7 +52,7 @@ class Audit:
     whole_epochs: int
     recomputed_updates: int
     skipped_updates: int
-    findings: tuple[Finding, ...]
+    findings: tuple[AuditFinding, ...]
 
     @property
     def passed(self) -> bool:
@@ -110,7 +110,7 @@ class _Books:
     launches: list[Launch] = field(default_factory=list)
     applied: list[Update] = field(default_factory=list)
     num_undone: int = 0
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[AuditFinding] = field(default_factory=list)
     _unwitnessed: list[Update] = field(default_factory=list)
 
     @classmethod
@@ -139,7 +139,7 @@ class _Books:
             named = tuple(self._indices(epoch, positions[:NAMED])) if self._order.order == "shuffle" else ()
             if named:
                 message += f" (indices {', '.join(map(str, named))}{', ...' if len(positions) > NAMED else ''})"
-        self.findings.append(Finding(kind, message, tuple(map(_name, updates)), epoch,
+        self.findings.append(AuditFinding(kind, message, tuple(map(_name, updates)), epoch,
                                      (positions.start, positions.stop) if positions is not None else None, named))
 
     @property

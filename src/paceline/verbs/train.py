@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from paceline.job import Job
 from paceline.jobfile import JobFile
 from paceline.launch.environment import current
 from paceline.launch.failure import RankFailed
+from paceline.launch.faults import FaultInjector
 from paceline.launch.launcher import Launcher
 from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
@@ -149,7 +151,12 @@ class TrainRequest:
         settings = Settings(run_dir=run_dir, shares=asked.shares, devices=devices_of(asked.plan, asked.cluster),
                             controller=controller, **options)
 
+        launcher_pid = os.getpid()
+
         def body(context: RankContext) -> Any:
+            if settings.faults:
+                context.faults = FaultInjector(settings.faults, rank=context.rank, run_dir=run_dir,
+                                               launcher_pid=launcher_pid)
             observer = settings.observer if follow is None else follow(context, run_dir)
             return train_rank(context, job, asked.plan,
                               replace(settings, resume=settings.resume or context.num_starts > 1, observer=observer))

@@ -1,0 +1,59 @@
+"""Runs under faults, scripted and random: they end with the weights of an undisturbed run and every sample once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline as pl
+from paceline.launch.faults import KINDS, Kind
+
+SURVIVED: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "flip")  # replicas find that, and it stays
+
+
+def job(steps: int = 12) -> pl.Job:
+    source = torch.Generator().manual_seed(0)
+    pairs = TensorDataset(torch.randn(20, 3, generator=source).double(), torch.randn(20, 2, generator=source).double())
+    return pl.Job(model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), data=pairs,
+                  loss=nn.functional.mse_loss, optimizer=lambda named: torch.optim.AdamW(named, lr=0.01), batch=6,
+                  steps=steps, precision="float64")
+
+
+def test_a_rank_and_a_launcher_that_die_cost_time_alone(paceline_rehearse):
+    outcome = paceline_rehearse(job(), "data=2", "kill 1@4:backward", "raise 1@6:backward", "kill_launcher 0@8",
+                                save_every=3)
+    assert outcome.weights == "equal" and outcome.audit.launches >= 2
+    assert all(effect.next_step_s is not None for effect in outcome.effects)
+    assert outcome.exit_codes[-3:] == (1, -9, 0) and "passed" in outcome.describe()
+    assert outcome.messages[-2].startswith("rank 1 on ")
+    assert outcome.to_dict()["samples_lost"] == outcome.to_dict()["samples_repeated"] == 0
+
+
+def test_a_fault_that_does_not_strike_is_told(paceline_rehearse):
+    outcome = paceline_rehearse(job(4), "single", "kill 0@9")
+    assert outcome.effects[0].step is None and "did not strike" in outcome.describe()
+
+
+def test_what_cannot_be_rehearsed_is_refused(tmp_path):
+    with pytest.raises(pl.PacelineError, match="has 2 ranks"):
+        pl.rehearse(job(), "data=2", ["kill 2@3"], run=tmp_path)
+
+
+PLANS = ["data=2", "shard=2", "pipeline=2", "single", "data=2 local=3", "tensor=2", "server=1 workers=2",
+         "server=1 workers=2 staleness=2", "data=2 shard=2", "place=auto parts=2"]
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+def test_random_faults(tmp_path, seed: int):
+    options: dict[str, Any] = {"run": tmp_path / "run", "save_every": 4, "timeout_s": 4}
+    from paceline.launch.faults import draw
+
+    plan = PLANS[seed]
+    world_size = pl.Plan.parse(plan).world_size
+    faults = draw(1 + seed % 4, seed=seed, world_size=world_size, steps=12, kinds=SURVIVED)
+    outcome = pl.rehearse(job(), plan, faults, **options)
+    assert outcome.passed, outcome.describe()
