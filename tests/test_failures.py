@@ -86,7 +86,8 @@ def failing(job: paceline.Job | JobFile, run_dir: Path, *, plan: str = "data=2",
 
 
 def assert_nothing_half_written(run_dir: Path) -> None:
-    assert not (run_dir / "summary.json").exists()
+    summary = run_dir / "summary.json"
+    assert not summary.exists() or json.loads(summary.read_text()).keys() == {"plan", "failure"}
     assert not (run_dir / "model.safetensors").exists()
     assert not list(run_dir.glob("**/*.tmp"))
     for path in (run_dir / "checkpoints").glob("*"):
@@ -322,6 +323,9 @@ def test_a_full_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch, where: int)
 
     monkeypatch.setattr(write, "save_file", save_or_fail)
     error = failing(a_job(), run_dir, save_every=2)
+    failure = json.loads((run_dir / "summary.json").read_text())["failure"]
+    assert (failure["reason"], failure["rank"], failure["exit_code"]) == ("checkpoint_error", where, 1)
+    assert "free some space" in failure["hint"] and paceline.open(run_dir)["plan"] == "data=2"
     assert re.search(rf"rank {where} could not save step 4 to {run_dir}/checkpoints/step-4: "
                      r"No space left on device \(.* needed, .* free\)", str(error))
     assert "hint: free some space or use another folder (--run DIR)" in str(error)

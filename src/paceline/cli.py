@@ -74,6 +74,7 @@ def train(
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")] = None,
     settings: Settings = None,
     save_every: Annotated[int | None, typer.Option(metavar="STEPS", min=1, help="Steps between checkpoints.")] = None,
+    keep: Annotated[int | None, typer.Option(metavar="N", min=1, help="Newest checkpoints that stay.")] = None,
     trace: Annotated[int, typer.Option(metavar="STEPS", min=0, help="Steps to draw: schedule.svg, trace.json.")] = 0,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the run is written.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")] = False,
@@ -93,7 +94,7 @@ def train(
         job = JobFile.parse(file, _parse_settings(settings))
         load_modules(OF_RUNS)
         summary = paceline.train(job, plan, devices=devices, procs=procs, memory=memory, steps=steps,
-                                 save_every=save_every, trace=trace, run=run, resume=resume,
+                                 save_every=save_every, keep=keep, trace=trace, run=run, resume=resume,
                                  loader_workers=loader_workers, timeout_s=timeout, restarts=restarts,
                                  check=check == "yes", log=log, table=False)
         speaks = _is_first_rank()

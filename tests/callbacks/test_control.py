@@ -119,7 +119,7 @@ def test_an_exception_ends_the_run_with_a_checkpoint(tmp_path: Path):
     with pytest.raises(CallbackError, match=r"(?s)test_control.*Fails failed in on_evaluation after step 10.*planted"):
         train([Fails()], "data=2", tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-10"]
-    assert not (tmp_path / "summary.json").exists()
+    assert json.loads((tmp_path / "summary.json").read_text())["failure"]["reason"] == "callback_error"
     assert train([], "single", tmp_path, resume=True)["steps"] == 60
 
 

@@ -39,10 +39,11 @@ def test_an_exception_of_the_user():
     assert (found.rank, found.step, found.phase, found.exit_code, found.heard) == (1, 4, "forward", 1, False)
     assert found.where.startswith(f"{__file__}:")
     shown = found.describe(Path("logs/rank-1.log"))
-    assert shown.startswith("Traceback (most recent call last, your code only):\n")
+    assert "\n\nTraceback (most recent call last, your code only):\n" in shown
     assert "torch.nn.Linear(3, 2)" in shown
     assert "site-packages" not in shown
-    assert f"rank 1 on {socket.gethostname()} failed in step 4 (forward), at {found.where}:\nRuntimeError: " in shown
+    assert shown.startswith(f"rank 1 on {socket.gethostname()} failed in step 4 (forward), at {found.where}:\n"
+                            "RuntimeError: ")
     assert shown.endswith("\n\nfull log: logs/rank-1.log")
 
 
@@ -208,3 +209,13 @@ def test_a_stop_is_called_by_the_signal_that_asked_for_it():
 
     assert found.asked_by(signal.SIGINT).message == found.message.replace("SIGTERM", "SIGINT")
     assert found.asked_by(signal.SIGTERM) == found
+
+
+@pytest.mark.parametrize(("error", "reason", "exit_code"), [
+    (ValueError("no"), "exception", 1), (TrainingError("nan"), "training_error", 1),
+    (MemoryError(), "out_of_memory", 3),
+    (RuntimeError("Connection closed by peer"), "peer_lost", 4), (JobError("no"), "job_error", 2)])
+def test_a_failure_has_a_reason_for_programs(error: Exception, reason: str, exit_code: int):
+    found = failure_of(error, rank=3, sign=Heartbeat(7, "forward", 0.0)).to_dict()
+    assert (found["reason"], found["exit_code"], found["rank"], found["step"]) == (reason, exit_code, 3, 7)
+    assert "hint" not in found["message"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sysconfig
@@ -12,7 +13,9 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from paceline import errors
 from paceline.errors import OutOfMemory, PacelineError, PeerLost, Preempted
 from paceline.launch.heartbeats import Heartbeat
 
@@ -59,6 +62,22 @@ class Failure:
         """Nothing failed: the run was asked to stop."""
         return self.kind == Preempted.__name__
 
+    @property
+    def reason(self) -> str:
+        """For programs: "out_of_memory", "peer_lost", "preempted", the name of another error of Paceline's, such as
+        "training_error", or "exception"."""
+        for error in (OutOfMemory, PeerLost, Preempted):
+            if self.exit_code == error.exit_code:
+                return _snake(error.__name__)
+        return _snake(self.kind) if hasattr(errors, self.kind) else "exception"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For programs; see docs/running.md."""
+        message, _, hint = self.message.partition("\n\nhint: ")
+        return {"reason": self.reason, "exit_code": self.exit_code, "rank": self.rank, "host": self.host,
+                "step": self.step, "phase": self.phase, "where": self.where or None, "error": self.kind,
+                "message": message, "hint": hint or None, "time": self.time_s}
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -81,6 +100,14 @@ class Failure:
         if self.trace:
             shown += f"\n\n{self.trace}"
         return with_log(f"{shown}{hint}{way_out}", log)
+
+
+def _snake(name: str) -> str:
+    """
+    >>> _snake("OutOfMemory")
+    'out_of_memory'
+    """
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def with_log(message: str, log: Path | None) -> str:

@@ -52,7 +52,7 @@ class RunRecord:
         rows = read_history(path)
         trace = _read(path, TRACE)
         picture = path / PICTURE
-        return cls(path, _read(path, folder.PLAN), _read(path, folder.SUMMARY), _read(path, folder.PREDICTED),
+        return cls(path, _read(path, folder.PLAN), folder.read_summary(path), _read(path, folder.PREDICTED),
                    tuple(row for row in rows if "loss" in row),
                    tuple(row for row in rows if "validation_loss" in row),
                    tuple(row for row in rows if row.get("saved")), tuple(_lines(path / folder.EVENTS)),

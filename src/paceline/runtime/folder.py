@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,24 @@ def _remove_unfinished(run_dir: Path) -> None:
     from paceline.runtime.checkpoint.write import Writer
 
     Writer(run_dir, rank=0, world_size=1, attempt="none")  # a new writer removes what others left
+
+
+def write_failure(run_dir: Path, plan: str, failed: RankFailed) -> None:
+    """Why a run did not end, in place of its summary. A disk that is full takes none."""
+    from paceline.runtime.checkpoint.write import write_json
+
+    with suppress(OSError):
+        write_json(run_dir / SUMMARY, {"plan": plan, "failure": failed.failure.to_dict()})
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """The figures of a run that ended; none of one that did not.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    document = read_document(run_dir, SUMMARY) if (run_dir / SUMMARY).exists() else {}
+    return {} if "failure" in document else document
 
 
 def read_document(run_dir: Path, name: str) -> dict[str, Any]:

@@ -19,12 +19,13 @@ import torch
 from torch.utils.data import Subset
 
 from paceline.cluster import Device
-from paceline.errors import CallbackError, JobError, Preempted
+from paceline.errors import CallbackError, CheckpointError, JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.faults import Fault
 from paceline.plans import Plan
 from paceline.runtime import drift, state, trace
+from paceline.runtime.checkpoint.prune import prune
 from paceline.runtime.checkpoint.write import Writer, write_json
 from paceline.runtime.control import Controlling, RunControl
 from paceline.runtime.display import Display, Progress
@@ -68,6 +69,7 @@ class Settings:
     shares: weight of each replica in the global batch.
     devices: of each rank; where a model is cut depends on their memory and speed.
     save_on_stop: whether a run that is asked to stop saves where it is.
+    keep_checkpoints: how many of the newest ones stay, beside the best; all by default.
     keep: asked on every rank after the last evaluation, and answered alike: whether to save what was trained.
     trace_steps: how many steps to trace, after the first of this launch.
     observer: looks on without changing anything; `verify` compares through it.
@@ -80,6 +82,7 @@ class Settings:
     run_dir: Path | None
     shares: tuple[int, ...]
     save_every: int | None = None
+    keep_checkpoints: int | None = None
     resume: bool = False
     save_on_stop: bool = True
     keep: Callable[[], bool] | None = None
@@ -185,8 +188,7 @@ class _Run:
     def record(self, **figures: Any) -> None:
         """A line of metrics.jsonl, on rank 0."""
         if self.metrics is not None:
-            with open(self.metrics, "a") as file:
-                file.write(json.dumps({"step": self.step, "time": time.time(), **figures}) + "\n")
+            append_metrics(self.metrics, {"step": self.step, "time": time.time(), **figures})
 
 
 def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -> dict[str, Any]:
@@ -274,6 +276,20 @@ def _restore(run: _Run) -> None:
         run.display.say("; ".join([f"resumed from {checkpoint.path.name}", *notes]))
     if run.metrics is not None:
         cut_metrics(run.metrics, run.step)
+
+
+def append_metrics(path: Path, figures: Mapping[str, Any]) -> None:
+    """A line of metrics.jsonl.
+
+    Raises:
+        CheckpointError: the file can't be written.
+    """
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps(figures) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"can't write {path}: {error.strerror}",
+                              hint="--resume goes on from the last checkpoint when there is space again") from error
 
 
 def cut_metrics(path: Path, step: int) -> None:
@@ -510,6 +526,7 @@ def _save(run: _Run, *, last: bool = False) -> None:
                                 before_commit=run.journal.sync)
     if last:
         run.writer.wait()
+    _prune(run)
     run.blocked_s += blocked_s
     run.record(saved=True, blocked_s=blocked_s)
     if run.control is not None and run.control.has("on_save"):
@@ -518,11 +535,17 @@ def _save(run: _Run, *, last: bool = False) -> None:
     _heed(run, answer)
 
 
+def _prune(run: _Run) -> None:
+    if run.settings.keep_checkpoints and run.settings.run_dir is not None and run.context.rank == 0:
+        prune(run.settings.run_dir, newest=run.settings.keep_checkpoints)
+
+
 def _save_trained(run: _Run) -> None:
     """Write the last checkpoint, and the model by itself."""
     assert run.settings.run_dir is not None
     if run.saved_step != run.step:
         _save(run, last=True)
+    _prune(run)  # of what was being saved then
     if run.context.rank == 0:
         state.export(run.stepper.model, run.settings.run_dir, step=run.step)
 

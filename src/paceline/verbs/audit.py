@@ -262,10 +262,9 @@ def _cursors(run_dir: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             continue
         if isinstance(found.get("step"), int) and isinstance(found.get("samples"), int):
             yield path.name, {"steps": found["step"], "samples": found["samples"]}
-    if (run_dir / folder.SUMMARY).exists():
-        summary = folder.read_document(run_dir, folder.SUMMARY)
-        if isinstance(summary.get("steps"), int) and isinstance(summary.get("samples"), int):
-            yield folder.SUMMARY, summary
+    summary = folder.read_summary(run_dir)
+    if isinstance(summary.get("steps"), int) and isinstance(summary.get("samples"), int):
+        yield folder.SUMMARY, summary
 
 
 def _name(update: Update) -> str:

@@ -211,9 +211,8 @@ def open(run: str | Path, *, job: Job | JobFile | None = None) -> Result:
     plan = folder.read_document(run_dir, folder.PLAN)
     if job is None and (run_dir / folder.JOB).exists():
         job = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
-    if (run_dir / folder.SUMMARY).exists():
-        figures = folder.read_document(run_dir, folder.SUMMARY)
-    else:
+    figures = folder.read_summary(run_dir)
+    if not figures:
         steps = [line["step"] for line in read_history(run_dir)]
         figures = {"plan": plan["plan"], "steps": max(steps, default=0)}
     return Result(figures, run_dir, job.load() if isinstance(job, JobFile) else job)

@@ -40,9 +40,10 @@ Follow = Callable[["RankContext", Path], "Observer"]
 
 def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | None = None,
           procs: int | None = None, memory: str | None = None, steps: int | None = None,
-          save_every: int | None = None, trace: int = 0, run: str | Path | None = None, resume: bool = False,
-          loader_workers: int | None = None, timeout_s: float = 300.0, restarts: int | None = None,
-          check: bool = True, log: str | Sequence[str] | None = None, table: bool = True) -> Result:
+          save_every: int | None = None, keep: int | None = None, trace: int = 0, run: str | Path | None = None,
+          resume: bool = False, loader_workers: int | None = None, timeout_s: float = 300.0,
+          restarts: int | None = None, check: bool = True, log: str | Sequence[str] | None = None,
+          table: bool = True) -> Result:
     """Train a job under a plan and leave a run folder.
 
     Args:
@@ -54,6 +55,8 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         memory: What each CPU rank may use, such as "512MiB", or one size a rank; a rank that needs more is stopped.
         steps: Optimizer steps instead of the job's own length.
         save_every: Optimizer steps between checkpoints; one is always written at the end.
+        keep: How many of the newest checkpoints stay, beside the one with the least validation loss and those that
+            `KeepBest` keeps; by default all.
         trace: Steps, after the first, of which every rank's work is noted: `trace.json` (Perfetto) and `schedule.svg`.
         run: The run folder; by default a new one in `runs/`. All hosts of a run must see it.
         resume: Go on from the newest valid checkpoint in the run folder, under this plan and these devices.
@@ -72,7 +75,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
         PlanRefused: the plan's first update is not what one device computes; nothing was trained.
         RankFailed: a rank failed; its report names rank, step and line.
     """
-    _check(save_every=save_every, steps=steps, procs=procs, timeout_s=timeout_s)
+    _check(save_every=save_every, keep=keep, steps=steps, procs=procs, timeout_s=timeout_s)
     if restarts is not None and restarts < 0:
         raise UsageError(f"restarts must be 0 or more, got {restarts}")
     if resume and run is None:
@@ -87,7 +90,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
     loaded = replace(loaded, callbacks=[*loaded.callbacks, *loggers, *of_cluster()])
     request = TrainRequest.of(loaded, source, given, devices=devices, procs=procs, memory=memory)
     result = request.train(run, timeout_s=timeout_s, restarts=restarts, check=check, save_every=save_every,
-                           resume=resume, loader_workers=loader_workers, trace_steps=trace)
+                           keep_checkpoints=keep, resume=resume, loader_workers=loader_workers, trace_steps=trace)
     if table and getattr(current(), "rank", 0) == 0:
         print(summary_table(result.to_dict()), file=sys.stderr, flush=True)
     return result
@@ -181,6 +184,8 @@ class TrainRequest:
         except RankFailed as failed:
             for part in run_dir.glob(f".{folder.PREDICTED}.*.tmp"):  # the process that predicts is killed at any line
                 part.unlink()
+            if launcher.is_first:
+                folder.write_failure(run_dir, str(self.asked.plan), failed)
             if failed.exit_code == OutOfMemory.exit_code and launcher.is_first:
                 print(what_would_fit(priced), file=sys.stderr, flush=True)
             raise

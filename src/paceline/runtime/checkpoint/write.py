@@ -283,6 +283,8 @@ class _Save:
     def _write_part(self) -> None:
         """This rank's tensors, then what the index needs to know of them."""
         self.temp.mkdir(parents=True, exist_ok=True)
+        if _disk_of(self.temp / COMMIT)[1] < self._needed_bytes:  # found now, no other file of the disk is cut short
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.temp))
         path = self.temp / _part_name(self.rank, "safetensors")
         _write_tensors(path, self._tensors)
         self._tensors.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import queue
 import signal
@@ -16,12 +15,13 @@ import torch
 
 from paceline.errors import CallbackError, JobError, PeerLost, Preempted
 from paceline.runtime import state
+from paceline.runtime.checkpoint.prune import prune
 from paceline.runtime.control import Requests, RunControl
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
 from paceline.runtime.folder import CHECKPOINTS, EVENTS, JOURNAL, METRICS
 from paceline.runtime.journal import Journal
-from paceline.runtime.loop import Speed, cut_metrics, learning_rate, predicted_step_s
+from paceline.runtime.loop import Speed, append_metrics, cut_metrics, learning_rate, predicted_step_s
 from paceline.runtime.optimizers.schedule import waits_for_metric
 from paceline.runtime.order import split
 from paceline.runtime.refusals import check_loss, check_used
@@ -468,8 +468,7 @@ class Coordinator(Server):
     def _note(self, *, step: int, **figures: Any) -> None:
         """A line of metrics.jsonl."""
         if self.metrics is not None:
-            with open(self.metrics, "a") as file:
-                file.write(json.dumps({"step": step, **figures, "time": time.time()}) + "\n")
+            append_metrics(self.metrics, {"step": step, **figures, "time": time.time()})
 
     def _next_stop(self) -> int:
         """The next step at which all that was given out must be done: to save, to evaluate, or as the last."""
@@ -516,10 +515,15 @@ class Coordinator(Server):
         blocked_s = self._order({"save": self.samples, "last": last})
         if self.writer is not None:
             self.blocked_s += blocked_s
+            self._prune()
             self._note(step=self.step, saved=True, blocked_s=blocked_s)
             if self.control is not None and self.control.has("on_save"):
                 self.writer.wait()
                 self._ask("save", hook="on_save", path=str(self.writer.folder / f"step-{self.step}"))
+
+    def _prune(self) -> None:
+        if self.settings.keep_checkpoints and self.settings.run_dir is not None:
+            prune(self.settings.run_dir, newest=self.settings.keep_checkpoints)
 
     # --- Callbacks -----------------------------------------------------------------------------------------------
 
@@ -634,6 +638,7 @@ class Coordinator(Server):
             connection.send_message({"over": True, "version": self.version})
         if self.writer is not None:
             self.writer.wait()
+            self._prune()
         while len(self.followers_left) < len(self.followers):
             self._hear(self.inbox, timeout_s=_LOOK_S)
         if self.requests.failed is not None:

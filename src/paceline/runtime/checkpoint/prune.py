@@ -1,0 +1,53 @@
+"""Removes old checkpoints of a run, but neither its newest ones nor its best."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.runtime.checkpoint.write import COMMIT
+from paceline.runtime.folder import BEST, CHECKPOINTS, METRICS
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def prune(run_dir: Path, *, newest: int) -> None:
+    """Keep so many of the newest complete checkpoints, the one with the least validation loss, and those that
+    `KeepBest` keeps. A checkpoint that can't be removed stays.
+
+    Only the process that commits a run's checkpoints may call it.
+    """
+    complete = {int(match[1]): path for path in (run_dir / CHECKPOINTS).glob("step-*")
+                if (match := _STEP.fullmatch(path.name)) and (path / COMMIT).exists()}
+    kept = {*sorted(complete)[-newest:], *_kept_as_best(run_dir)}
+    losses = {step: loss for step, loss in _evaluated(run_dir) if step in complete}
+    if losses:
+        kept.add(min(losses, key=lambda step: losses[step]))
+    for step, path in complete.items():
+        if step not in kept:
+            with suppress(OSError):
+                (path / COMMIT).unlink()  # first, so that what is half removed is no checkpoint
+                shutil.rmtree(path)
+
+
+def _evaluated(run_dir: Path) -> Iterator[tuple[int, float]]:
+    """Step and validation loss of each evaluation, those of the same step in their order."""
+    with suppress(OSError), (run_dir / METRICS).open() as file:
+        for line in file:
+            if '"validation_loss"' in line:
+                with suppress(ValueError, LookupError, TypeError):
+                    figures = json.loads(line)
+                    if (loss := float(figures["validation_loss"])) == loss:
+                        yield int(figures["step"]), loss
+
+
+def _kept_as_best(run_dir: Path) -> set[int]:
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        document: Any = json.loads((run_dir / BEST).read_text())
+        return {int(entry["step"]) for entry in document["checkpoints"]}
+    return set()
