@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -464,20 +465,24 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
     lines = _Lines(runs, state_bytes)
     line = lines.line
 
-    def segment(number: int) -> Segment:
-        traced = first.repeats.of.get(number, number)
+    @cache
+    def segment(traced: int) -> Segment:
         ahead, back = StepPosition(traced, "forward"), StepPosition(traced, "backward")
         return Segment(
-            unit=first.pieces[number] if first.pieces[number] in first.units else "",
             forward=lines.work(ahead), backward=lines.work(back),
             kept_bytes=line(lambda s: s.levels(ahead).end - s.levels(ahead).start),
-            output_bytes=line(lambda s: s.run.recorder.outputs.get(number, 0)),
             forward_peak_bytes=line(lambda s: s.levels(ahead).peak - s.levels(ahead).start),
             backward_peak_bytes=line(lambda s: max(0, s.levels(back).peak - s.levels(ahead).end)),
-            gradients=_gradients(first, number), core=lines.core(ahead),
+            core=lines.core(ahead),
         )
 
-    segments = tuple(segment(number) for number in range(len(first.pieces)))
+    def placed(number: int) -> Segment:
+        return replace(segment(first.repeats.of.get(number, number)),
+                       unit=first.pieces[number] if first.pieces[number] in first.units else "",
+                       output_bytes=line(lambda s: s.run.recorder.outputs.get(number, 0)),
+                       gradients=_gradients(first, number))
+
+    segments = tuple(placed(number) for number in range(len(first.pieces)))
     return Profile(
         parameters=_parameters(first.model, first.units, state_bytes, cast),
         segments=tuple(s for s in segments if s != Segment()),
