@@ -18,9 +18,9 @@ VALUES_TESTED = {
 }
 # Imports from a strategy's folder that are left. None may be added.
 FOLDERS_IMPORTED = {
-    "planner/analytic.py: from paceline.strategies.pipeline.cost",
-    "planner/analytic.py: from paceline.strategies.pipeline.schedule",
-    "planner/analytic.py: from paceline.strategies.pipeline.timing",
+    "planner/pipelines.py: from paceline.strategies.pipeline.cost",
+    "planner/pipelines.py: from paceline.strategies.pipeline.schedule",
+    "planner/pipelines.py: from paceline.strategies.pipeline.timing",
     "profile/attention.py: from paceline.strategies.recompute.attention",
     "runtime/clipping.py: from paceline.strategies.data.sparse",
     "runtime/stepper.py: from paceline.strategies.shard.run",

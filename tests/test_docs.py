@@ -16,10 +16,11 @@ from paceline.cli import app
 from paceline.errors import PlanError
 from paceline.job import Job
 from paceline.planner.corrections import SPREAD
-from paceline.planner.estimate import CPU_HOLES, CPU_HOLES_LEAN, RATES_SPREAD
-from paceline.planner.program import CPU_HOLES_ADDED, MICROBATCH_S, step_program
+from paceline.planner.estimate import RATES_SPREAD
+from paceline.planner.program import MICROBATCH_S, step_program
 from paceline.plans import Plan
 from paceline.profile.device import THREAD_EFFICIENCY
+from paceline.simulate.allocator import CPU_HOLES, CPU_HOLES_ADDED, CPU_HOLES_LEAN
 from paceline.simulate.play import Player
 from paceline.simulate.program import Collective, Compute
 from paceline.software import Software

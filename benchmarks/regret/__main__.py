@@ -32,8 +32,8 @@ from paceline.cluster import usable_cores
 from paceline.errors import PacelineError
 from paceline.launch.failure import RankFailed
 from paceline.launch.local import run_local
-from paceline.planner.estimate import devices_of
 from paceline.planner.rank import Candidate
+from paceline.planner.ranks import devices_of
 from paceline.planner.resolve import resolve
 from paceline.runtime.drivers import fault_policy, train_rank
 from paceline.runtime.loop import Settings

@@ -8,7 +8,8 @@ import pytest
 
 from paceline.cluster import Device
 from paceline.planner.corrections import MEASURED, UNEXPLAINED, Calibration, Corrections
-from paceline.planner.estimate import Estimate, MemoryNeed
+from paceline.planner.estimate import Estimate
+from paceline.planner.ranks import MemoryNeed
 from paceline.plans import Plan
 
 DEVICE = Device("cpu", 0, 1000)

@@ -9,11 +9,14 @@ import pytest
 
 from paceline.cluster import Cluster, Device, Link
 from paceline.errors import PlanError
-from paceline.planner.estimate import CPU_HOLES, CPU_RUNTIME_BYTES, estimate, fewest_microbatches, split_shares
+from paceline.planner.accumulate import fewest_microbatches
+from paceline.planner.estimate import estimate
 from paceline.planner.program import MICROBATCH_S
+from paceline.planner.ranks import split_shares
 from paceline.plans import Plan
 from paceline.profile.device import DeviceRates
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
+from paceline.simulate.allocator import CPU_HOLES, CPU_RUNTIME_BYTES
 
 MIB = 2**20
 RATES = DeviceRates(1e9, 2e9, 1e15, 1e15, 0.0)

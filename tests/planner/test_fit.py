@@ -16,11 +16,14 @@ import paceline
 from paceline.accelerators import CONTEXT_BYTES
 from paceline.cluster import Cluster, Device, Link
 from paceline.errors import PlanError
-from paceline.planner.estimate import ANY_RATES, CPU_RUNTIME_BYTES, MemoryNeed, estimate, fewest_microbatches
+from paceline.planner.accumulate import ANY_RATES, fewest_microbatches
+from paceline.planner.estimate import estimate
 from paceline.planner.fit import check_fits, ledger, smallest_change
+from paceline.planner.ranks import MemoryNeed
 from paceline.plans import Plan
 from paceline.profile import profile_job
-from paceline.strategies.costs import NCCL_CONNECTION_BYTES, beside_tensors, room_for_tensors
+from paceline.simulate.allocator import CPU_RUNTIME_BYTES
+from paceline.strategies.costs import NCCL_CONNECTION_BYTES, allocator_of
 from paceline.strategies.mesh import weakest
 from paceline.strategies.pipeline.cut import balance
 from paceline.strategies.stages.price import SplitJob
@@ -218,9 +221,9 @@ def test_who_holds_a_gpu_is_named():
 def test_a_gpu_has_room_for_as_many_tensors_as_fit(plan: str):
     """What cuts of a model take for a device's room, and what its needs are held against, agree."""
     device = Device("cuda", 0, 20 << 30, context_bytes=CONTEXT_BYTES)
-    tensors = room_for_tensors(Plan.parse(plan), device)
-    beside = sum(beside_tensors(Plan.parse(plan), device, tensors).values())
-    assert tensors + beside == pytest.approx(device.memory_bytes, abs=4)
+    allocator = allocator_of(Plan.parse(plan), device)
+    tensors = allocator.room(device.memory_bytes)
+    assert tensors + sum(allocator.set_aside(tensors).values()) == pytest.approx(device.memory_bytes, abs=4)
 
 
 def test_a_small_device_gets_fewer_layers():
@@ -286,6 +289,17 @@ def test_targets_that_count():
                                                        microbatch_samples=4)
     last = rank.profile.segments[-1]
     assert all(type(figure.fixed) in (int, float) for figure in (last.kept_bytes, last.forward.function_bytes))
+
+
+@pytest.mark.parametrize(("plan", "part"), [("pipeline=2 microbatches=2", 1.0),
+                                            ("pipeline=2 microbatches=2 schedule=zero-bubble", 0.5)])
+def test_backward_of_a_split_model_keeps_the_shapes_of_its_products(plan: str, part: float):
+    """A product of few rows waits for its weights, whichever part of a backward it is in."""
+    for rank in SPLIT.ranks(Plan.parse(plan), (), microbatch_samples=4):
+        for segment in rank.profile.segments:
+            assert sum(product.flops for product in segment.backward.products) == segment.backward.flops.fixed
+        whole = [segment for segment in rank.profile.segments if segment.forward.products][-1]
+        assert whole.backward.flops.fixed == part * 2 * whole.forward.flops.fixed
 
 
 def test_the_smallest_change_that_needs_less_is_named():

@@ -11,7 +11,8 @@ import pytest
 from paceline.catalogue import software
 from paceline.cluster import Cluster
 from paceline.models import DecoderSize, decoder_profile
-from paceline.planner.estimate import Estimate, estimate, least_missing_bytes
+from paceline.planner.estimate import Estimate, estimate
+from paceline.planner.pipelines import least_missing_bytes
 from paceline.planner.rank import RankedPlans, search
 from paceline.planner.space import DeviceCounts, Limits
 from paceline.plans import Plan

@@ -11,8 +11,9 @@ import pytest
 
 from paceline.cluster import Device
 from paceline.errors import PlanError
-from paceline.planner.estimate import Estimate, MemoryNeed
+from paceline.planner.estimate import Estimate
 from paceline.planner.rank import Candidate, Change, best_of_each_kind, binding, flips, kind_of, reason, search, ties
+from paceline.planner.ranks import MemoryNeed
 from paceline.planner.space import DeviceCounts, Limits
 from paceline.plans import Plan
 

@@ -13,8 +13,8 @@ from paceline.cluster import Device, names_of
 from paceline.errors import PlanError
 from paceline.job import Job
 from paceline.launch.environment import Environment
-from paceline.planner.estimate import devices_of
 from paceline.planner.fit import _as_many
+from paceline.planner.ranks import devices_of
 from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
 

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.catalogue import _listed, accelerator
 from paceline.job import Precision
-from paceline.planner.analytic import rates_of
+from paceline.planner.ranks import accelerator_rates
 from paceline.profile.profile import Product, ProductKind, Side
 from paceline.simulate.program import Compute
 from paceline.software import Software
@@ -21,7 +21,7 @@ PLAIN = Software(product_rate=1.0, operator_s=0.0, kernel_s=0.0, hook_s=0.0, slo
 def seconds(precision: Precision, name: str = "H100", *, side: int = 8192, kind: ProductKind = "linear",
             grows: Side = "rows", memory_bytes_per_s: float = 1e30) -> float:
     product = Product(rows=side, columns=side, inner=side, kind=kind, grows=grows)
-    rates = rates_of(replace(accelerator(name), memory_bytes_per_s=memory_bytes_per_s), PLAIN)
+    rates = accelerator_rates(replace(accelerator(name), memory_bytes_per_s=memory_bytes_per_s), PLAIN)
     return rates.seconds(Compute(flops=product.flops, products=(product,)), precision)[0]
 
 

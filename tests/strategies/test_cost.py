@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.planner.program import HOLES_ADDED, moments, step_program
+from paceline.planner.program import moments, step_program
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
+from paceline.simulate.allocator import HOLES_ADDED
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
 from paceline.strategies.registry import BUILT_IN
 

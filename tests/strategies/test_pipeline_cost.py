@@ -10,8 +10,9 @@ import pytest
 from paceline.cluster import Cluster, Network
 from paceline.errors import PlanError
 from paceline.models import DecoderSize, decoder_profile
-from paceline.planner.analytic import play_described, rates_of
+from paceline.planner.pipelines import play_pipeline
 from paceline.planner.program import stage_program
+from paceline.planner.ranks import accelerator_rates
 from paceline.plans import Plan
 from paceline.simulate.play import play_together
 from paceline.sizes import Formats, Kernels
@@ -72,9 +73,9 @@ def test_blocks_are_what_playing_every_event_gives(text):
     cluster = Cluster.parse("8xA100")
     device, network = cluster.span(0, 1)[0]
     assert device.accelerator is not None
-    rates = rates_of(device.accelerator, SOFTWARE)
-    step_s, played = play_described(PROFILE, plan, cluster, batch=4 * plan.num_microbatches, precision="bf16",
-                                    software=SOFTWARE)
+    rates = accelerator_rates(device.accelerator, SOFTWARE)
+    step_s, played = play_pipeline(PROFILE, plan, cluster, batch=4 * plan.num_microbatches, precision="bf16",
+                                   software=SOFTWARE)
     costs = list(ranks(PROFILE, plan, SOFTWARE, samples=4.0, flops_per_byte=200.0))
     programs = [stage_program(cost, plan, "cuda", snapshot=False, software=SOFTWARE) for cost in costs]
     exact = play_together(programs, [rates] * len(costs), network, precision="bf16",

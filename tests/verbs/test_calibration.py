@@ -16,8 +16,9 @@ from paceline.errors import PacelineError
 from paceline.launch.failure import RankFailed, stopped
 from paceline.launch.heartbeats import Heartbeat
 from paceline.planner.corrections import Calibration
-from paceline.planner.estimate import Estimate, MemoryNeed
+from paceline.planner.estimate import Estimate
 from paceline.planner.rank import Candidate, RankedPlans
+from paceline.planner.ranks import MemoryNeed
 from paceline.plans import Plan
 from paceline.verbs.calibration import calibrate, calibrate_best
 

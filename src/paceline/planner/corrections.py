@@ -14,9 +14,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.planner.estimate import Estimate, MemoryNeed
+from paceline.planner.estimate import Estimate
 from paceline.planner.gain import Gain
 from paceline.planner.rank import kind_of
+from paceline.planner.ranks import MemoryNeed
 from paceline.planner.space import uncompiled_variant
 from paceline.plans import Plan
 from paceline.strategies.registry import active
@@ -148,27 +149,13 @@ def part_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict[str
     >>> {name: round(factor, 2) for name, factor in found.items()}
     {'communication': 1.01, 'compute': 1.49}
     """
+    import numpy as np
+
     names = sorted({name for parts, _ in steps for name in parts})
     weight = (STEP_SPREAD / FACTOR_SPREAD) ** 2
-    rows = [[parts.get(name, 0.0) / step_s for name in names] for parts, step_s in steps]
-    matrix = [[sum(row[i] * row[j] for row in rows) + (weight if i == j else 0.0) for j in range(len(names))]
-              for i in range(len(names))]
-    right = [sum(row[i] for row in rows) + weight for i in range(len(names))]
-    return {name: max(LEAST_FACTOR, factor) for name, factor in zip(names, _solved(matrix, right), strict=True)}
-
-
-def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Of linear equations with a positive definite matrix, by elimination."""
-    size = len(right)
-    for i in range(size):
-        for k in range(i + 1, size):
-            times = matrix[k][i] / matrix[i][i]
-            matrix[k] = [a - times * b for a, b in zip(matrix[k], matrix[i], strict=True)]
-            right[k] -= times * right[i]
-    found = [0.0] * size
-    for i in reversed(range(size)):
-        found[i] = (right[i] - sum(matrix[i][k] * found[k] for k in range(i + 1, size))) / matrix[i][i]
-    return found
+    rows = np.array([[parts.get(name, 0.0) / step_s for name in names] for parts, step_s in steps])
+    factors = np.linalg.solve(rows.T @ rows + weight * np.eye(len(names)), rows.sum(0) + weight)
+    return {name: max(LEAST_FACTOR, float(factor)) for name, factor in zip(names, factors, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

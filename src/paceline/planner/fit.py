@@ -8,10 +8,12 @@ from dataclasses import replace
 from paceline.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job import Job
+from paceline.planner.accumulate import ANY_RATES
 from paceline.planner.corrections import MEASURED
-from paceline.planner.estimate import ANY_RATES, Estimate, MemoryNeed, SplitPrices, estimate
+from paceline.planner.estimate import Estimate, SplitPrices, estimate
 from paceline.planner.pieces import LazyPieces
 from paceline.planner.problem import PlanningProblem
+from paceline.planner.ranks import MemoryNeed
 from paceline.planner.remedies import remedies
 from paceline.plans import Plan
 from paceline.profile.profile import Profile

@@ -8,8 +8,9 @@ from functools import cached_property, partial
 
 from paceline.cluster import Cluster, Link, Network, Nodes
 from paceline.job import Job, Precision
-from paceline.planner.estimate import Estimate, NotPriced, estimate, least_missing_bytes
+from paceline.planner.estimate import Estimate, NotPriced, estimate
 from paceline.planner.pieces import LazyPieces
+from paceline.planner.pipelines import least_missing_bytes
 from paceline.planner.rank import Candidate, Change, RankedPlans, Rent, flips, search
 from paceline.planner.space import DeviceCounts, Limits
 from paceline.plans import Plan
@@ -124,7 +125,7 @@ class PlanningProblem:
                         snapshot=False, times_operators=self.times_operators)
 
     def least_missing_bytes(self, plan: Plan, enough_bytes: float, *, cluster: Cluster) -> int:
-        """See `planner.estimate`."""
+        """See `planner.pipelines`."""
         if not cluster.nodes or not plan.has_schedule:
             return 0
         return least_missing_bytes(self.pieces.layers(), plan, cluster, batch=self.job.batch,

@@ -9,6 +9,7 @@ from typing import get_args
 from paceline.cluster import DeviceKind
 from paceline.plans import Plan
 from paceline.profile.profile import Profile
+from paceline.simulate.allocator import holes_of_added
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Program, Repeat, free
 from paceline.software import PACELINE, Software
 from paceline.strategies.costs import (
@@ -29,11 +30,6 @@ from paceline.strategies.stages.cost import RankCost, course
 # Python around a micro-batch that no operator accounts for: hooks, seeds, the loss's bookkeeping. Measured on a
 # model of one small layer, one core; see docs/formulas.md.
 MICROBATCH_S = 0.6e-3
-# Holes that a gradient leaves in a heap that is kept, when it was added to another and is given back: smaller things
-# are put into its place. Measured with glibc 2.36; see docs/memory.md. They have a name of their own, as ranks with
-# a limit keep no heap.
-HOLES_ADDED = "holes of gradients"
-CPU_HOLES_ADDED = 0.1
 ADDED = 3  # bytes moved a byte of gradient that is added to another: both are read, one is written
 Item = Event | tuple[MomentName, HookPoint]
 
@@ -186,7 +182,8 @@ class _OneDevice:
         yield compute(segment.backward, samples)
         if not stay and self.step.device_kind == "cpu":  # on accelerators the products add to it themselves
             yield Compute(moved_bytes=ADDED * sum(made), operators=len(made))
-            yield Allocate(HOLES_ADDED, CPU_HOLES_ADDED * passing)
+        if not stay:
+            yield from holes_of_added(self.step.device_kind, passing)
         yield free("activations", peak + segment.kept_bytes.at(samples))
         yield free("gradients", passing)
 

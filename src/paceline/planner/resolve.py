@@ -58,12 +58,12 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
         conflicts.check_own_step(given)
     shares, accumulate = given.modifiers.shares, given.modifiers.accumulate
     if isinstance(shares, str) and shares != "equal":
-        from paceline.planner.estimate import split_shares
+        from paceline.planner.ranks import split_shares
 
         shares = split_shares(given, cluster)
     if accumulate == "auto":
         from paceline.launch.fork import apart_from_cuda
-        from paceline.planner.estimate import fewest_microbatches
+        from paceline.planner.accumulate import fewest_microbatches
         from paceline.profile import profile_job
         from paceline.profile.named import priced
 

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from paceline.profile.recorder import StepPosition, Tallied, WorkRecorder
+from paceline.profile.recorder import SparedScores, StepPosition, Tallied, WorkRecorder
 from paceline.strategies.recompute.attention import AttentionStep, Made, Selective
-
-
-@dataclass
-class SparedScores:
-    """num_bytes: not kept. work: done again."""
-
-    num_bytes: int = 0
-    work: Tallied = field(default_factory=Tallied)
 
 
 class SparedBySelective(Selective):

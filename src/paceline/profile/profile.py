@@ -148,6 +148,18 @@ class Work:
     calls: OperatorCalls = field(default=NO_CALLS, compare=False)
     spared: Fused = Fused()
 
+    @classmethod
+    def through(cls, first: Work, second: Work, *, samples: tuple[int, int]) -> Work:
+        """The line through the same work on two numbers of samples, whose figures are fixed."""
+        def line(one: Affine, other: Affine) -> Affine:
+            return Affine.through((samples[0], one.fixed), (samples[1], other.fixed))
+
+        calls = OperatorCalls(first.calls.first, second.calls.first, samples) if first.calls.first else NO_CALLS
+        return cls(line(first.flops, second.flops), line(first.moved_bytes, second.moved_bytes),
+                   line(first.function_bytes, second.function_bytes), first.operators,
+                   growing(first.products, second.products, samples=samples),
+                   replace(first.fused, spared_bytes=line(first.fused.spared_bytes, second.fused.spared_bytes)), calls)
+
     def times(self, factor: float) -> Work:
         """So much of the same work: products keep their shapes, and there are more or fewer of them."""
         if factor == 1:
@@ -261,6 +273,21 @@ class Segment:
     repeat: int = 1
     core: Core | None = None
     tensor: TensorCut | None = None
+
+    @classmethod
+    def through(cls, first: Segment, second: Segment, *, samples: tuple[int, int]) -> Segment:
+        """The line through a segment with two numbers of samples, whose figures are fixed."""
+        def line(name: str) -> Affine:
+            return Affine.through(*((count, getattr(segment, name).fixed)
+                                    for count, segment in zip(samples, (first, second), strict=True)))
+
+        core = None if first.core is None or second.core is None else Core(
+            Work.through(first.core.forward, second.core.forward, samples=samples),
+            Affine.through((samples[0], first.core.kept_bytes.fixed), (samples[1], second.core.kept_bytes.fixed)))
+        return replace(first, forward=Work.through(first.forward, second.forward, samples=samples),
+                       backward=Work.through(first.backward, second.backward, samples=samples), core=core,
+                       kept_bytes=line("kept_bytes"), output_bytes=line("output_bytes"),
+                       forward_peak_bytes=line("forward_peak_bytes"), backward_peak_bytes=line("backward_peak_bytes"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from paceline.profile.calls import UNKNOWN, Operand, OperatorCall, is_plain
+from paceline.profile.calls import NO_CALLS, UNKNOWN, Operand, OperatorCall, OperatorCalls, is_plain
 from paceline.profile.fusion import Fusion, SparedByFusion
 from paceline.profile.products import products_of
-from paceline.profile.profile import Product
+from paceline.profile.profile import Affine, Core, Fused, Product, Segment, Work
 
 aten = torch.ops.aten
 Direction = Literal["forward", "backward", "update"]
@@ -42,6 +42,21 @@ class Tallied:
     spared: SparedByFusion = field(default_factory=SparedByFusion)
     products: list[Product] = field(default_factory=list)
     calls: list[OperatorCall] = field(default_factory=list)
+
+    def work(self, step_bytes: float) -> Work:
+        """step_bytes: that a step touches, which lie between two uses of a tensor in different passes."""
+        return Work(Affine(self.flops), Affine(self.moved_bytes), Affine(self.function_bytes), self.operators,
+                    tuple(self.products),
+                    Fused(Affine(self.spared.num_bytes), self.spared.operators, self.spared.kernels),
+                    OperatorCalls(tuple(call.across(step_bytes) for call in self.calls)) if self.calls else NO_CALLS)
+
+
+@dataclass
+class SparedScores:
+    """What selective recomputation lets go of in one place. num_bytes: not kept. work: done again."""
+
+    num_bytes: int = 0
+    work: Tallied = field(default_factory=Tallied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +124,18 @@ class WorkRecorder(TorchDispatchMode):
                 level += num_bytes
             found[place] = Levels(before.start, max(before.peak, level), level)
         return found
+
+    def segment(self, number: int, levels: Mapping[StepPosition, Levels], *, step_bytes: float,
+                spared: SparedScores | None) -> Segment:
+        """What a segment does and keeps, with the samples that it ran with. step_bytes: see `Tallied.work`."""
+        places = StepPosition(number, "forward"), StepPosition(number, "backward")
+        ahead, back = (levels.get(place, Levels(0, 0, 0)) for place in places)
+        forward, backward = (self.work.get(place, Tallied()).work(step_bytes) for place in places)
+        return Segment(
+            forward=forward, backward=backward, kept_bytes=Affine(ahead.end - ahead.start),
+            output_bytes=Affine(self.outputs.get(number, 0)), forward_peak_bytes=Affine(ahead.peak - ahead.start),
+            backward_peak_bytes=Affine(max(0, back.peak - ahead.end)),
+            core=None if spared is None else Core(spared.work.work(step_bytes), Affine(spared.num_bytes)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -26,12 +26,12 @@ from paceline.job import AUTOCAST, Job
 from paceline.job.batches import collated, mapped
 from paceline.job.foreign_fields import model_hint
 from paceline.launch.fork import cuda_left_alone, in_a_fork
-from paceline.profile.attention import SparedBySelective, SparedScores
+from paceline.profile.attention import SparedBySelective
 from paceline.profile.blocks import CalledAgain, Repeats, unit_of
 from paceline.profile.calls import NO_CALLS, OperatorCall, OperatorCalls
 from paceline.profile.fakes import FakeModel, convertible
-from paceline.profile.profile import Affine, Core, Fused, Parameter, Profile, Segment, Work, growing
-from paceline.profile.recorder import Levels, StepPosition, Tallied, WorkRecorder, follow
+from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
+from paceline.profile.recorder import Levels, SparedScores, StepPosition, Tallied, WorkRecorder, follow
 from paceline.profile.updates import let_fuse
 from paceline.strategies.units import find_units
 from paceline.values import plain, value_of
@@ -411,47 +411,6 @@ def _outer_pieces(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str,
     return found
 
 
-class _Lines:
-    """The lines through two runs with other numbers of samples. state_bytes: of the optimizer, by parameter name."""
-
-    def __init__(self, runs: tuple[_Run, _Run], state_bytes: Mapping[str, int] | None) -> None:
-        self.runs, self.samples = runs, (runs[0].samples, runs[1].samples)
-        self.sides = [_Side(run) for run in runs]
-        self.step_bytes = [_step_bytes(side, state_bytes) for side in self.sides]
-
-    def line(self, figure: Callable[[_Side], float]) -> Affine:
-        return Affine.through(*((run.samples, figure(side)) for run, side in zip(self.runs, self.sides, strict=True)))
-
-    def calls(self, of: Callable[[_Side], Sequence[OperatorCall]]) -> OperatorCalls:
-        made = [tuple(call.across(held) for call in of(side))
-                for side, held in zip(self.sides, self.step_bytes, strict=True)]
-        return OperatorCalls(made[0], made[1], self.samples) if made[0] else NO_CALLS
-
-    def work(self, place: StepPosition) -> Work:
-        first = self.sides[0].work(place)
-        return Work(self.line(lambda s: s.work(place).flops), self.line(lambda s: s.work(place).moved_bytes),
-                    self.line(lambda s: s.work(place).function_bytes), first.operators,
-                    growing(*(s.work(place).products for s in self.sides), samples=self.samples),
-                    Fused(self.line(lambda s: s.work(place).spared.num_bytes), first.spared.operators,
-                          first.spared.kernels),
-                    self.calls(lambda s: s.work(place).calls))
-
-    def core(self, place: StepPosition) -> Core | None:
-        """What recompute=selective runs again; None where a run has no such part."""
-        if any(place not in run.spared for run in self.runs):
-            return None
-        spared = [run.spared[place] for run in self.runs]
-
-        def of(figure: Callable[[Tallied], float]) -> Affine:
-            return Affine.through(*((samples, figure(scores.work))
-                                    for samples, scores in zip(self.samples, spared, strict=True)))
-
-        work = Work(of(lambda w: w.flops), of(lambda w: w.moved_bytes), of(lambda w: w.function_bytes),
-                    spared[0].work.operators, calls=self.calls(lambda s: s.run.spared[place].work.calls))
-        return Core(work, Affine.through(*((samples, scores.num_bytes)
-                                           for samples, scores in zip(self.samples, spared, strict=True))))
-
-
 def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] = frozenset(),
          like: Profile | None = None) -> Profile:
     """The line through two runs, figure by figure; the update is the first one's, or that of a profile that is `like`
@@ -462,34 +421,23 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
     state_bytes = first.state_bytes if like is None else {p.name: p.state_bytes for p in like.parameters}
     if state_bytes is None:
         notes += (f"the optimizer could not be run on fake tensors: {ASSUMED_STATE_FACTOR} bytes of state a byte",)
-    lines = _Lines(runs, state_bytes)
-    line = lines.line
+    sides, samples = [_Side(run) for run in runs], (first.samples, second.samples)
+    step_bytes = [_step_bytes(side, state_bytes) for side in sides]
 
     @cache
-    def segment(traced: int) -> Segment:
-        ahead, back = StepPosition(traced, "forward"), StepPosition(traced, "backward")
-        return Segment(
-            forward=lines.work(ahead), backward=lines.work(back),
-            kept_bytes=line(lambda s: s.levels(ahead).end - s.levels(ahead).start),
-            forward_peak_bytes=line(lambda s: s.levels(ahead).peak - s.levels(ahead).start),
-            backward_peak_bytes=line(lambda s: max(0, s.levels(back).peak - s.levels(ahead).end)),
-            core=lines.core(ahead),
-        )
+    def segment(number: int) -> Segment:
+        one, other = (side.segment(number, held) for side, held in zip(sides, step_bytes, strict=True))
+        return Segment.through(one, other, samples=samples)
 
-    def placed(number: int) -> Segment:
-        return replace(segment(first.repeats.of.get(number, number)),
-                       unit=first.pieces[number] if first.pieces[number] in first.units else "",
-                       output_bytes=line(lambda s: s.run.recorder.outputs.get(number, 0)),
-                       gradients=_gradients(first, number))
-
-    segments = tuple(placed(number) for number in range(len(first.pieces)))
+    segments = (replace(segment(first.repeats.of.get(number, number)), unit=piece if piece in first.units else "",
+                        gradients=_gradients(first, number)) for number, piece in enumerate(first.pieces))
     return Profile(
         parameters=_parameters(first.model, first.units, state_bytes, cast),
         segments=tuple(s for s in segments if s != Segment()),
         buffer_bytes=_buffer_bytes(first.model),
-        batch_bytes=line(lambda s: s.run.batch_bytes),
-        update=_update(lines.sides[0], lines.step_bytes[0]) if like is None else like.update,
-        update_peak_bytes=(round(_of_all_blocks(lines.sides[0], _Side.update_peak_bytes)) if like is None
+        batch_bytes=Affine.through(*((run.samples, run.batch_bytes) for run in runs)),
+        update=_update(sides[0], step_bytes[0]) if like is None else like.update,
+        update_peak_bytes=(round(_of_all_blocks(sides[0], _Side.update_peak_bytes)) if like is None
                            else like.update_peak_bytes),
         notes=notes,
     )
@@ -557,6 +505,10 @@ class _Side:
 
     def work(self, place: StepPosition) -> Tallied:
         return self.run.recorder.work.get(place, Tallied())
+
+    def segment(self, number: int, step_bytes: float) -> Segment:
+        return self.run.recorder.segment(number, self._levels, step_bytes=step_bytes,
+                                         spared=self.run.spared.get(StepPosition(number, "forward")))
 
     def levels(self, place: StepPosition) -> Levels:
         return self._levels.get(place, Levels(0, 0, 0))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.job import AUTOCAST, Precision
 from paceline.profile.profile import Product
+from paceline.simulate.kept import KeptByIdentity
 from paceline.simulate.program import Compute
 from paceline.software import Software
 
@@ -32,7 +33,6 @@ ATTENTION = ("attention", "full attention")
 # a bf16 value to it moves: read for the row's largest one, read again, written. As kernels by themselves; torch.compile
 # may fuse them.
 FLOAT8_MULTIPLE, FLOAT8_CAST_BYTES = 16, 5
-MOST_KNOWN = 10_000  # products whose seconds are kept
 MOST_SPLITS = 8  # parts that the inner side is cut into where there are too few tiles
 
 
@@ -51,8 +51,10 @@ class AcceleratorRates:
     multiprocessors: int
     software: Software
     item_bytes: int = 2
-    _known: dict[tuple[int, Precision], tuple[tuple[Product, ...], float, float, int]] = field(
-        default_factory=dict, compare=False, repr=False)
+    _priced: KeptByIdentity[Precision, tuple[float, float, int]] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_priced", KeptByIdentity(self._products_s))
 
     @property
     def slowdown(self) -> float:
@@ -70,7 +72,7 @@ class AcceleratorRates:
         flops = event.flops
         operators = event.operators
         if event.products:
-            products_s, known_flops, unfused = self._products_s(event.products, precision)
+            products_s, known_flops, unfused = self._priced(event.products, precision)
             device_s += products_s
             flops -= known_flops
             operators += unfused * UNFUSED_OPERATORS
@@ -79,17 +81,9 @@ class AcceleratorRates:
         return device_s, operators * software.operator_s + event.fixed_s
 
     def _products_s(self, products: tuple[Product, ...], precision: Precision) -> tuple[float, float, int]:
-        """Seconds, FLOPs, and how many need more operators around them. They are kept for the same products: a search
-        asks for them thousands of times."""
-        key = (id(products), precision)
-        priced = self._known.get(key)
-        if priced is None or priced[0] is not products:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            priced = (products, sum(self._product_s(p, precision) for p in products), sum(p.flops for p in products),
-                      sum(self._is_unfused(p) for p in products))
-            self._known[key] = priced
-        return priced[1:]
+        """Seconds, FLOPs, and how many need more operators around them."""
+        return (sum(self._product_s(p, precision) for p in products), sum(p.flops for p in products),
+                sum(self._is_unfused(p) for p in products))
 
     def _is_unfused(self, product: Product) -> bool:
         return (product.kind in ATTENTION and self.software.kernels.attention == "plain"

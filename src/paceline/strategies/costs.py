@@ -31,46 +31,34 @@ from typing import Literal
 
 from paceline.cluster import Device, DeviceKind
 from paceline.plans import Plan
-from paceline.profile.calls import OperatorCall, OperatorCalls
+from paceline.profile.calls import OperatorCalls
 from paceline.profile.profile import Product, Profile, Segment, Work
+from paceline.simulate.allocator import ROUNDED_BYTES, ROUNDED_PART, Allocator, CpuHeap, CudaCaching
+from paceline.simulate.kept import KeptByIdentity
 from paceline.simulate.program import Compute, Event, Part
 from paceline.software import PACELINE, Software
 
-# What a rank's resident size grows by besides tensors, once it runs: library pages that it touches for the first
-# time, kernels that are compiled for its shapes, threads, the network's buffers. Measured; see docs/formulas.md.
-CPU_RUNTIME_BYTES = 40 * 2**20
-
-# Of a GPU that is here, beside its tensors and its context. NCCL keeps buffers for each channel of each connection that
+# NCCL keeps buffers for each channel of each connection that
 # it receives on: 4 MiB for large messages, and 0.5 and 4.7 MiB for its two protocols of small ones (DEFAULT_BUFFSIZE,
 # DEFAULT_LL_BUFFSIZE and DEFAULT_LL128_BUFFSIZE in NCCL's src/init.cc). A communicator of one node has at most some 24
 # channels, over NVLink; fewer over PCIe, where this is too much ("linearly tied to the number of channels",
 # NVIDIA/nccl#986).
 NCCL_CONNECTION_BYTES = 24 * (4 * 2**20 + 512 * 2**10 + 4800 * 2**10)
-# torch's allocator rounds tensors of 10 MiB and more up to whole 2 MiB, by 1 MiB in the mean, which is 2 % of one of
-# 50 MiB; smaller ones share blocks of 20 and of 2 MiB, of which the last is not full (kRoundLarge, kLargeBuffer and
-# kSmallBuffer in c10/cuda/CUDACachingAllocator.h). What fragmentation adds is not foreseen.
-ALLOCATOR_PART, ALLOCATOR_BYTES = 0.02, 22 * 2**20
-
-MOST_GROWN = 10_000  # products that are kept with a micro-batch's samples
 
 MomentName = Literal["start", "begin", "before_forward", "forward", "after_forward", "turn", "before_backward",
                      "backward", "after_backward", "done", "finish", "meet", "update", "save"]
 
 
-def beside_tensors(plan: Plan, device: Device, tensor_bytes: float) -> dict[str, int]:
-    """What a rank takes of a GPU that is here beside so many bytes of tensors at its peak; nothing of other devices."""
+def allocator_of(plan: Plan, device: Device, software: Software = PACELINE) -> Allocator:
+    """What hands out memory to a rank of the plan on a device, which may be here or described."""
+    if device.kind == "cpu":
+        return CpuHeap(gives_back=device.is_limit)
+    if device.accelerator is not None:
+        return CudaCaching(round(software.context_bytes), rounded_part=software.reserved - 1)
     if not device.context_bytes:
-        return {}
-    nccl_bytes = _nccl_connections(plan) * NCCL_CONNECTION_BYTES
-    return {"context": device.context_bytes, **({"NCCL": nccl_bytes} if nccl_bytes else {}),
-            "reserve": round(ALLOCATOR_PART * tensor_bytes) + ALLOCATOR_BYTES}
-
-
-def room_for_tensors(plan: Plan, device: Device) -> float:
-    """The most bytes of tensors with which a rank stays within a device that is here."""
-    runtime_bytes = CPU_RUNTIME_BYTES if device.kind == "cpu" else sum(beside_tensors(plan, device, 0.0).values())
-    growing = 1 + ALLOCATOR_PART if device.context_bytes else 1.0
-    return max(0.0, (device.memory_bytes - runtime_bytes) / growing)
+        return CudaCaching()
+    return CudaCaching(device.context_bytes, _nccl_connections(plan) * NCCL_CONNECTION_BYTES, ROUNDED_PART,
+                       ROUNDED_BYTES)
 
 
 def _nccl_connections(plan: Plan) -> int:
@@ -174,33 +162,13 @@ def compute(work: Work, samples: float, *, part: Part = "compute") -> Compute:
                    spared_operators=work.spared.spared_operators)
 
 
-_grown: dict[tuple[int, float], tuple[tuple[Product, ...], tuple[Product, ...]]] = {}
+def _grow(products: tuple[Product, ...], samples: float) -> tuple[Product, ...]:
+    sides = [{p.grows: getattr(p, p.grows) * samples} for p in products]
+    return tuple(replace(p, **side) for p, side in zip(products, sides, strict=True))
 
 
-def _of_samples(products: tuple[Product, ...], samples: float) -> tuple[Product, ...]:
-    """The same for the same products: they are asked for in every micro-batch of every plan."""
-    key = (id(products), samples)
-    found = _grown.get(key)
-    if found is None or found[0] is not products:
-        if len(_grown) >= MOST_GROWN:
-            _grown.clear()
-        sides = [{p.grows: getattr(p, p.grows) * samples} for p in products]
-        found = _grown[key] = (products, tuple(replace(p, **side) for p, side in zip(products, sides, strict=True)))
-    return found[1]
-
-
-_called: dict[tuple[int, float], tuple[OperatorCalls, tuple[tuple[OperatorCall, float], ...]]] = {}
-
-
-def _calls_of_samples(calls: OperatorCalls, samples: float) -> tuple[tuple[OperatorCall, float], ...]:
-    """As `_of_samples`."""
-    key = (id(calls), samples)
-    found = _called.get(key)
-    if found is None or found[0] is not calls:
-        if len(_called) >= MOST_GROWN:
-            _called.clear()
-        found = _called[key] = (calls, calls.at(samples))
-    return found[1]
+_of_samples = KeptByIdentity(_grow)
+_calls_of_samples = KeptByIdentity(OperatorCalls.at)
 
 
 Hook = Callable[[HookPoint], Iterable[Event]]

@@ -135,7 +135,7 @@ class TrainRequest:
     def _train(self, claims: ExitStack, run: str | Path | None, *, timeout_s: float, restarts: int | None, check: bool,
                follow: Follow | None, **options: Any) -> Result:
         from paceline.callbacks.controller import RunController, controlled
-        from paceline.planner.estimate import devices_of
+        from paceline.planner.ranks import devices_of
         from paceline.runtime.drivers import train_rank
         from paceline.runtime.loop import Settings
         from paceline.strategies.compose import load

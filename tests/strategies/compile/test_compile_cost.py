@@ -9,10 +9,11 @@ import pytest
 
 from paceline.cluster import Device
 from paceline.planner.corrections import Calibration, Corrections
-from paceline.planner.estimate import Estimate, MemoryNeed
+from paceline.planner.estimate import Estimate
 from paceline.planner.gain import Gain
 from paceline.planner.program import start_s, starts_late
 from paceline.planner.rank import Candidate, RankedPlans, compiling, search
+from paceline.planner.ranks import MemoryNeed
 from paceline.planner.space import DeviceCounts, Limits, compiled_variant
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Fused, Parameter, Profile, Segment, Work

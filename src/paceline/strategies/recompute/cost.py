@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.profile.profile import Affine, Segment, Work
+from paceline.simulate.allocator import holes_of_freed
 from paceline.simulate.program import Allocate, Event, free
 from paceline.strategies.costs import HookPoint, Hooks, Step, compute
-
-# What the C library's heap keeps of the bytes let go, in holes too small for what comes next. Measured with glibc
-# 2.36 on byte GPTs of 4 and 12 layers; see docs/memory.md.
-CPU_HOLES_LEFT = 0.5
 
 
 def enter(step: Step) -> Hooks:
@@ -39,8 +36,8 @@ def enter(step: Step) -> Hooks:
         segment, samples = step.segment(at), step.samples(at)
         if is_recomputed(segment):
             yield free("activations", spared(segment, samples))
-            if step.device_kind == "cpu" and at.microbatch == 0:
-                yield Allocate("holes", CPU_HOLES_LEFT * spared(segment, samples))
+            if at.microbatch == 0:
+                yield from holes_of_freed(step.device_kind, spared(segment, samples))
 
     def again(at: HookPoint) -> Iterable[Event]:
         segment, samples = step.segment(at), step.samples(at)

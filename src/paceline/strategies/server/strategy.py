@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from paceline.plans import Plan
-from paceline.strategies.costs import CPU_RUNTIME_BYTES, CostModel
+from paceline.simulate.allocator import CPU_RUNTIME_BYTES
+from paceline.strategies.costs import CostModel
 from paceline.strategies.server.cost import enter, hold, server_ledger
 from paceline.strategies.server.keys import KEYS, Servers
 from paceline.strategies.strategy import Conflict, Strategy

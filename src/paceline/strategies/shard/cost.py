@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from paceline.plans import Plan
 from paceline.profile.profile import Parameter, Profile
+from paceline.simulate.allocator import new_page_bytes
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event, free
 from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step
 
@@ -20,7 +21,6 @@ DTENSOR_OPERATOR_S = 25e-6
 HOOK_S = 800e-6
 # What a CPU rank's resident size grows by for FSDP2's own pages and objects. Measured likewise.
 CPU_RUNTIME_BYTES = 12 * 2**20
-HEAP_BLOCK_BYTES = 32 * 2**20  # see `launch/process.py`
 ROLL_BYTES = 16  # two whole numbers, see `roll.py`
 ROOT = ""
 REDUCED = "reduced"  # on accelerators nobody waits for a unit's gradients before the end
@@ -172,7 +172,7 @@ class _Sharding:
     def _take(self, unit: str) -> Iterable[Event]:
         whole, local = self._gathered_bytes(unit)
         yield Allocate("parameters", whole)
-        new = _new_bytes([whole, *(self._part_gathered(p) * p.num_bytes for p in _sharded(self.step, unit))])
+        new = new_page_bytes([whole, *(self._part_gathered(p) * p.num_bytes for p in _sharded(self.step, unit))])
         yield Compute(moved_bytes=2 * (whole + local), fixed_s=self.hook_s, after=(f"gather {unit}",), new_bytes=new)
         yield free("communication", whole + local)
 
@@ -195,7 +195,7 @@ class _Sharding:
             return
         sent = whole * self.step.profile.reduced_part
         yield Allocate("communication", sent + local)
-        yield Compute(moved_bytes=2 * sent, fixed_s=self.hook_s, new_bytes=_new_bytes([sent, local]))
+        yield Compute(moved_bytes=2 * sent, fixed_s=self.hook_s, new_bytes=new_page_bytes([sent, local]))
         name = f"reduce {unit}" if self.on_cpu else REDUCED
         yield Collective("reduce_scatter", sent, self.ranks, name=name, stream=self.stream, stride=self.stride)
         yield Compute(moved_bytes=3 * local, after=(name,) if self.on_cpu else ())
@@ -242,8 +242,3 @@ class _Sharding:
     def _part_gathered(self, parameter: Parameter) -> float:
         """Bytes that are gathered a byte of a parameter."""
         return self.step.profile.gathered_part * (parameter.gathered_part if self.cast else 1.0)
-
-
-def _new_bytes(blocks: Iterable[float]) -> float:
-    """Of blocks that the C library takes from the system each time, as they are too large for its heap."""
-    return sum(block for block in blocks if block >= HEAP_BLOCK_BYTES)

@@ -14,7 +14,7 @@ from paceline.cluster import CPU_FLOPS_PER_BYTE, Device
 from paceline.errors import PlanError
 from paceline.job import Precision
 from paceline.plans import Plan
-from paceline.strategies.costs import room_for_tensors
+from paceline.strategies.costs import allocator_of
 from paceline.strategies.mesh import weakest
 from paceline.strategies.pipeline.assign import assign
 from paceline.strategies.pipeline.schedule import Action, in_flight, schedule
@@ -55,7 +55,8 @@ def assigned(model: nn.Module, found: Capture, plan: Plan, *, samples: int, stat
     needs = piece_needs(model, found, samples=samples, state_factor=state_factor)
     places = weakest(plan, devices)
     holders = plan.axes.tensor * plan.axes.shard  # ranks that have a stage's weights together
-    memory = [float("inf") if device is None else room_for_tensors(plan, device) * holders for device in places]
+    memory = [float("inf") if device is None
+              else allocator_of(plan, device).room(device.memory_bytes) * holders for device in places]
     flops_per_byte = places[0].flops_per_byte(precision) if places[0] is not None else CPU_FLOPS_PER_BYTE
     if plan.axes.parts > 1:
         part_of = _part_of(model, found, plan, needs, memory, flops_per_byte)

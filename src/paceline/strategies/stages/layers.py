@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.capture.graph import Piece
-from paceline.profile.profile import Affine, Core, Parameter, Product, Profile, Segment, TensorCut, Work, growing
+from paceline.profile.profile import Affine, Parameter, Product, Profile, Segment, TensorCut, Work
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES
 from paceline.strategies.stages.price import LOSS, SplitJob
 
@@ -111,24 +111,15 @@ def _less(figure: Affine, output: Affine, times: int) -> Affine:
 
 
 def _line(first: Segment, second: Segment) -> Segment:
-    """Figures that grow with the samples, from those of two numbers of samples."""
-    def line(one: Affine, other: Affine) -> Affine:
-        return Affine.through((SAMPLES[0], one.fixed), (SAMPLES[1], other.fixed))
+    """Figures that grow with the samples, as accelerators take them: what waits for memory is one figure."""
+    def work(one: Work) -> Work:
+        moved, functions = one.moved_bytes, one.function_bytes
+        return Work(one.flops, operators=one.operators, products=_cut_products(one.products), function_bytes=Affine(
+            moved.fixed + functions.fixed, moved.per_sample + functions.per_sample))
 
-    def work(one: Work, other: Work) -> Work:
-        moved, functions = line(one.moved_bytes, other.moved_bytes), line(one.function_bytes, other.function_bytes)
-        return Work(line(one.flops, other.flops), operators=one.operators, function_bytes=Affine(
-            moved.fixed + functions.fixed, moved.per_sample + functions.per_sample),
-            products=_cut_products(growing(one.products, other.products, samples=SAMPLES)))
-
-    core = None if first.core is None or second.core is None else Core(
-        work(first.core.forward, second.core.forward), line(first.core.kept_bytes, second.core.kept_bytes))
-    return replace(first, core=core, forward=work(first.forward, second.forward),
-                   backward=work(first.backward, second.backward),
-                   kept_bytes=line(first.kept_bytes, second.kept_bytes),
-                   output_bytes=line(first.output_bytes, second.output_bytes),
-                   forward_peak_bytes=line(first.forward_peak_bytes, second.forward_peak_bytes),
-                   backward_peak_bytes=line(first.backward_peak_bytes, second.backward_peak_bytes))
+    line = Segment.through(first, second, samples=SAMPLES)
+    return replace(line, forward=work(line.forward), backward=work(line.backward),
+                   core=line.core and replace(line.core, forward=work(line.core.forward)))
 
 
 def _cut_products(products: Sequence[Product]) -> tuple[Product, ...]:

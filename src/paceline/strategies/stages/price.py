@@ -19,10 +19,9 @@ from paceline.job import Job
 from paceline.job.batches import collated, mapped
 from paceline.plans import Plan
 from paceline.profile.attention import SparedBySelective
-from paceline.profile.calls import NO_CALLS, OperatorCalls
 from paceline.profile.fakes import FakeModel
-from paceline.profile.profile import Affine, Core, Fused, Parameter, Profile, Segment, TensorCut, Work
-from paceline.profile.recorder import StepPosition, Tallied, WorkRecorder
+from paceline.profile.profile import Affine, Parameter, Profile, Segment, TensorCut
+from paceline.profile.recorder import StepPosition, WorkRecorder
 from paceline.profile.trace import as_the_job_takes, autocast, fake_model, first_items, kept_generators, state_factor
 from paceline.strategies.pipeline.keys import splits_backward
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, Assignment, assigned
@@ -248,8 +247,7 @@ class SplitJob:
                 torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         except Exception:  # a function that looks at values
             return self._guess(piece, found)
-        step_bytes = self._step_bytes(samples)
-        segment = replace(_segment(piece.key, recorder, step_bytes), core=_core(spared, step_bytes))
+        segment = _segment(piece.key, recorder, self._step_bytes(samples), spared)
         if program is None:
             return segment
         sent = tuple(program[1].sent)
@@ -290,30 +288,10 @@ def _like(traced: Segment, unit: str) -> Segment:
                                                       for name in traced.gradients))
 
 
-def _segment(unit: str, recorder: WorkRecorder, step_bytes: float) -> Segment:
-    levels, ahead, back = recorder.levels(), StepPosition(0, "forward"), StepPosition(0, "backward")
-    start, peak, end = ((levels[ahead].start, levels[ahead].peak, levels[ahead].end) if ahead in levels else (0, 0, 0))
-
-    def work(place: StepPosition) -> Work:
-        return _work(recorder.work.get(place, Tallied()), step_bytes)
-
-    return Segment(unit, work(ahead), work(back), Affine(end - start), Affine(recorder.outputs.get(0, 0)),
-                   Affine(peak - start), Affine(max(0, levels[back].peak - end) if back in levels else 0),
-                   tuple(recorder.gradients[0]))
-
-
-def _core(spared: SparedBySelective, step_bytes: float) -> Core | None:
-    found = spared.found.get(StepPosition(0, "forward"))
-    if found is None:
-        return None
-    return Core(_work(found.work, step_bytes), Affine(found.num_bytes))
-
-
-def _work(found: Tallied, step_bytes: float) -> Work:
-    return Work(Affine(found.flops), Affine(found.moved_bytes), Affine(found.function_bytes), found.operators,
-                tuple(found.products),
-                Fused(Affine(found.spared.num_bytes), found.spared.operators, found.spared.kernels),
-                OperatorCalls(tuple(call.across(step_bytes) for call in found.calls)) if found.calls else NO_CALLS)
+def _segment(unit: str, recorder: WorkRecorder, step_bytes: float, spared: SparedBySelective | None = None) -> Segment:
+    scores = None if spared is None else spared.found.get(StepPosition(0, "forward"))
+    return replace(recorder.segment(0, recorder.levels(), step_bytes=step_bytes, spared=scores), unit=unit,
+                   gradients=tuple(recorder.gradients[0]))
 
 
 def _once(segments: Sequence[Segment], halves: int) -> tuple[Segment, ...]:

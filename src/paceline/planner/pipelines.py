@@ -1,31 +1,30 @@
-"""The price of a plan on described devices: the same strategies, played in milliseconds.
+"""The step of a pipeline of thousands of ranks, played in milliseconds.
 
-Replicas are equal, so one is played. A model that is not split is played as on this machine. Of a pipeline, the work of
-a rank for one micro-batch of one stage (a block) is played once for every kind of stage. Then the schedule is played
-with the seconds of these blocks (`strategies/pipeline/timing.py`).
+Replicas are equal, so one is played. The work of a rank for one micro-batch of one stage (a block) is played once for
+every kind of stage. Then the schedule is played with the seconds of these blocks (`strategies/pipeline/timing.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
-from typing import get_args
 
-from paceline.catalogue import Accelerator
 from paceline.cluster import Cluster, Device, Network
 from paceline.errors import PlanError
 from paceline.job import Precision
-from paceline.planner.program import Item, LoweredStep, fill, step_program
+from paceline.planner.program import Item, LoweredStep, fill
+from paceline.planner.ranks import Played, samples_of, slowest, stated_rates
 from paceline.plans import Plan, Schedule
 from paceline.profile.profile import Profile
 from paceline.simulate.accelerator import AcceleratorRates
-from paceline.simulate.play import Player, Timeline, play
+from paceline.simulate.play import Player, Timeline
 from paceline.simulate.program import COMPUTE, HOST, NETWORK, Allocate, Event
-from paceline.software import Software
-from paceline.strategies.costs import HookPoint
+from paceline.software import PACELINE, Software
+from paceline.strategies.costs import HookPoint, allocator_of
 from paceline.strategies.pipeline.cost import ranks
 from paceline.strategies.pipeline.schedule import kinds_of
 from paceline.strategies.pipeline.timing import FIRST, LAST, MIDDLE, ActionSeconds, Key, rank_ends, shortened, which
@@ -39,105 +38,33 @@ from paceline.strategies.stages.cost import (
     tie,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """One kind of rank: what its step took, and the device that it is for."""
-
-    name: str
-    device: Device
-    timeline: Timeline
+ROUNDED_BYTES = 16  # a ledger's entries are whole bytes, and may be less than their sum before
 
 
-@lru_cache(maxsize=256)
-def rates_of(accelerator: Accelerator, software: Software) -> AcceleratorRates:
-    """An accelerator's rates under a training program; products that were priced once stay priced."""
-    peaks = {precision: accelerator.product_flops_per_s(precision) for precision in get_args(Precision)}
-    return AcceleratorRates(
-        {precision: peak * accelerator.product_reached for precision, peak in peaks.items()},
-        {precision: peak * accelerator.attention_reached for precision, peak in peaks.items()},
-        accelerator.memory_bytes_per_s, accelerator.multiprocessors, software, software.formats.activation)
+def least_missing_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
+                        software: Software = PACELINE, enough_bytes: float = math.inf) -> int:
+    """By how much a plan is over its devices' memory at least; 0 where that is not known at a glance: of a pipeline it
+    is, by what its first two ranks hold until their first backward is done. Ranks after these hold fewer micro-batches.
 
-
-def play_described(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
-                   software: Software) -> tuple[float, list[Played]]:
-    """Seconds of a step, and the kinds of ranks.
+    enough_bytes: above 0, and this much, it may be more: nobody plays more of a step than that takes.
 
     Raises:
-        PlanError: there are fewer devices than ranks, fewer samples than replicas, or fewer layers than stages.
+        PlanError: as `play_pipeline`.
     """
-    samples = _samples(plan, cluster, batch)
-    if plan.has_schedule:
-        return _pipeline(profile, plan, cluster, samples=samples, precision=precision, software=software)
-    found = []
-    kinds = cluster.span(0, plan.num_workers)
-    network = software.on(_slowest(kinds))
-    for device in dict.fromkeys(device for device, _ in kinds):
-        timeline = _step(profile, plan, samples, precision, software, device, network)
-        found.append(Played(device.name, device, timeline))
-    return max(one.timeline.step_s for one in found), found
-
-
-def least_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
-                software: Software) -> Iterator[tuple[float, Device]]:
-    """What the first two ranks of a pipeline hold at their highest until their first backward is done, and their
-    devices: each time that it rises, so that nobody needs to play more of a step than it takes to see that it is too
-    much. None of a model that is not split. Ranks after these hold fewer micro-batches.
-
-    Raises:
-        PlanError: as `play_described`.
-    """
-    samples = _samples(plan, cluster, batch)
-    if not plan.has_schedule:
-        return
-    costs = islice(_ranks(profile, plan, cluster, software, samples, precision), 2)
+    if not cluster.nodes or not profile.by_dimensions or not plan.has_schedule:
+        return 0
+    missing_bytes = 0
+    costs = islice(_ranks(profile, plan, cluster, software, samples_of(plan, cluster, batch), precision), 2)
     on = _stages_on(cluster, plan.num_stage_ranks, plan.world_size // plan.num_stage_ranks, precision, software)
     for rank, where in zip(costs, on, strict=False):
+        allocator = allocator_of(plan, where.device, software)
         for peak_bytes in _held_ahead(rank, _place(rank, plan, where, precision, software)):
-            yield peak_bytes, where.device
-
-
-def _samples(plan: Plan, cluster: Cluster, batch: int) -> float:
-    """Of a micro-batch, where there are devices and samples for the plan."""
-    needed = plan.num_workers  # servers run on hosts
-    if needed > len(cluster.devices):
-        raise PlanError(f"plan '{plan}' needs {needed} devices and the cluster has {len(cluster.devices)}",
-                        hint=f"a plan of at most {len(cluster.devices)} ranks")
-    if batch < plan.replicas:
-        raise PlanError(f"plan '{plan}' has {plan.replicas} replicas and a global batch has {batch} samples: some "
-                        "would never have any", hint=f"at most {batch} replicas")
-    return max(1.0, batch / (plan.replicas * plan.num_microbatches))
-
-
-def _slowest(kinds: Sequence[tuple[Device, Network]]) -> Network:
-    """A network as slow as the slowest of these everywhere: who takes part in a collective waits for all."""
-    networks = [network for _, network in kinds]
-    across = [network.across for network in networks if network.across is not None]
-    return replace(networks[0], inside=min((n.inside for n in networks), key=lambda link: link.bytes_per_s),
-                   across=min(across, key=lambda link: link.bytes_per_s) if across else None,
-                   devices_per_node=min(n.devices_per_node for n in networks))
-
-
-def _accelerator(device: Device) -> Accelerator:
-    if device.accelerator is None:
-        raise PlanError(f"nothing is known of device '{device.name or device}' but its name")
-    return device.accelerator
-
-
-def _step(profile: Profile, plan: Plan, samples: float, precision: Precision, software: Software, device: Device,
-          network: Network) -> Timeline:
-    """A rank's step. Micro-batches between the first two and the last are alike and are played once."""
-    def played(count: int) -> Timeline:
-        program = step_program(profile, plan, device.kind, (samples,) * count, snapshot=False, software=software)
-        return play(program, rates_of(_accelerator(device), software), network, precision=precision)
-
-    count = plan.num_microbatches
-    if count <= 3:
-        return played(count)
-    without, once = played(2), played(3)
-    times = count - 2
-    return replace(once, step_s=without.step_s + times * (once.step_s - without.step_s), breakdown={
-        part: seconds + times * (once.breakdown[part] - seconds) for part, seconds in without.breakdown.items()})
+            aside_bytes = sum(allocator.set_aside(int(peak_bytes)).values())
+            missing_bytes = max(missing_bytes,
+                                int(peak_bytes) - ROUNDED_BYTES + aside_bytes - where.device.memory_bytes)
+            if missing_bytes > 0 and missing_bytes >= enough_bytes:
+                return missing_bytes
+    return missing_bytes
 
 
 @dataclass(slots=True)
@@ -239,7 +166,7 @@ class _Where:
 def _stages_on(cluster: Cluster, count: int, apart: int, precision: Precision, software: Software) -> list[_Where]:
     """Of each stage, whose ranks are so many; stages on nodes that are alike share one."""
     def speed(device: Device) -> float:
-        return rates_of(_accelerator(device), software).flops_per_s[precision]
+        return stated_rates(device, software).flops_per_s[precision]
 
     known: dict[tuple[tuple[int, int], ...], _Where] = {}
     found = []
@@ -248,7 +175,7 @@ def _stages_on(cluster: Cluster, count: int, apart: int, precision: Precision, s
         key = tuple((id(device), id(network)) for device, network in span)  # those of the cluster's nodes
         if key not in known:
             device = min((device for device, _ in span), key=speed)
-            known[key] = _Where(device, software.on(_slowest(span)))
+            known[key] = _Where(device, software.on(slowest(span)))
         found.append(known[key])
     return found
 
@@ -257,7 +184,7 @@ def _place(rank: RankCost, plan: Plan, where: _Where, precision: Precision, soft
     filling = fill(rank.profile, plan, where.device.kind, (rank.samples,) * plan.num_microbatches, snapshot=False,
                    software=software)
     alike = replace(plan, schedule=Schedule(microbatches=plan.schedule.microbatches))
-    return _Place(rank, filling, rates_of(_accelerator(where.device), software), where.network, precision,
+    return _Place(rank, filling, stated_rates(where.device, software), where.network, precision,
                   plan.num_microbatches, _blocks(rank.profile, alike, where, rank.samples, precision, software))
 
 
@@ -268,8 +195,14 @@ def _blocks(profile: Profile, plan: Plan, where: _Where, samples: float, precisi
     return {}
 
 
-def _pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, samples: float, precision: Precision,
-              software: Software) -> tuple[float, list[Played]]:
+def play_pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
+                  software: Software) -> tuple[float, list[Played]]:
+    """Seconds of a step, and the kinds of ranks.
+
+    Raises:
+        PlanError: there are fewer devices than ranks, fewer samples than replicas, or fewer layers than stages.
+    """
+    samples = samples_of(plan, cluster, batch)
     costs = list(_ranks(profile, plan, cluster, software, samples, precision))
     count, apart = plan.num_microbatches, plan.world_size // plan.num_stage_ranks
     on = _stages_on(cluster, len(costs), apart, precision, software)

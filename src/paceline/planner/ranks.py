@@ -1,0 +1,251 @@
+"""The kinds of ranks that a plan has on a cluster, and the step that each of them takes.
+
+Ranks that do the same on devices that are alike are one kind, so that one of them is played. Devices may be here, with
+rates that were measured, or described, with rates that are stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import get_args
+
+from paceline.catalogue import Accelerator
+from paceline.cluster import Cluster, Device, Network, usable_cores
+from paceline.errors import PlanError
+from paceline.job import Precision
+from paceline.planner.program import step_program
+from paceline.plans import Plan
+from paceline.profile.device import DeviceRates, measure_device
+from paceline.profile.operators import operator_times
+from paceline.profile.profile import Profile
+from paceline.runtime.order import split
+from paceline.simulate.accelerator import AcceleratorRates
+from paceline.simulate.play import Rates, Timeline, play
+from paceline.simulate.program import Compute, Program, Repeat
+from paceline.software import PACELINE, Software
+from paceline.strategies.costs import allocator_of
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """What a rank needs at its peak, by what it is for, and the device that has to hold it."""
+
+    name: str
+    device: Device
+    ledger: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.ledger.values())
+
+    @property
+    def missing_bytes(self) -> int:
+        return self.total_bytes - self.device.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What one kind of rank took for its step. timeline: as a run measures its memory."""
+
+    name: str
+    device: Device
+    timeline: Timeline
+
+    @classmethod
+    def of(cls, name: str, device: Device, plan: Plan, tensors: Timeline) -> Played:
+        """tensors: what the rank's program gave."""
+        return cls(name, device, allocator_of(plan, device).resident(tensors))
+
+    def need(self, plan: Plan, software: Software = PACELINE) -> MemoryNeed:
+        """With what the device gives away beside tensors."""
+        aside = allocator_of(plan, self.device, software).set_aside(self.timeline.peak_memory_bytes)
+        return MemoryNeed(self.name, self.device, {**self.timeline.ledger, **aside})
+
+
+@dataclass(frozen=True, slots=True)
+class RankKind:
+    """Ranks that do the same on devices that are alike.
+
+    microbatches: samples of each. network: as slow as the slowest of any rank, for who takes part in a collective
+        waits for all.
+    """
+
+    name: str
+    device: Device
+    rates: Rates
+    network: Network
+    microbatches: tuple[float, ...]
+
+    def play(self, profile: Profile, plan: Plan, *, precision: Precision, snapshot: bool = False,
+             software: Software = PACELINE) -> Played:
+        """The step of a model that is not cut into stages. Micro-batches between the first two and the last are alike
+        and are played once."""
+        sizes = self.microbatches
+
+        def played(sizes: Sequence[float]) -> Timeline:
+            program = step_program(profile, plan, self.device.kind, sizes, snapshot=snapshot, software=software)
+            time_operators([program], self.rates)
+            return play(program, self.rates, self.network, precision=precision)
+
+        if len(sizes) <= 3:
+            tensors = played(sizes)
+        else:
+            middle = sum(sizes[1:-1]) / (len(sizes) - 2)
+            tensors = _repeated(played((sizes[0], sizes[-1])), played((sizes[0], middle, sizes[-1])), len(sizes) - 2)
+        return Played.of(self.name, self.device, plan, tensors)
+
+
+def _repeated(without: Timeline, once: Timeline, times: int) -> Timeline:
+    """A timeline with the part that `once` has and `without` has not, so many times over. Memory stays."""
+    def many(base: float, more: float) -> float:
+        return base + times * (more - base)
+
+    return replace(once, step_s=many(without.step_s, once.step_s), breakdown={
+        part: many(without.breakdown[part], seconds) for part, seconds in once.breakdown.items()})
+
+
+def rank_kinds(plan: Plan, cluster: Cluster, *, batch: int, rates: DeviceRates | None,
+               software: Software = PACELINE) -> list[RankKind]:
+    """The kinds of ranks of a plan that does not cut the model into stages. rates: see `measured_rates`; None for
+    devices that are described.
+
+    Raises:
+        PlanError: the plan's ranks don't fit the devices.
+    """
+    if rates is None:
+        sizes = (samples_of(plan, cluster, batch),) * plan.num_microbatches
+        span = cluster.span(0, plan.num_workers)
+        network = software.on(slowest(span))
+        return [RankKind(device.name, device, stated_rates(device, software), network, sizes)
+                for device in dict.fromkeys(device for device, _ in span)]
+    parts = split(batch, split_shares(plan, cluster))  # replicas are numbered as ranks are
+    kinds = {(device if device.taken else replace(device, index=0), len(part))
+             for device, part in zip(devices_of(plan, cluster)[-plan.replicas:], parts, strict=True)}
+    network = PACELINE.on(Network(cluster.link_of_all))
+    # A rank without samples of its own runs one that doesn't count.
+    return [RankKind(f"{samples} samples" if len(kinds) > 1 else "each rank", device, rates_of(device, rates), network,
+                     tuple(max(1.0, len(part)) for part in split(samples, (1,) * plan.num_microbatches)))
+            for device, samples in sorted(kinds, key=lambda kind: (-kind[1], kind[0].memory_bytes))]
+
+
+def samples_of(plan: Plan, cluster: Cluster, batch: int) -> float:
+    """Of a micro-batch, where a described cluster has devices and samples for the plan."""
+    needed = plan.num_workers  # servers run on hosts
+    if needed > len(cluster.devices):
+        raise PlanError(f"plan '{plan}' needs {needed} devices and the cluster has {len(cluster.devices)}",
+                        hint=f"a plan of at most {len(cluster.devices)} ranks")
+    if batch < plan.replicas:
+        raise PlanError(f"plan '{plan}' has {plan.replicas} replicas and a global batch has {batch} samples: some "
+                        "would never have any", hint=f"at most {batch} replicas")
+    return max(1.0, batch / (plan.replicas * plan.num_microbatches))
+
+
+def slowest(kinds: Sequence[tuple[Device, Network]]) -> Network:
+    """A network as slow as the slowest of these everywhere."""
+    networks = [network for _, network in kinds]
+    across = [network.across for network in networks if network.across is not None]
+    return replace(networks[0], inside=min((n.inside for n in networks), key=lambda link: link.bytes_per_s),
+                   across=min(across, key=lambda link: link.bytes_per_s) if across else None,
+                   devices_per_node=min(n.devices_per_node for n in networks))
+
+
+def stated_rates(device: Device, software: Software) -> AcceleratorRates:
+    """What a described device's accelerator does under a training program."""
+    if device.accelerator is None:
+        raise PlanError(f"nothing is known of device '{device.name or device}' but its name")
+    return accelerator_rates(device.accelerator, software)
+
+
+@lru_cache(maxsize=256)
+def accelerator_rates(accelerator: Accelerator, software: Software) -> AcceleratorRates:
+    """Kept, so that products that were priced once stay priced."""
+    peaks = {precision: accelerator.product_flops_per_s(precision) for precision in get_args(Precision)}
+    return AcceleratorRates(
+        {precision: peak * accelerator.product_reached for precision, peak in peaks.items()},
+        {precision: peak * accelerator.attention_reached for precision, peak in peaks.items()},
+        accelerator.memory_bytes_per_s, accelerator.multiprocessors, software, software.formats.activation)
+
+
+def rates_of(device: Device, rates: DeviceRates) -> DeviceRates:
+    """What the device states of itself, and what is known of its like."""
+    faster = device.flops_per_s / rates.flops_per_s if device.flops_per_s else 1.0
+    return replace(rates, flops_per_s=rates.flops_per_s * faster, bf16_flops_per_s=rates.bf16_flops_per_s * faster,
+                   memory_bytes_per_s=device.memory_bytes_per_s or rates.memory_bytes_per_s)
+
+
+def measured_rates(cluster: Cluster, *, waiting: bool, times_operators: bool) -> DeviceRates:
+    """This machine's rates for one of its ranks. Ranks share the cores evenly; more ranks than cores take turns.
+
+    waiting: ranks wait for each other, so that who works has a core.
+    """
+    num_ranks, num_cores = len(cluster.devices), usable_cores()
+    kind = cluster.devices[-1].kind  # of the ranks that run the model: servers come first
+    rates = measure_device(kind, max(1, num_cores // num_ranks))
+    if kind != "cpu":
+        return rates
+    timed = operator_times(num_ranks, measures=times_operators)
+    rates = replace(rates, timed=timed, memory_bytes_per_s=timed.memory_bytes_per_s or rates.memory_bytes_per_s,
+                    new_page_s=timed.new_page_s)
+    turns = 1.0 if waiting else max(1.0, num_ranks / num_cores)
+    return replace(rates.slowed(turns), turns=turns)
+
+
+def time_operators(programs: Iterable[Program], rates: Rates) -> None:
+    """Those of steps that the device has not timed yet."""
+    if isinstance(rates, DeviceRates) and rates.timed is not None:
+        rates.timed.measure(call for program in programs for event in _computed(program) for call, _ in event.calls)
+
+
+def _computed(program: Program) -> Iterator[Compute]:
+    for event in program:
+        if isinstance(event, Compute):
+            yield event
+        elif isinstance(event, Repeat):
+            yield from _computed(event.events)
+
+
+def split_shares(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
+    """The weight of each replica in the global batch.
+
+    Replicas by speed or memory get weights in proportion to it. Devices count as equally fast unless all of them
+    state their speed.
+    """
+    shares = plan.modifiers.shares
+    if isinstance(shares, tuple):
+        return shares
+    devices = devices_of(plan, cluster)
+    if shares == "memory":
+        return _whole_weights([device.memory_bytes for device in devices])
+    if shares == "speed":
+        speeds = [device.flops_per_s for device in devices if device.flops_per_s]
+        if len(speeds) == len(devices):
+            return _whole_weights(speeds)
+    return (1,) * plan.replicas
+
+
+def _whole_weights(figures: Sequence[float]) -> tuple[int, ...]:
+    """The smallest whole numbers that are in the figures' proportion to one per cent (to 1 in 1000 at the least).
+
+    >>> _whole_weights([3e9, 1e9])
+    (3, 1)
+    """
+    weights = [1] * len(figures)
+    for largest in range(1, 1001):
+        wanted = [largest * figure / max(figures) for figure in figures]
+        weights = [max(1, round(weight)) for weight in wanted]
+        if all(abs(weight - exact) <= 0.01 * exact for weight, exact in zip(weights, wanted, strict=True)):
+            break
+    return tuple(weights)
+
+
+def devices_of(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
+    """The device of every rank. A cluster that lists the devices of one host stands for as many like it as needed;
+    CPUs beside GPUs, which are for servers, are on the first."""
+    hosts, rest = divmod(plan.world_size, len(cluster.devices))
+    if rest and hosts:
+        raise PlanError(f"plan '{plan}' needs {plan.world_size} devices and there are {len(cluster.devices)} a host",
+                        hint=f"a plan of {len(cluster.devices)} ranks, or of a multiple of it on several hosts")
+    others = tuple(device for device in cluster.devices if device.kind == cluster.devices[-1].kind)
+    return (*cluster.devices, *(others * hosts))[:plan.world_size]
