@@ -143,6 +143,29 @@ def test_adapters_on_a_base_that_is_there():
         3 * adapter, 4 * adapter + layer, 4 * adapter + layer]  # nothing goes back to the first layer's input
 
 
+class Halves(nn.Module):
+    """Half of a sample, then the other half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH // 2, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x.view(len(x), 2, WIDTH // 2))[0][:, -1]
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_recurrent_layers_multiply(precision: str):
+    """Four gates at each of two places, of the input and of the state; gradients of weights take as much again."""
+    profile = profile_job(replace(make_job(Halves), precision=precision))
+    flops = 2 * 2 * 4 * WIDTH * (WIDTH // 2 + WIDTH)
+
+    assert profile.forward_flops_per_sample == flops
+    assert flops < profile.backward_flops_per_sample <= 2 * flops  # inputs and first states may need no gradients
+    one = [product for segment in profile.segments for product in segment.forward.products]
+    assert sum(product.flops for product in one) == flops
+
+
 def test_the_update_is_run_once():
     """It is the same for any number of samples, and under autocast: a profile in another precision takes it over."""
     built = []

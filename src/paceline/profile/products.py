@@ -66,6 +66,18 @@ def _convolution_backward(args: Sequence[Any], kwargs: dict[str, Any], result: A
     return [product for product, is_wanted in zip(both, wanted, strict=False) if is_wanted]
 
 
+def _recurrent(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Product]:
+    """Of one layer and direction of an LSTM: inputs of the whole sequence together, states one after another."""
+    x, weight, recurrent = args[:3]
+    length, samples, _ = x.shape
+    return [Product(length * samples, weight.shape[0], weight.shape[1], kind="recurrent"),
+            Product(samples, recurrent.shape[0], recurrent.shape[1], length, kind="recurrent")]
+
+
+def _recurrent_backward(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Product]:
+    return [product for one in _recurrent(args, kwargs, result) for product in one.backward()]
+
+
 def _places(tensor: torch.Tensor) -> int:
     """Of an image: samples and pixels."""
     return tensor.numel() // tensor.shape[1]
@@ -76,4 +88,5 @@ _PRODUCTS: dict[Any, Callable[[Sequence[Any], dict[str, Any], Any], list[Product
     aten.convolution: _convolution, aten.convolution_backward: _convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _flash,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+    aten.mkldnn_rnn_layer: _recurrent, aten.mkldnn_rnn_layer_backward: _recurrent_backward,
 }

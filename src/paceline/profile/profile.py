@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from paceline.profile.calls import NO_CALLS, OperatorCalls
 
 Side = Literal["rows", "columns", "inner", "count"]
-ProductKind = Literal["linear", "attention", "full attention", "convolution", "small convolution"]
+ProductKind = Literal["linear", "attention", "full attention", "convolution", "small convolution", "recurrent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Product:
     grows: the side that grows with the samples of a micro-batch.
     cut: the side that ranks of a tensor axis divide; None if each does all of it.
     kind: attention's two are done together by fused kernels, "full" if nothing is masked or the mask is a tensor, which
-        no kernel skips; a "small convolution" is of 3x3 or 5x5 without stride, for
-        which there are algorithms with fewer multiplications.
+        no kernel skips; a "small convolution" is of 3x3 or 5x5 without stride, for which there are algorithms with
+        fewer multiplications; "recurrent" ones run one after another, and no tensor axis divides them.
     """
 
     rows: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -314,12 +315,23 @@ def _flash_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any,
     return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
 
 
+def _recurrent(x: Any, weight: Any, recurrent: Any, *args: Any, **kwargs: Any) -> int:
+    """Of one layer and direction: each step of the sequence multiplies its input, and the state before it."""
+    return int(2 * math.prod(x.shape[:-1]) * (weight.numel() + recurrent.numel()))
+
+
+def _recurrent_backward(*args: Any, **kwargs: Any) -> int:
+    return 2 * _recurrent(*args)
+
+
 # How much slower than a GELU, byte for byte: max_pool2d 1.2 GB/s, GELU 8.4 GB/s, one core, torch 2.13.
 _SLOWER = {"max_pool2d_with_indices": 7}
-# torch's counter takes the CPU's attention kernel for free: it is not in its registry. The causal half that a
-# kernel may skip is counted, as it is there.
+# torch's counter takes the CPU's kernels of attention and of recurrent layers for free: they are not in its registry.
+# The causal half that a kernel may skip is counted, as it is there.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: _flash,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+    aten.mkldnn_rnn_layer: _recurrent,
+    aten.mkldnn_rnn_layer_backward: _recurrent_backward,
 }

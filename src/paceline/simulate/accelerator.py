@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.job import AUTOCAST, Precision
 from paceline.profile.profile import Product
@@ -90,6 +90,8 @@ class AcceleratorRates:
                 and product.count % SOFTMAX_MULTIPLE != 0)
 
     def _product_s(self, product: Product, precision: Precision) -> float:
+        if product.kind == "recurrent" and product.count > 1:
+            return product.count * (self._product_s(replace(product, count=1), precision) + self.software.kernel_s)
         is_float8 = precision == "fp8" and product.kind == "linear" and product.grows == "rows" and not (
             product.columns % FLOAT8_MULTIPLE or product.inner % FLOAT8_MULTIPLE)
         precision = precision if is_float8 else _unshaped(precision)

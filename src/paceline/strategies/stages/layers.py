@@ -95,7 +95,7 @@ def _divides(p: Parameter) -> bool:
 
 
 def _cut(segment: Segment) -> TensorCut | None:
-    kinds = {product.kind for product in segment.forward.products}
+    kinds = {product.kind for product in segment.forward.products} - {"recurrent"}
     if not kinds:
         return None
     exchanges = 2 if kinds & {"attention", "full attention"} else 1
@@ -123,6 +123,6 @@ def _line(first: Segment, second: Segment) -> Segment:
 
 
 def _cut_products(products: Sequence[Product]) -> tuple[Product, ...]:
-    """Heads are divided, and of other products a side that the samples don't make longer."""
-    return tuple(replace(p, cut="count" if p.kind in ("attention", "full attention")
+    """Heads are divided, nothing of recurrent layers, and of other products a side that samples don't make longer."""
+    return tuple(p if p.kind == "recurrent" else replace(p, cut="count" if p.kind in ("attention", "full attention")
                          else "columns" if p.grows != "columns" else "inner") for p in products)
