@@ -357,13 +357,13 @@ def folded(profile: Profile) -> Profile:
         replace(s, forward=_without_calls(s.forward), backward=_without_calls(s.backward)) for s in profile.segments))
     known = {p.name: p for p in profile.parameters}
     often: Counter[str] = Counter(s.unit for s in profile.segments)
-    borrowed = {name for s in profile.segments for name in s.borrows}
+    borrowed = {name for s in profile.segments for name in s.borrows if known[name].unit != s.unit}
     segments: list[Segment] = []
     counts: dict[str, int] = {}
     for segment in profile.segments:
         own = profile.owned_by(segment.unit)
         alone = (bool(segment.unit) and often[segment.unit] == 1 and not borrowed.intersection(p.name for p in own)
-                 and {known[name].unit for name in segment.gradients} <= {segment.unit})
+                 and {known[name].unit for name in (*segment.gradients, *segment.borrows)} <= {segment.unit})
         last = segments[-1] if segments else Segment()
         if alone and last.unit in counts and _shape(profile, last) == _shape(profile, segment):
             segments[-1] = replace(last, repeat=last.repeat + 1)
@@ -385,6 +385,6 @@ def _without_calls(work: Work) -> Work:
 def _shape(profile: Profile, segment: Segment) -> tuple[object, ...]:
     """What segments that are alike have in common: all but the names."""
     own = profile.owned_by(segment.unit)
-    return (replace(segment, unit="", gradients=(), repeat=1),
-            [name.removeprefix(f"{segment.unit}.") for name in segment.gradients],
+    return (replace(segment, unit="", gradients=(), borrows=(), repeat=1),
+            [name.removeprefix(f"{segment.unit}.") for name in (*segment.gradients, *segment.borrows)],
             [replace(p, name=p.name.removeprefix(f"{segment.unit}."), unit="", count=1) for p in own])

@@ -6,11 +6,10 @@ that a plan for thousands of devices is priced in milliseconds. Figures are line
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from paceline.capture.graph import Piece
-from paceline.profile.profile import Affine, Parameter, Product, Profile, Segment, TensorCut, Work
+from paceline.profile.profile import Affine, Parameter, Product, Profile, Segment, TensorCut, Work, folded
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES
 from paceline.strategies.stages.price import LOSS, SplitJob
 
@@ -35,58 +34,23 @@ def layered(split: SplitJob) -> Profile:
     places = {name: place for place, name in enumerate(known)}  # of a parameter in the model, whichever uses it first
     units = set(split.whole.units) or {piece.key for piece in small.pieces if piece.parameters}
     used: set[str] = set()
-    layers: list[_Layer] = []
+    segments: list[Segment] = []
+    parameters: list[Parameter] = []
     for piece in small.pieces:
-        layer = _layer(piece, _line(first[piece.key], second[piece.key]), known, units, used, places)
+        unit = piece.key if piece.key in units else ""
+        own = sorted((known[name] for name in set(piece.parameters) - used), key=lambda p: places[p.name])
+        line = _line(first[piece.key], second[piece.key])
+        segments.append(replace(
+            line, unit=unit, gradients=tuple(p.name for p in own if p.trainable),
+            borrows=(*(name for name in dict.fromkeys(piece.parameters) if name in used),
+                     *(p.name for p in own if not p.trainable)),
+            tensor=_cut(line) if unit else None))
+        parameters += [replace(p, unit=unit, is_cut=_divides(p)) for p in own]
         used.update(piece.parameters)
-        if layers and layers[-1].is_like(layer):
-            layers[-1] = layers[-1].with_one_more()
-        elif layer.segment != Segment():
-            layers.append(layer)
-    loss = replace(_line(first[LOSS], second[LOSS]), unit="")
-    whole = split.whole
-    return replace(whole, parameters=tuple(p for layer in layers for p in layer.parameters),
-                   segments=(*(layer.segment for layer in layers), loss), by_dimensions=True,
-                   notes=(*whole.notes, TENSOR_NOTE))
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Pieces that are alike. parameters: that no piece before them has."""
-
-    segment: Segment
-    parameters: tuple[Parameter, ...]
-
-    def is_like(self, other: _Layer) -> bool:
-        if not self.segment.unit or not other.segment.unit or self._is_tied() or other._is_tied():
-            return False
-        figures, theirs = (replace(layer.segment, unit="", gradients=(), borrows=(), repeat=1)
-                           for layer in (self, other))
-        return figures == theirs and [_shape(p) for p in self.parameters] == [_shape(p) for p in other.parameters]
-
-    def _is_tied(self) -> bool:
-        """Whether a piece before it has one of its parameters. What it borrows besides is its own, and frozen."""
-        return not {p.name for p in self.parameters}.issuperset(self.segment.borrows)
-
-    def with_one_more(self) -> _Layer:
-        return _Layer(replace(self.segment, repeat=self.segment.repeat + 1),
-                      tuple(replace(p, count=p.count + 1) for p in self.parameters))
-
-
-def _shape(p: Parameter) -> tuple[object, ...]:
-    return p.num_bytes, p.rows, p.dtype, p.trainable, p.state_bytes
-
-
-def _layer(piece: Piece, segment: Segment, known: Mapping[str, Parameter], units: set[str],
-           used: set[str], places: Mapping[str, int]) -> _Layer:
-    unit = piece.key if piece.key in units else ""
-    parameters_of_layer = sorted((known[name] for name in set(piece.parameters) - used), key=lambda p: places[p.name])
-    parameters = tuple(replace(p, unit=unit, is_cut=_divides(p)) for p in parameters_of_layer)
-    return _Layer(replace(
-        segment, unit=unit, gradients=tuple(p.name for p in parameters_of_layer if p.trainable),
-        borrows=(*(name for name in dict.fromkeys(piece.parameters) if name in used),
-                 *(p.name for p in parameters_of_layer if not p.trainable)),
-        tensor=_cut(segment) if unit else None), parameters)
+    segments.append(replace(_line(first[LOSS], second[LOSS]), unit=""))
+    return folded(replace(
+        split.whole, parameters=tuple(parameters), segments=tuple(s for s in segments if s != Segment()),
+        by_dimensions=True, notes=(*split.whole.notes, TENSOR_NOTE)))
 
 
 def _divides(p: Parameter) -> bool:
