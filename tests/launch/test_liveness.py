@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,18 @@ def test_strangers_are_no_ranks(said: bytes, is_one_by_one: bool):
         wait_until(lambda: hub._members.keys() == {1})
         member.close(farewell=True)
         assert hub.lost == []
+
+
+def test_strangers_that_say_nothing_keep_no_rank_out(hub: Hub, join: Any):
+    """They have so many places and no more, and a rank always finds one."""
+    with ExitStack() as strangers:
+        for _ in range(150):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", hub.port), timeout=5))
+        member = join(1)
+        wait_until(lambda: len(hub._unproven) == 63)  # the rank's place is free again
+        assert hub._members.keys() == {1}
+    wait_until(lambda: not len(hub._unproven))
+    assert hub.lost == [] and member.lost == []
 
 
 class _Closing:

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
+from paceline.launch.strangers import Unproven
+
 _NONCE_BYTES, _PROOF_BYTES, _RANK = 16, 32, struct.Struct(">i")
 _FAREWELL = _RANK.pack(-1)  # in either direction: this process is about to end, and all is well
 _HANDSHAKE_S = 10.0
@@ -61,6 +63,7 @@ class Hub:
         self.port: int = self._listener.getsockname()[1]
         self._wake, self._woken = map(_kept, socket.socketpair())
         self._members: dict[int, socket.socket] = {}
+        self._unproven = Unproven()
         self._farewell = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -94,14 +97,19 @@ class Hub:
             sock.setblocking(False)
             nonce, claim = secrets.token_bytes(_NONCE_BYTES), bytearray()
             sock.send(nonce)  # into an empty buffer
+            if (loser := self._unproven.add(sock)) is not None:
+                self._drop(loser)
             self._selector.register(sock, selectors.EVENT_READ, lambda: self._greet(sock, nonce, claim))
 
     def _greet(self, sock: socket.socket, nonce: bytes, claim: bytearray) -> None:
         """Take what a peer says of itself, as far as it has come."""
+        if sock.fileno() < 0:
+            return  # it lost its place in this very round
         data = _received(sock, _RANK.size + _PROOF_BYTES - len(claim))
         claim += data
         if data and len(claim) < _RANK.size + _PROOF_BYTES:
             return
+        self._unproven.remove(sock)
         rank = bytes(claim[:_RANK.size])
         if not data or not hmac.compare_digest(bytes(claim[_RANK.size:]), _proof(self._secret, nonce, rank)):
             self._drop(sock)

@@ -491,6 +491,15 @@ def test_a_stranger_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     _works(served)
 
 
+def test_strangers_that_say_nothing_keep_no_worker_out(served: Served):
+    """They take each other's places, and a worker is served at once."""
+    strangers = [served.stranger() for _ in range(150)]
+    _works(served)
+    assert len(served.door.unproven) <= 64
+    for sock in strangers:
+        sock.close()
+
+
 def test_what_is_left_of_a_worker_that_is_given_up(served: Served):
     """Whole updates that are still to be made; neither others nor parts."""
     connection = served.reach()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from paceline.launch.strangers import Unproven
 from paceline.strategies.server.clock import LEASES
 from paceline.strategies.server.exchange.shared import Shared, accept_offer
 from paceline.strategies.server.exchange.wire import (
@@ -29,7 +30,6 @@ from paceline.strategies.server.exchange.wire import (
 )
 from paceline.strategies.server.shards import Chunk, Shard
 
-_HANDSHAKES = 64  # at a time
 _NORMED = 2**17  # elements at a time
 # Updates that one worker may have begun to send and that are not made. It has weights with every update that was made
 # before its last lease, so those are its leases and the one before; the rest is for servers without chunks.
@@ -58,7 +58,7 @@ class Acceptor:
         self.sock, self.welcome, self.secret, self.layout, self.check = sock, welcome, secret, layout, check
         self.refused = 0
         self.is_closed = False
-        self.places = threading.BoundedSemaphore(_HANDSHAKES)
+        self.unproven = Unproven()
         threading.Thread(target=self._listen, name="paceline-door", daemon=True).start()
 
     @property
@@ -81,10 +81,7 @@ class Acceptor:
                     return
                 time.sleep(_REST_S)  # too many files are open, or whoever came is gone
                 continue
-            if not self.places.acquire(blocking=False):
-                sock.close()
-                self.refused += 1
-                continue
+            self.unproven.add(sock)  # the thread of one that loses its place finds it shut down
             threading.Thread(target=self._admit, args=(sock,), name="paceline-admit", daemon=True).start()
 
     def _admit(self, sock: socket.socket) -> None:
@@ -95,7 +92,7 @@ class Acceptor:
             self.refused += 1
             return
         finally:
-            self.places.release()
+            self.unproven.remove(sock)
         self.welcome(connection, peer)
 
 
