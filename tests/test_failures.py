@@ -546,6 +546,37 @@ def test_a_scheduler_that_wants_the_machine_back(run_dir: Path, whole_run: Path,
     assert_equal_models(run_dir, whole_run)
 
 
+@pytest.mark.parametrize(("number", "to_rank", "phase"), [
+    (signal.SIGUSR1, False, "step"), (signal.SIGUSR2, True, "build"), (signal.SIGTERM, True, "evaluate")])
+def test_a_scheduler_at_any_moment(run_dir: Path, whole_run: Path, tmp_path: Path, start_child: Any,
+                                   wait_for: Callable[..., None], number: signal.Signals, to_rank: bool, phase: str):
+    """Every signal of schedulers, to the command or a rank, gives exit code 5; resumed, the run ends as if it never
+    had been."""
+    def waits(where: str) -> None:
+        if where == phase and rank() == 1 - (where == "build"):  # no group yet: each says that it is 0
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            time.sleep(1.5)
+
+    class Slow(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            waits("build")
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        waits("step" if output.requires_grad else "evaluate")
+        return F.cross_entropy(output, target)
+
+    pid = tmp_path / "pid"
+    child = start_child(lambda: paceline.train(a_job(model=Slow, loss=loss, validation=Points(samples=8)), "data=2",
+                                               run=run_dir, check=False))
+    wait_for(lambda: pid.exists() and pid.read_text())
+    os.kill(int(pid.read_text()) if to_rank else child.pid, number)
+    assert child.exit_code() == 5, child.stderr
+    assert "stopped by" in child.stderr and "--resume goes on" in child.stderr
+    paceline.train(a_job(), "data=2", run=run_dir, resume=True)
+    assert_equal_models(run_dir, whole_run)
+
+
 # --- The command line ---------------------------------------------------------------------------------------------
 
 

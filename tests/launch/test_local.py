@@ -149,10 +149,10 @@ def test_the_rank_that_raised_is_reported(run_ranks: Callable[..., Any], tmp_pat
 
 @pytest.mark.parametrize(("end", "words"), [
     (lambda: os.kill(os.getpid(), signal.SIGKILL), "it was killed by SIGKILL"),
-    (lambda: os.kill(os.getpid(), signal.SIGTERM), "it was killed by SIGTERM"),
+    (lambda: os.kill(os.getpid(), signal.SIGSEGV), "it was killed by SIGSEGV"),
     (lambda: os._exit(7), "it ended with exit code 7 and no exception"),
     (lambda: os._exit(0), "it ended with exit code 0 and no exception"),
-], ids=["SIGKILL", "SIGTERM", "exit 7", "exit 0"])
+], ids=["SIGKILL", "SIGSEGV", "exit 7", "exit 0"])
 def test_a_rank_that_dies(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, end: Callable[[], None],
                           words: str):
     """A rank that dies without a word is named with the step it was in, and the others end within seconds."""
@@ -172,6 +172,14 @@ def test_a_rank_that_dies(run_ranks: Callable[..., Any], monkeypatch: pytest.Mon
     assert words in str(found.value)
     assert found.value.exit_code == PeerLost.exit_code
     assert time.monotonic() - began_s < PATIENCE_S
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_rank_is_preempted_before_it_can_save(run_ranks: Callable[..., Any], number: signal.Signals):
+    """A scheduler's signal to one rank is no failure, and nobody starts it again."""
+    with pytest.raises(RankFailed, match=rf"rank 0 was stopped by {number.name} in start") as found:
+        run_ranks(lambda context: os.kill(os.getpid(), number), 1)
+    assert found.value.exit_code == Preempted.exit_code and found.value.failure.reason == "preempted"
 
 
 def test_the_only_rank_dies(run_ranks: Callable[..., Any]):

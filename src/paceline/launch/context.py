@@ -80,5 +80,5 @@ class RankContext:
             self.stop_signal = self.stop_signal or number  # Ctrl-C reaches a rank twice: itself and by its parent
             signal.signal(number, signal.SIG_DFL)
 
-        with signals.handled((*signals.STOPPING, signal.SIGUSR1, signal.SIGUSR2), request):
+        with signals.handled(signals.STOPPING, request):
             yield

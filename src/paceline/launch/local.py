@@ -159,7 +159,7 @@ def _be_rank(launch: _Launch, rank: int, line: Line) -> None:
 
 @contextmanager
 def _forwarded_signals(processes: Supervisor, listens: Event) -> Iterator[list[int]]:
-    """While the ranks run, SIGINT and SIGTERM ask them to stop; a second one kills them, and ends the listener.
+    """While the ranks run, a request to stop is passed on to them; a second one kills them, and ends the listener.
 
     listens: set while the listener runs.
     """
@@ -278,8 +278,14 @@ class _Ranks:
         rank.finished = True
         if rank.failure is None:
             sign, code = self.launch.board.read(number), message.value
-            ours = self.interrupted and -(code or 0) in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-            rank.failure = stopped(number, self.interrupted[0], sign) if ours else killed(number, code, sign)
+            ended_by = -(code or 0)
+            if self.interrupted and ended_by in (*signals.STOPPING, signal.SIGKILL):
+                rank.failure = stopped(number, self.interrupted[0], sign)
+            elif ended_by in signals.PREEMPTING:  # it was sent to this rank, before there were steps
+                alone = stopped(number, ended_by, sign)
+                rank.failure = replace(alone, message=f"rank {number} was {alone.message}")
+            else:
+                rank.failure = killed(number, code, sign)
 
     def _listen(self, number: int, message: Message) -> None:
         """Let the listener hear what a rank says, and pass on what it answers."""

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # by which schedulers want a machine back
+STOPPING = (signal.SIGINT, *PREEMPTING)
 
 
 @contextmanager
