@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,6 +72,7 @@ class Update:
 
 
 Record = Launch | Update
+_DEFAULTS = {kind: {field.name: field.default for field in fields(kind)} for kind in (Launch, Update)}
 
 
 def order_of(job: Job) -> OrderKind:
@@ -167,9 +168,8 @@ class Journal:
 
 
 def _line(record: Record) -> bytes:
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    defaults = {field.name: field.default for field in fields(record) if field.default is not MISSING}
-    document = {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+    document = {name: value for name, default in _DEFAULTS[type(record)].items()
+                if (value := getattr(record, name)) != default}
     return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
 

@@ -70,6 +70,11 @@ def _mix(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
 _DIGEST_BITS = 24  # of a sample, so that float64 adds up those of 2**29 samples exactly
 
 
+@lru_cache
+def _digest_key(epoch: int) -> int:
+    return key_to_seed("digest", epoch)
+
+
 def digest(epoch: int, positions: Sequence[int] | range, indices: Sequence[int]) -> int:
     """What tells which samples were fetched: a sum over them, each a hash of (epoch, position, index).
 
@@ -78,8 +83,8 @@ def digest(epoch: int, positions: Sequence[int] | range, indices: Sequence[int])
     """
     if not len(indices):
         return 0
-    at = _mix(np.asarray(positions, dtype=np.int64).astype(np.uint64), key_to_seed("digest", epoch))
-    mixed = _mix(at ^ np.asarray(indices, dtype=np.int64).astype(np.uint64), 0)
+    at, which = (np.asarray(values, dtype=np.int64).view(np.uint64) for values in (positions, indices))
+    mixed = _mix(at * np.uint64(0x9E3779B97F4A7C15) + which, _digest_key(epoch))
     return int((mixed >> np.uint64(64 - _DIGEST_BITS)).sum())
 
 
