@@ -181,6 +181,26 @@ def test_no_bytes_crash_an_audit(tmp_path_factory, data):
     audit(folder).describe()
 
 
+_ANY = st.integers(-2, 60) | st.sampled_from([2**24, 2**31, 2**62, 2**63, 2**64, 10**30])
+
+
+@settings(max_examples=150, deadline=2000)
+@given(lines=st.lists(st.fixed_dictionaries(
+    dict.fromkeys(("launch", "step", "epoch", "start", "count", "digest"), _ANY))
+                      | st.fixed_dictionaries({"launch": _ANY, "after": _ANY, "plan": st.just("single"), "seed": _ANY,
+                                               "world_size": _ANY, "order": st.sampled_from(["shuffle", "stream"]),
+                                               "num_samples": _ANY | st.none()}), max_size=6))
+def test_no_numbers_hold_an_audit_up(tmp_path_factory, lines):
+    folder = tmp_path_factory.mktemp("fuzz")
+    (folder / JOURNAL).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert not lines or not audit(folder).passed or lines[0].get("after") == 0
+
+
+def test_an_epoch_without_updates_is_found(tmp_path):
+    found = edited(written(tmp_path, range(12)), lambda lines: [line for line in lines if line.get("epoch") != 1])
+    assert ("lost", 1) in {(finding.kind, finding.epoch) for finding in found.findings}, found.describe()
+
+
 def test_a_window_is_noted_until_ranks_meet(tmp_path):
     journal = Journal(tmp_path / JOURNAL)
     journal.begin(job(), plan="data=2 local=2", world_size=2, after=0)

@@ -25,6 +25,8 @@ from paceline.job import Job
 from paceline.runtime.order import Window
 
 LINE_BYTES = 4096  # more is no line of ours
+MOST = 2**62  # of any number; sums of two are whole in 64 bits
+MOST_SAMPLES = 2**24  # of an update: whoever audits makes a list of them
 
 OrderKind = Literal["shuffle", "sampler", "stream"]
 
@@ -184,8 +186,14 @@ def parse(line: bytes) -> Record:
         raise ValueError("it is no object")
     kind: Any = Launch if "after" in document else Update
     record: Record = msgspec.convert(document, kind)  # a ValidationError is a ValueError
-    if isinstance(record, Update) and (record.start < 0 or record.count < 0 or record.step < 1 or record.epoch < 0):
-        raise ValueError("it has a number below its least")
+    if isinstance(record, Launch):
+        numbers: tuple[int, ...] = record.launch, record.after, record.num_samples or 0
+    else:
+        numbers = record.launch, record.step - 1, record.epoch, record.start
+        if not 0 <= record.count <= MOST_SAMPLES:
+            raise ValueError(f"an update of {record.count} samples")
+    if not all(0 <= number < MOST for number in numbers):
+        raise ValueError("a number is out of its bounds")
     return record
 
 

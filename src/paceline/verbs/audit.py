@@ -201,9 +201,13 @@ class _Books:
         by_epoch: dict[int, list[Update]] = {}
         for update in self.applied:
             by_epoch.setdefault(update.epoch, []).append(update)
-        last_epoch, whole = max(by_epoch, default=-1), 0
-        for epoch in range(last_epoch + 1):
-            updates = sorted(by_epoch.get(epoch, []), key=lambda update: (update.start, update.step))
+        last_epoch, due, whole = max(by_epoch, default=-1), 0, 0
+        for epoch in sorted(by_epoch):
+            if epoch > due:
+                which = f"epochs {due} to {epoch - 1}" if epoch - due > 1 else f"epoch {due}"
+                self._find("lost", f"no update is of {which}, and epoch {epoch} began", epoch=due)
+            due = epoch + 1
+            updates = sorted(by_epoch[epoch], key=lambda update: (update.start, update.step))
             end, is_tiled = self._check_tiles(epoch, updates)
             whole += self._check_end(epoch, end, updates, is_last=epoch == last_epoch) and is_tiled
         return whole
