@@ -79,7 +79,7 @@ def rank() -> int:
 def failing(job: paceline.Job | JobFile, run_dir: Path, *, plan: str = "data=2", **options: Any) -> PacelineError:
     """The error of a run that fails and leaves nothing half-written."""
     with pytest.raises(PacelineError) as found:
-        paceline.train(job, plan, run=run_dir, **options)
+        paceline.train(job, plan, run=run_dir, **{"restarts": 0, **options})
     assert_nothing_half_written(run_dir)
     assert str(found.value).count("hint:") <= 1
     return found.value
@@ -589,7 +589,8 @@ def command(*words: Any, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(("fields", "words", "exit_code", "says"), [
     ({}, ["--set", "hiden=9"], 2, "error: unknown hyperparameter 'hiden', did you mean 'hidden'?"),
     ({"loss": "lambda o, t: F.cross_entropy(o, t) * float('nan')"}, [], 1, "the loss is not a number (NaN) in step 1"),
-    ({"loss": "lambda o, t: __import__('os').kill(__import__('os').getpid(), 9)"}, [], 4, "it was killed by SIGKILL"),
+    ({"loss": "lambda o, t: __import__('os').kill(__import__('os').getpid(), 9)"}, ["--restarts", "0"], 4,
+     "it was killed by SIGKILL"),
 ], ids=["usage", "NaN", "killed"])
 def test_exit_codes(tmp_path: Path, fields: dict[str, Any], words: list[str], exit_code: int, says: str):
     """Each kind of failure has its exit code; the message stands once on stderr, and stdout stays empty."""

@@ -82,7 +82,7 @@ def train(
                                                        help="Data loading processes a rank.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long a rank may hang.")] = 300.0,
     restarts: Annotated[int | None, typer.Option(
-        metavar="N", min=0, help="Restarts of ranks that died; 3 with staleness, else 0.")] = None,
+        metavar="N", min=0, help="Restarts of ranks that died or hang; 100 by default.")] = None,
     check: Annotated[YesOrNo, typer.Option(help="Hold the first update against one device before training.")] = "yes",
     log: Annotated[list[str] | None, typer.Option(
         metavar="KIND[:WHERE]", help="tensorboard[:DIR], mlflow[:URI], wandb[:PROJECT], trackio[:PROJECT].")] = None,

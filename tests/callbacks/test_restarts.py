@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import paceline as pl
+from paceline.launch import local
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -82,6 +84,29 @@ def train(run: Path, plan: str, callbacks: list[pl.Callback], *, killed: Path | 
     return pl.train(job, plan, run=run, check=False, **options)
 
 
+@pytest.fixture
+def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where memory has no room for copies of the state."""
+    monkeypatch.setattr(local, "_copies", lambda devices, restarts: nullcontext())
+
+
+def test_callbacks_keep_what_they_know_where_ranks_go_on_from_a_copy(tmp_path: Path):
+    """All are told of everything once; the run ends as one without a death."""
+    expected = train(tmp_path / "whole", "single", [pl.EarlyStopping(patience=2), pl.KeepBest()])
+    counts, looks = Counts(), Looks()
+    result = train(tmp_path / "run", "data=2", [counts, looks, pl.EarlyStopping(patience=2), pl.KeepBest()],
+                   killed=tmp_path / "killed")
+    assert (tmp_path / "killed").exists()
+    assert (result["steps"], result["stopped"]) == (expected["steps"], expected["stopped"])
+    assert looks.told == counts.told == list(range(1, result["steps"] + 1)) and counts.steps == result["steps"]
+    assert looks.evaluated == list(range(5, 41, 5))
+    (first, _), (again, restarts) = counts.starts
+    assert (first, restarts) == (0, 1) and 0 < again <= 12
+    assert result.best.step == expected.best.step
+    torch.testing.assert_close(result.best.state_dict(), expected.best.state_dict())
+
+
+@pytest.mark.usefixtures("no_copies")
 def test_callbacks_go_back_to_the_checkpoint_from_which_ranks_start_again(tmp_path: Path):
     """Those with state are told again of what follows it, others of nothing twice; the run ends as one without."""
     expected = train(tmp_path / "whole", "single", [pl.EarlyStopping(patience=2), pl.KeepBest()])
@@ -98,6 +123,7 @@ def test_callbacks_go_back_to_the_checkpoint_from_which_ranks_start_again(tmp_pa
     torch.testing.assert_close(result.best.state_dict(), expected.best.state_dict())
 
 
+@pytest.mark.usefixtures("no_copies")
 def test_callbacks_begin_anew_where_ranks_do(tmp_path: Path):
     """Without a checkpoint state is what it was before the first step."""
     counts = Counts()

@@ -153,7 +153,7 @@ def test_without_staleness_a_death_ends_the_run(tmp_path: Path, rank: int, plan:
     """The rank that was killed is named, whoever lost a connection to it."""
     job = _killing(rank, signal.SIGKILL, at=20, epochs=8)
     with pytest.raises(PacelineError, match=f"rank {rank} .*\n.*killed by SIGKILL") as raised:
-        paceline.train(job, plan, run=tmp_path / "run", timeout_s=TIMEOUT_S)
+        paceline.train(job, plan, run=tmp_path / "run", timeout_s=TIMEOUT_S, restarts=0)
     assert raised.value.exit_code == 4
 
 

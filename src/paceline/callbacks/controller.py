@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 # Has the ranks do something while they wait, and returns what came of it.
 Exchange = Callable[[dict[str, Any]], Any]
 
+_REMEMBERED_ANSWERS = 256
+
 
 class RunController:
     """The callbacks of one run, in the process that controls it.
@@ -59,6 +61,8 @@ class RunController:
         self._epoch_loss: dict[int, tuple[float, int]] = {}  # sum over samples, and their number
         self._evaluation: EvaluationReport | None = None
         self._told: dict[tuple[int, str], int] = {}  # the last step or epoch that a callback was told of
+        self._answers: dict[tuple[str, int, int | None], dict[str, Any]] = {}  # by event, step and epoch
+        self._sent: list[tuple[int, Requests]] = []  # while ranks went on, after which step
         self._heard = {"start": self._start, "epoch": self._epoch, "evaluation": self._evaluated, "save": self._saved}
 
     # --- Heard from rank 0 ------------------------------------------------------------------------------------------
@@ -66,7 +70,10 @@ class RunController:
     def told(self) -> dict[str, Any] | None:
         """Steps were taken. Returns what callbacks ask of the ranks since the last time; None if nothing."""
         self._read_steps()
-        return self._taken_requests() if self.run._requests else None
+        if not self.run._requests:
+            return None
+        self._sent.append((self.run.step, self.run._requests))
+        return self._taken_requests()
 
     def asked(self, event: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:
         """Ranks wait after a step. Returns what callbacks ask of them, and "callbacks", their state, where it is asked
@@ -77,6 +84,9 @@ class RunController:
         kind = event["event"]
         if kind != "start":
             self._read_steps()
+        place = kind, event["step"], event.get("epoch")
+        if place in self._answers:  # ranks that go on from a copy ask again what their predecessors asked
+            return dict(self._answers[place])
         answer: dict[str, Any] = {}
         self.run._weights = lambda: self._read_weights(exchange)
         try:
@@ -86,7 +96,12 @@ class RunController:
                 self._heard[kind](event)
         finally:
             self.run._weights = None
-        return answer | self._taken_requests()
+        answer |= self._taken_requests()
+        if kind not in ("start", "end"):
+            self._answers[place] = dict(answer)
+            while len(self._answers) > _REMEMBERED_ANSWERS:
+                del self._answers[next(iter(self._answers))]
+        return answer
 
     def _taken_requests(self) -> dict[str, Any]:
         taken, self.run._requests = self.run._requests, Requests()
@@ -94,17 +109,29 @@ class RunController:
 
     def _start(self, event: Mapping[str, Any]) -> None:
         """Ranks begin, or begin again: callbacks with state go back to what it was at that step, and are told again of
-        what follows; others are told of nothing twice."""
+        what follows; others are told of nothing twice. Where ranks go on from a copy of their state, what follows is
+        what callbacks were told of before, so those with state keep it, and are told of nothing twice either."""
         self.run.step, is_again = event["step"], self._initial is not None
         self.run.restarts += is_again
         if self._initial is None:
             self._initial = self._states()
-        self._restore(event.get("callbacks"), step=event["step"], is_again=is_again)
+        if is_again and event.get("keeps"):
+            self._send_again(event["step"])
+        else:
+            self._answers.clear()
+            self._restore(event.get("callbacks"), step=event["step"], is_again=is_again)
         self._epoch_loss, self._samples, self._offset, self._evaluation = {}, 0, 0, None
         for line in self._new_lines():
             self._count(line)
         self._call("on_start")
         self._states()  # refused now, not after an hour
+
+    def _send_again(self, step: int) -> None:
+        """Ask of the ranks what those before them may not have done. step: after which they go on."""
+        for sent_step, requests in self._sent:
+            lasting = {"stop": requests.stop, "failed": requests.failed}
+            self.run._requests.add(requests.to_dict() if sent_step >= step else lasting)
+        self._sent.clear()
 
     def _restore(self, saved: list[dict[str, Any]] | None, *, step: int, is_again: bool) -> None:
         left = list(saved if saved is not None else (self._initial or []) if is_again else [])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.launch.faults import FaultInjector
     from paceline.launch.heartbeats import Heartbeat, HeartbeatTable
     from paceline.launch.messages import Line
+    from paceline.launch.state_copies import StateCopies
 
 
 @dataclass
@@ -37,6 +38,7 @@ class RankContext:
     lost: ranks that are known to have died, the first one first; grows while they run.
     line: to the process that controls the run, if it is another one and listens.
     faults: that strike this rank, in a run that is rehearsed.
+    copies: memory for copies of the run's state, for ranks that are started again; None without restarts.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class RankContext:
     lost: list[int] = field(default_factory=list)
     line: Line | None = None
     faults: FaultInjector | None = None
+    copies: StateCopies | None = None
 
     def beat(self, phase: str) -> None:
         """A sign of life."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+RESTARTS = 100  # of ranks in a run, if the user doesn't say
+FRUITLESS_RESTARTS = 2  # of one rank in a row, without a step that was not taken before
+
 
 @dataclass(frozen=True, slots=True)
 class FaultPolicy:
@@ -12,12 +15,10 @@ class FaultPolicy:
     uses_process_group: whether all of them form a process group of torch's; without one they find each other in the
         store.
     optional_ranks: ranks that may be killed while the others go on.
-    restarts: how often ranks that died are started again in a run, if the user doesn't say.
     """
 
     uses_process_group: bool = True
     optional_ranks: frozenset[int] = frozenset()
-    restarts: int = 0
 
 
 ALL_NEEDED = FaultPolicy()  # ranks that all need each other

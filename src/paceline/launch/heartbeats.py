@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 PHASES = ("start", "build", "restore", "input", "forward", "backward", "reduce", "optimizer", "evaluate", "save",
-          "callback", "end")
+          "copy", "callback", "end")
 _WORDS, _WORD_BYTES = 2, 8  # of an entry: where its rank is, and when it said so
 
 

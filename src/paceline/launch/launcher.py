@@ -45,12 +45,12 @@ class Launcher:
         return agree(self._store, self.environment, key, make, timeout_s=self.timeout_s)
 
     def run(self, body: Body, *, run_dir: Path | None, idle: Callable[[HeartbeatTable], None] | None = None,
-            fault_policy: FaultPolicy = ALL_NEEDED, restarts: int | None = None,
+            fault_policy: FaultPolicy = ALL_NEEDED, restarts: int = 0,
             listener: Listener | None = None) -> Any:
         """Run the body as every rank and return rank 0's result (inside a launcher, this rank's).
 
         idle: called in a fork of this process while forked ranks work, with their signs of life.
-        restarts: how often ranks that died are started again; by default as the policy has it.
+        restarts: how often ranks that died are started again.
         listener: hears forked rank 0; inside a launcher that is this process, which needs nobody to hear it.
 
         Raises:
@@ -60,8 +60,7 @@ class Launcher:
             from paceline.launch.local import run_local
 
             return run_local(body, self.devices, run_dir=run_dir, timeout_s=self.timeout_s, idle=idle,
-                             fault_policy=fault_policy,
-                             restarts=fault_policy.restarts if restarts is None else restarts, listener=listener)[0]
+                             fault_policy=fault_policy, restarts=restarts, listener=listener)[0]
         if restarts:
             raise UsageError(f"restarts={restarts}: {self.environment.launcher} started this rank, not Paceline",
                              hint="torchrun --max-restarts N starts ranks again; give the command --resume with it")

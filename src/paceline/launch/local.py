@@ -20,11 +20,12 @@ from paceline.errors import PeerLost
 from paceline.launch import signals
 from paceline.launch.context import RankContext
 from paceline.launch.failure import Failure, RankFailed, cause_of, killed, stopped
-from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
+from paceline.launch.fault_policy import ALL_NEEDED, FRUITLESS_RESTARTS, FaultPolicy
 from paceline.launch.fork import refuse_used_cuda
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.messages import Line, Message, RanksGone
 from paceline.launch.process import Body, run_rank, set_up_device
+from paceline.launch.state_copies import StateCopies
 from paceline.launch.supervisor import Supervisor
 from paceline.launch.temporary import temporary_folder
 
@@ -65,6 +66,7 @@ class _Launch:
     """What ranks are started with.
 
     listener: hears the first rank.
+    copies: of the run's state, for ranks that are started again.
     name: of this launch. starts, deaths, restarts: of all ranks until now, of each rank, and those that are left.
     """
 
@@ -77,6 +79,7 @@ class _Launch:
     fault_policy: FaultPolicy
     restarts: int
     deaths: tuple[int, ...]
+    copies: StateCopies | None
     listener: Listener | None = None
     num_starts: int = 0
     name: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
@@ -98,7 +101,8 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
         idle: Called in another fork, at a low priority, after the ranks have started.
         fault_policy: Which ranks the others go on without; the result of one that was killed is None.
         restarts: How often ranks that died or hang are started again: such a one alone, or else all of them, with
-            `context.num_starts` above 1. A rank that raised an error is not: it would again.
+            `context.num_starts` above 1 and what they copied to `context.copies`. A rank that raised an error is not:
+            it would again. Neither are ranks that keep dying without a new step.
         listener: Hears what rank 0 reports and asks, in this process.
 
     Raises:
@@ -108,9 +112,9 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
     from paceline.launch.aside import run_beside  # which imports torch
 
     refuse_used_cuda()
-    with temporary_folder() as rendezvous:
+    with temporary_folder() as rendezvous, _copies(devices, restarts) as copies:
         launch = _Launch(body, devices, HeartbeatTable(len(devices)), rendezvous, run_dir, timeout_s,
-                         fault_policy, restarts, (0,) * len(devices), listener)
+                         fault_policy, restarts, (0,) * len(devices), copies, listener)
         with (closing(Supervisor(partial(_be_rank, launch))) as processes,
               _forwarded_signals(processes, listens := Event()) as interrupted):
             ranks = _Ranks(launch, processes, interrupted, listens)
@@ -124,6 +128,16 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
             finally:
                 ranks.end_all()
     return [rank.result for rank in ranks.of]
+
+
+@contextmanager
+def _copies(devices: Sequence[Device], restarts: int) -> Iterator[StateCopies | None]:
+    """None where no rank is started again, or ranks are held to a size that has no room for copies."""
+    if not restarts or any(device.is_limit for device in devices):
+        yield None
+        return
+    with closing(StateCopies(len(devices))) as copies:
+        yield copies
 
 
 def _ended_by(cause: Failure, log: str | None, interrupted: Sequence[int]) -> RankFailed:
@@ -145,7 +159,7 @@ def _be_rank(launch: _Launch, rank: int, line: Line) -> None:
         rank, world_size, world_size, set_up_device(device, world_size), None, launch.board, rank,
         f"{launch.name}-{start['num_starts']}", secret=launch.secret, timeout_s=launch.timeout_s,
         num_starts=start["num_starts"], deaths=tuple(start["deaths"]), restarts=start["restarts"],
-        line=line if launch.listener is not None and rank == 0 else None)
+        line=line if launch.listener is not None and rank == 0 else None, copies=launch.copies)
     # Not the store that the ranks of an earlier start have left.
     store = launch.rendezvous / f"store-{context.num_starts}"
     result, failure, log = run_rank(
@@ -185,6 +199,8 @@ class _Ranks:
     def __init__(self, launch: _Launch, processes: Supervisor, interrupted: Sequence[int], listens: Event) -> None:
         self.launch, self.processes, self.interrupted, self.listens = launch, processes, interrupted, listens
         self.of = [_Rank() for _ in launch.devices]
+        self.furthest = [-1] * len(self.of)  # step at which each rank died
+        self.fruitless = [0] * len(self.of)  # deaths of each rank in a row that came no further
 
     def start_all(self) -> None:
         self.launch = replace(self.launch, num_starts=self.launch.num_starts + 1)
@@ -211,20 +227,24 @@ class _Ranks:
         lost = {rank.failure.rank for rank in self.of if rank.failure and not rank.failure.heard}
         for number in range(len(self.of)):
             self.processes.end(number)
-        self._note_restart(lost, cause, "all ranks start again from the newest checkpoint")
+        self._note_restart(lost, cause, "all ranks start again")
         self.start_all()
 
     def may_restart(self, failure: Failure) -> bool:
         """Whether who died, or hung, is to be started again."""
-        return failure.kind == PeerLost.__name__ and self.launch.restarts > 0 and not self.interrupted
+        return failure.kind == PeerLost.__name__ and self.launch.restarts > 0 and not self.interrupted and (
+            self.fruitless[failure.rank] < FRUITLESS_RESTARTS or failure.step > self.furthest[failure.rank])
 
     def _note_restart(self, lost: set[int], failure: Failure, what: str) -> None:
         """Count a restart and say why."""
         restarts = self.launch.restarts - 1
+        rank, is_further = failure.rank, failure.step > self.furthest[failure.rank]
+        self.fruitless[rank] = 0 if is_further else self.fruitless[rank] + 1
+        self.furthest[rank] = max(self.furthest[rank], failure.step)
         self.launch = replace(self.launch, restarts=restarts, deaths=tuple(
             deaths + (number in lost) for number, deaths in enumerate(self.launch.deaths)))
         why = failure.message.partition("\n")[0]
-        print(f"rank {failure.rank}: {why}; {what} ({restarts} restart{'s' * (restarts != 1)} left)",
+        print(f"rank {rank}: {why}; {what} ({restarts} restart{'s' * (restarts != 1)} left)",
               file=sys.stderr, flush=True)
 
     def _cause(self) -> Failure | None:

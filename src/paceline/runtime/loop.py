@@ -26,8 +26,9 @@ from paceline.launch.faults import Fault
 from paceline.plans import Plan
 from paceline.runtime import drift, state, trace
 from paceline.runtime.checkpoint.prune import prune
-from paceline.runtime.checkpoint.write import Writer, write_json
+from paceline.runtime.checkpoint.write import Writer, write_json, write_text
 from paceline.runtime.control import Controlling, RunControl
+from paceline.runtime.copies import Copier, open_newest
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import evaluate, evaluate_step
 from paceline.runtime.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
@@ -151,6 +152,7 @@ class _Run:
         since the ranks met.
     scheduled_step: after which an evaluation stepped the schedule last.
     due: what is to be done when replicas are where a run may be saved. stop: some rank was asked to.
+    is_copied: whether it goes on from a copy in memory.
     ended: why a callback or the observer ended the run, if one did. epoch: of the last step. ended_epochs: that
         callbacks are to hear of. evaluated_step: of the last evaluation.
     """
@@ -164,6 +166,7 @@ class _Run:
     memory: PeakMemory
     display: Display
     writer: Writer | None
+    copier: Copier | None
     metrics: Path | None
     journal: Journal
     scheduled_step: int = -1
@@ -176,6 +179,7 @@ class _Run:
     stop: bool = False
     control: RunControl | None = None
     restored_callbacks: list[dict[str, Any]] | None = None
+    is_copied: bool = False
     ended: str | None = None
     epoch: int = 0
     ended_epochs: list[int] = field(default_factory=list)
@@ -184,6 +188,22 @@ class _Run:
     num_exports: int = 0
     blocked_s: float = 0.0
     speed: Speed = field(default_factory=Speed)
+
+    def figures(self) -> dict[str, Any]:
+        """What a run that goes on from a copy knows beside its state."""
+        return {"loss": self.loss, "evaluated": self.evaluated, "evaluated_step": self.evaluated_step,
+                "scheduled_step": self.scheduled_step, "saved_step": self.saved_step, "epoch": self.epoch}
+
+    def take_figures(self, figures: Mapping[str, Any]) -> None:
+        """Know what a run knew at its last copy. A save that its ranks had begun and not ended is made again."""
+        self.loss, self.evaluated, self.evaluated_step, self.scheduled_step, self.epoch = (
+            figures[name] for name in ("loss", "evaluated", "evaluated_step", "scheduled_step", "epoch"))
+        saved_step, run_dir = figures["saved_step"], self.settings.run_dir
+        if saved_step is not None and run_dir is not None:
+            if (run_dir / CHECKPOINTS / f"step-{saved_step}").exists():
+                self.saved_step = saved_step
+            else:
+                self.due.add("save")
 
     def record(self, **figures: Any) -> None:
         """A line of metrics.jsonl, on rank 0."""
@@ -208,6 +228,8 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
             stepper = run.stepper
             stepper.trace = trace.TraceRecorder(context.rank, range(run.step + 1, run.step + 1 + settings.trace_steps))
         with context.stoppable():
+            if run.is_copied:
+                _do_what_is_due(run)  # what the ranks before these had not ended
             if run.ended is None and _steps(run):
                 _stop(run)  # a request may reach this rank later than the others that told it
         return _finish(run, started_s)
@@ -236,7 +258,9 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
         metrics = run_dir / "metrics.jsonl" if context.rank == 0 else None
         state.refuse_unsaveable(stepper)  # now, not after an hour
     run = _Run(context, job, plan, settings, mesh, stepper, memory,
-               Display(shown=context.rank == 0 and settings.observer is None), writer, metrics, journal)
+               Display(shown=context.rank == 0 and settings.observer is None), writer,
+               Copier(context, context.copies) if context.copies is not None else None, metrics,
+               journal)
     _tell(run)
     return run
 
@@ -265,8 +289,9 @@ def _restore(run: _Run) -> None:
     if not run.settings.resume or run.settings.run_dir is None:
         return
     run.context.beat("restore")
-    checkpoint = state.choose_checkpoint(run.context, run.settings.run_dir,
-                                         accept=lambda found: state.mismatch(run.stepper, found))
+    copied = open_newest(run.context, run.settings.run_dir)
+    checkpoint = copied or state.choose_checkpoint(run.context, run.settings.run_dir,
+                                                   accept=lambda found: state.mismatch(run.stepper, found))
     if checkpoint is None:
         run.display.say("no checkpoint to resume from: starting at step 0")
     else:
@@ -274,6 +299,11 @@ def _restore(run: _Run) -> None:
         notes = state.restore(run.stepper, checkpoint)
         run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
         run.display.say("; ".join([f"resumed from {checkpoint.path.name}", *notes]))
+    if copied is not None:
+        run.is_copied = True
+        run.take_figures(copied.document["figures"])
+    if run.copier is not None:
+        run.copier.begin(run.step, is_copied=copied is not None)
     if run.metrics is not None:
         cut_metrics(run.metrics, run.step)
 
@@ -296,7 +326,9 @@ def cut_metrics(path: Path, step: int) -> None:
     """Forget what the interrupted run recorded after the step that this one goes on from."""
     if path.exists():
         lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+        while lines and json.loads(lines[-1])["step"] > step:
+            del lines[-1]
+        write_text(path, "".join(lines))
 
 
 # --- Callbacks ---------------------------------------------------------------------------------------------------
@@ -307,7 +339,8 @@ def _begin_control(run: _Run) -> None:
     if run.settings.controller is None:
         return
     run.control = RunControl(run.context, run.settings.controller, partial(_obey, run))
-    _heed(run, run.control.ask({"event": "start", "step": run.step, "callbacks": run.restored_callbacks}))
+    _heed(run, run.control.ask({"event": "start", "step": run.step, "callbacks": run.restored_callbacks,
+                                "keeps": run.is_copied}))
 
 
 def _obey(run: _Run, order: dict[str, Any]) -> dict[str, Any]:
@@ -415,6 +448,8 @@ def _steps(run: _Run) -> bool:
                 return True
             if run.ended is not None:
                 break
+        if result.is_settled:
+            _copy(run)
     return False
 
 
@@ -498,6 +533,26 @@ def _compare(run: _Run) -> None:
     stepper.step_sync.drain()
     drift.check_replicas(drift.replicated(stepper), mesh=run.mesh, step=run.step, edited=stepper.edits.names,
                          outside=stepper.edits.outside)
+
+
+def _copy(run: _Run) -> None:
+    """Copy the state where the next ranks find it if one of these is lost. Collective now and then."""
+    copier = run.copier
+    if copier is None or run.step < copier.next_step:
+        return
+    run.context.beat("copy")
+    run.stepper.step_sync.drain()
+    document = None
+    if run.context.rank == 0:
+        document = state.document(run.stepper, step=run.step, samples=run.samples) | {"figures": run.figures()}
+    copier.copy(run.step, state.pieces(run.stepper), document)
+    if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies, on all ranks alike
+        if _greatest(run, int(not copier.fits())):
+            run.copier = None
+            run.display.say("this host's memory has no room for copies of the state: if a rank is lost, the run goes "
+                            "on from the last checkpoint")
+            return
+        copier.every = _greatest(run, copier.affordable_every(statistics.median(run.speed.latest_s)))
 
 
 def predicted_step_s(settings: Settings) -> float | None:
@@ -635,6 +690,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "wall_s": time.monotonic() - started_s,
         "peak_memory_bytes": peak_bytes,
         "save_blocked_s": run.blocked_s,
+        "copy_blocked_s": run.copier.blocked_s if run.copier is not None else 0.0,
         "bytes_sent": round(run.stepper.sent_bytes),
         **reported(run.stepper.synchronisers),
         **({"loss_scale": scaling.scale, "skipped_steps": scaling.skipped_steps} if scaling is not None else {}),

@@ -64,7 +64,8 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
             job's `DataLoader` has, or none.
         timeout_s: How long a rank may give no sign of life before the run is ended and the rank named.
         restarts: How often in a run ranks that were killed, or hang, are started again: a worker alone where the
-            others go on without it, else all ranks, from the newest checkpoint. By default 3 with staleness, else 0.
+            others go on without it, else all ranks, from a copy of their state in memory or the newest checkpoint. By
+            default 100; a launcher such as torchrun starts ranks again itself.
         check: Whether ranks of their own first take one step, held against one device; `proof/first_update.py`.
         log: "tensorboard", "mlflow", "wandb" or "trackio", each with ":WHERE" if need be, one or several of them:
             where the run is logged beside its folder; see docs/callbacks.md.
@@ -176,8 +177,11 @@ class TrainRequest:
 
     def _run(self, launcher: Launcher, body: Body, priced: Priced, run_dir: Path, *, controller: RunController | None,
              restarts: int | None) -> Any:
+        from paceline.launch.fault_policy import RESTARTS
         from paceline.runtime.drivers import fault_policy
 
+        if restarts is None:
+            restarts = RESTARTS if launcher.environment is None else 0
         try:
             return launcher.run(body, run_dir=run_dir, restarts=restarts, fault_policy=fault_policy(self.asked.plan),
                                 idle=lambda board: predict_once_started(board, priced, run_dir), listener=controller)

@@ -227,6 +227,13 @@ def newest_checkpoint(
     return None
 
 
+def newest_saved_step(run_dir: Path) -> int:
+    """The step of the last checkpoint that was written to its end, damaged or not; -1 if there is none."""
+    steps = [int(match[1]) for path in (Path(run_dir) / "checkpoints").glob("step-*")
+             if (match := _FOLDER.fullmatch(path.name)) and (path / COMMIT).exists()]
+    return max(steps, default=-1)
+
+
 def _candidates(folder: Path) -> list[Path]:
     """What may be a checkpoint, highest step first; a replaced one after the one that took its place."""
     if not folder.is_dir():

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from paceline.runtime.loop import Settings
     from paceline.strategies.server.exchange.wire import Uplink
 
-RESTARTS = 3  # of ranks in a run, if the user doesn't say
-
 
 def servers_of(plan: Plan) -> Servers:
     assert isinstance(plan.sync, Servers)
@@ -48,8 +46,7 @@ def fault_policy(plan: Plan) -> FaultPolicy:
         return FaultPolicy(uses_process_group=False)
     ranks = range(plan.world_size)
     return FaultPolicy(uses_process_group=False,
-                       optional_ranks=frozenset(r for r in ranks if Roles.of(plan, r).server is None),
-                       restarts=RESTARTS)
+                       optional_ranks=frozenset(r for r in ranks if Roles.of(plan, r).server is None))
 
 
 @dataclass(frozen=True, slots=True)

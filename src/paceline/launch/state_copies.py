@@ -1,0 +1,90 @@
+"""Memory that outlives the ranks of a launch: each rank leaves copies of its state there, and their successors read it.
+
+The memory belongs to files without a name, which the launching process makes before it forks. They are written and read
+by calls and never mapped, so a copy does not count as memory of the rank. The kernel frees them with the last process
+of the launch, however that ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+
+SLOTS = 2  # a rank: one keeps the last copy while the next one is written into the other
+_WORDS, _WORD_BYTES = 3, 8  # of a slot: the copy's step, and where its index begins and ends
+_NOTHING = -1
+
+
+class StateCopies:
+    """Two slots a rank. A slot's step is written last and cleared first, so what has a step is whole."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._files = [memory_file("paceline-state") for _ in range(SLOTS * num_ranks)]
+        self._words = memoryview(mmap.mmap(-1, _WORDS * _WORD_BYTES * len(self._files))).cast("q")
+        for rank in range(num_ranks):
+            self.keep(rank, step=None)
+
+    def close(self) -> None:
+        for descriptor in self._files:
+            os.close(descriptor)
+
+    def steps(self, rank: int) -> dict[int, int]:
+        """The slots of this rank's copies, by the step after which each was made."""
+        steps = {self._words[_WORDS * slot]: slot for slot in range(SLOTS * rank, SLOTS * (rank + 1))}
+        return {step: slot for step, slot in steps.items() if step != _NOTHING}
+
+    def newest(self) -> int | None:
+        """The last step of which every rank has a copy; None if there is none."""
+        common = set.intersection(*(set(self.steps(rank)) for rank in range(self.num_ranks)))
+        return max(common, default=None)
+
+    def write(self, rank: int, step: int, parts: Sequence[memoryview], index: bytes) -> None:
+        """Put a copy in place of this rank's oldest. index: says what the parts are, which lie one after the other.
+
+        Raises:
+            OSError: there is no memory for it; the slot is empty then.
+        """
+        slot = min(range(SLOTS * rank, SLOTS * (rank + 1)), key=lambda slot: self._words[_WORDS * slot])
+        self._words[_WORDS * slot] = _NOTHING
+        offset = 0
+        for part in (*parts, memoryview(index)):
+            offset = _write_at(self._files[slot], part, offset)
+        self._words[_WORDS * slot + 1], self._words[_WORDS * slot + 2] = offset - len(index), offset
+        self._words[_WORDS * slot] = step
+
+    def index(self, rank: int, step: int) -> bytes:
+        slot = self.steps(rank)[step]
+        start, stop = self._words[_WORDS * slot + 1], self._words[_WORDS * slot + 2]
+        return os.pread(self._files[slot], stop - start, start)
+
+    def read_into(self, rank: int, step: int, offset: int, target: memoryview) -> None:
+        """Fill the target from this rank's copy, from a place in it on."""
+        descriptor = self._files[self.steps(rank)[step]]
+        while target:
+            count = os.preadv(descriptor, [target], offset)
+            target, offset = target[count:], offset + count
+
+    def keep(self, rank: int, *, step: int | None) -> None:
+        """Forget this rank's copies of other steps."""
+        for slot in range(SLOTS * rank, SLOTS * (rank + 1)):
+            if step is None or self._words[_WORDS * slot] != step:
+                self._words[_WORDS * slot] = _NOTHING
+
+
+def memory_file(name: str) -> int:
+    """A descriptor of an empty file in memory, which forks share. name: for /proc alone."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:  # macOS: in the system's cache, as far as that has room
+        return os.dup(file.fileno())
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> int:
+    """Returns where the data ends."""
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+    return offset

@@ -1,0 +1,136 @@
+"""A lost rank does not cost a run its steps: the next ranks go on from copies in memory, to the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import paceline as pl
+from paceline.launch.state_copies import StateCopies
+from paceline.runtime.checkpoint.pieces import TensorPiece
+from paceline.runtime.copies import Copier, open_copy
+
+pytestmark = pytest.mark.timeout(180)
+
+INPUTS = torch.randn(40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+SAMPLES = list(zip(INPUTS, INPUTS.sum(1, keepdim=True).tanh(), strict=True))
+STEPS = 12
+
+
+class Fatal:
+    """Data that ends the first process that reads more than a number of samples; one that is killed leaves a mark."""
+
+    def __init__(self, mark: Path | None, number: int) -> None:
+        self.mark, self.number = mark, number
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.mark is not None and torch.utils.data.get_worker_info() is None:
+            seen = self.mark.with_name(f"{self.mark.name}-{os.getpid()}")
+            count = int(seen.read_text()) + 1 if seen.exists() else 1
+            seen.write_text(str(count))
+            if count > self.number:
+                try:
+                    os.close(os.open(self.mark, os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    pass
+                else:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return SAMPLES[index]
+
+
+def train(run: Path, plan: str, *, mark: Path | None = None, samples: int = 0, **options: Any) -> Any:
+    """Train for a few steps. mark, samples: the first process to read more samples than that is killed and makes
+    this file."""
+    def net() -> torch.nn.Module:
+        return torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Dropout(0.2)) for _ in range(4)),
+            torch.nn.Linear(8, 1))
+
+    job = pl.Job(model=net, data=Fatal(mark, samples), loss=F.mse_loss, batch=8, steps=STEPS, precision="float64",
+                 optimizer=lambda named: torch.optim.AdamW(named, lr=0.03), clip=1.0,
+                 lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20))
+    return pl.train(job, plan, run=run, check=False, table=False, **options)
+
+
+def steps_of(run: Path) -> list[int]:
+    return [line["step"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+            if "loss" in line]
+
+
+PLANS = ["data=2", "pipeline=2 microbatches=2"]
+SLOW_PLANS = ["single", "shard=2", "shard=2 zero=1", "tensor=2", "data=2 local=3", "data=2 local=3 outer=diloco",
+              "data=2 compress=powersgd", "place=auto parts=2", "data=2 accumulate=2", "server=1 workers=2"]
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(plan, marks=pytest.mark.slow) for plan in SLOW_PLANS)])
+def test_a_run_outlives_the_death_of_a_rank(tmp_path: Path, plan: str, capfd: pytest.CaptureFixture[str]):
+    """Weights and losses are those of the undisturbed run, bit by bit, and each step is recorded once."""
+    train(tmp_path / "whole", plan)
+    samples = 8 * 7 // (1 if plan in ("single", "place=auto parts=2") else 2)
+    train(tmp_path / "run", plan, mark=tmp_path / "killed", samples=samples)
+    assert (tmp_path / "killed").exists()
+    expected, found = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "run"))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
+    assert "all ranks start again" in capfd.readouterr().err
+
+
+def piece(name: str, tensor: torch.Tensor, rows: int, first: int) -> TensorPiece:
+    return TensorPiece(name, (rows, *tensor.shape[1:]), (first, *(0 for _ in tensor.shape[1:])), tensor)
+
+
+class _Context:
+    local_world_size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+def test_copies_are_read_as_a_checkpoint_is():
+    """Parts of several ranks make a whole tensor; of dtypes and layouts of all kinds, none is lost."""
+    copies = StateCopies(2)
+    whole = torch.arange(24.0).reshape(6, 4).t().contiguous().t()  # its rows don't lie in a row
+    scalar, flags, empty = torch.tensor(3.5, dtype=torch.bfloat16), torch.tensor([True, False]), torch.empty(0, 3)
+    pair = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    for rank in range(2):
+        pieces = [piece("rows", whole[3 * rank:3 * rank + 3], 6, 3 * rank)]
+        if rank == 0:
+            pieces += [TensorPiece("scalar", (), (), scalar), TensorPiece("flags", (2,), (0,), flags),
+                       TensorPiece("empty", (0, 3), (0, 0), empty), TensorPiece("pair", (2,), (0,), pair)]
+        Copier(_Context(rank), copies).copy(7, pieces, {"step": 7} if rank == 0 else None)
+    copied = open_copy(copies, 7)
+    assert copied.document == {"step": 7} and copied.step == 7
+    for name, expected in (("rows", whole), ("scalar", scalar), ("flags", flags), ("empty", empty), ("pair", pair)):
+        assert torch.equal(copied.read(name), expected)
+    assert torch.equal(copied.read("rows", (2, 1), (2, 2)), whole[2:4, 1:3])
+    copies.close()
+
+
+def test_the_newest_copy_is_the_last_that_all_ranks_made():
+    """A rank that dies in a copy leaves the one before it; what others had copied since is forgotten."""
+    copies = StateCopies(2)
+    assert copies.newest() is None
+    for step in (4, 5):
+        for rank in range(2):
+            copies.write(rank, step, [memoryview(b"%d" % step)], b"{}")
+    copies.write(0, 6, [memoryview(b"6")], b"{}")
+    with pytest.raises(TypeError):
+        copies.write(1, 6, [memoryview(b"6"), "no bytes"], b"{}")  # type: ignore[list-item]
+    assert (copies.newest(), set(copies.steps(1))) == (5, {5})
+    for rank in range(2):
+        copies.keep(rank, step=5)
+    assert set(copies.steps(0)) == {5}
+    copies.write(0, 6, [memoryview(b"6")], b"[0]")
+    assert copies.index(0, 6) == b"[0]" and copies.index(0, 5) == b"{}" and copies.newest() == 5
+    copies.close()
