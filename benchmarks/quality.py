@@ -89,7 +89,7 @@ def run(way: str, subject: Subject, settings: Mapping[str, str], *, workers: int
     with tempfile.TemporaryDirectory(prefix="paceline-quality-") as folder:
         command = paceline(
             "train", str(ROOT / "examples" / subject.file), "--run", f"{folder}/run", "--devices",
-            f"cpu:0-{workers - 1}", "--timeout", f"{TIMEOUT_S:g}",
+            f"cpu:0-{workers - 1}", "--patience", f"{TIMEOUT_S:g}",
             *(word for name, value in given.items() for word in ("--set", f"{name}={value}")))
         if synchronous_first:
             run_command([*command, "--plan", WAYS[SYNCHRONOUS].plan.format(n=workers), "--steps",

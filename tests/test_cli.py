@@ -93,7 +93,7 @@ def test_train_hands_every_option_on(verb: Any, job_file: str):
     train = verb("train", Summary(FIGURES))
     result = call("train", f"{job_file}:other", "--plan", "data=2", "--devices", "cpu:0,cpu:1", "--procs", "2",
                   "--steps", "9", "--set", "lr=0.1", "--set", "name=a=b", "--save-every", "5", "--run", "there",
-                  "--resume", "--loader-workers", "3", "--timeout", "60", "--trace", "2", "--memory", "1GiB",
+                  "--resume", "--loader-workers", "3", "--patience", "60", "--trace", "2", "--memory", "1GiB",
                   "--restarts", "4", "--log", "tensorboard", "--keep", "3")
     assert result.exit_code == 0, result.stderr
     job, plan = train.given

@@ -41,6 +41,8 @@ Devices = Annotated[str | None, typer.Option(
     metavar="NAMES", help="cpu:0,cpu:1 or cuda:0-3, one a rank; 2xcuda:0 is one GPU for two.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A hyperparameter.")]
 _EXAMPLES = {"--set": "0.01 sets the parameter lr of the job", "--vary": "1e-5..1e-1:log varies the parameter lr"}
+Patience = Annotated[float, typer.Option("--patience", "--timeout", metavar="SECONDS", min=1,
+                                         help="How long a rank may give no sign of life.")]
 YesOrNo = Literal["yes", "no"]
 _Texts = list[str] | None
 _AT = "RANK@STEP[:PHASE]"
@@ -80,7 +82,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")] = False,
     loader_workers: Annotated[int | None, typer.Option(metavar="N", min=0,
                                                        help="Data loading processes a rank.")] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long a rank may hang.")] = 300.0,
+    patience: Patience = 300.0,
     restarts: Annotated[int | None, typer.Option(
         metavar="N", min=0, help="Restarts of ranks that died or hang; 100 by default.")] = None,
     check: Annotated[YesOrNo, typer.Option(help="Hold the first update against one device before training.")] = "yes",
@@ -95,7 +97,7 @@ def train(
         load_modules(OF_RUNS)
         summary = paceline.train(job, plan, devices=devices, procs=procs, memory=memory, steps=steps,
                                  save_every=save_every, keep=keep, trace=trace, run=run, resume=resume,
-                                 loader_workers=loader_workers, timeout_s=timeout, restarts=restarts,
+                                 loader_workers=loader_workers, timeout_s=patience, restarts=restarts,
                                  check=check == "yes", log=log, table=False)
         speaks = _is_first_rank()
     if speaks:
@@ -267,7 +269,7 @@ def search(
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampler.")] = 0,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where all is written.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the study of the folder.")] = False,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long a rank may hang.")] = 300.0,
+    patience: Patience = 300.0,
     as_json: Json = False,
 ) -> None:
     """Search hyperparameters and architectures; trials are distributed runs on slices of the devices."""
@@ -277,7 +279,7 @@ def search(
                                 settings=_parse_settings(settings), vary=_parse_settings(vary, "--vary"), space=space,
                                 plan=plan, devices=devices, procs=procs, memory=memory, ray=ray, sampler=sampler,
                                 pruner=pruner, storage=storage, study=study, seed=seed, run=run, resume=resume,
-                                timeout_s=timeout)
+                                timeout_s=patience)
     typer.echo(_json(result.to_dict()) if as_json else table(_best_of(result.to_dict())))
 
 
@@ -331,7 +333,8 @@ def rehearse(
     devices: Devices = None,
     procs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")] = None,
     save_every: Annotated[int | None, typer.Option(metavar="STEPS", min=1, help="Five times a run by default.")] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long a rank may hang.")] = 10.0,
+    timeout: Annotated[float, typer.Option(
+        "--patience", "--timeout", metavar="SECONDS", min=1, help="How long a rank may give no sign of life.")] = 10.0,
     restarts: Annotated[int | None, typer.Option(metavar="N", min=0, help="As in train.")] = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where both runs are written.")] = None,
     as_json: Json = False,

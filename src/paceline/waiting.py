@@ -10,20 +10,27 @@ for. A collective of torch can be seen on the stack. All other waits say so them
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 
 class Waiting:
-    """The threads of this process that wait; one may enter several times."""
+    """The threads of this process that wait; one may enter several times.
+
+    tell: told whether the main thread waits, whenever that may have changed.
+    """
 
     def __init__(self) -> None:
         self._threads: list[int] = []
+        self.tell: Callable[[bool], None] = lambda waits: None
 
     def __enter__(self) -> None:
         self._threads.append(threading.get_ident())
+        self.tell(threading.main_thread().ident in self._threads)
 
     def __exit__(self, *error: Any) -> None:
         self._threads.remove(threading.get_ident())
+        self.tell(threading.main_thread().ident in self._threads)
 
     def __contains__(self, thread: int | None) -> bool:
         """thread: its ident."""

@@ -245,7 +245,7 @@ def test_a_hub_that_can_not_be_reached_is_told(start_ranks: Any, monkeypatch: py
     monkeypatch.setattr(joined, "Spoke", refuse)
     ranks = start_ranks(2, body_of({0: lambda: None, 1: lambda: None}))
     assert [rank.exit_code(30) for rank in ranks] == [0, 0]
-    assert "rank 1 can't reach rank 0" in ranks[1].stderr and "after --timeout 60 s" in ranks[1].stderr
+    assert "rank 1 can't reach rank 0" in ranks[1].stderr and "after --patience 60 s" in ranks[1].stderr
 
 
 def test_a_dead_host_is_given_up(hub: Hub, join: Any):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import PeerLost
-from paceline.launch import local, watchdog
+from paceline.launch import local, outside_watch, watchdog
 from paceline.launch.failure import RankFailed
+from paceline.launch.heartbeats import HeartbeatTable
+from paceline.launch.outside_watch import OutsideWatch
 from paceline.launch.watchdog import hang_failure, is_in_collective
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nothing_left")]
@@ -35,7 +38,7 @@ def test_a_rank_stuck_in_its_own_code():
         found = hang_failure(heard, world_size=3, rank=rank, timeout_s=60)
         assert (found.rank, found.step, found.phase, found.where) == (1, 5, "input", "data.py:9")
         assert found.message.startswith("rank 1 did not reach the collective that the others wait for in 60 s; "
-                                        "rank 0, 2 waited for it\n\nhint: --timeout SECONDS")
+                                        "rank 0, 2 waited for it\n\nhint: --patience SECONDS")
         assert found.trace == "Stack of rank 1:\n  File x, line 1"
         assert (found.exit_code, found.heard) == (PeerLost.exit_code, False)
 
@@ -111,7 +114,8 @@ def test_a_rank_that_hangs(run_ranks: Any):
 @pytest.mark.usefixtures("quick_answers")
 def test_a_rank_that_is_stopped(run_ranks: Any):
     """A rank that the kernel holds is named by the others and ended with them."""
-    with pytest.raises(RankFailed, match=r"rank 1 gave no sign of life for 2 s; rank 0 waited for it") as found:
+    expected = r"rank 1 gave no sign of life for 2 s \(its process is stopped.*; rank 0 waited for it"
+    with pytest.raises(RankFailed, match=expected) as found:
         run_ranks(lambda context: step_forever(context, lambda: os.kill(os.getpid(), signal.SIGSTOP)), 2, timeout_s=2.0)
     assert found.value.exit_code == PeerLost.exit_code
 
@@ -129,6 +133,49 @@ def test_a_rank_that_skips_a_collective(run_ranks: Any):
         run_ranks(body, 2, timeout_s=2.0)
 
 
+def hold_the_interpreter() -> None:
+    ctypes.PyDLL("libc.so.6").sleep(1000)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="calls glibc")
+def test_a_rank_in_a_native_call_that_holds_the_interpreter(run_ranks: Any):
+    """No thread of the rank can speak; its stack and its line are told all the same, in time."""
+    began_s = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1 did not reach the collective that the others wait for in 2 s; rank 0 "
+                                         "waited for it") as found:
+        run_ranks(lambda context: step_forever(context, hold_the_interpreter), 2, timeout_s=2.0)
+    failure = found.value.failure
+    line = hold_the_interpreter.__code__.co_firstlineno + 1
+    assert (failure.rank, failure.step, failure.where) == (1, 3, f"{__file__}:{line}")
+    assert "sleep(1000)" in failure.trace and failure.host
+    assert time.monotonic() - began_s < 30
+
+
+def test_a_rank_alone_is_told_of(run_ranks: Any, capfd: pytest.CaptureFixture[str]):
+    """Nobody waits for it, so it goes on; where it was silent is told once."""
+    def body(context: Any) -> int:
+        context.beat("input")
+        time.sleep(4)
+        return 7
+
+    assert run_ranks(body, 1, timeout_s=1.0) == [7]
+    assert capfd.readouterr().err.count("did not go on for 1 s") == 1
+
+
+def test_a_rank_without_a_core_is_not_stuck(monkeypatch: pytest.MonkeyPatch):
+    """What it waited for a core doesn't count."""
+    board, delays_s = HeartbeatTable(1), {"1": 5.0}
+    watch = OutsideWatch(board, 1, patience_s=2.0)
+    monkeypatch.setattr(outside_watch, "_delays_s", lambda pid: dict(delays_s))
+    sign_s = board.read(0).time_s
+    monkeypatch.setattr(time, "monotonic", lambda: sign_s + 1.0)
+    assert watch._silent_s(0, 1) == pytest.approx(1.0)
+    delays_s["1"] = 8.5
+    monkeypatch.setattr(time, "monotonic", lambda: sign_s + 5.0)
+    assert watch._silent_s(0, 1) == pytest.approx(1.5)
+    watch.close()
+
+
 def test_slow_is_not_stuck(run_ranks: Any):
     """A rank that gives signs of life may be far slower than the timeout."""
     def body(context: Any) -> int:
@@ -142,9 +189,9 @@ def test_slow_is_not_stuck(run_ranks: Any):
 
 
 def test_the_watch_ends_with_the_run(run_ranks: Any):
-    """Nothing watches a rank alone, and no thread stays behind the body."""
+    """The process that starts ranks here watches them, and no thread of theirs."""
     def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name == "paceline-watch"]
 
     assert run_ranks(lambda context: threads(), 1) == [[]]
-    assert run_ranks(lambda context: threads(), 2) == [["paceline-watch"]] * 2
+    assert run_ranks(lambda context: threads(), 2) == [[], []]

@@ -39,6 +39,7 @@ class RankContext:
     line: to the process that controls the run, if it is another one and listens.
     faults: that strike this rank, in a run that is rehearsed.
     copies: memory for copies of the run's state, for ranks that are started again; None without restarts.
+    is_watched: whether the process that started it looks for hangs.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class RankContext:
     line: Line | None = None
     faults: FaultInjector | None = None
     copies: StateCopies | None = None
+    is_watched: bool = False
 
     def beat(self, phase: str) -> None:
         """A sign of life."""

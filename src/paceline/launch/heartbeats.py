@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 PHASES = ("start", "build", "restore", "input", "forward", "backward", "reduce", "optimizer", "evaluate", "save",
           "copy", "callback", "end")
-_WORDS, _WORD_BYTES = 2, 8  # of an entry: where its rank is, and when it said so
+_WORDS, _WORD_BYTES = 3, 8  # of an entry: where its rank is, when it said so, and whether it waits for others
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,13 @@ class HeartbeatTable:
     def write(self, rank: int, step: int, phase: str) -> None:
         self._words[_WORDS * rank] = step * len(PHASES) + PHASES.index(phase)
         self._words[_WORDS * rank + 1] = time.monotonic_ns()
+
+    def set_waits(self, rank: int, waits: bool) -> None:
+        """A rank's own word that its main thread waits for others; see `waiting.py`."""
+        self._words[_WORDS * rank + 2] = waits
+
+    def waits(self, rank: int) -> bool:
+        return bool(self._words[_WORDS * rank + 2])
 
     def read(self, rank: int) -> Heartbeat:
         step, phase = divmod(self._words[_WORDS * rank], len(PHASES))

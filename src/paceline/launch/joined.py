@@ -64,7 +64,7 @@ def _unmet(environment: Environment, why: str) -> PacelineError:
     return PeerLost(f"rank {environment.rank} can't meet the {environment.world_size} ranks of this run at "
                     f"{environment.master_address}:{port}: {why}",
                     hint="MASTER_ADDR must be the host of rank 0 and MASTER_PORT free there before the start; "
-                         "--timeout SECONDS waits longer for ranks that start late")
+                         "--patience SECONDS waits longer for ranks that start late")
 
 
 def agree(store: Any, environment: Environment, key: str, make: Callable[[], str], *, timeout_s: float) -> str:
@@ -102,7 +102,7 @@ def _wait(store: Any, environment: Environment, key: str, *, timeout_s: float) -
             seen, deadline_s = signs, time.monotonic() + timeout_s
         elif time.monotonic() > deadline_s:
             raise PeerLost(f"rank {environment.rank} has waited {timeout_s:g} s for rank 0, which gave no sign of life",
-                           hint="its own log says why, if it has ended; --timeout SECONDS waits longer")
+                           hint="its own log says why, if it has ended; --patience SECONDS waits longer")
         time.sleep(_POLL_S)
 
 
@@ -170,7 +170,7 @@ def _join_liveness(store: Any, environment: Environment, attempt: str, secret: b
         return Spoke(environment.rank, (environment.master_address, port), secret=secret)
     except OSError as error:
         print(f"warning: rank {environment.rank} can't reach rank 0 at {environment.master_address}:{port} ({error}): "
-              f"it notices after --timeout {timeout_s:g} s, not at once, if a rank dies", file=sys.stderr, flush=True)
+              f"it notices after --patience {timeout_s:g} s, not at once, if a rank dies", file=sys.stderr, flush=True)
         return None
 
 

@@ -24,10 +24,12 @@ from paceline.launch.fault_policy import ALL_NEEDED, FRUITLESS_RESTARTS, FaultPo
 from paceline.launch.fork import refuse_used_cuda
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.messages import Line, Message, RanksGone
+from paceline.launch.outside_watch import OutsideWatch
 from paceline.launch.process import Body, run_rank, set_up_device
 from paceline.launch.state_copies import StateCopies
 from paceline.launch.supervisor import Supervisor
 from paceline.launch.temporary import temporary_folder
+from paceline.waiting import waiting
 
 _GRACE_S = 5.0  # after a first failure, for the other ranks to report and leave
 _SPEAK_S = 5.0  # after the timeout, for a rank that hangs to say where
@@ -66,13 +68,14 @@ class _Launch:
     """What ranks are started with.
 
     listener: hears the first rank.
-    copies: of the run's state, for ranks that are started again.
+    watch: looks for hangs. copies: of the run's state, for ranks that are started again.
     name: of this launch. starts, deaths, restarts: of all ranks until now, of each rank, and those that are left.
     """
 
     body: Body
     devices: Sequence[Device]
     board: HeartbeatTable
+    watch: OutsideWatch
     rendezvous: Path
     run_dir: Path | None
     timeout_s: float
@@ -112,9 +115,11 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
     from paceline.launch.aside import run_beside  # which imports torch
 
     refuse_used_cuda()
-    with temporary_folder() as rendezvous, _copies(devices, restarts) as copies:
-        launch = _Launch(body, devices, HeartbeatTable(len(devices)), rendezvous, run_dir, timeout_s,
-                         fault_policy, restarts, (0,) * len(devices), copies, listener)
+    board = HeartbeatTable(len(devices))
+    with (temporary_folder() as rendezvous, _copies(devices, restarts) as copies,
+          closing(OutsideWatch(board, len(devices), patience_s=timeout_s)) as watch):
+        launch = _Launch(body, devices, board, watch, rendezvous, run_dir, timeout_s, fault_policy, restarts,
+                         (0,) * len(devices), copies, listener)
         with (closing(Supervisor(partial(_be_rank, launch))) as processes,
               _forwarded_signals(processes, listens := Event()) as interrupted):
             ranks = _Ranks(launch, processes, interrupted, listens)
@@ -154,12 +159,15 @@ def _be_rank(launch: _Launch, rank: int, line: Line) -> None:
     """In the rank's process."""
     import torch.distributed as dist
 
+    launch.watch.be_watched(rank)
+    waiting.tell = partial(launch.board.set_waits, rank)
     start, world_size, device = line.start().value, len(launch.devices), launch.devices[rank]
     context = RankContext(
         rank, world_size, world_size, set_up_device(device, world_size), None, launch.board, rank,
         f"{launch.name}-{start['num_starts']}", secret=launch.secret, timeout_s=launch.timeout_s,
         num_starts=start["num_starts"], deaths=tuple(start["deaths"]), restarts=start["restarts"],
-        line=line if launch.listener is not None and rank == 0 else None, copies=launch.copies)
+        line=line if launch.listener is not None and rank == 0 else None, copies=launch.copies,
+        is_watched=True)
     # Not the store that the ranks of an earlier start have left.
     store = launch.rendezvous / f"store-{context.num_starts}"
     result, failure, log = run_rank(
@@ -199,6 +207,7 @@ class _Ranks:
     def __init__(self, launch: _Launch, processes: Supervisor, interrupted: Sequence[int], listens: Event) -> None:
         self.launch, self.processes, self.interrupted, self.listens = launch, processes, interrupted, listens
         self.of = [_Rank() for _ in launch.devices]
+        self.told_of: tuple[int, str] | None = None  # where a rank that is alone was told to be silent
         self.furthest = [-1] * len(self.of)  # step at which each rank died
         self.fruitless = [0] * len(self.of)  # deaths of each rank in a row that came no further
 
@@ -213,6 +222,7 @@ class _Ranks:
         launch, self.of[number] = self.launch, _Rank()
         with signals.held():
             launch.board.write(number, 0, "start")
+            launch.board.set_waits(number, False)
             self.processes.start(number)
             self.processes.tell(number, Message(0, "start", number, {
                 "num_starts": launch.num_starts, "deaths": launch.deaths, "restarts": launch.restarts}))
@@ -244,6 +254,8 @@ class _Ranks:
         self.launch = replace(self.launch, restarts=restarts, deaths=tuple(
             deaths + (number in lost) for number, deaths in enumerate(self.launch.deaths)))
         why = failure.message.partition("\n")[0]
+        if failure.trace:
+            print(failure.describe(), file=sys.stderr)
         print(f"rank {rank}: {why}; {what} ({restarts} restart{'s' * (restarts != 1)} left)",
               file=sys.stderr, flush=True)
 
@@ -264,6 +276,8 @@ class _Ranks:
         while left := [number for number, rank in enumerate(self.of) if not rank.finished]:
             for number, message in self.processes.wait(left, 0.5):
                 self._hear(number, self.of[number], message)
+            if (hang := self._hang()) is not None:
+                return hang
             cause = self._cause()
             if cause is not None and not cause.heard and self.may_restart(cause):
                 return cause
@@ -275,6 +289,23 @@ class _Ranks:
             if deadline_s is None:
                 self._restart_lost()
         return self._cause()
+
+    def _hang(self) -> Failure | None:
+        """The report of a hang, once there is one. A rank alone is waited for by nobody: what it does is told, and it
+        goes on. Ranks that the others go on without are looked at elsewhere."""
+        optional = self.launch.fault_policy.optional_ranks
+        pids = {number: pid for number, rank in enumerate(self.of) if not rank.finished and number not in optional
+                and (pid := self.processes.pid(number)) is not None}
+        hang = self.launch.watch.look(pids)
+        if hang is None or self._cause() is not None:
+            return None
+        if len(self.of) > 1:
+            self.of[hang.rank].failure = hang
+            return hang
+        if self.told_of != (hang.step, hang.phase):
+            self.told_of = hang.step, hang.phase
+            print(f"warning: {hang.describe(None)}", file=sys.stderr, flush=True)
+        return None
 
     def _restart_lost(self) -> None:
         """Start optional ranks again that died; those that say nothing, and so are of no use to anybody, are killed."""

@@ -82,6 +82,11 @@ class Supervisor:
         process = self._processes.get(slot)
         return process is not None and not process.connection.poll()
 
+    def pid(self, slot: int) -> int | None:
+        """Of the slot's process; None if it has ended, or there is none."""
+        process = self._processes.get(slot)
+        return None if process is None or process.exit_code is not None else process.pid
+
     def tell(self, slot: int, message: Message) -> None:
         """A process that has ended hears nothing."""
         if slot in self._processes:

@@ -16,10 +16,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, TypeVar
 
 from paceline.errors import PeerLost
@@ -32,7 +32,8 @@ T = TypeVar("T")
 _ANSWER_S = 3.0  # how long to wait for what the other ranks say
 _STORE_S = 5.0  # and for the store, on top of it: one that lives in a stopped process never answers
 _AFTER_LOSS = "look at the last lines of its log; --resume goes on from the last checkpoint"
-_COLLECTIVES = f"torch{os.sep}distributed{os.sep}"  # where the files of torch's collectives are
+COLLECTIVES = f"torch{os.sep}distributed{os.sep}"  # where the files of torch's collectives are
+FRAMES_OF_A_COLLECTIVE = 6  # how deep a collective is in them at most
 
 
 class Watchdog:
@@ -48,7 +49,7 @@ class Watchdog:
         self.thread = threading.Thread(target=self._watch, name="paceline-watch", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        if self.context.world_size > 1:
+        if self.context.world_size > 1 and not self.context.is_watched:
             self.thread.start()
         return self
 
@@ -120,8 +121,8 @@ def within(limit_s: float | None, ask: Callable[[], T]) -> T | None:
 def is_in_collective(frame: FrameType | None) -> bool:
     """Whether the innermost frames of a stack are in a collective of torch, and not in what the user wrote."""
     depth = 0
-    while frame is not None and depth < 6:
-        if _COLLECTIVES in frame.f_code.co_filename:
+    while frame is not None and depth < FRAMES_OF_A_COLLECTIVE:
+        if COLLECTIVES in frame.f_code.co_filename:
             return True
         if is_users(frame.f_code.co_filename):
             return False
@@ -138,10 +139,10 @@ def _user_place(frame: FrameType | None) -> str:
 
 
 def hang_failure(heard: dict[int, dict[str, Any]], *, world_size: int, rank: int, timeout_s: float,
-                 silent: list[int] | None = None) -> Failure:
+                 silent: list[int] | None = None, states: Mapping[int, str] = MappingProxyType({})) -> Failure:
     """The report of a hang, in the culprit's name, from what each rank said of itself; `rank` writes it.
 
-    silent: ranks that gave no answer; by default all that are not in `heard`.
+    silent: ranks that gave no answer; by default all that are not in `heard`. states: what is known of those.
     """
     silent = [r for r in range(world_size) if r not in heard] if silent is None else silent
     stuck = [r for r, at in heard.items() if not at["waits"]]
@@ -150,9 +151,12 @@ def hang_failure(heard: dict[int, dict[str, Any]], *, world_size: int, rank: int
     if silent:
         culprit = silent[0]
         message = f"rank {_listed(silent)} gave no sign of life for {timeout_s:g} s"
+        if states.get(culprit):
+            message += f" ({states[culprit]})"
     elif stuck:
         culprit = stuck[0]
-        message = f"rank {_listed(stuck)} did not reach the collective that the others wait for in {timeout_s:g} s"
+        message = (f"rank {_listed(stuck)} did not reach the collective that the others wait for in {timeout_s:g} s"
+                   if world_size > 1 else f"rank {culprit} did not go on for {timeout_s:g} s")
         trace = f"Stack of rank {culprit}:\n{heard[culprit]['stack'].rstrip()}"
     else:
         steps = ", ".join(f"rank {r}: step {at['step']} ({at['phase']})" for r, at in sorted(heard.items()))
@@ -160,9 +164,9 @@ def hang_failure(heard: dict[int, dict[str, Any]], *, world_size: int, rank: int
     if waiting and (silent or stuck):
         message += f"; rank {_listed(waiting)} waited for it"
     at = heard.get(culprit, {"step": 0, "phase": "start", "where": "", "host": ""})
-    return Failure(culprit, at["host"], PeerLost.__name__, f"{message}\n\nhint: --timeout SECONDS allows longer pauses",
-                   PeerLost.exit_code, heard=False, step=at["step"], phase=at["phase"], where=at["where"], trace=trace,
-                   time_s=time.time())
+    message = f"{message}\n\nhint: --patience SECONDS allows longer pauses"
+    return Failure(culprit, at["host"], PeerLost.__name__, message, PeerLost.exit_code, heard=False, step=at["step"],
+                   phase=at["phase"], where=at["where"], trace=trace, time_s=time.time())
 
 
 def _listed(ranks: list[int]) -> str:

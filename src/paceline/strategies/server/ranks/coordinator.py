@@ -349,7 +349,7 @@ class Coordinator(Server):
         for number in self.followers:
             if time.monotonic() - self.followers_heard_s[number] > patience_s / 2:
                 raise PeerLost(f"server {number} has said nothing for {patience_s / 2:g} s", rank=number,
-                               hint="--timeout SECONDS allows longer pauses")
+                               hint="--patience SECONDS allows longer pauses")
         may_come = self.context.restarts or len({peer.number for peer in self.joined}) < servers_of(self.plan).workers
         if self.deserted_s is not None and (not may_come or time.monotonic() - self.deserted_s > patience_s):
             raise WireError("all workers are gone", hint="--resume goes on from the last checkpoint")

@@ -1,0 +1,157 @@
+"""Watches the ranks of this host from the process that started them, and names the one that the others wait for.
+
+A rank that holds the interpreter in a native call, or is stopped, can't speak for itself. So nothing is asked of it:
+its signs of life are in shared memory, the kernel says what its process does, and its Python stack is written by a
+signal handler in C (faulthandler), which needs no lock of the interpreter.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import socket
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.failure import Failure, is_users
+from paceline.launch.heartbeats import Heartbeat, HeartbeatTable
+from paceline.launch.state_copies import memory_file
+from paceline.launch.watchdog import COLLECTIVES, FRAMES_OF_A_COLLECTIVE, hang_failure
+
+# Not the schedulers' SIGUSR1 and SIGUSR2. Realtime signals are Linux's; macOS ignores SIGINFO where nobody asks for it.
+STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGINFO  # type: ignore[attr-defined]
+_STACK_S, _STACK_POLL_S = 0.5, 0.01  # how long to wait for the stacks
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+@dataclass
+class _Silence:
+    """Since a sign of life: when it was given, and how long its process's threads had waited for a core soon after."""
+
+    since_s: float
+    delays_s: dict[str, float]
+
+
+class OutsideWatch:
+    """Looks at ranks when asked. patience_s: how long one may give no sign of life, beside the time in which it was
+    ready to run and the machine gave it no core."""
+
+    def __init__(self, board: HeartbeatTable, num_ranks: int, *, patience_s: float) -> None:
+        self.board, self.patience_s = board, patience_s
+        self._stacks = [memory_file("paceline-stack") for _ in range(num_ranks)]
+        self._silences: dict[int, _Silence] = {}
+
+    def close(self) -> None:
+        for descriptor in self._stacks:
+            os.close(descriptor)
+
+    def be_watched(self, rank: int) -> None:
+        """In the rank's process, first of all: the signal leaves its stack in a file."""
+        faulthandler.register(STACK_SIGNAL, file=self._stacks[rank], all_threads=False)
+
+    def look(self, pids: dict[int, int]) -> Failure | None:
+        """The report of a hang, in the culprit's name; None while there is none. pids: of the ranks that are watched.
+
+        A hang is found if a rank that doesn't wait for others was silent for the patience, or all ranks wait.
+        """
+        silent = [rank for rank, pid in pids.items() if self._silent_s(rank, pid) > self.patience_s]
+        if not silent:
+            return None
+        positions = self._positions(pids)
+        heard = {rank: at for rank, at in positions.items() if at is not None}
+        is_everywhere = len(heard) == len(silent) == len(pids) and all(at["waits"] for at in heard.values())
+        dumb = [rank for rank in silent if rank not in heard]
+        heard = {rank: at for rank, at in heard.items() if rank in silent or at["waits"]}  # the others work
+        if not is_everywhere and not dumb and all(at["waits"] for at in heard.values()):
+            return None  # who waits, waits for a rank that works
+        return self._report(heard, dumb, pids)
+
+    def _report(self, heard: dict[int, dict[str, Any]], dumb: list[int], pids: dict[int, int]) -> Failure:
+        world_size = len(pids)
+        failure = hang_failure(heard, world_size=world_size, rank=next(iter(heard), 0), timeout_s=self.patience_s,
+                               silent=dumb, states={rank: _state(pids[rank]) for rank in dumb})
+        if failure.rank in heard:
+            return failure
+        sign = self.board.read(failure.rank)
+        return replace(failure, host=socket.gethostname(), step=sign.step, phase=sign.phase)
+
+    def _silent_s(self, rank: int, pid: int) -> float:
+        """How long a rank has given no sign of life without the machine's being the reason."""
+        sign = self.board.read(rank)
+        silent_s = time.monotonic() - sign.time_s
+        if silent_s < self.patience_s / 8:  # as good as all the time
+            return silent_s
+        silence = self._silences.get(rank)
+        if silence is None or silence.since_s != sign.time_s:
+            silence = self._silences[rank] = _Silence(sign.time_s, _delays_s(pid))
+        starved_s = max((delay_s - silence.delays_s.get(thread, 0.0) for thread, delay_s in _delays_s(pid).items()),
+                        default=0.0)
+        return silent_s - starved_s
+
+    def _positions(self, pids: dict[int, int]) -> dict[int, dict[str, Any] | None]:
+        """Where each rank's main thread is; None for one that doesn't react to a signal.
+
+        The signal may end a system call that a rank was blocked in, and so the hang; it is reported as it was before.
+        """
+        signs = {rank: self.board.read(rank) for rank in pids}
+        for rank, pid in pids.items():
+            os.ftruncate(self._stacks[rank], 0)
+            os.lseek(self._stacks[rank], 0, os.SEEK_SET)  # shared with the rank, which writes on from there
+            with suppress(ProcessLookupError):
+                os.kill(pid, STACK_SIGNAL)
+        until_s = time.monotonic() + _STACK_S
+        texts = dict.fromkeys(pids, "")
+        before: dict[int, str] = {}
+        while (not all(texts.values()) or texts != before) and time.monotonic() < until_s:  # they come line by line
+            time.sleep(_STACK_POLL_S)
+            texts, before = {rank: self._text(rank) for rank in pids}, texts
+        return {rank: self._position(rank, signs[rank], text) if text else None for rank, text in texts.items()}
+
+    def _text(self, rank: int) -> str:
+        """What a rank's handler has written, if it is done."""
+        text = os.pread(self._stacks[rank], 2**16, 0).decode(errors="replace")
+        return text if _FRAME.search(text) else ""
+
+    def _position(self, rank: int, sign: Heartbeat, text: str) -> dict[str, Any]:
+        frames = [(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(text)]
+        # On a GPU a collective returns at once, and the rank waits where it reads the result: in the reduce phase.
+        waits = sign.phase == "reduce" or self.board.waits(rank) or _is_in_collective([file for file, _, _ in frames])
+        where = next((f"{file}:{line}" for file, line, _ in frames if is_users(file)), "")
+        stack = traceback.StackSummary.from_list([(file, line, name, None) for file, line, name in reversed(frames)])
+        return {"step": sign.step, "phase": sign.phase, "waits": waits, "where": where, "host": socket.gethostname(),
+                "stack": "".join(stack.format()[-6:])}
+
+
+def _is_in_collective(files: list[str]) -> bool:
+    """Whether the innermost frames, the first ones, are in a collective of torch and not in what the user wrote."""
+    for file in files[:FRAMES_OF_A_COLLECTIVE]:
+        if COLLECTIVES in file:
+            return True
+        if is_users(file):
+            return False
+    return False
+
+
+def _delays_s(pid: int) -> dict[str, float]:
+    """How long each thread of a process was ready to run and had to wait for a core; nothing where no kernel says."""
+    delays_s: dict[str, float] = {}
+    with suppress(OSError, ValueError, IndexError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            delays_s[thread.name] = 1e-9 * int((thread / "schedstat").read_text().split()[1])
+    return delays_s
+
+
+def _state(pid: int) -> str:
+    """What the kernel says of a process that doesn't react."""
+    with suppress(OSError, IndexError):
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return {"T": "its process is stopped, by SIGSTOP for example", "t": "a debugger holds its process",
+                "D": "its process waits in the kernel, for a disk for example",
+                "Z": "its process has ended"}.get(letter, "")
+    return ""
