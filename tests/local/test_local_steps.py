@@ -281,8 +281,8 @@ def test_bytes_fall_with_the_local_steps(tmp_path: Path) -> None:
     sent = {plan: train(tmp_path / plan, plan, precision="float32")["bytes_sent"]
             for plan in ("data=2", "data=2 local=6")}
 
-    assert sent["data=2"] == 12 * (4 * elements + 8 * (8 + tensors))
-    assert sent["data=2 local=6"] == 2 * (4 * elements + 8 * (2 * 6 + 6 + tensors + 1))
+    assert sent["data=2"] == 12 * (4 * elements + 8 * (9 + tensors))
+    assert sent["data=2 local=6"] == 2 * (4 * elements + 8 * (2 * 6 + 7 + tensors + 1))
 
 
 def test_a_replica_without_samples_takes_no_step(tmp_path: Path) -> None:
