@@ -67,6 +67,7 @@ class Run:
     def __init__(self, start_child: Callable[..., Any], folder: Path, job: paceline.Job, plan: str,
                  **options: Any) -> None:
         self.folder, self.job = folder, job
+        self.single = _job(job.epochs or 0, sample_s=0.0)  # the same, at once
         self.child = start_child(lambda: paceline.train(job, plan, run=folder, **{"timeout_s": TIMEOUT_S, **options}))
 
     def steps(self) -> list[int]:
@@ -97,8 +98,7 @@ class Run:
         total = self.job.total_steps
         assert total is not None
         assert self.steps() == list(range(1, total + 1)) and summary["samples"] == self.job.epochs * 24
-        fast = _job(self.job.epochs or 0, sample_s=0.0)
-        paceline.train(fast, "single", run=self.folder.with_name("single"))
+        paceline.train(self.single, "single", run=self.folder.with_name("single"))
         ours, theirs = (load_file(folder / "model.safetensors") for folder in (self.folder,
                                                                                self.folder.with_name("single")))
         assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-12) for name in theirs)
@@ -148,6 +148,30 @@ def test_exact_plans_restart_when_asked(start_run: Callable[..., Run], wait_for:
     run = start_run(_job(16), plan, save_every=4, restarts=1)
     wait_for(lambda: len(run.steps()) > 9)
     run.send(signal.SIGKILL, 1)
+    run.summary(wait_for)
+    assert "all ranks start again (0 restarts left)" in run.child.stderr
+
+
+def _own_job(epochs: int, *, sample_s: float = 0.002) -> paceline.Job:
+    """Two updates a step, and an average of what one of them trains."""
+    def step(ctx: paceline.StepContext, batch: Any) -> None:
+        for name in ("one", "two"):
+            ctx.backward(name, batch, lambda output, batch: (output * batch.target.unsqueeze(1)).mean())
+            ctx.update(name)
+
+    sgd = lambda named: torch.optim.SGD(named, lr=0.1)  # noqa: E731
+    return paceline.Job(models={"one": Linear, "two": Linear}, optimizers={"one": sgd, "two": sgd}, step=step,
+                        followers={"average": paceline.ema("one", 0.9)}, data=Slow(sample_s), batch=10, epochs=epochs,
+                        precision="float64")
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+def test_steps_of_a_job_s_own_are_taken_once(start_run: Callable[..., Run], wait_for: Callable[..., None], rank: int):
+    """A server or a worker is killed in the middle of a step; followers come back with the checkpoint."""
+    run = start_run(_own_job(16), "server=2 workers=2", save_every=4, restarts=1)
+    run.single = _own_job(16, sample_s=0.0)
+    wait_for(lambda: len(run.steps()) > 9)
+    run.send(signal.SIGKILL, rank)
     run.summary(wait_for)
     assert "all ranks start again (0 restarts left)" in run.child.stderr
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,18 @@ def evaluate_step(models: torch.nn.Module, parts: Mapping[str, ModelPart], job: 
                   beat: Callable[[str], None] = lambda phase: None) -> dict[str, float]:
     """What `validate` of a job with models by name gives over the data: the loss (as "loss") and others by name.
     Collective over all ranks."""
+    sums = step_sums(models, parts, job, data, part=part, mesh=mesh, device=device, beat=beat)
+    together = torch.stack(list(sums.values()))
+    if mesh.world_size > 1:
+        dist.all_reduce(together)
+    return quotients(sums, together)
+
+
+def step_sums(models: torch.nn.Module, parts: Mapping[str, ModelPart], job: Job, data: Any, *, part: DataShard,
+              mesh: Mesh, device: torch.device,
+              beat: Callable[[str], None] = lambda phase: None) -> dict[str, torch.Tensor]:
+    """Sum and count of each figure of `validate` over this rank's part of the data, float64. Collective where the
+    plan's forwards are."""
     sums: dict[str, torch.Tensor] = {}
     was_training = models.training
     models.eval()
@@ -45,10 +57,7 @@ def evaluate_step(models: torch.nn.Module, parts: Mapping[str, ModelPart], job: 
                     row += torch.stack([torch.as_tensor(figure, dtype=torch.float64, device=device)
                                         for figure in (tally.total, tally.count)])
     models.train(was_training)
-    together = torch.stack(list(sums.values()))
-    if mesh.world_size > 1:
-        dist.all_reduce(together)
-    return dict(zip(sums, (together[:, 0] / together[:, 1]).tolist(), strict=True))
+    return sums
 
 
 def _validated(job: Job, context: _Validation, batch: MicroBatch) -> Mapping[str, Any]:
@@ -90,12 +99,12 @@ def evaluate(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, par
     sums = evaluation_sums(model, layout, job, data, part=part, mesh=mesh, device=device, beat=beat)
     if mesh.world_size > 1:
         dist.all_reduce(sums)
-    return quotients(job, sums)
+    return quotients(["loss", *job.metrics], sums)
 
 
-def quotients(job: Job, sums: torch.Tensor) -> dict[str, float]:
-    """What the sums of all ranks come to: the loss (as "loss") and every metric."""
-    return dict(zip(["loss", *job.metrics], (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
+def quotients(names: Iterable[str], sums: torch.Tensor) -> dict[str, float]:
+    """What the sums and counts of all ranks come to, by name."""
+    return dict(zip(names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
 
 
 def evaluation_sums(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: DataShard, mesh: Mesh,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -19,15 +19,19 @@ def follow(followers: Mapping[str, FollowerModel], held: Mapping[str, torch.Tens
 
     held, buffers: of all models, by name.
     """
-    for name, follower in followers.items():
-        if follower.momentum == 1.0 or step % follower.every:
-            continue
-        for mine, tensor in held.items():
-            if mine.startswith(f"{name}."):
-                _move(tensor, held[f"{follower.source}.{mine.removeprefix(f'{name}.')}"], follower.momentum)
-        for mine, buffer in buffers.items():
-            if mine.startswith(f"{name}."):
-                buffer.copy_(buffers[f"{follower.source}.{mine.removeprefix(f'{name}.')}"])
+    for mine, source in followed(followers, held, step).items():
+        _move(held[mine], held[source], followers[mine.partition(".")[0]].momentum)
+    for mine, source in followed(followers, buffers, step).items():
+        buffers[mine].copy_(buffers[source])
+
+
+def followed(followers: Mapping[str, FollowerModel], names: Iterable[str], step: int = 0) -> dict[str, str]:
+    """Which of these names of parameters or buffers are of followers that move after `step`, each with the one that it
+    follows; of all that ever move for step 0."""
+    moving = {name: follower.source for name, follower in followers.items()
+              if follower.momentum != 1.0 and not step % follower.every}
+    return {name: f"{moving[model]}.{rest}" for name in names
+            for model, _, rest in [name.partition(".")] if model in moving}
 
 
 def _move(follower: torch.Tensor, source: torch.Tensor, momentum: float) -> None:
@@ -44,13 +48,8 @@ def refuse_apart(followers: Mapping[str, FollowerModel], held: Mapping[str, torc
     Raises:
         PlanRefused: names the first of them.
     """
-    for name, follower in followers.items():
-        if follower.momentum == 1.0:
-            continue
-        for mine, tensor in held.items():
-            if not mine.startswith(f"{name}."):
-                continue
-            source = held.get(f"{follower.source}.{mine.removeprefix(f'{name}.')}")
-            if source is None or local_part(source).shape != local_part(tensor).shape:
-                raise PlanRefused(f"this plan puts '{mine}' and what it follows on different ranks",
-                                  hint="a data=N, shard=N or tensor=N plan")
+    for mine, source in followed(followers, held).items():
+        theirs = held.get(source)
+        if theirs is None or local_part(theirs).shape != local_part(held[mine]).shape:
+            raise PlanRefused(f"this plan puts '{mine}' and what it follows on different ranks",
+                              hint="a data=N, shard=N or tensor=N plan")

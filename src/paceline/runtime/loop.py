@@ -51,7 +51,7 @@ class Observer(Protocol):
     """Sees what a rank computes. Called on every rank at the same points, so it may enter collectives."""
 
     def initial(self, stepper: state.StateOwner) -> None:
-        """The launch's first forward is next; ranks of servers and their workers don't tell of it."""
+        """The launch's first forward is next; workers of servers, which have no weights yet, don't tell of it."""
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         """The micro-batches this rank is about to use, on the CPU."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.cluster import Device
-from paceline.errors import JobError, PlanRefused
+from paceline.errors import JobError
 from paceline.job import Job
 from paceline.job.named_models import NamedModels, build_one
 from paceline.job.named_optimizers import NamedOptimizers
@@ -22,8 +22,8 @@ from paceline.runtime.feed import map_tensors
 from paceline.runtime.freezing import freeze_throughout
 from paceline.runtime.initial import load_initial
 from paceline.runtime.prepare import Prepared, prepare_job
-from paceline.runtime.recorded import Recorded, recorded
-from paceline.strategies.compose import Synchroniser
+from paceline.runtime.recorded import Recorded, recorded, refuse_runs_in_losses
+from paceline.strategies.compose import Synchroniser, prepare
 from paceline.strategies.layout import Extent, Layout, Report, tensors_in
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.state_tensors import SavedState, StateTensor
@@ -100,10 +100,12 @@ class _OfPart:
         return self.inner.sent_bytes
 
     def kept(self) -> Iterator[StateTensor]:
-        return iter(())
+        for kept in self.inner.kept():
+            yield replace(kept, name=_stored_name(kept.name, self.prefix),
+                          like=self.prefix + kept.like if kept.like else "")
 
     def restore(self, saved: SavedState) -> list[str]:
-        return []
+        return self.inner.restore(_SavedOfPart(saved, self.prefix))
 
     def end_evaluation(self) -> None:
         end = getattr(self.inner, "end_evaluation", None)
@@ -121,6 +123,29 @@ class _OfPart:
         collect = getattr(self.inner, "collect", None)
         if collect is not None:
             collect(on=on)
+
+
+def _stored_name(name: str, prefix: str) -> str:
+    """What a room keeps of a parameter, as KIND/NAME or KIND/REPLICA/NAME, with the model's name before the
+    parameter's."""
+    kind, slash, parameter = name.rpartition("/")
+    return f"{kind}{slash}{prefix}{parameter}"
+
+
+class _SavedOfPart:
+    """What a checkpoint has of the rooms of one model; see `SavedState`."""
+
+    def __init__(self, saved: SavedState, prefix: str) -> None:
+        self.saved, self.prefix = saved, prefix
+
+    def __contains__(self, name: object) -> bool:
+        return _stored_name(str(name), self.prefix) in self.saved
+
+    def replicas(self, kind: str) -> int:
+        return self.saved.replicas(kind)
+
+    def read(self, name: str, like: str = "") -> torch.Tensor:
+        return self.saved.read(_stored_name(name, self.prefix), self.prefix + like if like else "")
 
 
 class _OnlyModel:
@@ -190,46 +215,36 @@ def prepare_models(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     """Build the job's models and followers and let this rank hold its part of each. Collective."""
     trial = _Trial(job)
     if plan.splits_model:
-        _refuse_runs_in_losses(job, plan, trial.seen)
-    each = {name: prepare_job(job_of(job, name, trial), plan=plan, mesh=mesh, device=device, devices=devices)
+        refuse_runs_in_losses(job, plan, trial.seen.in_losses)
+    each = {name: prepare_job(job_of(job, name, trial), plan=plan, mesh=mesh, device=device, devices=devices,
+                              of="one")
             for name in (*job.models, *job.followers)}
     models = NamedModels({name: prepared.model for name, prepared in each.items()}, job.followers)
     parts = {name: ModelPart(name, prepared.layout, [_OfPart(s, f"{name}.") for s in prepared.synchronisers])
              for name, prepared in each.items()}
+    layouts = NamedLayouts({name: part.layout for name, part in parts.items()}, models)
     together = Prepared(
-        models, NamedLayouts({name: part.layout for name, part in parts.items()}, models),
-        [synchroniser for part in parts.values() for synchroniser in part.synchronisers],
+        models, layouts, [*(synchroniser for part in parts.values() for synchroniser in part.synchronisers),
+                          *prepare(layouts.module, plan=plan, mesh=mesh, of="all")],
         ChangingAttributes(models), any(prepared.forwards_may_write for prepared in each.values()))
     return together, parts
 
 
-def load_models(job: Job, models: nn.Module, parts: Mapping[str, ModelPart]) -> None:
+def load_models(job: Job, models: nn.Module, held: Mapping[str, nn.Parameter], extents: Mapping[str, Extent]) -> None:
     """Put the weights that the job gives for some models in the place of the seed's, also in what follows them.
+
+    held: Parameters that this rank holds, of all models. extents: As for `load_initial`.
 
     Raises:
         JobError: there are none for a model, or their names or shapes are not its own.
     """
-    for name, part in parts.items():
-        init = init_of(job, name)
+    for name in (*job.models, *job.followers):
+        init, prefix = init_of(job, name), f"{name}."
         if init is None:
             continue
+        own = {key.removeprefix(prefix): p for key, p in held.items() if key.startswith(prefix)}
         try:
-            load_initial(init, models.get_submodule(name), dict(part.layout.module.named_parameters()),
-                         part.layout.extents)
+            load_initial(init, models.get_submodule(name), own,
+                         {key: extents[prefix + key] for key in own if prefix + key in extents})
         except JobError as error:
             raise JobError(f"'{name}': {error.args[0]}", hint=error.hint) from error
-
-
-def _refuse_runs_in_losses(job: Job, plan: Plan, seen: Recorded) -> None:
-    """
-    Raises:
-        PlanRefused: a loss runs a model, and the plan splits each by itself.
-    """
-    for name in sorted(seen.in_losses):
-        if name in job.models or plan.has_schedule:
-            raise PlanRefused(
-                f"a loss runs '{name}', and under '{plan}' each model is split over ranks by itself: a loss can't go "
-                "through a second split model, nor through one twice",
-                hint="data=N and shard=N plans run such a step. What needs no gradient can be run before: "
-                     f"y = ctx.run('{name}', ...) and ctx.backward(..., loss, y); several terms of one model can be "
-                     "backwards of their own, whose gradients add up")

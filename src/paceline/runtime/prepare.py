@@ -39,6 +39,7 @@ from paceline.runtime.feed import DataShard, MicroBatch, evaluation_feed, exampl
 from paceline.runtime.freezing import freeze_throughout
 from paceline.runtime.streams import kept_streams, seed_model
 from paceline.strategies.compose import (
+    Models,
     Synchroniser,
     held_elsewhere,
     holds_parts,
@@ -103,12 +104,12 @@ class Prepared:
 
 
 def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
-                devices: Sequence[Device] = ()) -> Prepared:
+                devices: Sequence[Device] = (), of: Models = "only") -> Prepared:
     """Build the job's model and let this rank hold its part of it. Collective.
 
     Where a rank holds a part, no more than that and one more tensor need memory at a time.
 
-    devices: of each rank; without them nothing is too large.
+    devices: of each rank; without them nothing is too large. of: which of a job's models it is.
     """
     dtype = torch.float64 if job.precision == "float64" else None
 
@@ -149,7 +150,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     layout = lay_out(model, use, basis, plan=plan, mesh=mesh, device=device)
     with running():
         synchronisers = prepare(layout.module, plan=plan, mesh=mesh, observed=observed,
-                                device=device if may_be_elsewhere(plan, model) else None)
+                                device=device if may_be_elsewhere(plan, model) else None, of=of)
         layout.let_go()
         if spill is not None:
             elsewhere = held_elsewhere(plan, layout.module)

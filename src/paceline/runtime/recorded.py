@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from paceline.errors import JobError, nearest
+from paceline.errors import JobError, PlanRefused, nearest
 from paceline.job import Job
 from paceline.job.named_models import NamedModels
+from paceline.plans import Plan
 from paceline.runtime.feed import MicroBatch, example_batch, map_tensors
 from paceline.runtime.step_batch import StepBatch
 from paceline.runtime.streams import kept_streams
@@ -53,6 +54,24 @@ def recorded(job: Job, samples: int) -> Recorded:
     if never := [name for name in models.names if name not in recorder.inputs]:
         raise JobError(f"the step never runs '{never[0]}'", hint="leave the model out, or run it")
     return Recorded(recorder.inputs, recorder.in_losses)
+
+
+def refuse_runs_in_losses(job: Job, plan: Plan, in_losses: Iterable[str]) -> None:
+    """
+    Args:
+        plan: Splits models over ranks. in_losses: Models and followers that a loss runs.
+
+    Raises:
+        PlanRefused: a loss runs a model, and the plan splits each by itself.
+    """
+    for name in sorted(in_losses):
+        if name in job.models or plan.has_schedule:
+            raise PlanRefused(
+                f"a loss runs '{name}', and under '{plan}' each model is split over ranks by itself: a loss can't go "
+                "through a second split model, nor through one twice",
+                hint="data=N and shard=N plans run such a step. What needs no gradient can be run before: "
+                     f"y = ctx.run('{name}', ...) and ctx.backward(..., loss, y); several terms of one model can be "
+                     "backwards of their own, whose gradients add up")
 
 
 class _Recorder:

@@ -39,7 +39,7 @@ class LossScale:
 
         samples: of the window.
         """
-        return self.count if self.count is not None else _power_of_two(samples)
+        return self.count if self.count is not None else power_of_two(samples)
 
     def unscale(self, gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Divide this rank's gradients by the scale, in place.
@@ -64,7 +64,7 @@ class LossScale:
         Raises:
             TrainingError: a smaller scale would not help.
         """
-        self.count = _power_of_two(count) if count else self.count
+        self.count = power_of_two(count) if count else self.count
         if not is_skipped:
             self.skipped_in_a_row, self.grown_steps = 0, self.grown_steps + 1
             if self.grown_steps == GROWTH_INTERVAL:
@@ -94,5 +94,6 @@ class LossScale:
         self.count = None if saved["count"] is None else float(saved["count"])
 
 
-def _power_of_two(value: float) -> float:
+def power_of_two(value: float) -> float:
+    """The nearest one, by which a float can be multiplied without rounding."""
     return 2.0 ** round(math.log2(value))

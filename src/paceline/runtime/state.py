@@ -507,7 +507,7 @@ def _restore_rooms(stepper: StateOwner, saved: _Saved) -> list[str]:
     kinds = {kept.name.partition("/")[0] for kept in stepper.kept()}
     if saved.replicas("residuals") and "residuals" not in kinds:
         notes.append("what replicas had not sent yet of their gradients is dropped: this plan leaves nothing out")
-    return notes
+    return list(dict.fromkeys(notes))  # rooms of several models say the same
 
 
 def _read_like(parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint, extent: Extent | None) -> torch.Tensor:

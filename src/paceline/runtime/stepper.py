@@ -67,7 +67,7 @@ class StepResult:
     gradient_norm: before clipping; None if the job doesn't clip, and of a step that was skipped. A replica's own where
         it takes steps of its own.
     is_settled: whether the run may be saved and evaluated here.
-    is_skipped: whether gradients overflowed under loss scaling, and nothing was updated.
+    is_skipped: whether gradients overflowed under loss scaling, and nothing was updated with them.
     digest: of the samples that all replicas used in the steps of `losses`; see `order.digest`.
     """
 
@@ -111,12 +111,16 @@ class Stepper:
     forwards_may_write: whether a forward might write to a parameter; not looked at on CPUs.
     freezing: which parameters are frozen in which steps.
     scaling: of losses; None but in fp16.
+    loss_number: of this rank among those that compute a loss; keys random streams.
+    named_update: takes the step of an optimizer of several, given its name and its parameters that are here.
     """
 
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
                  devices: Sequence[Device] = (), shares: Sequence[int] = ()) -> None:
         """shares: of each replica in the global batch; equal ones if there are none."""
         self.job, self.mesh, self.device = job, mesh, device
+        self.loss_number = mesh.loss_number
+        self.named_update: Callable[[str, Mapping[str, torch.nn.Parameter]], None] = self.update_one
         self.replica = mesh.replica
         self.part = DataShard(shares or (1,) * plan.replicas, mesh.replica, plan.num_microbatches)
         self.all_go_back = mesh.holds_parts  # ranks meet in backward
@@ -165,7 +169,7 @@ class Stepper:
         if self.job.init is None:
             return
         if self.parts:
-            load_models(self.job, self.model, self.parts)
+            load_models(self.job, self.model, dict(self.layout.module.named_parameters()), self.layout.extents)
         else:
             module = self.layout.module
             elsewhere = held_elsewhere(plan, module)
@@ -221,7 +225,7 @@ class Stepper:
 
         is_first: of the step; of others a loss that is not finite is the optimizer's affair.
         """
-        part = self.mesh.loss_number
+        part = self.loss_number
         self._look()
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
         self.freezing.let_go(self.parameters, step, window.epoch)
@@ -277,24 +281,35 @@ class Stepper:
                 p.grad = verbs.gradients.get(name)
             observe(self)
             self._let_go_of_gradients()
+        if self.step_sync.has_own_steps:  # followers meet as buffers do
+            self._follow(step)
         flags = torch.tensor([0.0, 0.0, float(stop()), 0.0, float(self._changes()[0]), self._digest(batches)],
                              dtype=torch.float64)
         flags = self.step_sync.all_reduce_figures(uploaded(flags, self.device))
         ahead()
         _, _, stops, _, changed, digest = verbs.end(flags)
-        known = [verbs.loss, 1.0, stops, 0.0, changed, 0.0, 0.0, 0.0, digest, *verbs.users.values()]
+        # A step's loss is known on all ranks, or else of so many samples.
+        weight = own_part * window.count if self.step_sync.has_own_steps else 1.0
+        known = [verbs.loss * weight, weight, stops, 0.0, changed, 0.0, 0.0, 0.0, digest, *verbs.users.values()]
         met = self.step_sync.end_step(step + 1, torch.tensor(known, dtype=torch.float64), known, beat)
-        assert met is not None, "ranks of such a job meet after every step"
-        if first := self.untrained & verbs.trained:
+        if met is None:
+            return StepResult((), 0, None, is_settled=False)
+        own_part = met.weight if self.step_sync.has_own_steps else own_part
+        if not self.step_sync.has_own_steps and (first := self.untrained & verbs.trained):
             check_used({name: count for name, count in verbs.users.items() if name.partition(".")[0] in first})
             self.untrained -= first
-        result = self._learn(met, own_part=own_part, norm=None, step=step)
-        follow(self.job.followers, self.held, dict(self.model.named_buffers()), step + 1)
-        for name in self.job.followers:
-            end_evaluation(self.parts[name].synchronisers)
+        result = replace(self._learn(met, own_part=own_part, norm=None, step=step), is_skipped=verbs.has_overflowed)
+        if not self.step_sync.has_own_steps:
+            self._follow(step)
         if self.merges_edits:
             self.edits.updated()
         return result
+
+    def _follow(self, step: int) -> None:
+        """Move followers after a step, numbered from 0."""
+        follow(self.job.followers, self.held, dict(self.model.named_buffers()), step + 1)
+        for name in self.job.followers:
+            end_evaluation(self.parts[name].synchronisers)
 
     @contextmanager
     def evaluating(self, own_part: float, *, step: int) -> Iterator[None]:
@@ -335,7 +350,7 @@ class Stepper:
             if not count:
                 raise TrainingError(f"the loss counts nothing in step {first + number}: its count is {count:g}",
                                     hint="every target of the window is ignored; a larger batch makes this unlikely")
-        if first == 1 and self.step_sync.has_own_steps:
+        if first == 1 and self.step_sync.has_own_steps and not self.job.models:  # whose steps may differ
             self._refuse_unused(users)
         if len(self.mesh.replicas) > 1:
             self.buffers.meet(own_part, self.mesh.group("replicas"), news=bool(changed))
@@ -485,6 +500,18 @@ class Stepper:
         self.own_parts.after_update()
         if self.gathered is not None:
             self.gathered.after_update()
+
+    def update_one(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Clip the gradients of an optimizer of several, step it and its schedule. Collective as `update` is.
+
+        parameters: that it updates and that are here.
+        """
+        greatest = self.optimizer.clips[name]
+        squares = squared_norm(greatest, parameters, self.layout.owned, self.mesh, self.device)
+        clip(greatest, parameters, squares.sqrt())
+        self.update(self.optimizer.members[name])
+        if self.schedule is not None:
+            step_schedule(self.schedule.of(name))
 
     def _update_with_closure(self, first: Evaluation, evaluate: Callable[..., Evaluation], *, own_part: float,
                              step: int) -> Evaluation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,19 +14,19 @@ import torch
 from paceline.capture.probe import limited_by_norm
 from paceline.errors import PlanRefused, TrainingError, nearest
 from paceline.job.own_step import ModelNames
-from paceline.runtime.clipping import clip, squared_norm
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.loss import Tally
 from paceline.runtime.named_parts import ModelPart
-from paceline.runtime.optimizers.schedule import step_schedule
 from paceline.runtime.prepare import autocast
 from paceline.runtime.refusals import check_loss
+from paceline.runtime.scaling import power_of_two
 from paceline.runtime.step_batch import StepBatch, joined
 from paceline.runtime.step_draws import WindowDraws
 from paceline.runtime.streams import seed_streams
 from paceline.runtime.window import WindowWork
 from paceline.strategies.compose import end_evaluation
 from paceline.strategies.layout import Whole
+from paceline.strategies.mesh import local_part
 
 if TYPE_CHECKING:
     from paceline.runtime.order import Window
@@ -63,6 +64,7 @@ class Verbs:
         self.frozen = stepper.freezing.at(step, window.epoch)
         self.let_go: set[str] = set()  # parameters that may have had some: frozen ones, and those on other ranks
         self.keeps_gradients, self.gradients = keeps_gradients, dict[str, torch.Tensor]()
+        self.has_overflowed = False  # some gradient or loss so far, under loss scaling
 
     def take(self) -> None:
         """The user's step. Collective as its verbs are."""
@@ -83,6 +85,8 @@ class Verbs:
             TrainingError: a loss is not finite or counts nothing, or the step leaves gradients.
         """
         *_, known = self._read([each for each in self.agreed if not each.is_read], flags)
+        if self.stepper.scaling is not None:
+            self.stepper.scaling.update(is_skipped=self.has_overflowed, count=0.0, loss=self.loss, step=self.step)
         if self.waiting:
             raise TrainingError(f"the step ends with gradients of '{min(self.waiting)}' that no update has used",
                                 hint="ctx.update(...) of its optimizer after ctx.backward(...)")
@@ -95,7 +99,11 @@ class Verbs:
         known = [list(islice(read, len(each))) for each in figures]
         for each, (loss, count, _, is_edited, _, *users) in zip(agreed, known, strict=False):
             each.is_read = True
-            check_loss(loss, count, each.tallies, self.step, is_updated=True)
+            overflows = self.stepper.scaling is not None and not math.isfinite(loss)
+            self.has_overflowed |= overflows
+            if not count and self.stepper.step_sync.has_own_steps:
+                continue  # a replica without samples of its own
+            check_loss(0.0 if overflows else loss, count, each.tallies, self.step, is_updated=True)
             if is_edited and not self.may_edit:
                 raise TrainingError("a forward changes a parameter in place, and none did so in the first step",
                                     hint="change it in the first step, too, or use a plan that doesn't cut the batch: "
@@ -127,7 +135,7 @@ class Verbs:
             is_needed = piece.samples or (not has_samples and not number)
             if not is_needed and not part.layout.meets_in_forward:
                 continue
-            seed_streams(self.stepper.job.seed, "step", self.step, self.stepper.mesh.loss_number, number, self.number)
+            seed_streams(self.stepper.job.seed, "step", self.step, self.stepper.loss_number, number, self.number)
             with torch.no_grad(), autocast(self.stepper.job, self.stepper.device):
                 output = part.layout.forward(MicroBatch(given, None, piece.samples))
             if is_needed:
@@ -196,7 +204,7 @@ class Verbs:
             p.grad = None
         return earlier
 
-    def _bring_together(self, parts: list[ModelPart], work: WindowWork) -> None:
+    def _bring_together(self, parts: list[ModelPart], work: _Work) -> None:
         """Reduce the gradients of a loss, and divide them by what it counts. Collective."""
         stepper, names = self.stepper, tuple(part.name for part in parts)
         held, trainable = self._of(names), [n for n in stepper.trainable if n.partition(".")[0] in names]
@@ -212,16 +220,19 @@ class Verbs:
             stepper.loss_figures(work.tallies, [float(edited), float(unknown)], used, trainable))
         self.agreed.append(agreed := _Agreed(figures, trainable, work.tallies))
         frozen = held.keys() & self.frozen
+        if stepper.step_sync.has_own_steps and not any(batch.samples for batch in work.batches):
+            used = set()  # the update changes nothing here
+            self.let_go |= held.keys()
         unused_here = held.keys() - used - frozen
-        if self.may_edit or (unused_here and stepper.mesh.world_size > 1):
+        if self.may_edit or (unused_here and stepper.step_sync.world_size > 1):
             (*_, is_edited, is_unknown), users = self._users_of(agreed)
             unused_here = {name for name in unused_here if not users[name]}
         for name in unused_here | frozen:
             held[name].grad = None
         self.waiting |= held.keys() - unused_here - frozen
         self.let_go |= set(trainable) - held.keys() | frozen
-        if stepper.mesh.world_size > 1 or not all(tally.is_mean for tally in work.tallies):
-            stepper.scale_gradients(torch.where(figures[2] > 0, 1 / figures[1], 1.0), held)
+        if stepper.step_sync.world_size > 1 or not all(tally.is_mean for tally in work.tallies):
+            stepper.scale_gradients(torch.where(figures[2] > 0, work.expected_count / figures[1], 1.0), held)
         if self.may_edit and is_edited:
             stepper.edits.merge(stepper.mesh.group("replicas"), news=bool(is_unknown), step=self.step)
         self.trained.update(names)
@@ -233,7 +244,8 @@ class Verbs:
         return known[:-count], dict(zip(agreed.names, known[-count:], strict=True))
 
     def update(self, optimizer: str) -> None:
-        """See `StepContext`. Collective where ranks hold parts."""
+        """See `StepContext`. Collective where ranks hold parts, and under loss scaling, which skips the update on all
+        ranks if a gradient overflows on one."""
         stepper, optimizers = self.stepper, self.stepper.optimizer
         if optimizer not in optimizers.members:
             raise TrainingError(f"no optimizer '{optimizer}': {nearest(optimizer, optimizers.members)}")
@@ -243,15 +255,11 @@ class Verbs:
                                 hint="ctx.backward(...) of its model before")
         with self.draws.paused():
             here = {name: stepper.parameters[name] for name in names if name in stepper.parameters}
-            if self.keeps_gradients:
-                self._keep(here)
-            greatest = optimizers.clips[optimizer]
-            squares = squared_norm(greatest, here, stepper.layout.owned, stepper.mesh, stepper.device)
-            clip(greatest, here, squares.sqrt())
-            self.beat("optimizer")
-            stepper.update(optimizers.members[optimizer])
-            if stepper.schedule is not None:
-                step_schedule(stepper.schedule.of(optimizer))
+            if not self._overflow(here):
+                if self.keeps_gradients:
+                    self._keep(here)
+                self.beat("optimizer")
+                stepper.named_update(optimizer, here)
             for p in here.values():
                 p.grad = None
             for part in stepper.parts.values():  # what was gathered for a forward is of the weights before
@@ -261,6 +269,18 @@ class Verbs:
                 stepper.edits.updated()
         self.waiting.difference_update(names)
         self.let_go.difference_update(names)
+
+    def _overflow(self, parameters: dict[str, torch.nn.Parameter]) -> bool:
+        """Divide gradients by the loss scale, and tell whether some are infinite or NaN on any rank; never without loss
+        scaling. Collective under it: the host waits for the device."""
+        stepper = self.stepper
+        if stepper.scaling is None:
+            return False
+        gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
+        overflow = stepper.scaling.unscale(gradients, stepper.device).double().reshape(1)
+        overflows = bool(stepper.step_sync.all_reduce_figures(overflow))
+        self.has_overflowed |= overflows
+        return overflows
 
     def _keep(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         for name, p in parameters.items():
@@ -320,14 +340,20 @@ class _Agreed:
 
 
 class _Work(WindowWork):
-    """The micro-batches of one backward."""
+    """The micro-batches of one backward.
+
+    expected_count: what a loss that is a sum is divided by before backward, a power of two. So its gradients are about
+    as large as a mean's where they are scaled, rounded or left out of a message.
+    """
 
     def __init__(self, verbs: Verbs, batches: list[MicroBatch], loss: Callable[..., Any],
                  synchronisers: list[Any]) -> None:
-        super().__init__(verbs.stepper, verbs.window, batches, verbs.step, verbs.stepper.mesh.loss_number, verbs.beat,
+        super().__init__(verbs.stepper, verbs.window, batches, verbs.step, verbs.stepper.loss_number, verbs.beat,
                          lambda tallies: None)
         self.verbs, self.place, self.synchronisers = verbs, (verbs.number,), synchronisers
         self.criterion, self.given_loss = self._given_loss, loss
+        self.expected_count = power_of_two(verbs.window.count)
+        self.sum_scale = self.scale / self.expected_count
 
     def _given_loss(self, output: Any, target: tuple[Any, ...]) -> Any:
         with self.verbs.draws.makes_on:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from paceline.capture.compare import is_comparable
 from paceline.capture.probe import NOTHING, Observed
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.strategies.mesh import Mesh
+
+
+Models = Literal["only", "one", "all"]  # a job's only model, one of several, all of several
 
 
 class Synchroniser(Protocol):
@@ -124,17 +127,18 @@ def held_elsewhere(plan: Plan, model: nn.Module) -> set[torch.Tensor]:
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
-            device: torch.device | None = None) -> list[Synchroniser]:
-    """Let every strategy of the plan change the model. Collective: every rank calls it with equal weights.
+            device: torch.device | None = None, of: Models = "only") -> list[Synchroniser]:
+    """Let the strategies of the plan change the model. Collective: every rank calls it with equal weights.
 
-    observed: what the model's forward was seen to do. device: see `may_be_elsewhere`.
+    observed: what the model's forward was seen to do. device: see `may_be_elsewhere`. of: which of a job's models it
+    is; strategies that take all of several together don't change one of them.
 
     Returns:
         What must be begun in this order and finished in the reverse one: the outermost reduction has run beside
         backward already, and the inner ones add to what it gives.
     """
-    runners: list[Runner] = [importlib.import_module(strategy.run) for strategy in active(plan)
-                             if strategy.run]
+    runners: list[Runner] = [importlib.import_module(strategy.run) for strategy in active(plan) if strategy.run
+                             and (of == "only" or strategy.takes_all_models == (of == "all"))]
     made = [runner.prepare(model, plan=plan, mesh=mesh, observed=observed, device=device) for runner in runners]
     return [synchroniser for synchroniser in made if synchroniser is not None]
 

@@ -53,10 +53,10 @@ def check_own_step(plan: Plan) -> None:
         PlanError: says which strategy, why, and what to choose instead.
     """
     for strategy in strategies():
-        if strategy.no_own_step and strategy.is_active(plan):
-            raise PlanError(f"plan '{plan}': {strategy.name} and a job with models= don't compose: "
-                            f"{strategy.no_own_step}",
-                            hint="data=N, shard=N, tensor=N and pipeline=N plans, with accumulate=K or without")
+        for conflict in strategy.own_step_conflicts:
+            if conflict.is_met(plan):
+                raise PlanError(f"plan '{plan}': {conflict.what} and a job with models= don't compose: {conflict.why}",
+                                hint=conflict.instead)
 
 
 def check_precision(plan: Plan, precision: Precision) -> None:

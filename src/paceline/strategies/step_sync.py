@@ -35,10 +35,12 @@ class StepSync(Protocol):
 
     has_own_steps: whether a replica updates its weights with the gradient of its own samples alone, by an optimizer
         state of its own.
+    world_size: ranks whose figures `all_reduce_figures` sums.
     met_bytes: what this rank has sent so far to agree on figures.
     """
 
     has_own_steps: bool
+    world_size: int
     met_bytes: float
 
     def all_reduce_figures(self, figures: torch.Tensor) -> torch.Tensor:

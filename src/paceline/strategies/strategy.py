@@ -80,6 +80,7 @@ class Strategy:
         keys: what it brings to the text of plans, with checks of its values.
         is_active: whether a plan uses it.
         conflicts: what it doesn't compose with. precision_conflicts: the same of a job's precision.
+        own_step_conflicts: the same of a step of the job's own.
         family: what it adds to the words by which plans of one kind are told from others.
         code: what tells plans apart whose ranks run other code, beside their family; calibrations carry over between
             plans that are alike.
@@ -96,6 +97,7 @@ class Strategy:
 
     Of the run:
         run: module with `prepare`, see `compose.Runner`; "" if it is not entered.
+        takes_all_models: whether that is given all of a job's models together, and not each by itself.
         imports: modules that its ranks need, for a parent to import once for all that it forks.
         trainer: module with the `train_rank` that runs its plans; "" for the usual loop.
         fault_policy: function from the plan to its ranks' `FaultPolicy`, as MODULE:NAME; "" for ranks that all need
@@ -105,7 +107,7 @@ class Strategy:
             model that this rank uses and never holds.
         runs_forward_again: whether a plan runs parts of the model's own code a second time in a step.
         no_edits, no_closure: why a forward can't edit parameters in place, and an optimizer can't evaluate the loss
-            itself; "" where they can. no_own_step: why a job can't bring a step of its own.
+            itself; "" where they can.
         lines: what a user is told of the plan when a run begins.
     """
 
@@ -114,6 +116,7 @@ class Strategy:
     keys: PlanKeys = field(default_factory=PlanKeys)
     conflicts: tuple[Conflict, ...] = ()
     precision_conflicts: Mapping[Precision, tuple[Conflict, ...]] = field(default_factory=dict)
+    own_step_conflicts: tuple[Conflict, ...] = ()
     family: Callable[[Plan], str] = no_words
     code: Callable[[Plan], tuple[object, ...]] = no_code
     plans: Callable[[Limits, DeviceCounts], Iterator[Plan]] = no_plans
@@ -123,6 +126,7 @@ class Strategy:
     cost: CostModel | None = None
     ranks_apart: Callable[[Profile, Plan], Mapping[str, Mapping[str, int]]] = no_ranks_apart
     run: str = ""
+    takes_all_models: bool = False
     imports: tuple[str, ...] = ()
     trainer: str = ""
     fault_policy: str = ""
@@ -132,5 +136,4 @@ class Strategy:
     runs_forward_again: Callable[[Plan], bool] = lambda plan: False
     no_edits: str = ""
     no_closure: str = ""
-    no_own_step: str = ""
     lines: Callable[[Plan], Iterable[str]] = no_lines

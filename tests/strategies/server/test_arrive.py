@@ -25,7 +25,7 @@ class Instant:
         self.received_bytes = [bytes_of(chunk) for chunk in self.received]
         self.asked: list[int] = []
 
-    def ask(self, version: int) -> None:
+    def ask(self, version: int, optimizer: str | None = None) -> None:
         self.asked.append(version)
 
     def is_complete(self) -> bool:
@@ -37,7 +37,7 @@ class Instant:
 
 def _arrivals(model: nn.Module, *, servers: int = 2, compress: str = "none") -> WeightArrivals:
     parameters = dict(model.named_parameters())
-    shards = assign(held(parameters), servers, split_tensors=True, compress=compress, chunk_bytes=64)
+    shards = assign(held(parameters), servers, compress=compress, chunk_bytes=64)
     found = WeightArrivals(parameters, [Instant(shard) for shard in shards])  # type: ignore[misc]
     found.ask(3)
     found.begin()

@@ -38,10 +38,12 @@ PATIENCE_S = 20
 FIGURES = {"peak_memory_bytes": 1, "waited_for_step_s": 0.5, "waited_for_weights_s": 0.5, "pushed_bytes": 1,
            "pulled_bytes": 2}
 GOOD: list[tuple[Role, dict[str, Any]]] = [
-    (Role.CONTROL, {"idle": True, "deaths": 0}), (Role.CONTROL, {"alive": True}),
+    (Role.CONTROL, {"idle": True, "deaths": 0, "measured": ["error"]}), (Role.CONTROL, {"alive": True}),
     (Role.CONTROL, {"told": 1, "loss": 0.5, "count": 3.0, "is_mean": True, "digest": 5}),
     (Role.CONTROL, {"finished": 1, "version": 2, "unused": ["w"], "stop": False}),
-    (Role.CONTROL, {"sums": 1, "values": [[1.0, 2.0], [float("nan"), 1.0]], "stop": False}),
+    (Role.CONTROL, {"sums": 1, "names": ["loss", "error"], "values": [[1.0, 2.0], [float("nan"), 1.0]], "stop": False}),
+    (Role.CONTROL, {"figures": 3, "values": [0.5, float("inf")]}),
+    (Role.CONTROL, {"update": 4, "optimizer": "critic", "unused": ["critic.w"]}),
     (Role.CONTROL, {"left": FIGURES}), (Role.SERVER, {"held": 3, "squares": float("nan")}),
     (Role.SERVER, {"lost": 1, "incarnation": 5, "why": "it left"}), (Role.SERVER, {"alive": True}),
     (Role.SERVER, {"left": {"peak_memory_bytes": 3}})]
@@ -71,7 +73,8 @@ def test_what_they_do_not_say_is_refused(good: tuple[Role, dict[str, Any]], data
 
 
 @given(st.sampled_from([Role.CONTROL, Role.SERVER]), st.dictionaries(
-    st.sampled_from(["idle", "told", "finished", "sums", "left", "held", "lost", "version", "joined"]), values))
+    st.sampled_from(["idle", "told", "finished", "sums", "figures", "update", "left", "held", "lost", "version",
+                     "joined"]), values))
 def test_anything_at_all(role: Role, message: dict[str, Any]):
     """It passes or is refused."""
     with suppress(WireError):
@@ -174,7 +177,7 @@ def _is_closed(connection: Connection) -> bool:
     return "timed out" not in str(raised.value)
 
 
-IDLE = {"idle": True, "deaths": 0}
+IDLE = {"idle": True, "deaths": 0, "measured": []}
 TOLD = {"told": 0, "loss": 1.0, "count": 8.0, "is_mean": True, "digest": 5}
 FINISHED = {"finished": 0, "version": 0, "unused": [], "stop": False}
 
@@ -195,8 +198,8 @@ def _check_dismissed(run: Run, why: str) -> None:
     ([{}], "unknown kind ''"),
     ([{"joined": True}], "unknown kind 'joined'"),
     ([{"held": 0, "squares": 1.0}], "unknown kind 'held'"),
-    ([{"idle": True}], "'idle' with idle where idle, deaths are due"),
-    ([{"idle": True, "deaths": 10**12}], "it says that it died 1000000000000 times"),
+    ([{"idle": True}], "'idle' with idle where idle, deaths, measured are due"),
+    ([{**IDLE, "deaths": 10**12}], "it says that it died 1000000000000 times"),
     ([IDLE, IDLE, IDLE, IDLE], "said 'idle' and was not asked"),
     ([IDLE, {**TOLD, "told": 10**15}], "'told' of update 1000000000000000"),
     ([IDLE, {**TOLD, "loss": float("nan")}], "whose 'loss' is nan"),
@@ -204,8 +207,10 @@ def _check_dismissed(run: Run, why: str) -> None:
     ([IDLE, TOLD, TOLD], "'told' of update 0"),
     ([IDLE, FINISHED], "'finished' of update 0"),
     ([IDLE, TOLD, {**FINISHED, "version": 99}], "weights of version 99 when there were 0"),
-    ([IDLE, {"sums": 1, "values": [[1.0, 1.0]] * 3, "stop": False}], "it evaluated 3 figures of 1"),
-    ([{"sums": 1, "values": [["a", 1.0]], "stop": False}], "whose 'values' is"),
+    ([IDLE, {"sums": 1, "names": ["loss"], "values": [[1.0, 1.0]] * 3, "stop": False}], "it evaluated 3 figures of 1"),
+    ([{"sums": 1, "names": ["loss"], "values": [["a", 1.0]], "stop": False}], "whose 'values' is"),
+    ([IDLE, {"sums": 1, "names": ["other"], "values": [[1.0, 1.0]], "stop": False}], "other where loss are due"),
+    ([IDLE, {"figures": 0, "values": [1.0]}], "'figures', which is for steps of a job's own"),
     ([IDLE, {"left": FIGURES}], "it left before the run was over"),
 ])
 def test_messages_that_make_no_sense(started: Callable[[str], Run], messages: list[Any], why: str):

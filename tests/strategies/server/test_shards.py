@@ -15,16 +15,19 @@ shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
 models = st.lists(st.tuples(shapes, st.sampled_from([("float32", 4), ("float64", 8)])), min_size=1, max_size=12)
 
 
-def _held(model: list) -> list[ServedParameter]:
-    return [ServedParameter(f"p{i}", shape, dtype, size) for i, (shape, (dtype, size)) in enumerate(model)]
+def _held(model: list, *, split: bool = True, optimizers: int = 1) -> list[ServedParameter]:
+    """Parameters that so many optimizers update by turns."""
+    return [ServedParameter(f"p{i}", shape, dtype, size, f"o{i % optimizers}", split)
+            for i, (shape, (dtype, size)) in enumerate(model)]
 
 
-@given(models, st.integers(1, 5), st.booleans())
-def test_every_row_is_held_once(model: list, num_servers: int, split: bool):
-    """Slices of all servers tile every parameter; chunks tile every server's memory in the order of its slices."""
-    held = _held(model)
+@given(models, st.integers(1, 5), st.booleans(), st.integers(1, 3))
+def test_every_row_is_held_once(model: list, num_servers: int, split: bool, optimizers: int):
+    """Slices of all servers tile every parameter; chunks tile every server's memory in the order of its slices, and
+    each is one optimizer's."""
+    held = _held(model, split=split, optimizers=optimizers)
     try:
-        shards = assign(held, num_servers, split_tensors=split, chunk_bytes=100)
+        shards = assign(held, num_servers, chunk_bytes=100)
     except PlanError:
         return
     for one in held:
@@ -40,6 +43,7 @@ def test_every_row_is_held_once(model: list, num_servers: int, split: bool):
             spans = [span for chunk in own for span in chunk.spans]
             assert sum(span.stop - span.start for span in spans) == numel
             assert sorted(spans, key=lambda span: (span.slice, span.start)) == spans
+            assert all(shard.slices[span.slice].optimizer == chunk.optimizer for chunk in own for span in chunk.spans)
 
 
 def test_balance_by_bytes():
@@ -48,7 +52,7 @@ def test_balance_by_bytes():
         ServedParameter(f"layer{i}", (512, 512), "float32", 4) for i in range(12)),
              ServedParameter("bias", (7,), "float32", 4)]
 
-    loads = [shard.num_bytes for shard in assign(model, 3, split_tensors=True)]
+    loads = [shard.num_bytes for shard in assign(model, 3)]
 
     assert sum(loads) == sum(held.num_bytes for held in model)
     assert max(loads) <= 1.01 * min(loads)
@@ -56,10 +60,10 @@ def test_balance_by_bytes():
 
 def test_whole_tensors_go_to_the_emptiest_server():
     """Largest first."""
-    model = [ServedParameter(name, (size,), "float32", 4) for name,
+    model = [ServedParameter(name, (size,), "float32", 4, may_split=False) for name,
              size in [("a", 10), ("b", 60), ("c", 30), ("d", 25)]]
 
-    shards = assign(model, 2, split_tensors=False)
+    shards = assign(model, 2)
 
     assert [sorted(part.name for part in shard.slices) for shard in shards] == [["b"], ["a", "c", "d"]]
 
@@ -68,7 +72,7 @@ def test_last_parameters_come_first():
     """Chunks leave in the order in which backward makes gradients."""
     model = [ServedParameter(f"p{i}", (4,), "float32", 4) for i in range(3)]
 
-    shard, = assign(model, 1, split_tensors=True, chunk_bytes=16)
+    shard, = assign(model, 1, chunk_bytes=16)
 
     assert [part.name for part in shard.slices] == ["p2", "p1", "p0"]
     assert [chunk.spans[0].slice for chunk in shard.chunks] == [0, 1, 2]
@@ -77,14 +81,14 @@ def test_last_parameters_come_first():
 def test_more_servers_than_there_is_to_hold():
     """Refused, with how many would do."""
     with pytest.raises(PlanError, match=r"too few rows of parameters(.|\n)*at most 2 servers"):
-        assign([ServedParameter("w", (2,), "float32", 4)], 3, split_tensors=True)
+        assign([ServedParameter("w", (2,), "float32", 4)], 3)
     with pytest.raises(PlanError, match=r"too few parameters(.|\n)*at most 1 server"):
-        assign([ServedParameter("w", (100,), "float32", 4)], 2, split_tensors=False)
+        assign([ServedParameter("w", (100,), "float32", 4, may_split=False)], 2)
 
 
 def test_a_fingerprint_tells_layouts_apart():
     """Peers that cut the same model otherwise don't share it."""
     model = [ServedParameter("w", (100, 3), "float32", 4)]
-    prints = {fingerprint(assign(model, n, split_tensors=True, chunk_bytes=b)) for n in (1, 2) for b in (100, 1000)}
+    prints = {fingerprint(assign(model, n, chunk_bytes=b)) for n in (1, 2) for b in (100, 1000)}
 
     assert len(prints) == 4 and all(len(found) == 32 for found in prints)

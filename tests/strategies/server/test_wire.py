@@ -42,7 +42,7 @@ from paceline.strategies.server.shards import ServedParameter, assign, fingerpri
 SECRET = b"s" * 32
 MODEL = [ServedParameter("a", (7, 3), "float32", 4), ServedParameter("b", (5,), "float64", 8),
          ServedParameter("c", (4,), "bfloat16", 2)]
-SHARD, = assign(MODEL, 1, split_tensors=True, chunk_bytes=32)
+SHARD, = assign(MODEL, 1, chunk_bytes=32)
 LAYOUT = fingerprint([SHARD])
 WORKER = Peer(Role.DATA, 0, 77)
 
@@ -357,7 +357,7 @@ def test_versions_are_waited_for(served: Served):
     connection.close()
 
 
-TABLED, = assign(MODEL, 1, split_tensors=True, chunk_bytes=32, tables=[ServedParameter("t", (9, 2), "float32", 4)])
+TABLED, = assign(MODEL, 1, chunk_bytes=32, tables=[ServedParameter("t", (9, 2), "float32", 4)])
 _ROW_BYTES = 8 + 2 * 4
 
 

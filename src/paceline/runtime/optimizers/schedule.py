@@ -29,6 +29,11 @@ def waits_for_metric(schedule: Any) -> bool:
     return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
+def waits_for_evaluations(schedule: Any, job: Job) -> bool:
+    """Whether any of the job's schedules is stepped by evaluations."""
+    return bool(_waiting(schedule, job))
+
+
 def step_schedule(schedule: Any) -> None:
     """An optimizer step was taken."""
     if schedule is not None and not waits_for_metric(schedule):

@@ -36,5 +36,4 @@ STRATEGY = Strategy(
     )},
     family=lambda plan: f"compress={plan.modifiers.compress}",
     relaxed_plans=_relaxed_plans,
-    no_own_step="what a message leaves out of a gradient is added to the next step's, and a step may have several",
 )

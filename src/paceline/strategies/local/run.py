@@ -115,6 +115,7 @@ class OuterSync:
     """A synchroniser that never touches gradients, and the step synchronisation of its replicas."""
 
     has_own_steps = True
+    world_size = 1  # a step's figures are this replica's own
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], order: Local, group: dist.ProcessGroup, *,
                  compress: str) -> None:

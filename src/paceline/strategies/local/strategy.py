@@ -45,6 +45,6 @@ STRATEGY = Strategy(
     relaxed_plans=_relaxed_plans,
     cost=CostModel(enter),
     run="paceline.strategies.local.run",
-    no_own_step="replicas take steps of their own, with one optimizer",
+    takes_all_models=True,
     no_closure="replicas that take steps of their own would each follow another loss",
 )

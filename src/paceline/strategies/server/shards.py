@@ -24,12 +24,19 @@ _SMALL = 1 / 8
 
 @dataclass(frozen=True, slots=True)
 class ServedParameter:
-    """A parameter as servers see it. dtype: by torch's name of it, without "torch."."""
+    """A parameter as servers see it.
+
+    dtype: by torch's name of it, without "torch.".
+    optimizer: that updates it, of a job with several by name.
+    may_split: whether it may be cut; an optimizer that looks at whole tensors forbids it.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     item_bytes: int
+    optimizer: str = ""
+    may_split: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -40,7 +47,7 @@ class ServedParameter:
 class RowSlice:
     """Rows of a parameter, along dim 0; all of it for a scalar, whose one row is the whole.
 
-    shape: of the whole parameter.
+    shape: of the whole parameter. optimizer: that updates it, of a job with several by name.
     """
 
     name: str
@@ -49,6 +56,7 @@ class RowSlice:
     item_bytes: int
     start: int
     stop: int
+    optimizer: str = ""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -88,6 +96,7 @@ class Chunk:
 
     start, stop: in the server's memory of that dtype, where its slices lie one after another.
     wire_dtype: that it has on the wire. num_bytes: of it there.
+    optimizer: that updates all of it, of a job with several by name.
     """
 
     dtype: str
@@ -96,13 +105,14 @@ class Chunk:
     stop: int
     num_bytes: int
     spans: tuple[ChunkSpan, ...]
+    optimizer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """What one server holds.
 
-    slices: last parameter of the model first, as backward makes gradients.
+    slices: last parameter of the model first, as backward makes gradients; of several optimizers one after another.
     chunks: in that order too.
     tables: parameters of which single rows travel, and which are in no chunk; in the model's order.
     """
@@ -115,6 +125,10 @@ class Shard:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in (*self.slices, *self.tables))
 
+    def updated_by(self, optimizer: str | None) -> list[int]:
+        """The numbers of the chunks that an optimizer updates; of all chunks for None."""
+        return [number for number, chunk in enumerate(self.chunks) if optimizer in (None, chunk.optimizer)]
+
     def numels(self) -> dict[str, int]:
         """Elements of each dtype, but for tables."""
         numels: dict[str, int] = {}
@@ -123,7 +137,7 @@ class Shard:
         return numels
 
 
-def assign(parameters: Sequence[ServedParameter], num_servers: int, *, split_tensors: bool, compress: str = "none",
+def assign(parameters: Sequence[ServedParameter], num_servers: int, *, compress: str = "none",
            chunk_bytes: int | None = None, tables: Sequence[ServedParameter] = ()) -> tuple[Shard, ...]:
     """Balance parameters over servers by bytes.
 
@@ -132,7 +146,6 @@ def assign(parameters: Sequence[ServedParameter], num_servers: int, *, split_ten
 
     Args:
         parameters: In the model's order.
-        split_tensors: Whether a tensor may be cut; an optimizer that looks at whole tensors forbids it.
         compress: "none", or "bf16" to send real numbers as bfloat16.
         chunk_bytes: Most that travels at once; by default it goes by what a server holds.
         tables: Parameters of which single rows travel; each is cut evenly over all servers.
@@ -149,13 +162,14 @@ def assign(parameters: Sequence[ServedParameter], num_servers: int, *, split_ten
 
     def put(server: int, number: int, start: int, stop: int) -> None:
         parameter = parameters[number]
-        part = RowSlice(parameter.name, parameter.shape, parameter.dtype, parameter.item_bytes, start, stop)
+        part = RowSlice(parameter.name, parameter.shape, parameter.dtype, parameter.item_bytes, start, stop,
+                        parameter.optimizer)
         pieces[server].append((number, part))
         loads[server] += part.num_bytes
 
     for number, parameter in enumerate(parameters):
         rows = parameter.shape[0] if parameter.shape else 1
-        if split_tensors and rows > 1 and parameter.num_bytes > _SMALL * fair_bytes and num_servers > 1:
+        if parameter.may_split and rows > 1 and parameter.num_bytes > _SMALL * fair_bytes and num_servers > 1:
             emptiest = sorted(range(num_servers), key=lambda server: (loads[server], server))
             for place, server in enumerate(emptiest):  # those with least get the rows that are left over
                 start, stop = (rows * (num_servers - k) // num_servers for k in (place + 1, place))
@@ -168,11 +182,13 @@ def assign(parameters: Sequence[ServedParameter], num_servers: int, *, split_ten
         put(min(range(num_servers), key=lambda server: (loads[server], server)), number, 0,
             parameter.shape[0] if parameter.shape else 1)
     if not all(loads) and not tables:
-        what = "parameters" if not split_tensors else "rows of parameters"
+        what = "rows of parameters" if any(parameter.may_split for parameter in parameters) else "parameters"
         raise PlanError(f"server={num_servers} servers and {len(parameters)} parameters: the model has too few {what} "
                         "for each to hold some", hint=f"at most {sum(map(bool, loads))} servers")
+    optimizers = list(dict.fromkeys(parameter.optimizer for parameter in parameters))
     # Last first, as backward makes them.
-    ordered = [tuple(part for _, part in sorted(slices, key=lambda item: -item[0])) for slices in pieces]
+    ordered = [tuple(part for _, part in sorted(slices, key=lambda item: (optimizers.index(item[1].optimizer),
+                                                                          -item[0]))) for slices in pieces]
     return tuple(Shard(slices, _chunks(slices, compress, chunk_bytes), tuple(
         RowSlice(table.name, table.shape, table.dtype, table.item_bytes, table.shape[0] * k // num_servers,
                  table.shape[0] * (k + 1) // num_servers) for table in tables)) for k, slices in enumerate(ordered))
@@ -181,12 +197,14 @@ def assign(parameters: Sequence[ServedParameter], num_servers: int, *, split_ten
 def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tuple[Chunk, ...]:
     """Cut each dtype's memory into runs of at most so many bytes; in the order in which they are complete."""
     chunks: list[tuple[int, Chunk]] = []
-    for dtype in dict.fromkeys(part.dtype for part in slices):
-        alike = [(number, part) for number, part in enumerate(slices) if part.dtype == dtype]
+    starts = dict.fromkeys((part.dtype for part in slices), 0)
+    for dtype, optimizer in dict.fromkeys((part.dtype, part.optimizer) for part in slices):
+        alike = [(number, part) for number, part in enumerate(slices)
+                 if (part.dtype, part.optimizer) == (dtype, optimizer)]
         is_cut = compress == "bf16" and dtype in ("float32", "float64")
         wire_dtype, item_bytes = ("bfloat16", 2) if is_cut else (dtype, alike[0][1].item_bytes)
         most = max(1, chunk_bytes // item_bytes)
-        start = used = 0
+        start, used = starts[dtype], 0
         spans: list[ChunkSpan] = []
         for number, part in alike:
             at = 0
@@ -195,12 +213,13 @@ def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tupl
                 spans.append(ChunkSpan(number, at, at + taken))
                 at, used = at + taken, used + taken
                 if used == most or (at == part.numel and used * item_bytes >= _CLOSED_BYTES):
-                    chunk = Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans))
+                    chunk = Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans), optimizer)
                     chunks.append((number, chunk))
                     start, used, spans = start + used, 0, []
         if used:
-            last = Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans))
+            last = Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans), optimizer)
             chunks.append((alike[-1][0], last))
+        starts[dtype] = start + used
     return tuple(chunk for _, chunk in sorted(chunks, key=lambda item: item[0]))
 
 

@@ -89,6 +89,11 @@ STRATEGY = Strategy(
                  "workers compute the next step with the old loss scale",
                  'data=N or shard=N, or precision="bf16" in the job', _is_served),
     )},
+    own_step_conflicts=(
+        Conflict("server=S with staleness=K or inf",
+                 "a step reads the weights of its own updates, and with staleness they have those of other steps",
+                 "staleness=0, or a data=N or shard=N plan", _is_stale),
+    ),
     family=_family,
     code=_code,
     plans=_plans,
@@ -101,6 +106,5 @@ STRATEGY = Strategy(
     held_elsewhere=_held_elsewhere,
     observes=lambda plan: frozenset({"writes"}),
     no_edits="servers, which keep the parameters, would not learn of it",
-    no_own_step="servers update all parameters at once with one gradient a step",
     no_closure="servers, which keep the parameters, get one gradient a step from each worker",
 )

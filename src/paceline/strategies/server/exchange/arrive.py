@@ -69,21 +69,25 @@ class WeightArrivals:
         self.asked, self.version, self.waited_s, self.pull_s = -1, -1, 0.0, 0.0
         self.asked_s = 0.0
         self.begun = self.settled = self.asked  # what this step's weights were asked for as; the last that was complete
+        self.optimizer: str | None = None  # whose weights were asked for last; None for all
         self.pending: dict[str, None] = {}
         self.sharing: dict[int, list[str]] = {}  # names by the memory that they lie in
 
-    def ask(self, version: int) -> None:
-        """Have weights with at least so many updates sent; this step's must be settled."""
-        self.asked, self.asked_s = version, time.perf_counter()
+    def ask(self, version: int, optimizer: str | None = None) -> None:
+        """Have weights with at least so many updates sent: all, or those that an optimizer updates; this step's must
+        be settled."""
+        self.asked, self.asked_s, self.optimizer = version, time.perf_counter(), optimizer
         for link in self.links:
-            link.ask(version)
+            link.ask(version, optimizer)
 
     def begin(self) -> None:
         """A step begins: what was asked for are its weights."""
         if self.begun == self.asked:
             return
         self.begun = self.asked
-        self.pending = dict.fromkeys(self.parameters)
+        self.pending = dict.fromkeys(link.shard.slices[span.slice].name for link in self.links
+                                     for number in link.shard.updated_by(self.optimizer)
+                                     for span in link.shard.chunks[number].spans)
         self.sharing = {}
         for name, p in self.parameters.items():
             self.sharing.setdefault(p.untyped_storage().data_ptr(), []).append(name)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def held(parameters: Mapping[str, nn.Parameter]) -> list[ServedParameter]:
-    """Parameters as they are dealt out to servers."""
+    """Parameters as servers see them."""
     return [ServedParameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size())
             for name, p in parameters.items()]
 
@@ -88,13 +88,16 @@ class ServerConnection:
         header = Header(kind, chunk.num_bytes, chunk.wire_dtype, self.worker, self.incarnation, update, number)
         self.outbox.put((update, -number, header, parts))  # what the next forward needs first goes first
 
-    def ask(self, version: int) -> None:
-        """Ask for weights with at least so many updates."""
+    def ask(self, version: int, optimizer: str | None = None) -> None:
+        """Ask for weights with at least so many updates: all, or those that an optimizer updates."""
+        chunks = self.shard.updated_by(optimizer)
         with self.changed:
-            self.missing = set(range(len(self.shard.chunks)))
+            self.missing |= set(chunks)
             self.versions = []
-        header = Header(Kind.PULL, worker=self.worker, incarnation=self.incarnation, step=version)
-        self.outbox.put((-1, version, header, []))
+        if chunks:
+            header = Header(Kind.PULL, worker=self.worker, incarnation=self.incarnation, step=version,
+                            chunk=len(self.shard.chunks) if optimizer is None else chunks[0])
+            self.outbox.put((-1, version, header, []))
 
     def push_rows(self, update: int, table: int, ids: torch.Tensor, values: torch.Tensor) -> None:
         """Send the gradients of rows of a table, after all else of the update."""
@@ -202,80 +205,24 @@ class ServerConnection:
             self.changed.notify_all()
 
 
-class Pusher:
-    """Sends each chunk of the gradient as soon as backward has made all of it; see `Synchroniser`.
+class GradientSender:
+    """Sends chunks of the gradients that parameters have; zeros for a parameter that has none.
 
-    A gradient that never comes (an unused parameter) is sent as zeros. One on a GPU is copied to pinned memory on a
-    stream of its own while backward goes on; the link waits for it before it sends.
+    A gradient on a GPU is copied to pinned memory on a stream of its own while the GPU goes on; the link waits for it
+    before it sends.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[ServerConnection],
-                 settle: Callable[[], None]) -> None:
-        """
-        Args:
-            settle: Called before the first backward of an update, when weights may change no more.
-        """
-        self.parameters, self.links, self.settle = parameters, links, settle
-        self.names = {p: name for name, p in parameters.items()}
-        # Chunks that wait for each parameter: (server, number of the chunk).
-        self.waiting: dict[str, list[tuple[int, int]]] = {name: [] for name in parameters}
-        self.needs: dict[tuple[int, int], int] = {}
-        for server, link in enumerate(links):
-            for number, chunk in enumerate(link.shard.chunks):
-                names = {link.shard.slices[span.slice].name for span in chunk.spans}
-                self.needs[server, number] = len(names)
-                for name in names:
-                    self.waiting[name].append((server, number))
-        self.update = -1
-        self.arrivals = GradientArrivals(self.names.__getitem__, lambda p: self.names[p] in self.sent)
-        self.missing: dict[tuple[int, int], int] = {}
+    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[ServerConnection]) -> None:
+        self.parameters, self.links = parameters, links
         self.sent: dict[str, Outgoing] = {}
         self.copying: dict[torch.device, torch.cuda.Stream] = {}
-        self.armed = False
-        for p in parameters.values():
-            p.register_post_accumulate_grad_hook(self._arrived)
 
-    def begin(self, *, last: bool) -> None:
-        if not self.missing:
-            self.settle()
-            self.arrivals.begin()
-            self.missing, self.sent = dict(self.needs), {}
-        self.armed = last
+    def forget(self) -> None:
+        """The next update has other gradients."""
+        self.sent = {}
 
-    def unused(self) -> set[str]:
-        return {name for name, p in self.parameters.items() if p.grad is None}
-
-    def finish(self) -> None:
-        """What backward did not reach leaves too; all of it is on its way when this returns."""
-        self.armed = False
-        self.arrivals.end()
-        unused = {self.names[p] for p in self.parameters.values() if p not in self.arrivals.arrived}
-        incomplete = {place for name in unused for place in self.waiting[name]}
-        for server, number in [place for place, count in self.missing.items() if count]:
-            self._push(server, number, is_whole=(server, number) not in incomplete)
-        self.missing, self.sent = {}, {}
-
-    @property
-    def sent_bytes(self) -> float:
-        """What this worker has sent to servers so far."""
-        return float(sum(link.connection.sent_bytes for link in self.links))
-
-    def kept(self) -> Iterable[StateTensor]:
-        """Servers keep the state."""
-        return ()
-
-    def restore(self, saved: SavedState) -> list[str]:
-        return []
-
-    def _arrived(self, parameter: torch.Tensor) -> None:
-        if not self.arrivals.add(parameter, last=self.armed):
-            return
-        for place in self.waiting[self.names[parameter]]:  # type: ignore[index]
-            self.missing[place] -= 1
-            if not self.missing[place]:
-                self._push(*place, is_whole=True)
-
-    def _push(self, server: int, number: int, *, is_whole: bool) -> None:
+    def push(self, update: int, server: int, number: int, *, is_whole: bool) -> None:
+        """Send a chunk of an update. is_whole: whether backward has made all of it."""
         link = self.links[server]
         chunk, parts = link.shard.chunks[number], []
         for span in chunk.spans:
@@ -284,7 +231,7 @@ class Pusher:
             item_bytes = len(whole.elements) // self.parameters[part.name].numel()
             first = part.first_element + span.start
             parts.append(whole[first * item_bytes:(first + span.stop - span.start) * item_bytes])
-        link.push(self.update, number, parts, is_whole=is_whole)
+        link.push(update, number, parts, is_whole=is_whole)
 
     def _sent(self, name: str, wire_dtype: str) -> Outgoing:
         """A parameter's gradient as it is on the wire, row after row; made once an update."""
@@ -306,3 +253,74 @@ class Pusher:
             host.copy_(gradient.to(dtype).contiguous(), non_blocking=True)
             gradient.record_stream(stream)
             return Outgoing(bytes_of(host), stream.record_event())
+
+
+class Pusher:
+    """Sends each chunk of the gradient as soon as backward has made all of it; see `Synchroniser`."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[ServerConnection],
+                 settle: Callable[[], None]) -> None:
+        """
+        Args:
+            settle: Called before the first backward of an update, when weights may change no more.
+        """
+        self.parameters, self.links, self.settle = parameters, links, settle
+        self.names = {p: name for name, p in parameters.items()}
+        # Chunks that wait for each parameter: (server, number of the chunk).
+        self.waiting: dict[str, list[tuple[int, int]]] = {name: [] for name in parameters}
+        self.needs: dict[tuple[int, int], int] = {}
+        for server, link in enumerate(links):
+            for number, chunk in enumerate(link.shard.chunks):
+                names = {link.shard.slices[span.slice].name for span in chunk.spans}
+                self.needs[server, number] = len(names)
+                for name in names:
+                    self.waiting[name].append((server, number))
+        self.update = -1
+        self.sender = GradientSender(parameters, links)
+        self.arrivals = GradientArrivals(self.names.__getitem__, lambda p: self.names[p] in self.sender.sent)
+        self.missing: dict[tuple[int, int], int] = {}
+        self.armed = False
+        for p in parameters.values():
+            p.register_post_accumulate_grad_hook(self._arrived)
+
+    def begin(self, *, last: bool) -> None:
+        if not self.missing:
+            self.settle()
+            self.arrivals.begin()
+            self.missing = dict(self.needs)
+            self.sender.forget()
+        self.armed = last
+
+    def unused(self) -> set[str]:
+        return {name for name, p in self.parameters.items() if p.grad is None}
+
+    def finish(self) -> None:
+        """What backward did not reach leaves too; all of it is on its way when this returns."""
+        self.armed = False
+        self.arrivals.end()
+        unused = {self.names[p] for p in self.parameters.values() if p not in self.arrivals.arrived}
+        incomplete = {place for name in unused for place in self.waiting[name]}
+        for server, number in [place for place, count in self.missing.items() if count]:
+            self.sender.push(self.update, server, number, is_whole=(server, number) not in incomplete)
+        self.missing = {}
+        self.sender.forget()
+
+    @property
+    def sent_bytes(self) -> float:
+        """What this worker has sent to servers so far."""
+        return float(sum(link.connection.sent_bytes for link in self.links))
+
+    def kept(self) -> Iterable[StateTensor]:
+        """Servers keep the state."""
+        return ()
+
+    def restore(self, saved: SavedState) -> list[str]:
+        return []
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        if not self.arrivals.add(parameter, last=self.armed):
+            return
+        for place in self.waiting[self.names[parameter]]:  # type: ignore[index]
+            self.missing[place] -= 1
+            if not self.missing[place]:
+                self.sender.push(self.update, *place, is_whole=True)

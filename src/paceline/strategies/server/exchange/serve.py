@@ -128,6 +128,8 @@ class ShardMemory:
 class _Gathering:
     """The gradients of one update as they come in: a buffer of each dtype for every part.
 
+    optimizer: whose update it is, of a job with several by name; `due` are the chunks, and after them the tables, that
+        it has.
     missing: parts that each chunk lacks. unsummed: chunks left of each slice. unfinished: chunks left of all.
     rows: places and values of each table's rows, by table and part.
     held_back: slices that some worker has no gradient for. scale: set when slices may be updated as they come.
@@ -135,13 +137,13 @@ class _Gathering:
     sender: who sent the first of it; of all of it if it has one part.
     """
 
-    def __init__(self, buffers: list[ShardMemory], gradients: dict[str, torch.Tensor],
-                 chunks_of: Sequence[Sequence[int]], slices_of: Sequence[Sequence[int]], num_tables: int) -> None:
-        self.buffers, self.gradients = buffers, gradients
+    def __init__(self, optimizer: str, buffers: list[ShardMemory], gradients: dict[str, torch.Tensor],
+                 chunks_of: Sequence[Sequence[int]], slices_of: Sequence[Sequence[int]], due: Collection[int]) -> None:
+        self.optimizer, self.buffers, self.gradients = optimizer, buffers, gradients
         self.arrived: set[tuple[int, int]] = set()
         self.rows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self.missing = [len(buffers)] * (len(slices_of) + num_tables)
-        self.unfinished = len(slices_of) + num_tables
+        self.missing = dict.fromkeys(due, len(buffers))
+        self.unfinished = len(due)
         self.unsummed = [len(chunks) for chunks in chunks_of]
         self.unmade = [len(slices) for slices in slices_of]
         self.held_back: set[int] = set()
@@ -251,15 +253,18 @@ class ShardService:
     def open(self, update: int, scale: float) -> None:
         """From now on a slice is updated as soon as all of its gradient is here; it is the next update to be made."""
         with self.changed:
-            if (gathering := self._gathering(update)) is None:
+            if (gathering := self._gathering(update, "")) is None:
                 return
             gathering.scale = scale
             ready = self._take(gathering)
         self._apply(gathering, ready)
 
     def gradients(self, update: int) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """The summed gradient of an update that is held, by slice; and the slices that are updated already."""
-        gathering = self.gatherings[update]
+        """The summed gradient of an update that is held, by slice; and the slices that are updated already. There is
+        nothing if this server holds nothing of what the update's optimizer updates."""
+        gathering = self.gatherings.get(update)
+        if gathering is None:
+            return {}, set()
         updated = {self.shard.slices[index].name for index in gathering.taken}
         return {**gathering.gradients, **self._of_tables(gathering)}, updated
 
@@ -274,11 +279,11 @@ class ShardService:
                     table.shape, check_invariants=False).coalesce()
         return gradients
 
-    def made(self, update: int) -> None:
-        """The update is in the weights: those who wait for this version get it."""
+    def made(self, update: int, *, version: int | None = None) -> None:
+        """The update is in the weights: those who wait for this version get it, which is the next if none is given."""
         with self.changed:
             self._close(update)
-            self.begin_at(self.version + 1)
+            self.begin_at(self.version + 1 if version is None else version)
             self.changed.notify_all()
 
     def drop(self, update: int) -> None:
@@ -361,7 +366,8 @@ class ShardService:
                 connection.checked(header, 0, 0)
                 self._check_version(header.step)
                 with self.changed:
-                    wanted.version, wanted.left = header.step, set(range(len(self.shard.chunks)))
+                    wanted.version = header.step
+                    wanted.left |= set(self._wanted_chunks(header))
                     self.changed.notify_all()
             elif header.kind == Kind.PULL_ROWS:
                 self._check_version(header.step)
@@ -429,6 +435,13 @@ class ShardService:
             raise WireError(f"a worker asks for rows that are not on this server, which has {len(table)}")
         return places
 
+    def _wanted_chunks(self, header: Header) -> list[int]:
+        """The chunks that a worker asks for: those of the optimizer that updates the chunk that it names, or all."""
+        chunks = self.shard.chunks
+        if header.chunk > len(chunks):
+            raise WireError(f"a worker asks for chunk {header.chunk} of {len(chunks)}")
+        return self.shard.updated_by(chunks[header.chunk].optimizer if header.chunk < len(chunks) else None)
+
     def _check_version(self, version: int) -> None:
         if version > self.terms.end:
             raise WireError(f"a worker asks for version {version}, and the last one of this run is {self.terms.end}")
@@ -455,8 +468,11 @@ class ShardService:
                 if begun >= _BEGUN:
                     raise WireError(f"a worker began to send update {header.step} while {begun} others that it sent "
                                     "are not made")
-            gathering = self._gathering(header.step)
+            gathering = self._gathering(header.step, self._optimizer(number))
             if gathering is not None:
+                if number not in gathering.missing:
+                    raise WireError(f"a worker sent chunk {number} of update {header.step}, which is of the optimizer "
+                                    f"'{gathering.optimizer}'")
                 gathering.sender = gathering.sender or peer
                 if self.terms.num_parts == 1 and gathering.sender != peer:
                     self._part_with(gathering.sender, peer, header.step)
@@ -476,15 +492,23 @@ class ShardService:
             self.connections[first].close()
         raise error
 
-    def _gathering(self, update: int) -> _Gathering | None:
+    def _optimizer(self, chunk: int) -> str:
+        """Which updates a chunk; "" for tables, and in a shard without chunks."""
+        return self.shard.chunks[chunk].optimizer if chunk < len(self.shard.chunks) else ""
+
+    def _gathering(self, update: int, optimizer: str) -> _Gathering | None:
         """What has come of an update; None if it was dropped."""
         if update in self.closed:
             return None
         if update not in self.gatherings:
             buffers = [self.spare.pop() if self.spare else ShardMemory(self.shard.numels())
                        for _ in range(self.terms.num_parts)]
-            self.gatherings[update] = _Gathering(buffers, self._views(buffers[0]), self.chunks_of, self.slices_of,
-                                                  len(self.tables))
+            chunks = self.shard.updated_by(optimizer)
+            tables = range(len(self.shard.chunks), len(self.shard.chunks) + len(self.tables))
+            gradients = {name: view for part, (name, view) in zip(self.shard.slices, self._views(buffers[0]).items(),
+                                                                  strict=True) if part.optimizer == optimizer}
+            self.gatherings[update] = _Gathering(optimizer, buffers, gradients, self.chunks_of, self.slices_of,
+                                                 [*chunks, *tables])
         return self.gatherings[update]
 
     def _arrived(self, update: int, gathering: _Gathering, number: int) -> None:
@@ -501,7 +525,7 @@ class ShardService:
                 return
         squares = 0.0
         if self.terms.measures:
-            squares = sum(map(_squares, (*gathering.buffers[0].flat.values(), *(
+            squares = sum(map(_squares, (*(gradient.view(-1) for gradient in gathering.gradients.values()), *(
                 gradient.values() for gradient in self._of_tables(gathering).values()))))
         self.events.held(update, squares)
 

@@ -22,13 +22,14 @@ from paceline.runtime.evaluate import quotients
 from paceline.runtime.folder import CHECKPOINTS, EVENTS, JOURNAL, METRICS
 from paceline.runtime.journal import Journal
 from paceline.runtime.loop import Speed, append_metrics, cut_metrics, learning_rate, predicted_step_s
-from paceline.runtime.optimizers.schedule import waits_for_metric
+from paceline.runtime.optimizers.schedule import check_monitored, waits_for_evaluations
 from paceline.runtime.order import split
 from paceline.runtime.refusals import check_loss, check_used
 from paceline.strategies.server.clock import LEASES, Clock
 from paceline.strategies.server.exchange.serve import listen_to
 from paceline.strategies.server.exchange.wire import Connection, Peer, Role, WireError
 from paceline.strategies.server.ranks.losses import Losses, staleness_of, updates_after
+from paceline.strategies.server.ranks.meetings import Meetings, Sums
 from paceline.strategies.server.ranks.messages import checked
 from paceline.strategies.server.ranks.roles import RankTask, Roles, servers_of
 from paceline.strategies.server.ranks.server import Server
@@ -54,11 +55,11 @@ class _Worker:
 
 @dataclass
 class _Evaluation:
-    """Sums that come in from the workers; begun anew if one of them is gone."""
+    """Sums that come in from the workers, by name; begun anew if one of them is gone."""
 
     number: int
     awaited: set[int]
-    sums: torch.Tensor
+    sums: dict[str, torch.Tensor]
 
 
 @dataclass
@@ -115,11 +116,7 @@ class Coordinator(Server):
         self.completed = self.first_step = self.step  # steps; not always the first ones
         self.samples = int(self.checkpoint.document["samples"]) if self.checkpoint is not None else 0
         if settings.resume:
-            self.display.say(f"resumed from {self.checkpoint.path.name}" if self.checkpoint is not None else
-                             "no checkpoint to resume from: starting at step 0")
-            if self.metrics is not None:
-                cut_metrics(self.metrics, self.step)
-                self.staleness.update(staleness_of(self.metrics))
+            self._note_resume()
         self.journal = Journal(settings.run_dir / JOURNAL if settings.run_dir is not None else None)
         self.journal.begin(job, plan=str(plan), world_size=context.world_size, after=self.step)
         assert job.total_steps is not None
@@ -129,9 +126,20 @@ class Coordinator(Server):
         if settings.controller is not None:
             self.control = RunControl(replace(context, world_size=1), settings.controller, self._obey_callbacks,
                                       self._keep_alive)
-        self.clock = Clock(num_workers=sync.workers, num_servers=sync.server, first=self.version,
+        self.meetings = Meetings.of(job.optimizers, shards, num_workers=sync.workers,
+                                    number=self.version) if job.models else None
+        # What servers hold of a step of the job's own is known when each of its updates is made.
+        self.clock = Clock(num_workers=sync.workers, num_servers=0 if job.models else sync.server, first=self.version,
                            end=self.turns.before(self._next_stop()),
                            staleness=None if sync.staleness == "inf" else sync.staleness)
+
+    def _note_resume(self) -> None:
+        """The run goes on; what was recorded after the checkpoint is made again."""
+        self.display.say(f"resumed from {self.checkpoint.path.name}" if self.checkpoint is not None else
+                         "no checkpoint to resume from: starting at step 0")
+        if self.metrics is not None:
+            cut_metrics(self.metrics, self.step)
+            self.staleness.update(staleness_of(self.metrics))
 
     def _note_restart(self) -> None:
         """All ranks started again, as one of them died; what was made since the checkpoint is made again."""
@@ -251,7 +259,10 @@ class Coordinator(Server):
             self._lose(peer, error)
 
     def _hear_server(self, peer: Peer, message: dict[str, Any]) -> None:
-        if "held" in message:
+        if "held" in message and self.meetings is not None:
+            self.meetings.hold(peer.number, message["held"], message["squares"])
+            self._end_meeting()
+        elif "held" in message:
             update = message["held"]
             if update in self.clock.updates:  # else it was dropped, or a worker made it up
                 self.squares[update] = self.squares.get(update, 0.0) + message["squares"]
@@ -270,10 +281,14 @@ class Coordinator(Server):
             if (update := message.get(kind)) is not None and (
                     leased[:1] != [update] or (worker in self.reports.get(update, {})) != has_told):
                 return f"it said '{kind}' of update {update}, and has to say something else of {leased or 'none'} first"
+        if self.meetings is None and message.keys() & {"figures", "update"}:
+            return f"it said '{next(iter(message))}', which is for steps of a job's own"
+        if self.meetings is not None and message.keys() & {"figures", "update"}:
+            return self.meetings.fault(worker, message) if leased else "it works at a step that it was not given"
         if "finished" in message and not message["version"] <= self.clock.version + 1:
             return f"it used weights of version {message['version']} when there were {self.clock.version}"
-        if "sums" in message and len(message["values"]) != 1 + len(self.job.metrics):
-            return f"it evaluated {len(message['values'])} figures of {1 + len(self.job.metrics)}"
+        if "sums" in message and (problem := self._wrong_sums(message)):
+            return problem
         if "idle" in message and message["deaths"] > sum(self.context.deaths) + self.context.restarts:
             return f"it says that it died {message['deaths']} times"
         if "left" in message and not self.over:
@@ -282,12 +297,28 @@ class Coordinator(Server):
             return f"it said '{next(iter(message))}' and was not asked"
         return None
 
+    def _wrong_sums(self, message: dict[str, Any]) -> str | None:
+        """What is wrong with the figures of a worker's evaluation."""
+        names = message["names"]
+        if len(set(names)) != len(names) or len(names) != len(message["values"]):
+            return f"it evaluated {len(message['values'])} figures of {len(set(names))}"
+        due = ["loss", *self.job.metrics] if self.meetings is None else (
+            list(self.evaluation.sums) if self.evaluation is not None else [])
+        if due and names != due:
+            return f"it evaluated {', '.join(names)[:200]} where {', '.join(due)} are due"
+        return None
+
     def _hear_worker(self, worker: int, message: dict[str, Any]) -> None:
         self.workers[worker].heard_s = time.monotonic()
         self.context.beat("reduce")
         if "alive" in message:  # a step may be long: servers that wait for it are not stuck
             for connection in self.followers.values():
                 connection.send_message(message)
+            return
+        if message.keys() & {"figures", "update"}:
+            assert self.meetings is not None
+            self.meetings.bring(worker, message)
+            self._end_meeting()
             return
         self.stop_asked |= bool(message.get("stop"))
         if "told" in message:
@@ -302,10 +333,24 @@ class Coordinator(Server):
             self.left[worker] = message["left"]
             return
         elif "idle" in message:
+            if self.job.models and not self.settings.is_trial:
+                check_monitored(self.shelf.schedule, self.job, message["measured"])
             self.losses.note_deaths("worker", worker, message["deaths"])
             if self.losses.note_rejoined(worker, self.step):
                 self.display.say(f"worker {worker} is back")
         self.workers[worker].orders -= 1
+
+    def _end_meeting(self) -> None:
+        """Do what comes of what all workers brought to a meeting within a step, once all is there."""
+        assert self.meetings is not None
+        held = self.meetings.held()
+        if isinstance(held, Sums):
+            for worker in self.workers.values():
+                with suppress(WireError):  # its end is in the inbox
+                    worker.connection.send_message({"met": held.number, "values": held.values})
+        elif held is not None:
+            self._order({"update": held.number, "optimizer": held.optimizer, "clip": held.clip,
+                         "unused": sorted(held.unused)})
 
     def _lose(self, peer: Peer, error: WireError) -> None:
         """A peer is gone. Workers can be, under staleness; what they left behind is dropped everywhere."""
@@ -413,15 +458,16 @@ class Coordinator(Server):
         unused = set.intersection(*(set(r["unused"]) for r in reports))
         if version == 0 and unused:
             check_used({name: float(name not in unused) for name in self.shelf.trainable})
-        norm = math.sqrt(self.squares.pop(update)) * scale / part  # of the mean over the update's own samples
+        norm = math.sqrt(self.squares.pop(update, 0.0)) * scale / part  # of the mean over the update's own samples
         clip = 1.0 if self.job.clip is None else min(1.0, self.job.clip / (norm + 1e-6))  # as clip_grad_norm_
         stale = version - min(r["version"] for r in reports)
         rate = 1.0 / max(1.0, stale / self.turns.width) if servers_of(self.plan).damping == "inverse" else 1.0
         self.staleness[stale] += 1
-        self._order({"make": update, "turn": turn, "scale": scale, "clip": clip, "rate": rate,
+        self._order({"end": turn, "loss": loss / count} if self.meetings is not None else
+                    {"make": update, "turn": turn, "scale": scale, "clip": clip, "rate": rate,
                      "unused": sorted(unused), "loss": loss / count})
         self.clock.made(update)
-        if self.settings.observer is not None:
+        if self.settings.observer is not None and self.meetings is None:
             for worker in self.workers.values():
                 worker.connection.send_message({"made": turn, "loss": loss / count})
         self._write_down(turn, sum(r["digest"] for r in reports))
@@ -534,7 +580,7 @@ class Coordinator(Server):
     @property
     def _leaves_at_once(self) -> bool:
         """Whether a signal asked to stop, and neither callbacks nor the schedule need the evaluation of this epoch."""
-        return self.stop_asked and self.control is None and not waits_for_metric(self.shelf.schedule)
+        return self.stop_asked and self.control is None and not waits_for_evaluations(self.shelf.schedule, self.job)
 
     def _ask(self, event: str, hook: str | None = None, **values: Any) -> Any:
         """Let callbacks hear of an event, if one has the hook, and note what they ask for. Returns their state, where
@@ -599,8 +645,7 @@ class Coordinator(Server):
     def _begin_evaluation(self) -> None:
         """Give every worker its part of the validation data, once it is idle; all have the same weights."""
         self.num_evaluations += 1
-        self.evaluation = _Evaluation(self.num_evaluations, set(self.workers),
-                                      torch.zeros(1 + len(self.job.metrics), 2, dtype=torch.float64))
+        self.evaluation = _Evaluation(self.num_evaluations, set(self.workers), {})
         for part, number in enumerate(sorted(self.workers)):
             self._say(number, {"evaluate": self.evaluation.number, "part": part, "of": len(self.workers),
                                "version": self.clock.version})
@@ -610,13 +655,14 @@ class Coordinator(Server):
         if evaluation is None or message["sums"] != evaluation.number or worker not in evaluation.awaited:
             return
         evaluation.awaited.discard(worker)
-        evaluation.sums += torch.tensor(message["values"], dtype=torch.float64)
+        for name, value in zip(message["names"], message["values"], strict=True):
+            evaluation.sums[name] = torch.tensor(value, dtype=torch.float64) + evaluation.sums.get(name, 0.0)
         if evaluation.awaited:
             return
         self.evaluation, self.evaluated_step = None, self.step
-        figures = quotients(self.job, evaluation.sums)
+        figures = quotients(evaluation.sums, torch.stack(list(evaluation.sums.values())))
         self.evaluated = {"validation_loss": figures.pop("loss"), **figures}
-        if waits_for_metric(self.shelf.schedule) and self.order.ends_epoch(self.step) and not (
+        if waits_for_evaluations(self.shelf.schedule, self.job) and self.order.ends_epoch(self.step) and not (
                 self.settings.is_trial or self.step == self.first_step):
             self._order({"metrics": self.evaluated})
         self._note(step=self.step, validation_loss=self.evaluated["validation_loss"], metrics=figures)

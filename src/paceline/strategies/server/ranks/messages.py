@@ -31,11 +31,13 @@ class _WorkerLeft(_ServerLeft):
 # By who speaks, and by the first key, which names the kind.
 _SHAPES: Mapping[Role, Mapping[str, Mapping[str, Any]]] = {
     Role.CONTROL: {
-        "idle": {"idle": _True, "deaths": _Count},
+        "idle": {"idle": _True, "deaths": _Count, "measured": list[str]},
         "alive": {"alive": _True},
         "told": {"told": _Count, "loss": _Finite, "count": float, "is_mean": bool, "digest": _Count},
         "finished": {"finished": _Count, "version": _Count, "unused": list[str], "stop": bool},
-        "sums": {"sums": _Count, "values": list[_Pair], "stop": bool},
+        "sums": {"sums": _Count, "names": list[str], "values": list[_Pair], "stop": bool},
+        "figures": {"figures": _Count, "values": list[float]},
+        "update": {"update": _Count, "optimizer": str, "unused": list[str]},
         "left": {"left": _WorkerLeft},
     },
     Role.SERVER: {

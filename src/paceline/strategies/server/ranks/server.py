@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from paceline.errors import JobError, TrainingError
+from paceline.job.own_step import spec
 from paceline.runtime import state
 from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.checkpoint.write import Writer
+from paceline.runtime.follow import follow
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.runtime.order import Order
@@ -27,6 +29,7 @@ from paceline.strategies.server.ranks.update_order import UpdateOrder
 from paceline.strategies.server.shards import Shard, fingerprint
 from paceline.waiting import waiting
 
+_LAST = 2**62  # version of a run whose steps make as many updates as they like
 Event = tuple[Peer, "dict[str, Any] | Exception"]  # what a peer said, why it says no more, or what went wrong here
 
 
@@ -50,24 +53,28 @@ class Server:
         self.memory = PeakMemory(context.device)
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.layout = fingerprint(shards)
-        terms = ShardTerms(sync.workers if sync.staleness == 0 else 1, self.turns.before(job.total_steps),
-                           keeps_sending=sync.staleness != 0, measures=job.clip is not None,
-                           compress=plan.modifiers.compress)
+        end = _LAST if job.models else self.turns.before(job.total_steps)
+        measures = job.clip is not None or any(spec(each).clip is not None for each in job.optimizers.values())
+        terms = ShardTerms(sync.workers if sync.staleness == 0 else 1, end, keeps_sending=sync.staleness != 0,
+                           measures=measures, compress=plan.modifiers.compress)
         events = ShardEvents(held=self._held, ready=self._ready, lost=self._lost, failed=self._failed)
         self.exchange = ShardService(shards[number], terms, events, task.uplink)
         self.shelf = ServerState(job, plan, number, shards, model, self.exchange)
-        if not settings.is_trial:
+        if not settings.is_trial and not job.models:
             check_monitored(self.shelf.schedule, job)
         self.writer = None
         if settings.run_dir is not None:
             self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt)
             state.refuse_unsaveable(self.shelf)  # now, not after an hour
-        self.version = self.turns.before(self._restore())  # updates made
+        self.version = self.turns.before(self._restore())  # turns whose updates are made
         self.exchange.begin_at(self.version)
         self.history = History(self.version)
+        self.gradients: dict[str, torch.Tensor] = {}  # of a step of the job's own so far, for whoever looks on
         self.door = Acceptor(listen(context.host), self.welcome, secret=context.secret, layout=self.layout,
                              check=self.check)
         task.rendezvous.announce(number, self.door.address)
+        if settings.observer is not None:
+            settings.observer.initial(self.shelf)
 
     @property
     def step(self) -> int:
@@ -97,6 +104,10 @@ class Server:
         """Do what the coordinator says."""
         if "make" in order:
             self._make(order)
+        elif "update" in order:
+            self._update_one(order)
+        elif "end" in order:
+            self._end_step(order)
         elif "open" in order:
             self.exchange.open(order["open"], order["scale"])
         elif "drop" in order:
@@ -162,6 +173,37 @@ class Server:
             self.exchange.made(order["make"])
         if observer is not None:
             observer.weights(self.version, shelf, order["loss"])
+        self.version += 1
+        if self.writer is not None:
+            self.writer.poll()
+
+    def _update_one(self, order: dict[str, Any]) -> None:
+        """An update within a step of the job's own."""
+        self.context.beat("optimizer")
+        shelf = self.shelf
+        shelf.take_gradient(order["update"], scale=1.0, unused=order["unused"])
+        if self.settings.observer is not None:
+            for name, p in shelf.parameters.items():
+                if p.grad is not None:
+                    self.gradients[name] = p.grad + self.gradients[name] if name in self.gradients else p.grad.clone()
+        with self.exchange.making:
+            shelf.update_one(order["optimizer"], clip=order["clip"])
+            self.exchange.made(order["update"], version=order["update"] + 1)
+
+    def _end_step(self, order: dict[str, Any]) -> None:
+        """A step of the job's own is over: its updates are made, and followers move."""
+        self.context.step = self.step + 1
+        self.history.add(order["end"])
+        observer, shelf = self.settings.observer, self.shelf
+        follow(self.job.followers, shelf.held, {}, self.step + 1)
+        if observer is not None:
+            for name, gradient in self.gradients.items():
+                shelf.parameters[name].grad = gradient
+            observer.samples(self.version, [])
+            observer.gradients(self.version, shelf)
+            observer.weights(self.version, shelf, order["loss"])
+            shelf.drop_gradients()
+            self.gradients = {}
         self.version += 1
         if self.writer is not None:
             self.writer.poll()

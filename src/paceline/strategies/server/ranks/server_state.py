@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from paceline.errors import PlanRefused
 from paceline.job import Job
+from paceline.job.named_optimizers import NamedOptimizers
 from paceline.job.pretrained import Weights
 from paceline.plans import Plan
+from paceline.runtime.follow import followed
 from paceline.runtime.freezing import Freezing
 from paceline.runtime.initial import load_initial
+from paceline.runtime.named_parts import load_models
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure, refuse_coupled
 from paceline.runtime.optimizers.probe import is_elementwise
 from paceline.runtime.optimizers.schedule import build_schedule, step_schedule
@@ -37,10 +41,20 @@ def deal_out(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Pla
 
     Raises:
         JobError: a layer makes sparse gradients that can't be sent. PlanError: too few parameters for so many servers.
+        PlanRefused: one of several models has a table of which single rows would travel.
     """
     names, parameters = tables(model).keys(), trainable_of(model)
-    return assign(held({name: p for name, p in parameters.items() if name not in names}), servers_of(plan).server,
-                  split_tensors=is_elementwise(optimizer), compress=plan.modifiers.compress,
+    if isinstance(optimizer, NamedOptimizers):
+        if names:
+            raise PlanRefused(f"rows of '{min(names)}' lie on servers, and a job with models= has whole weights there",
+                              hint="sparse=False in the embedding, or a data=N plan")
+        updaters = {name: (key, optimizer.members[key]) for key, of_it in optimizer.names.items() for name in of_it}
+    else:
+        updaters = dict.fromkeys(parameters, ("", optimizer))
+    dealt = [replace(parameter, optimizer=updaters[parameter.name][0],
+                     may_split=is_elementwise(updaters[parameter.name][1]))
+             for parameter in held({name: p for name, p in parameters.items() if name not in names})]
+    return assign(dealt, servers_of(plan).server, compress=plan.modifiers.compress,
                   tables=held({name: p for name, p in parameters.items() if name in names}))
 
 
@@ -54,9 +68,10 @@ class Owned:
 
 
 class ServerState:
-    """The state of one server; see `Holder`. Server 0 also keeps what nobody trains.
+    """The state of one server; see `StateOwner`. Server 0 also keeps what nobody trains. A follower's rows lie where
+    those of its source do.
 
-    exchange: the memory that `held` lies in is its.
+    exchange: the memory that `parameters` lie in is its.
     """
 
     replica = -1
@@ -72,21 +87,32 @@ class ServerState:
         self.exchange = exchange
         self.trainable = trainable_of(model)
         self.parameters: dict[str, torch.nn.Parameter] = {}
-        extents = {}
+        followers: dict[str, torch.nn.Parameter] = {}
+        extents: dict[str, Extent] = {}
+        every = dict(model.named_parameters())
+        following = {name: source for name, source in followed(job.followers, every).items()
+                     if source in self.trainable}
         for part in (*shards[server].slices, *shards[server].tables):
             view = exchange.views[part.name]
             with torch.no_grad():
                 view.copy_(rows(self.trainable[part.name], part))
             self.parameters[part.name] = torch.nn.Parameter(view)
-            extents[part.name] = Extent(part.shape, part.offsets)
-        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} if server == 0 else {}
-        self.held = {**self.parameters, **frozen}
+            mine = [name for name, source in following.items() if source == part.name]
+            followers |= {name: torch.nn.Parameter(rows(every[name], part).clone(), requires_grad=False)
+                          for name in mine}
+            extents |= dict.fromkeys((part.name, *mine), Extent(part.shape, part.offsets))
+        frozen = {name: p for name, p in every.items() if not p.requires_grad and name not in following
+                  } if server == 0 else {}
+        self.held = {**self.parameters, **followers, **frozen}
         self.freezing = Freezing(job, model)
-        if job.init is not None:
+        if job.models:
+            load_models(job, model, self.held, extents)
+        elif job.init is not None:
             load_initial(Weights.of(job.init), model, self.held, extents)
         self.layout = Owned(frozenset(self.held), frozenset(persistent_buffers(model) if server == 0 else ()), extents)
         built = build_optimizer(job, self.trainable, self.parameters)
-        self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
+        self.optimizer: torch.optim.Optimizer = built.optimizer
+        self.groups, self.optimizer_state = built.groups, built.state
         if len(shards) > 1:
             refuse_coupled(self.optimizer, built.behaviour.reach, what=f"server={len(shards)}")
         self.schedule = build_schedule(job, self.optimizer)
@@ -110,7 +136,7 @@ class ServerState:
             self.parameters[name].grad = gradient
         self._scale(scale)
         self.optimizer.step()
-        self._drop_gradients()
+        self.drop_gradients()
 
     def take_gradient(self, update: int, *, scale: float, unused: Collection[str]) -> None:
         """Put an update's summed gradient in place. unused: parameters that no worker used have none."""
@@ -144,9 +170,22 @@ class ServerState:
                 group["lr"] = own
         if ends_step:
             step_schedule(self.schedule)
-        self._drop_gradients()
+        self.drop_gradients()
 
-    def _drop_gradients(self) -> None:
+    def update_one(self, name: str, *, clip: float) -> None:
+        """One step of an optimizer of several, and of its schedule. clip: as in `update`."""
+        self._scale(clip)
+        assert isinstance(self.optimizer, NamedOptimizers)
+        member: Any = self.optimizer.members[name]
+        if any(group["params"] for group in member.param_groups):
+            member.step()
+        else:  # other servers have all that it updates; schedules look whether a step was taken
+            member._opt_called = True
+        if self.schedule is not None:
+            step_schedule(self.schedule.of(name))
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
         for p in self.parameters.values():
             p.grad = None
 

@@ -101,7 +101,7 @@ class _OfServer:
         self.observer, self.replica = observer, replica
 
     def initial(self, stepper: StateOwner) -> None:
-        """Weights change in updates alone; those before the first one are looked at with its gradients."""
+        self.observer.initial(stepper)
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         """The worker tells of its own."""
@@ -126,8 +126,9 @@ class _OfWorker:
 
     def weights(self, step: int, stepper: StateOwner, loss: float) -> None:
         exchange = self.shelf.exchange
-        with waiting, exchange.changed:  # layers are there before the update is complete
-            exchange.changed.wait_for(lambda: exchange.version > step)
+        if exchange.tables:
+            with waiting, exchange.changed:  # layers are there before the update is complete
+                exchange.changed.wait_for(lambda: exchange.version > step)
         self.observer.weights(step, _WithTables(stepper, self.shelf), loss)  # type: ignore[arg-type]
 
 
@@ -138,4 +139,5 @@ class _WithTables:
         tables = shelf.parameters.keys() - stepper.parameters.keys()
         self.replica = stepper.replica
         self.parameters = {**stepper.parameters, **{name: shelf.parameters[name] for name in tables}}
+        self.held = {**stepper.held, **self.parameters}
         self.layout = replace(shelf.layout, extents={name: shelf.layout.extents[name] for name in tables})

@@ -12,12 +12,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from paceline.capture.written import SeenValue
 from paceline.errors import JobError, PlanRefused
 from paceline.launch.logs import logger
-from paceline.runtime.evaluate import evaluation_sums
+from paceline.runtime.checkpoint.read import open_checkpoint
+from paceline.runtime.evaluate import evaluation_sums, step_sums
 from paceline.runtime.feed import DataShard, MicroBatch, training_feed
+from paceline.runtime.folder import CHECKPOINTS
+from paceline.runtime.follow import followed
 from paceline.runtime.loss import Tally
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
@@ -30,6 +34,7 @@ from paceline.strategies.server.exchange.connection import Pusher, ServerConnect
 from paceline.strategies.server.exchange.rows import Rows, tables
 from paceline.strategies.server.exchange.wire import Connection, Peer, Role, WireError, connect
 from paceline.strategies.server.ranks.roles import RankTask, servers_of
+from paceline.strategies.server.ranks.served_steps import ServedSteps
 from paceline.strategies.server.ranks.server_state import deal_out
 from paceline.strategies.server.shards import fingerprint
 from paceline.waiting import waiting
@@ -61,24 +66,38 @@ class Worker:
                       for server, shard in enumerate(shards)]
         self.frozen: frozenset[str] = frozenset()
         tables_of_rows = tables(self.stepper.model)
-        if self.stepper.freezing.changes:
+        if self.stepper.freezing.changes and not job.models:
             self._send_zeros_for_frozen(tables_of_rows)
         for name in tables_of_rows:  # no rank that works holds them
             del self.stepper.parameters[name], self.stepper.held[name]
         self.rows = Rows(tables_of_rows, self.links)
         self.arrivals = WeightArrivals(self.stepper.parameters, self.links, lambda: self.inbox.settled())
-        self.pusher = Pusher(self.stepper.parameters, self.links, self.arrivals.settle)
-        self.stepper.synchronisers += [self.rows, self.pusher]
         self.order = Order.of(job)
         self.windows: Iterator[tuple[Window, list[MicroBatch]]] | None = None
         self.inbox = _Inbox(self.control, self.arrivals, takes_any=servers_of(plan).staleness != 0,
                             alive=partial(context.beat, "input"))
+        self.served: ServedSteps | None = None
+        if job.models:
+            self.served = self._serve_steps()
+        else:
+            self.pusher = Pusher(self.stepper.parameters, self.links, self.arrivals.settle)
+            self.stepper.synchronisers += [self.rows, self.pusher]
         self.observed_step: int | None = None
         self.has_looked_at_attributes = False
         self.unserved = {name: (SeenValue(tensor), tensor._version) for name, tensor in self._unserved().items()}
         self.is_over = threading.Event()
         threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
         self.waited_for_step_s = 0.0
+
+    def _serve_steps(self) -> ServedSteps:
+        """Have the stepper take steps of the job's own with servers."""
+        stepper, self.inbox.asks = self.stepper, False
+        served = ServedSteps(stepper.parameters, self.links, self.arrivals, self.control, self.inbox.met,
+                             num_workers=servers_of(self.plan).workers)
+        stepper.loss_number = self.number
+        stepper.part = DataShard(self.settings.shares, self.number, self.plan.num_microbatches)
+        stepper.step_sync, stepper.named_update = served, served.update
+        return served
 
     def _send_zeros_for_frozen(self, tables_of_rows: Collection[str]) -> None:
         """What is frozen in a step counts nothing in the norm of its gradient. Before the hooks that send gradients.
@@ -100,7 +119,8 @@ class Worker:
     def run(self) -> None:
         """Work until the coordinator says that it is over."""
         try:
-            self.control.send_message({"idle": True, "deaths": self.context.deaths[self.context.rank]})
+            self.control.send_message({"idle": True, "deaths": self.context.deaths[self.context.rank],
+                                       "measured": self._measured()})
             self.inbox.listen()
             while True:
                 self.context.beat("input")
@@ -109,9 +129,12 @@ class Worker:
                 self.waited_for_step_s += time.perf_counter() - began_s
                 if "over" in order:
                     break
-                answer = self._compute(order) if "lease" in order else self._evaluate(order)
+                if self.served is not None and self.served.meeting < 0:
+                    self._begin_at(order["version"])
+                compute = self._compute if self.served is None else self._take_step
+                answer = compute(order) if "lease" in order else self._evaluate(order)
                 self.control.send_message({**answer, "stop": self.context.stop_signal is not None})
-            if self.settings.observer is not None:
+            if self.settings.observer is not None and self.served is None:
                 self._fetch(order)
             self.control.send_message({"left": self._figures()})
             self.context.beat("end")
@@ -161,6 +184,34 @@ class Worker:
         return {"finished": order["lease"], "version": self.arrivals.version,
                 "unused": sorted(self.stepper.parameters.keys() - used)}
 
+    def _begin_at(self, version: int) -> None:
+        """The weights after so many steps of the job's own: servers send those that they update, and followers, which
+        each rank moves by itself, come from the checkpoint."""
+        assert self.served is not None
+        self.context.beat("restore")
+        self.served.begin_at(version)
+        if version and self.settings.run_dir is not None:
+            checkpoint = open_checkpoint(self.settings.run_dir / CHECKPOINTS / f"step-{version}")
+            for name in followed(self.job.followers, self.stepper.held):
+                checkpoint.read_into(f"parameters/{name}", self.stepper.held[name].data)
+
+    def _take_step(self, order: dict[str, Any]) -> dict[str, Any]:
+        """A step of the job's own."""
+        step, observer = order["step"], self.settings.observer
+        self.context.step = step + 1
+        window, batches = self._samples(step, order["part"])
+        if observer is not None:
+            observer.samples(step, batches)
+            observer.gradients(step, _Elsewhere(self.number))  # type: ignore[arg-type]
+        result = self.stepper.step(window, batches, step=step, beat=self.context.beat)
+        self._check_unserved()
+        loss, = result.losses
+        if observer is not None:
+            observer.weights(step, _Weights(self.stepper), loss)  # type: ignore[arg-type]
+        self.control.send_message({"told": order["lease"], "loss": loss, "count": 1.0, "is_mean": True,
+                                   "digest": sum(batch.digest for batch in batches)})
+        return {"finished": order["lease"], "version": step, "unused": []}
+
     def _tell_loss(self, order: dict[str, Any], batches: list[MicroBatch], tallies: list[Tally]) -> None:
         loss = float(sum(float(tally.total) for tally in tallies))
         count = float(sum(float(tally.count) for tally in tallies))
@@ -182,18 +233,39 @@ class Worker:
         return next(self.windows)
 
     def _evaluate(self, order: dict[str, Any]) -> dict[str, Any]:
-        self._fetch(order)
-        self.arrivals.settle()
+        if self.served is None:
+            self._fetch(order)
+            self.arrivals.settle()
         part = DataShard((1,) * order["of"], order["part"], self.plan.num_microbatches)
-        sums = evaluation_sums(self.stepper.model, self.stepper.layout, self.job, self.job.validation, part=part,
-                               mesh=self.stepper.mesh, device=self.context.device, beat=self.context.beat)
-        return {"sums": order["evaluate"], "values": sums.tolist()}
+        sums = self._sums_over(self.job.validation, part)
+        return {"sums": order["evaluate"], "names": list(sums), "values": [row.tolist() for row in sums.values()]}
+
+    def _sums_over(self, data: Any, part: DataShard) -> dict[str, torch.Tensor]:
+        """Sum and count of the loss and of every other figure of an evaluation, over a part of the data."""
+        stepper, job = self.stepper, self.job
+        if job.models:
+            return step_sums(stepper.model, stepper.parts, job, data, part=part, mesh=stepper.mesh,
+                             device=self.context.device, beat=self.context.beat)
+        sums = evaluation_sums(stepper.model, stepper.layout, job, data, part=part, mesh=stepper.mesh,
+                               device=self.context.device, beat=self.context.beat)
+        return dict(zip(["loss", *job.metrics], sums, strict=True))
+
+    def _measured(self) -> list[str]:
+        """Names of what a job's `validate` gives of a first batch, so that what is wrong with it is known before the
+        first step; of other jobs it is known which they are."""
+        data = self.job.validation
+        if not self.job.models or data is None or self.settings.is_trial:
+            return []
+        first = Subset(data, range(min(len(data), self.job.batch)))
+        return list(self._sums_over(first, self.stepper.part))
 
     def _unserved(self) -> dict[str, torch.Tensor]:
-        """What servers don't keep of a model, by name: buffers and frozen parameters."""
+        """What nothing may change of a model, by name: buffers and frozen parameters, but those that follow others."""
         model = self.stepper.model
-        return {**dict(model.named_buffers()), **{name: p for name, p in model.named_parameters()
-                                                  if not p.requires_grad}}
+        unserved = {**dict(model.named_buffers()), **{name: p for name, p in model.named_parameters()
+                                                      if not p.requires_grad}}
+        moving = followed(self.job.followers, unserved)
+        return {name: tensor for name, tensor in unserved.items() if name not in moving}
 
     def _check_unserved(self) -> None:
         """Refuse a model whose forward changes what servers don't keep, in whatever step it first does; tell of other
@@ -222,6 +294,7 @@ class _Inbox:
 
     Where later weights may be fresher and come quickly, they are asked for when their step begins.
 
+    asks: whether weights are asked for at all, and not by whoever takes the steps.
     takes_any: whether weights of any version from the order's on will do.
     alive: called when the coordinator gives a sign of life while its next order is waited for.
     """
@@ -229,8 +302,10 @@ class _Inbox:
     def __init__(self, control: Connection, arrivals: WeightArrivals, *, takes_any: bool,
                  alive: Callable[[], None]) -> None:
         self.control, self.arrivals, self.takes_any, self.alive = control, arrivals, takes_any, alive
+        self.asks = True
         self.is_waiting = False
         self.changed = threading.Condition()
+        self.sums: dict[int, list[float]] = {}  # of meetings within steps
         self.orders: deque[dict[str, Any]] = deque()
         self.losses: dict[int, float] = {}  # of steps, for whoever looks on
         self.error: WireError | None = None
@@ -259,6 +334,14 @@ class _Inbox:
             self._wait_for(lambda: step in self.losses)
             return self.losses.pop(step)
 
+    def met(self, number: int) -> list[float]:
+        """Wait for the sums of a meeting within a step."""
+        with self.changed:
+            self.is_waiting = True
+            self._wait_for(lambda: number in self.sums)
+            self.is_waiting = False
+            return self.sums.pop(number)
+
     def _wait_for(self, is_there: Callable[[], bool]) -> None:
         with waiting:
             self.changed.wait_for(lambda: is_there() or self.error is not None)
@@ -285,7 +368,7 @@ class _Inbox:
                 self._ask(self.orders[0])
 
     def _asks_early(self) -> bool:
-        return not self.takes_any or self.is_waiting or self.arrivals.pull_s > _QUICK * self.step_s
+        return self.asks and (not self.takes_any or self.is_waiting or self.arrivals.pull_s > _QUICK * self.step_s)
 
     def _ask(self, order: dict[str, Any]) -> None:
         if order.get("version", -1) > self.arrivals.asked:
@@ -299,6 +382,8 @@ class _Inbox:
                     if "alive" in order:
                         if self.is_waiting:
                             self.alive()
+                    elif "met" in order:
+                        self.sums[order["met"]] = order["values"]
                     elif "made" in order:
                         self.losses[order["made"]] = order["loss"]
                     else:
