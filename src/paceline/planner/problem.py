@@ -114,6 +114,7 @@ class PlanningProblem:
             PlanError: the plan can't be on this cluster. NotPriced: it can, and nobody knows what it costs.
         """
         conflicts.check_precision(plan, self.job.precision)
+        check_step(self.job, plan)
         if cluster.nodes and (here := [s.name for s in active(plan) if not s.is_priced_on_paper]):
             raise NotPriced(f"plan '{plan}' has {' and '.join(here)}, which is priced on devices that are here alone")
         profile = self.profile
@@ -147,6 +148,24 @@ class PlanningProblem:
                           has_same_speed=name == MORE_MEMORY and bool(cluster.nodes))
                    for name, changed in _changes(cluster)]
         return flips(found, changes, self.limits(cluster), self.shape(cluster), rent=self.rent(cluster))
+
+
+def check_step(job: Job, plan: Plan) -> None:
+    """
+    Args:
+        job: As its cost was read off.
+
+    Raises:
+        PlanError: it has a step of its own, which can't run under the plan.
+    """
+    from paceline.profile.named import step_of
+    from paceline.runtime.recorded import refuse_runs_in_losses
+
+    if (step := step_of(job)) is None:
+        return
+    conflicts.check_own_step(plan)
+    if plan.splits_model:
+        refuse_runs_in_losses(step[0], plan, step[1])
 
 
 def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:

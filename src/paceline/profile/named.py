@@ -5,7 +5,7 @@ What this leaves out: a model that the step runs several times, losses themselve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +32,20 @@ def priced(job: Job) -> Job:
     def shapes() -> Any:
         from paceline.runtime.recorded import recorded
 
-        return {name: _described(value) for name, value in recorded(job, SAMPLES).inputs.items()}
+        seen = recorded(job, SAMPLES)
+        return {name: _described(value) for name, value in seen.inputs.items()}, sorted(seen.in_losses)
 
-    described = in_a_fork(shapes, timeout_s=TIMEOUT_S)
+    described, in_losses = in_a_fork(shapes, timeout_s=TIMEOUT_S)
     samples = job.num_samples or job.batch
-    return Job(model=lambda: _Together(job), data=_Shaped(described, samples), loss=_of_every_output,
+    return Job(model=lambda: _Together(job), data=_Shaped(described, samples, job, in_losses), loss=_of_every_output,
                optimizer=job.optimizer, batch=job.batch, steps=job.total_steps or 1, precision=job.precision,
                seed=job.seed)
+
+
+def step_of(job: Job) -> tuple[Job, Sequence[str]] | None:
+    """Of a job that `priced` gave: the one with a step of its own that it stands for, and the models and followers that
+    its losses run. None if it was given itself."""
+    return (job.data.job, job.data.in_losses) if isinstance(job.data, _Shaped) else None
 
 
 class _Together(nn.Module):
@@ -62,10 +69,13 @@ class _Together(nn.Module):
 
 
 class _Shaped:
-    """Samples of zeros in the shapes that models are run with."""
+    """Samples of zeros in the shapes that models are run with.
 
-    def __init__(self, described: Mapping[str, Any], samples: int) -> None:
-        self.described, self.samples = described, samples
+    job: whose step runs them. in_losses: models and followers that its losses run.
+    """
+
+    def __init__(self, described: Mapping[str, Any], samples: int, job: Job, in_losses: Sequence[str]) -> None:
+        self.described, self.samples, self.job, self.in_losses = described, samples, job, in_losses
 
     def __len__(self) -> int:
         return self.samples
