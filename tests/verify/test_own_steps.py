@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 import paceline
 from paceline.errors import JobError, PlanError
 from paceline.job.named_optimizers import NamedOptimizers
+from paceline.planner.problem import check_step
+from paceline.profile.named import priced
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.named_parts import _OfPart
 from paceline.runtime.step_batch import StepBatch
 from paceline.runtime.step_draws import WindowDraws
 from paceline.runtime.verbs import Verbs
+from paceline.strategies.server.ranks.meetings import Meetings, Sums
+from paceline.strategies.server.ranks.server_state import ServerState
 from tests.corpus import own_steps
 from tests.corpus.own_steps import adam, fields, small
 
 JOBS = ("gan_with_penalty", "distillation", "self_distillation", "muon_beside_adamw", "actor_critic", "masked_tokens")
 
 
-def certificate(name: str, plan: str) -> Any:
-    found, = paceline.verify(getattr(own_steps, name)(), [plan], steps=3, resume="no")
+def certificate(name: str, plan: str, *, steps: int = 3) -> Any:
+    found, = paceline.verify(getattr(own_steps, name)(), [plan], steps=steps, resume="no")
     return found
 
 
@@ -102,10 +108,98 @@ def test_fields_that_do_not_fit(given: dict[str, Any], words: str) -> None:
         paceline.Job(**{**fields(), **given})
 
 
-@pytest.mark.parametrize("plan", ["server=1 workers=2", "data=2 compress=int8", "data=2 local=4"])
-def test_plans_that_can_not_run_a_step(plan: str) -> None:
-    with pytest.raises(PlanError, match="models= don't compose"):
-        paceline.train(own_steps.distillation(), plan)
+@pytest.mark.parametrize(("name", "plan"), [("distillation", "server=1 workers=2 staleness=1"),
+                                            ("distillation", "server=1 workers=2 staleness=inf"),
+                                            ("gan_with_penalty", "tensor=2")])
+def test_plans_that_can_not_run_a_step(name: str, plan: str) -> None:
+    """They are refused, and the planner doesn't propose them."""
+    job = getattr(own_steps, name)()
+    with pytest.raises((PlanError, paceline.PacelineError), match=r"models= don't compose|a loss runs 'critic'"):
+        paceline.train(job, plan)
+    with pytest.raises(PlanError):
+        check_step(priced(job), paceline.Plan.parse(plan))
+
+
+SERVED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    **PLANTED, "distillation": lambda patch: patch.setattr(Meetings, "held", _with_first_figures),
+    "self_distillation": lambda patch: patch.setattr("paceline.strategies.server.ranks.server.follow", lambda *_: None),
+    "actor_critic": lambda patch: patch.setattr(ServerState, "update_one", _with_a_tenth)}
+
+
+def _with_first_figures(self: Meetings, held: Callable[[Meetings], Any] = Meetings.held) -> Any:
+    """Figures of one worker stand for all."""
+    first = self.brought.get(0)
+    result = held(self)
+    return Sums(result.number, first["values"]) if isinstance(result, Sums) and first else result
+
+
+def _with_a_tenth(self: ServerState, name: str, *, clip: float,
+                  update_one: Callable[..., None] = ServerState.update_one) -> None:
+    """Gradients of one optimizer are taken for smaller ones."""
+    update_one(self, name, clip=clip / 10 if name == "actor" else clip)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "self_distillation" else pytest.mark.slow)
+                                  for name in (*JOBS, "three_models")])
+def test_servers_make_each_update_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of Muon are whole on one server each; a follower's rows lie beside its source's."""
+    assert certificate(name, "server=2 workers=3").verdict == "passed"
+    if name in SERVED:
+        SERVED[name](monkeypatch)
+        assert certificate(name, "server=2 workers=2", steps=2).verdict == "failed"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("chain", ["server=2 workers=2 | data=2", pytest.param(
+    "data=2 | server=2 workers=2 colocate=yes | shard=2", marks=pytest.mark.slow)])
+def test_a_run_goes_on_under_another_plan(tmp_path: Path, chain: str) -> None:
+    """Followers, both optimizers and the order of data are those of one device."""
+    job, plans = own_steps.self_distillation(), chain.split(" | ")
+    for number, plan in enumerate(plans, 1):
+        paceline.train(job, plan, run=tmp_path / "many", steps=6 * number // len(plans), resume=number > 1)
+    paceline.train(job, "single", run=tmp_path / "one", steps=6)
+
+    mine, theirs = (load_file(tmp_path / run / "model.safetensors") for run in ("many", "one"))
+    assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=1e-12) for name in theirs)
+
+
+def _overflowing() -> paceline.Job:
+    """In the second step the gradient of `a` overflows, by a sample of the last rank; that of `b` doesn't."""
+    def step(ctx: paceline.StepContext, batch: Any) -> None:
+        factor = torch.ones(len(batch), 1)
+        if ctx.step == 1:
+            factor[-1] = 3e38
+        ctx.backward("a", batch, lambda out, batch, factor: (factor * (out - batch.target)).mean(), factor)
+        ctx.backward("b", batch, lambda out, batch: F.mse_loss(out, batch.target))
+        ctx.update("a")
+        ctx.update("b")
+
+    return paceline.Job(models={"a": small(), "b": small()}, optimizers={"a": adam, "b": adam}, step=step,
+                        **fields(precision="fp16"))
+
+
+def test_loss_scaling_skips_one_update_on_all_ranks(tmp_path: Path) -> None:
+    """The scale is halved once, and followers, ranks and the other optimizer go on."""
+    job = _overflowing()
+    weights = []
+    for steps in (1, 2):
+        summary = paceline.train(job, "data=2", run=tmp_path / f"{steps}", steps=steps)
+        weights.append(load_file(tmp_path / f"{steps}" / "model.safetensors"))
+    same = {name.partition(".")[0]: torch.equal(weights[0][name], weights[1][name]) for name in weights[0]}
+    assert same == {"a": True, "b": False}
+    assert summary["loss_scale"] == 2.0**15 and summary["skipped_steps"] == 1
+
+
+def test_what_messages_leave_out_is_kept(tmp_path: Path) -> None:
+    """A resumed run goes on bit by bit with the residuals of every model."""
+    job = own_steps.gan_with_penalty()
+    for run, stops in (("whole", (4,)), ("parts", (2, 4))):
+        for steps in stops:
+            paceline.train(job, "data=2 compress=topk", run=tmp_path / run, steps=steps, resume=steps > stops[0])
+
+    whole, parts = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def test_a_rank_draws_the_rows_of_its_samples() -> None:

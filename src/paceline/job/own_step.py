@@ -212,8 +212,9 @@ def _field_problems(job: Job) -> Iterator[str]:
         yield "validation data needs validate=: validate(ctx, batch) returns what is measured of a batch"
     if job.validation is None and job.validate is not None:
         yield "validate= measures validation data, and there is none: give validation="
-    if job.precision in ("fp16", "fp8"):
-        yield f"precision {job.precision!r} is for jobs with one loss and one optimizer; take \"bf16\" or \"float32\""
+    if job.precision == "fp8":
+        yield ("precision 'fp8' and models= don't compose: torchao's float8 layers have no second derivatives, which a "
+               "loss of a step may take; take \"bf16\", \"fp16\" or \"float32\"")
 
 
 def _init_problems(job: Job) -> Iterator[str]:

@@ -6,6 +6,7 @@ of its own that meet at the step's end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -26,7 +27,8 @@ Pieces = Sequence[Sequence[MicroBatch]]
 class PlainStep:
     """A step's context on one device; see `StepContext`.
 
-    loss: the sum of what the losses came to. gradients: before clipping, summed over the updates.
+    loss: the sum of what the losses came to. gradients: before clipping, summed over the updates. scale: that losses
+    are multiplied by; None without loss scaling. is_skipped: whether an update was, as gradients overflowed.
 
     Args:
         replicas: The step's batch, as each replica takes it in micro-batches.
@@ -37,6 +39,8 @@ class PlainStep:
                  autocast: Callable[[], Any], before: Callable[[list[nn.Parameter]], None]) -> None:
         self.job, self.models, self.optimizers, self.schedules = job, models, optimizers, schedules
         self.step, self.autocast, self.before = step, autocast, before
+        self.scale: float | None = None
+        self.is_skipped = False
         self.replicas = replicas
         self.around_updates: Callable[[], Any] = nullcontext
         pieces = [piece for replica in replicas for piece in replica]
@@ -89,6 +93,7 @@ class PlainStep:
         for p in trained:
             p.grad = None
         cut = [self.batch.cut(each, "inputs") for each in (inputs, *more)]
+        expected = 2.0 ** round(math.log2(self.samples))  # divides sums before backward, so that they overflow less
         with self.draws.paused():
             self.number += 1
             for piece, _, (given, *others) in self._pieces(*cut):
@@ -99,16 +104,17 @@ class PlainStep:
                         value = loss(output, StepBatch([piece]), *others)
                     self.in_loss = False
                 if isinstance(value, tuple | list):
-                    is_sum, scaled, weight = True, torch.as_tensor(value[0]), float(value[1])
-                    total, count = total + scaled.item(), count + weight
+                    is_sum, weight = True, float(value[1])
+                    scaled = torch.as_tensor(value[0]) * (self.scale or 1.0) / expected
+                    total, count = total + torch.as_tensor(value[0]).item(), count + weight
                 else:
-                    scaled = value * (piece.samples / self.samples)
+                    scaled = value * (piece.samples / self.samples * (self.scale or 1.0))
                     total, count = total + value.item() * piece.samples, count + piece.samples
                 if scaled.requires_grad and trained:  # a piece in which nothing counts may have no graph
                     scaled.backward(inputs=trained)
         for p, gradient in zip(trained, earlier, strict=True):
             if p.grad is not None and is_sum:
-                p.grad = p.grad / count
+                p.grad = p.grad * (expected / count)
             p.grad = gradient if p.grad is None else p.grad if gradient is None else p.grad + gradient
         self.loss += total / count
 
@@ -117,6 +123,9 @@ class PlainStep:
         names = {id(p): name for name, p in self.models.named_parameters()}
         parameters = [p for group in member.param_groups for p in group["params"]]
         with self.draws.paused():
+            if self._overflows(parameters):
+                self.is_skipped = True
+                return
             for p in parameters:
                 if p.grad is not None:
                     name = names[id(p)]
@@ -133,6 +142,18 @@ class PlainStep:
                 schedule.step()
             for p in parameters:
                 p.grad = None
+
+    def _overflows(self, parameters: list[nn.Parameter]) -> bool:
+        """Divide gradients by the loss scale. Whether they are infinite or NaN, and let go of."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if self.scale is None:
+            return False
+        for gradient in gradients:
+            gradient.div_(self.scale)
+        overflows = not all(bool(gradient.to_dense().isfinite().all()) for gradient in gradients)
+        for p in parameters if overflows else ():
+            p.grad = None
+        return overflows
 
     @torch.no_grad()
     def _follow(self) -> None:

@@ -143,7 +143,10 @@ class PlainRun:
         step = PlainStep(self.job, self.model, self.optimizer, self.schedule, replicas, step=self.num_steps,
                          autocast=lambda: autocast(self.job), before=before)
         step.around_updates = self.around_updates
+        step.scale = self.scale if self.job.precision == "fp16" else None
         step.take()
+        self.is_skipped = step.is_skipped or (step.scale is not None and not math.isfinite(step.loss))
+        self.scale /= 2 if self.is_skipped else 1
         self.num_steps += 1
         return self._record(step.loss, step.gradients)
 

@@ -97,6 +97,8 @@ def _step_problem(job: Job, *, steps: int) -> Problem | None:
             mine, theirs = whole.step(unspoilt(batch)).gradients, cut.step(unspoilt(batch)).gradients
         except Exception:  # a BatchNorm can't take one sample
             return None
+        if not mine:  # loss scaling skipped the step
+            continue
         moved = {name: distance(gradient, theirs.get(name)) for name, gradient in mine.items()}
         name = max(moved, key=lambda name: moved[name])
         if not moved[name] <= EXACT[job.precision] * greatest(mine.values()):
