@@ -164,6 +164,25 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path, chain: str) -> None:
     assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=1e-12) for name in theirs)
 
 
+@pytest.mark.parametrize("plan", ["shard=2", pytest.param("server=2 workers=2", marks=pytest.mark.slow)])
+def test_a_model_may_first_run_in_another_s_loss(tmp_path: Path, plan: str) -> None:
+    """A critic that judges a decoder before it is trained itself."""
+    def step(ctx: paceline.StepContext, batch: Any) -> None:
+        ctx.backward("decoder", batch, lambda out, batch: F.softplus(-ctx.run("critic", out)).mean())
+        ctx.update("decoder")
+        fake = ctx.run("decoder", batch)
+        ctx.backward("critic", fake, lambda out, batch: F.softplus(out).mean())
+        ctx.update("critic")
+
+    job = paceline.Job(models={"decoder": small(), "critic": small(3, 1)}, optimizers={"decoder": adam, "critic": adam},
+                       step=step, **fields())
+    for run in ("single", plan):
+        paceline.train(job, run, run=tmp_path / run, steps=3)
+
+    mine, theirs = (load_file(tmp_path / run / "model.safetensors") for run in (plan, "single"))
+    assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=1e-12) for name in theirs)
+
+
 def _overflowing() -> paceline.Job:
     """In the second step the gradient of `a` overflows, by a sample of the last rank; that of `b` doesn't."""
     def step(ctx: paceline.StepContext, batch: Any) -> None:

@@ -189,8 +189,8 @@ class Sharding:
         self.open: bool | None = None  # whether the backward is the last one, where it must be ended here
         places = _own_places(sharded)
         for name, module in sharded.items():
-            module.register_forward_pre_hook(self._mark(name))
             module.register_forward_pre_hook(self._freeze(places[name]))
+            module.register_forward_pre_hook(self._mark(name))
             self.edits.append(edits := _Edits(places[name]))
             module.register_forward_pre_hook(edits.before)
             module.register_forward_hook(edits.after, prepend=True)  # before FSDP2 lets go of the weights
@@ -269,7 +269,7 @@ class Sharding:
     def _mark(self, unit: str) -> Callable[..., None]:
         """A hook that comes after FSDP2's, when the unit's parameters are whole, and waits for their gradients."""
         def before_forward(module: nn.Module, inputs: Any) -> None:
-            if unit in self.marked:
+            if unit in self.marked or self.is_collected is False:  # run frozen, in another model's loss
                 return
             self.marked.add(unit)
             for path, parameter in module.named_parameters(prefix=unit):
@@ -280,7 +280,6 @@ class Sharding:
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.used.add(name))
 
         return before_forward
-
 
     def _freeze(self, places: Sequence[tuple[nn.Module, str, str]]) -> Callable[..., None]:
         """A hook that comes after FSDP2's: whether the parameters that the forward uses get gradients."""
