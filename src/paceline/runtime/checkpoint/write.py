@@ -322,7 +322,7 @@ class _Save:
             return ""
         if not is_open:
             self._check_peers()
-            raise CheckpointError(f"another rank gave up the save of step {self.step}; its own message says why")
+            raise _heard(f"another rank gave up the save of step {self.step}; its own message says why")
         return "rank 0's commit"
 
     def _wait_for(self, missing: Callable[[], str]) -> None:
@@ -349,7 +349,7 @@ class _Save:
             report = json.loads(self.failed.read_text())
         except OSError:
             return None
-        return CheckpointError(report["message"], hint=report["hint"])
+        return _heard(report["message"], hint=report["hint"])
 
     def _give_up(self, error: Exception) -> CheckpointError:
         """Explain the failure, leave word of it to the other ranks and remove what was written."""
@@ -517,6 +517,13 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _heard(message: str, *, hint: str | None = None) -> CheckpointError:
+    """The failure of another rank, whose own report is the run's."""
+    error = CheckpointError(message, hint=hint)
+    error.heard = True  # type: ignore[attr-defined]
+    return error
 
 
 def _explained(error: Exception, what: str, path: Path, needed_bytes: int) -> CheckpointError:
