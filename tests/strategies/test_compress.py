@@ -235,7 +235,7 @@ def test_the_summary_counts_bytes(tmp_path: Path) -> None:
     """The same for a sum in shared memory as for one over the network; a quarter for int8, but for small buckets."""
     sent = {plan: train(tmp_path / plan, plan)["bytes_sent"] for plan in ("data=2", "data=2 compress=int8")}
     elements = sum(p.numel() for p in Net().parameters())
-    figures = 8 * (8 + 6)  # loss, count, stop, its kind, news of state and edits, and which parameters were used
+    figures = 8 * (9 + 6)  # loss, count, stop, its kind, news of state and edits, digest, which parameters were used
 
     assert sent["data=2"] == 12 * (4 * elements + figures)
     assert sent["data=2 compress=int8"] == 12 * (2 * coded_bytes("int8", -(-elements // 512) * 256) + figures)

@@ -27,6 +27,7 @@ class Ring:
     """Tells the step when ranks meet, as `Meetings`, and has nothing to do with gradients, as a `Synchroniser`."""
 
     has_own_steps = True
+    world_size = 1  # a step's figures are this replica's own
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
         self.parameters, self.group = dict(parameters), mesh.group(AXIS.name)
