@@ -104,6 +104,33 @@ def test_only_what_nothing_else_reads_is_summed_in_place(run_ranks: Callable[...
     assert run_ranks(body, 2) == [[[3.0], [6.0], [8.0], [9.0], [2.0], [3.0]]] * 2
 
 
+def test_only_new_tensors_sum_their_own_gradients(run_ranks: Callable[..., Any]) -> None:
+    """What nothing but products with parts reads has a hook; a dropout that drops nothing gives back what it took,
+    which others read, too."""
+    def body(context: Any) -> list[Any]:
+        mesh = Mesh({"pipeline": 1, "data": 1, "shard": 1, "tensor": 2}, context.rank)
+        mesh.connect()
+        aten, recorder = torch.ops.aten, ProgramRecorder(Exchanges(mesh.devices("cpu")["tensor"]))
+        like = torch.ones(1)
+        x, other = (recorder.input(recorder.empty((2, 3), like), None, trained=True) for _ in range(2))
+        weight = recorder.input(recorder.empty((3, 3), like), Cut(0), trained=True)
+        doubled, read_twice = (recorder.run(aten.mul.Tensor, value, 2.0) for value in (x, other))
+        undropped = recorder.run(aten.dropout.default, read_twice, 0.5, False)
+        products = [recorder.run(aten.linear.default, value, weight, placement=Cut(1))
+                    for value in (doubled, undropped)]
+        tripled = recorder.run(aten.mul.Tensor, read_twice, 3.0)
+        run = recorder.program([*(recorder.moved(product, None) for product in products), tripled])
+        given = [torch.ones(2, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)]
+        outputs = run(*given, torch.eye(3) * (1 + context.rank))
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        hooks = [target for target in run.run.__globals__.values()
+                 if getattr(target, "__name__", "") == "hook_summing_gradients"]
+        return [len(hooks), *(tensor.grad.unique().tolist() for tensor in given)]  # type: ignore[union-attr]
+
+    # Ranks multiply by 1 and 2: gradients through products are 3, doubled 6. The other one gets 2 * 3 more.
+    assert run_ranks(body, 2) == [[1, [6.0], [12.0]]] * 2
+
+
 def test_a_sum_that_does_not_lie_in_one_piece(run_ranks: Callable[..., Any]) -> None:
     """It is not made where it is, as ranks send what lies in one piece."""
     def body(context: Any) -> list[list[float]]:

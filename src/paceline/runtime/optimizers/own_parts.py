@@ -31,7 +31,8 @@ class OwnParts:
             gradient, plain, part = parameter.grad, self.plain[name], parameter._local_tensor
             if plain.data_ptr() != part.data_ptr():  # a shard that FSDP2 has put elsewhere
                 plain.data = part
-            if gradient is not None and gradient.placements != parameter.placements:
+            if (gradient is not None and gradient._spec is not parameter._spec
+                    and gradient.placements != parameter.placements):
                 gradient = gradient.redistribute(placements=parameter.placements)
             plain.grad = None if gradient is None else gradient._local_tensor
 

@@ -201,7 +201,7 @@ class Stages:
 
     def finish(self) -> None:
         """Sum the gradients of parameters that several stages use over their ranks. Collective over those."""
-        parameters = dict(self.module.named_parameters())
+        parameters = dict(self.module.named_parameters()) if self.ties else {}
         for name, members in self.ties:
             if self.own not in members:
                 continue

@@ -65,6 +65,8 @@ def run_purely(run: Callable[..., tuple[torch.Tensor, ...]], piece: Piece, param
     A parameter that the piece writes to may be one of its outputs. It is given as it is now: the next micro-batch may
     write to it before the output was used.
     """
+    if not piece.changes and not piece.opaque:
+        return run(*parameters, *tensors)
     count = len(piece.buffers)
     buffers = [buffer.clone() if name in piece.changes else buffer
                for name, buffer in zip(piece.buffers, tensors[:count], strict=True)]
@@ -94,6 +96,7 @@ class PieceModules(nn.Module):
         for name, parameter in lone.items():
             self.register_parameter(name_of_attribute(name), parameter)
         self.by_key, self.keeps_changes = dict(pieces), True
+        self._holders: dict[int, tuple[Piece, PieceModule | None]] = {}  # of pieces, which stay as long, by id
         self.buffers_at: dict[str, tuple[nn.Module, str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             for name in module._buffers:
@@ -107,16 +110,16 @@ class PieceModules(nn.Module):
         # Asked for each time: a module that is taken whole may put others in their places.
         buffers = [cast(torch.Tensor, module._buffers[name])
                    for module, name in map(self.buffers_at.__getitem__, piece.buffers)]
+        module = self._module_of(piece)
+        if not piece.changes:
+            return self._outputs(module, piece, buffers, inputs)
         # What a later forward changes must not be what an earlier one has kept for its backward.
         given = [buffer.clone() if name in piece.changes else buffer
                  for name, buffer in zip(piece.buffers, buffers, strict=True)]
-        module = self._module_of(piece)
         edited = [] if module is None or self.keeps_changes else [
             module.held(name) for name in piece.parameters if name in piece.changes]
         before = [parameter.detach().clone() for parameter in edited]
-        outputs: tuple[torch.Tensor, ...] = (
-            run_purely(self._run_of(piece), piece, tuple(map(self._held, piece.parameters)), (*given, *inputs))
-            if module is None else module(piece, *given, *inputs))
+        outputs = self._outputs(module, piece, given, inputs)
         count = len(piece.outputs)
         changed = [buffer for name, buffer in zip(piece.buffers, buffers, strict=True) if name in piece.changes]
         with torch.no_grad():
@@ -126,7 +129,19 @@ class PieceModules(nn.Module):
                 parameter.data.copy_(value)  # which no version counter tells backward of
         return outputs[:count]
 
+    def _outputs(self, module: PieceModule | None, piece: Piece, buffers: Sequence[torch.Tensor],
+                 inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """See `run_purely`."""
+        if module is not None:
+            return module(piece, *buffers, *inputs)
+        return run_purely(self._run_of(piece), piece, tuple(map(self._held, piece.parameters)), (*buffers, *inputs))
+
     def _module_of(self, piece: Piece) -> PieceModule | None:
+        if id(piece) not in self._holders:
+            self._holders[id(piece)] = piece, self._find_module(piece)
+        return self._holders[id(piece)][1]
+
+    def _find_module(self, piece: Piece) -> PieceModule | None:
         """Which one holds the weights of a piece: the one with its key, or else another one, for a capture of the
         model's evaluation may use the same weights at other places. None if they lie in several, or there are none."""
         own = self.by_key.get(piece.key)

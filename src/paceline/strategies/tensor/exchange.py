@@ -73,6 +73,11 @@ class _SumGradients(torch.autograd.Function):
         return None, *(None if gradient is None else next(parts).view(gradient.shape) for gradient in gradients)
 
 
+@once_differentiable
+def _sum_once(exchanges: Exchanges, gradient: torch.Tensor) -> torch.Tensor:
+    return exchanges.summed()(gradient)
+
+
 class _Local(torch.autograd.Function):
     """This rank's part of a DTensor; its gradient is a DTensor that is cut alike."""
 
@@ -115,6 +120,8 @@ class Exchanges:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self._options = dist.AllreduceOptions()
+        self._options.asyncOp = False
 
     def between(self, before: Placement, after: Placement) -> Move:
         """Source of the pairs: see the module."""
@@ -137,6 +144,21 @@ class Exchanges:
         """in_place: nothing but the sum needs the gradients that are summed."""
         return Move(None, None, _same, self.summed(in_place=in_place))
 
+    def hook_summing_gradients(self, x: torch.Tensor) -> torch.Tensor:
+        """`summing_gradients` in place for a tensor that nothing but products with parts takes: the tensor itself, with
+        a hook on its gradient."""
+        if x.requires_grad:
+            x.register_hook(self._gradient_summed)
+        return x
+
+    def _gradient_summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.requires_grad:  # of second derivatives
+            once: torch.Tensor = _sum_once(self, gradient)
+            return once
+        sums = gradient if gradient.is_contiguous() else gradient.contiguous()
+        self.all_reduce(sums)
+        return sums
+
     def sum_in_place(self, x: torch.Tensor) -> torch.Tensor:
         """A sum in the memory of what is summed, which nothing else needs. Its gradient is that of the sum."""
         if not x.is_contiguous():
@@ -155,7 +177,10 @@ class Exchanges:
     # --- What is sent ---------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        dist.all_reduce(x, group=self.group)
+        # As `dist.all_reduce` does after checks that take the host longer than the rest.
+        work = self.group.allreduce([torch.view_as_real(x) if x.is_complex() else x], self._options)
+        if work is not None:
+            work.wait()
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         _gather(whole, own, group=self.group)

@@ -31,12 +31,12 @@ def leaf_of(parameter: torch.Tensor) -> nn.Parameter | None:
 
 def _hand_over(parameter: Any, leaf: torch.Tensor) -> None:
     """A gradient is there."""
-    from torch.distributed.tensor import DTensor
-
     gradient, leaf.grad = leaf.grad, None
     if gradient is not None:
         if parameter.grad is None:
-            parameter.grad = DTensor(gradient, parameter._spec, requires_grad=False)
+            # `DTensor.__init__` does nothing, and takes the host longer than `__new__`, which makes the tensor.
+            distributed: Any = type(parameter)
+            parameter.grad = distributed.__new__(distributed, gradient, parameter._spec, requires_grad=False)
         else:
             parameter.grad._local_tensor.add_(gradient)
     for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):

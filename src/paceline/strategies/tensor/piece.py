@@ -82,13 +82,13 @@ class SplitPiece:
             if self.derive:  # once more with what it finds: a weight may be cut after something took it whole
                 self.recorded(tensors)
             self.programs[key] = self.recorded(tensors)
-        return self.programs[key](*map(self._part, self.piece.parameters, tensors),
-                                  *tensors[len(self.piece.parameters):])
+        names = self.piece.parameters
+        parts = [self._part(name, tensor) if name in self.cuts else tensor
+                 for name, tensor in zip(names, tensors, strict=False)]
+        return self.programs[key].run(*parts, *tensors[len(names):])
 
     def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a parameter."""
-        if name not in self.cuts:
-            return tensor
+        """What this rank has of a parameter that is cut."""
         if self.derive:
             return self.cuts[name].own(tensor, self.mesh)
         leaf = leaf_of(tensor)

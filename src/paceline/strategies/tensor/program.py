@@ -25,6 +25,8 @@ aten = torch.ops.aten
 # and their gradients need no result.
 _PRODUCTS: dict[Any, int] = {aten.linear.default: 0, aten.mm.default: 0, aten.matmul.default: 0, aten.bmm.default: 0,
                              aten.addmm.default: 1}
+# Composite operators that make new tensors; others, such as dropout, may give back what they took.
+_NEW = {*_PRODUCTS, aten.layer_norm.default, aten.rms_norm.default}
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,9 @@ class ProgramRecorder:
                     user is not None and user.target in _PRODUCTS
                     and [at for at, arg in enumerate(user.args) if arg == instruction.out] == [_PRODUCTS[user.target]]
                     for user in users.get(instruction.out, [None])):
+                source = instruction.args[0]
+                if source in made and _makes_new(made[source].target) and users[source] == [instruction]:
+                    return replace(instruction, target=self.exchanges.hook_summing_gradients)
                 return replace(instruction, target=self.exchanges.summing_gradients(in_place=True))
             return instruction
 
@@ -247,6 +252,15 @@ class ProgramRecorder:
                 replaced.add(self._summing[ref])
                 first.append(Instruction(self._summing[ref], operator.getitem, (together, number), {}))
         self.instructions = [*first, *(made for made in self.instructions if made.out not in replaced)]
+
+
+def _makes_new(target: Callable[..., Any]) -> bool:
+    """Whether an operator's result is one tensor that is none of its arguments, nor a view of one."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    returns = target._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is None and (
+        target in _NEW or not target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def drawing_apart(target: Callable[..., Any], rank: int, device: torch.device) -> Callable[..., Any]:
