@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,18 @@ def on(kind: str, plan: str) -> str:
     return f"{kind}:0-{last}" if last else f"{kind}:0"
 
 
-def assert_alike(found: Trained, expected: Trained, *, rtol: float = 1e-10) -> None:
+# Biases before a norm over the batch have gradients of rounding alone, zero in exact arithmetic: 2**-53 of sums that
+# stay below 1 here. AdamW divides them by its eps of 1e-8: in 4 steps of 1e-2 two runs part by up to twice that.
+OF_ROUNDING = {"statistics": ("1.bias", "4.bias")}
+ROUNDING_ATOL = 4 * 1e-2 / 1e-8 * 2 * 2**-53
+
+
+def assert_alike(found: Trained, expected: Trained, *, rtol: float = 1e-10, of_rounding: Sequence[str] = ()) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=rtol)
     assert found.weights.keys() == expected.weights.keys()
     for name, value in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], value, rtol=rtol, atol=rtol, msg=lambda text, name=name: (
+        atol = ROUNDING_ATOL if name in of_rounding else rtol
+        torch.testing.assert_close(found.weights[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: (
             f"{name}: {text}"))
     for name, value in expected.summary["metrics"].items():
         assert found.summary["metrics"][name] == pytest.approx(value, rel=rtol)
@@ -107,7 +115,7 @@ def test_a_plan_of_chance_trains_on_gpus(shop: Workshop, plan: str):
     *FEATURES, *(pytest.param(job, plan, marks=pytest.mark.slow) for job, plan in MORE_FEATURES)])
 def test_a_feature_on_gpus_is_itself_on_cpus(shop: Workshop, job: str, plan: str):
     reference, found = plan if job == "statistics" else "single", shop.train(job, plan, on("cuda", plan))
-    assert_alike(found, shop.train(job, reference, on("cpu", reference)))
+    assert_alike(found, shop.train(job, reference, on("cpu", reference)), of_rounding=OF_ROUNDING.get(job, ()))
     assert_frugal(found)
     assert found.first_use is None, f"the process that forks ranks began to use CUDA: {found.first_use}"
 
@@ -121,7 +129,7 @@ def test_a_feature_on_gpus_is_itself_on_cpus(shop: Workshop, job: str, plan: str
 def test_what_a_forward_writes_to_is_known_without_a_look_at_the_device(shop: Workshop, job: str, plan: str):
     """Blocks that run again begin with the state that they had, and replicas bring running statistics together."""
     reference, found = plan if job == "statistics" else "single", shop.train(job, plan, on("cuda", plan))
-    assert_alike(found, shop.train(job, reference, on("cpu", reference)))
+    assert_alike(found, shop.train(job, reference, on("cpu", reference)), of_rounding=OF_ROUNDING.get(job, ()))
     assert_frugal(found)
 
 
