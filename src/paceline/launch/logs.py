@@ -7,6 +7,9 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -14,6 +17,23 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 logger = logging.getLogger("paceline")
+
+
+@cache
+def tell_once(text: str) -> None:
+    """An INFO that a process gives once, however often it comes to it."""
+    logger.info(text)
+
+
+@contextmanager
+def without_notes() -> Iterator[None]:
+    """Meanwhile INFO is not heard: what a proof's ranks have to say, a run's say too."""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class Tee(io.TextIOBase):

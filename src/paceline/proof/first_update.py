@@ -146,6 +146,7 @@ def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended
     """What each rank does: the first step, beside one device, with a recorder that waits for what that comes to."""
     def body(context: Any) -> dict[str, Any]:
         from paceline.capture.randomness import WithoutRandomness
+        from paceline.launch.logs import without_notes
         from paceline.proof.compare import DifferenceRecorder
         from paceline.proof.ranks import in_precision
         from paceline.runtime.drivers import train_rank
@@ -161,7 +162,7 @@ def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended
             if "error" in json.loads(document.read_text()):
                 raise _NoReferenceError
 
-        with WithoutRandomness() as random:
+        with without_notes(), WithoutRandomness() as random:
             recorder = DifferenceRecorder(tensors, random, ready=wait)
             with suppress(_NoReferenceError):
                 train_rank(context, in_precision(job, job.precision, random), asked.plan,

@@ -12,6 +12,7 @@ from paceline.cluster import Cluster
 from paceline.errors import CheckpointError, NotDeterministic
 from paceline.job import Job, Precision, own_step
 from paceline.launch.local import run_local
+from paceline.launch.logs import without_notes
 from paceline.planner.resolve import Resolved
 from paceline.plans import Plan
 
@@ -170,7 +171,7 @@ def cut_reference(proof: Proof, *, shares: Sequence[int], microbatches: int) -> 
         references: dict[str, Any] = {}
         for precision, whole in proof.figures.items():
             random = WithoutRandomness()
-            with random if whole["is_random"] else nullcontext():
+            with without_notes(), random if whole["is_random"] else nullcontext():
                 references[precision] = write_cut(
                     in_precision(proof.job, precision, random),
                     cut_folder(proof.folder / precision, shares, microbatches), whole,
@@ -241,7 +242,7 @@ def _watch(context: Any, proof: Proof, asked: Resolved, folder: Path, precision:
     from paceline.runtime.loop import Settings
 
     random = WithoutRandomness()
-    with random if proof.figures[precision]["is_random"] else nullcontext():
+    with without_notes(), random if proof.figures[precision]["is_random"] else nullcontext():
         recorder = DifferenceRecorder(folder, random, first_step=proof.saved_step if resume else 0)
         job = in_precision(proof.job, precision, random)
         evaluates = run_dir is not None and not resume and proof.figures[precision]["not_evaluated"] is None

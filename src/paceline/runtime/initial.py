@@ -13,7 +13,7 @@ import torch
 
 from paceline.errors import CheckpointError, JobError
 from paceline.job.pretrained import Weights
-from paceline.launch.logs import logger
+from paceline.launch.logs import logger, tell_once
 from paceline.runtime.checkpoint.dtypes import COMPLEX, DTYPES
 from paceline.runtime.checkpoint.pieces import Region, TensorPiece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, StoredPiece, TensorEntry, newest_checkpoint, open_checkpoint
@@ -165,7 +165,7 @@ def matched(init: Weights, shapes: Mapping[str, tuple[int, ...]], model: torch.n
                            hint="leave it out with pl.weights(..., rename={...: None}, strict=False) to begin with the "
                                 "seed's values")
     if missing or unknown:
-        logger.info("init: %s", "; ".join(_in_words(missing, unknown)))
+        tell_once(f"init: {'; '.join(_in_words(missing, unknown))}")
     return chosen
 
 

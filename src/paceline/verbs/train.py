@@ -140,11 +140,13 @@ class TrainRequest:
         from paceline.runtime.drivers import train_rank
         from paceline.runtime.loop import Settings
         from paceline.strategies.compose import load
+        from paceline.verbs.early import refuse_early
 
         job, asked, chosen = self.job, self.asked, self.chosen
         load(asked.plan)
         priced = price(job, asked, chosen, snapshot=options.get("save_every") is not None)
         launcher = Launcher(current(), asked.cluster.devices, timeout_s=timeout_s)
+        launcher.agree("job", lambda: str(refuse_early(job, asked.plan)))
         is_resumed = options.get("resume", False)
         run_dir = Path(launcher.agree("run folder", lambda: self._claim(claims, run, resume=is_resumed)))
         if launcher.is_first:

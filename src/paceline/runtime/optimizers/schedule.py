@@ -60,19 +60,33 @@ def check_monitored(schedule: Any, job: Job, measured: Iterable[str] | None = No
     Raises:
         JobError: a schedule waits for a figure that no evaluation gives, or would be given one that it ignores.
     """
-    for one, build in _each(schedule, job):
-        if isinstance(build, Monitored) and not waits_for_metric(one):
-            raise JobError(f"lr_schedule monitors '{build.metric}', and a {type(one).__name__} takes no metric",
-                           hint="pl.monitored is for ReduceLROnPlateau; give the function itself")
-    waiting = _waiting(schedule, job)
-    if waiting and (job.validation is None or job.num_samples is None):
-        raise JobError("ReduceLROnPlateau waits for a figure of each epoch's evaluation, and "
-                       + ("there is no validation data" if job.validation is None else "a stream has no known epochs"),
-                       hint="validation=..., or a schedule of steps, such as CosineAnnealingLR")
-    for metric in {metric for _, metric in waiting} - {VALIDATION_LOSS}:
+    refuse_waiting(job, _each(schedule, job))
+    for metric in {metric for _, metric in _waiting(schedule, job)} - {VALIDATION_LOSS}:
         known = [VALIDATION_LOSS, *(job.metrics if measured is None else measured)]
         if metric not in known:
             raise _no_such_metric(metric, known)
+
+
+def refuse_waiting(job: Job, schedules: Iterable[tuple[Any, Any]]) -> None:
+    """
+    Args:
+        schedules: Each with the function that built it.
+
+    Raises:
+        JobError: one waits for an evaluation, and the job has none, or would be given a metric that it ignores.
+    """
+    for one, build in schedules:
+        if isinstance(build, Monitored) and not waits_for_metric(one):
+            raise JobError(f"lr_schedule monitors '{build.metric}', and a {type(one).__name__} takes no metric",
+                           hint="pl.monitored is for ReduceLROnPlateau; give the function itself")
+        if waits_for_metric(one) and (job.validation is None or job.num_samples is None):
+            raise JobError("ReduceLROnPlateau waits for a figure of each epoch's evaluation, and "
+                           + ("there is no validation data" if job.validation is None else
+                              "a stream has no known epochs"),
+                           hint="validation=..., or a schedule of steps, such as CosineAnnealingLR")
+        if isinstance(build, Monitored) and not job.models and build.metric not in (known := [
+                VALIDATION_LOSS, *job.metrics]):
+            raise _no_such_metric(build.metric, known)
 
 
 def _each(schedule: Any, job: Job) -> list[tuple[Any, Any]]:
