@@ -74,14 +74,30 @@ def _made(collate: Collate, items: list[Any], names: Sequence[Any]) -> Any:
     try:
         batch = collate(items)
     except Exception as error:
-        shown = ", ".join(map(str, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise TrainingError(f"collate failed on the samples {shown}: {type(error).__name__}: {error}") from error
+        guilty = [name for name, item in zip(names, items, strict=True) if not _collates(collate, item)]
+        if not 0 < len(guilty) < len(names):
+            guilty = list(names)
+        shown = f"the samples {in_short(guilty)}" if len(guilty) > 1 else f"sample {guilty[0]}"
+        raise TrainingError(f"collate failed on {shown}: {type(error).__name__}: {error}") from error
     batch = _plain(batch)
     if batch is None or (isinstance(batch, tuple | list) and len(batch) not in (1, 2)):
         kind = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
         raise TrainingError(f"collate returned a {kind} and not (input, target)",
                             hint="return (input, target), or an input alone: a tensor or a mapping")
     return batch
+
+
+def _collates(collate: Collate, item: Any) -> bool:
+    try:
+        collate([item])
+    except Exception:
+        return False
+    return True
+
+
+def in_short(names: Sequence[Any]) -> str:
+    """The first three of them, and how many more there are."""
+    return ", ".join(map(str, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _unstacked(items: Sequence[Any], names: Sequence[Any], error: Exception) -> TrainingError:

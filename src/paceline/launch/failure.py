@@ -117,25 +117,34 @@ def with_log(message: str, log: Path | None) -> str:
 
 def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
     """The report of an exception. Paceline's own errors need no traceback: their message says it all."""
-    text = f"{type(error).__name__}: {error}"
+    notes = getattr(error, "__notes__", [])
+    text = "\n".join([f"{type(error).__name__}: {error}", *notes])
     lowered = text.lower()
     exit_code, heard, message, trace = 1, bool(getattr(error, "heard", False)), text, ""
     where, frames = user_frames(error)
     if isinstance(error, PacelineError):
         exit_code, message, where = error.exit_code, str(error), where or getattr(error, "where", "")
+        trace = traced_cause(error) or getattr(error, "trace", "")
     elif is_about_memory(error):
         exit_code = OutOfMemory.exit_code
         message = (f"out of memory: {error}\n\n"
                    "hint: accumulate=K or recompute=full need less memory, and shard=N splits the state")
     elif isinstance(error, RuntimeError) and any(words in lowered for words in _PEER_WORDS):
         exit_code, heard = PeerLost.exit_code, True
-    elif frames:
+    elif frames and (where or not notes):  # a note says what of the job failed, where no line of it did
         trace = traced(error).rstrip()
     if message == text and isinstance(error, RuntimeError) and any(words in lowered for words in _LATE_WORDS):
         message = f"{text}\n\nhint: {_LATE_HINT}"
     culprit = getattr(error, "rank", None) if isinstance(error, PeerLost) else None
     return Failure(rank if culprit is None else culprit, socket.gethostname(), type(error).__name__, message, exit_code,
                    heard, sign.step, sign.phase, where, trace, time.time())
+
+
+def traced_cause(error: PacelineError) -> str:
+    """The user's frames of an error of the job's own code that is told in our words."""
+    cause = error.__cause__
+    return traced(cause).rstrip() if cause is not None and not isinstance(cause, PacelineError) and any(
+        is_users(frame.filename) for frame in traceback.extract_tb(cause.__traceback__)) else ""
 
 
 def is_about_memory(error: BaseException) -> bool:

@@ -104,7 +104,7 @@ def _indexed(job: Job) -> Iterator[tuple[Any, Any, int]]:
         for position, index in zip(positions, indices, strict=True):
             seed_sample(key_to_seed(job.seed, "sample", epoch), position)
             items.append(job.data[index])
-        inputs, targets = collated(items, value_at(job.collate, step, epoch))
+        inputs, targets = collated(items, value_at(job.collate, step, epoch), names=indices)
         yield inputs, targets, len(items)
 
 

@@ -21,7 +21,7 @@ from paceline.job.arrays import Arrays
 from paceline.job.batches import Collate, as_pair, collated
 from paceline.job.loaders import Loading
 from paceline.job.phases import value_at
-from paceline.launch.failure import user_frames
+from paceline.launch.failure import traced_cause, user_frames
 from paceline.runtime.order import Order, Window, digest, split
 from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
 from paceline.runtime.upload import uploaded
@@ -163,7 +163,8 @@ class _WorkerInit:
 
 
 class _Loaded(torch.utils.data.Dataset[MicroBatch | PacelineError]):
-    """What a loader worker sends: an error as a value, as the loader would make one long text of it and its trace."""
+    """What a loader worker sends: an error as a value, as the loader would make one long text of it and its trace. Its
+    frames don't travel, so it carries what they say."""
 
     def __init__(self, cuts: _Cuts) -> None:
         self.cuts = cuts
@@ -175,7 +176,7 @@ class _Loaded(torch.utils.data.Dataset[MicroBatch | PacelineError]):
         try:
             return self.cuts[index]
         except PacelineError as error:
-            error.where = user_frames(error)[0]  # type: ignore[attr-defined]  # frames don't travel
+            error.where, error.trace = user_frames(error)[0], traced_cause(error)  # type: ignore[attr-defined]
             return error
 
 

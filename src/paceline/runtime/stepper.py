@@ -22,6 +22,7 @@ from paceline.job import Job
 from paceline.job.pretrained import Weights
 from paceline.launch.logs import logger
 from paceline.plans import Plan
+from paceline.runtime.blame import blaming
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.clipping import clip, squared_norm
 from paceline.runtime.edits import Edits
@@ -371,7 +372,8 @@ class Stepper:
         """
         self._let_go_of_gradients()  # also of parameters that the optimizer leaves out
         work = WindowWork(self, window, batches, step, part, beat, tell)
-        self.layout.run(work.batches, work)
+        with blaming(self.job, self.part, window, batches, lambda: work.latest):
+            self.layout.run(work.batches, work)
         work.drop_rows_of_stand_in()
         unused = set().union(*(synchroniser.unused() for synchroniser in self.synchronisers))
         used = {name for name, p in self.parameters.items() if p.grad is not None and name not in unused}

@@ -14,6 +14,7 @@ import torch
 from paceline.capture.probe import limited_by_norm
 from paceline.errors import PlanRefused, TrainingError, nearest
 from paceline.job.own_step import ModelNames
+from paceline.runtime.blame import blaming
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.loss import Tally
 from paceline.runtime.named_parts import ModelPart
@@ -176,7 +177,8 @@ class Verbs:
         with self._verb(), self._collecting(names):
             earlier = self._set_aside(names)
             work = _Work(self, batches, loss, [s for part in parts for s in part.synchronisers])
-            parts[0].layout.run(work.batches, work)
+            with blaming(self.stepper.job, self.stepper.part, self.window, batches, lambda: work.latest):
+                parts[0].layout.run(work.batches, work)
             work.drop_rows_of_stand_in()
             self._bring_together(parts, work)
             for name, gradient in earlier.items():

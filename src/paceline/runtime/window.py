@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import PlanRefused
+from paceline.runtime.blame import note_sample, sample_names
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.loss import Tally, read_tally, with_gradient
 from paceline.runtime.order import Window
@@ -39,9 +40,11 @@ class WindowWork:
         self.samples = max(own_samples, 1) if stepper.step_sync.has_own_steps else window.count
         scaling = stepper.scaling
         self.scale = 1.0 if scaling is None else scaling.scale
+        self.latest = 0  # the micro-batch whose forward began last
         self.sum_scale = 1.0 if scaling is None else self.scale / scaling.expected_count(window.count)
 
     def before_forward(self, microbatch: int, stage: int) -> None:
+        self.latest = microbatch
         place = (self.part, microbatch, stage) if stage else (self.part, microbatch)
         seed_streams(self.stepper.job.seed, "step", self.step, *place, *self.place)
         self.beat("forward")
@@ -49,7 +52,7 @@ class WindowWork:
     def loss(self, microbatch: int, output: Any) -> torch.Tensor:
         batch, job = self.batches[microbatch], self.stepper.job
         with autocast(job, self.stepper.device):
-            tally = read_tally(self._explained_loss(output, batch.target), samples=batch.samples or 1)
+            tally = read_tally(self._explained_loss(output, microbatch), samples=batch.samples or 1)
             tally = with_gradient(tally, output, backward_goes_on=self.stepper.all_go_back)
         self.tallies.append(tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean))
         # A mean over samples has its weight known before backward; (sum, count) is divided when the count of all the
@@ -60,14 +63,17 @@ class WindowWork:
         value = tally.value.float() if tally.value.dtype == torch.float16 else tally.value  # which a scale may not fit
         return value * weight
 
-    def _explained_loss(self, output: Any, target: Any) -> Any:
+    def _explained_loss(self, output: Any, microbatch: int) -> Any:
         """The job's loss, refused where it is made of shards."""
         try:
-            value = self.criterion(output, target)
-        except (RuntimeError, NotImplementedError) as error:
-            if not is_about_parts(error):
-                raise
-            raise _reads_shards(str(error).splitlines()[0]) from error
+            value = self.criterion(output, self.batches[microbatch].target)
+        except Exception as error:
+            if isinstance(error, RuntimeError) and is_about_parts(error):  # NotImplementedError is one
+                raise _reads_shards(str(error).splitlines()[0]) from error
+            if not self.stepper.job.models:
+                note_sample(error, self.criterion, output, self.batches[microbatch].target, sample_names(
+                    self.stepper.job, self.stepper.part, self.window, microbatch))
+            raise
         for part in value if isinstance(value, tuple | list) else [value]:
             if hasattr(part, "device_mesh"):
                 raise _reads_shards("it became a DTensor")
