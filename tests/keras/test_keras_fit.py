@@ -343,7 +343,7 @@ def test_what_is_refused_before_a_rank_starts(monkeypatch):
     with pytest.raises(UsageError, match=r"must be a keras\.Model"):
         pl.keras.fit(torch.nn.Linear(1, 1), X, Y)
     with pytest.raises(PlanError, match="plan='data=2'"):
-        pl.keras.fit(model, X, Y, plan="tensor=2")
+        pl.keras.evaluate(model, X, Y, plan="tensor=2")
     with pytest.raises(PlanError, match="one device a rank"):
         pl.keras.fit(model, X, Y, plan="data=3", devices="cpu:0,cpu:1")
     with pytest.raises(PlanError, match="does not choose"):

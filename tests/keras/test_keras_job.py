@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.errors import JobError
+from paceline.errors import JobError, UsageError
 from paceline.keras.optimizer import KerasOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's own
@@ -76,6 +76,78 @@ def test_a_run_gives_its_weights_back(tmp_path):
     pl.keras.load(model, tmp_path)
     assert any(bool((mine != other).any()) for mine, other in zip(model.get_weights(), before, strict=True))
     np.testing.assert_allclose(model.evaluate(X, Y, verbose=0), summary["validation_loss"], rtol=1e-5)
+
+
+def two_of_each(container: type) -> Any:
+    """A model with two inputs and two outputs, by name or in order."""
+    keras.utils.set_random_seed(3)
+    first, second = keras.Input((6,), name="first"), keras.Input((2,), name="second")
+    hidden = keras.layers.Dense(8, activation="tanh")(keras.layers.Concatenate()([first, second]))
+    kind, size = keras.layers.Dense(3, name="kind")(hidden), keras.layers.Dense(1, name="size")(hidden)
+    losses = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mse"}
+    if container is dict:
+        model = keras.Model({"first": first, "second": second}, {"kind": kind, "size": size})
+        model.compile(keras.optimizers.Adam(0.05), losses, loss_weights={"kind": 1.0, "size": 0.3})
+    else:
+        model = keras.Model([first, second], [kind, size])
+        model.compile(keras.optimizers.Adam(0.05), list(losses.values()), loss_weights=[1.0, 0.3])
+    return model
+
+
+BY_NAME: tuple[Any, Any] = {"first": X, "second": X[:, :2]}, {"kind": Y % 3, "size": X[:, :1] - X[:, 1:2]}
+
+
+@pytest.mark.parametrize("container", [dict, list])
+def test_several_inputs_and_outputs_have_the_loss_that_keras_computes(container: type):
+    """Given by name or, where the model has them in order, as a list."""
+    model = two_of_each(container)
+    given = BY_NAME if container is dict else tuple(list(value.values()) for value in BY_NAME)
+    job = pl.keras.job(model, *given, batch_size=60)
+    samples, module = [job.data[index] for index in range(60)], job.model().eval()
+    module.load_state_dict(job.init)
+    x, y = ({name: torch.stack([sample[part][name] for sample in samples]) for name in samples[0][part]}
+            for part in (0, 1))
+    loss = float(job.loss(module(**x), y).detach())
+    assert loss == pytest.approx(model.evaluate(*given, batch_size=60, verbose=0, return_dict=True)["loss"], rel=1e-6)
+    with pytest.raises(JobError, match="the model has first, second"):
+        pl.keras.job(model, {"third": X}, given[1])
+
+
+def test_a_plan_that_splits_the_model_gives_keras_s_history():
+    """Also to callbacks, which stop the run and have the weights of the moment."""
+
+    class Notes(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append((epoch, sorted(logs), sum(float(value.sum()) for value in self.model.get_weights())))
+
+    trained: list[Any] = []
+    for plan in (None, "shard=2"):
+        model, seen = two_of_each(dict), list[Any]()
+        stops = keras.callbacks.EarlyStopping(patience=1, min_delta=0.2, restore_best_weights=True)
+        options: dict[str, Any] = {"batch_size": 16, "epochs": 8, "shuffle": False, "verbose": 0,
+                                   "validation_split": 0.2, "callbacks": [Notes(), stops]}
+        history = (model.fit(*BY_NAME, **options) if plan is None else
+                   pl.keras.fit(model, *BY_NAME, plan=plan, **options))
+        trained.append((history.history, seen, model.get_weights()))
+    (plain, plain_seen, plain_weights), (figures, seen, weights) = trained
+    assert 1 < len(figures["loss"]) == len(plain["loss"]) < 8
+    for name in ("loss", "val_loss"):
+        np.testing.assert_allclose(figures[name], plain[name], rtol=1e-4)
+    assert [each[0] for each in seen] == [each[0] for each in plain_seen]
+    np.testing.assert_allclose([each[2] for each in seen], [each[2] for each in plain_seen], rtol=1e-3, atol=1e-3)
+    for mine, other in zip(weights, plain_weights, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-4)
+
+
+def test_what_a_split_plan_can_not_tell_callbacks_is_refused():
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            raise AssertionError
+
+    with pytest.raises(UsageError, match=r"Looks\.on_train_batch_end"):
+        pl.keras.fit(classifier(), X, Y, plan="shard=2", callbacks=[Looks()])
+    with pytest.raises(UsageError, match="does not take class_weight"):
+        pl.keras.fit(classifier(), X, Y, plan="shard=2", class_weight={0: 2.0})
 
 
 @pytest.mark.slow

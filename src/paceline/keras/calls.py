@@ -19,7 +19,8 @@ def fit(model: Any, x: Any = None, y: Any = None, *, plan: str | Plan | None = N
 
     Args:
         x, y: As in `model.fit`: arrays, tensors, dictionaries of them, a PyDataset, a DataLoader, a generator.
-        plan: "single" or "data=N"; by default a rank for each device that is named, or else "single".
+        plan: "single" or "data=N"; by default a rank for each device that is named, or else "single". Other plans train
+            the model as `job` has it, and take the arguments that docs/keras.md lists.
         devices: Names such as "cpu:0,cpu:1", one a rank.
         arguments: All others of `model.fit`. `batch_size` is over all ranks. Callbacks run in this process.
 
@@ -31,6 +32,11 @@ def fit(model: Any, x: Any = None, y: Any = None, *, plan: str | Plan | None = N
         PlanError: the plan doesn't suit the devices. PlanRefused: the first step is not what one process computes.
         RankFailed: a rank failed.
     """
+    _check_model(model)
+    if (split := _split_plan(plan)) is not None:
+        from paceline.keras import split_plans
+
+        return split_plans.fit(model, x, y, split, devices, arguments)
     with _on_ranks(model, plan, devices):
         return model.fit(x, y, **arguments)
 
@@ -73,6 +79,12 @@ def _check_model(model: Any) -> None:
         raise UsageError(f"Keras runs on the backend {keras.backend.backend()!r}, and Paceline trains on torch",
                          hint="set KERAS_BACKEND=torch before keras is imported: "
                               "os.environ['KERAS_BACKEND'] = 'torch'")
+
+
+def _split_plan(plan: str | Plan | None) -> Plan | None:
+    """A plan that is not one of replicas alone."""
+    given = None if plan is None or plan == "auto" else Plan.read(plan)
+    return None if given is None or given == Plan.of(data=given.world_size) else given
 
 
 def _num_ranks(plan: str | Plan | None, devices: str | None) -> int:
