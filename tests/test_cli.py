@@ -377,7 +377,7 @@ def test_help_loads_no_torch():
     assert (ran.returncode, ran.stderr) == (0, "\n")
     listed = [line.split()[0] for line in ran.stdout.split("Commands:")[1].splitlines() if line]
     assert listed == ["train", "evaluate", "predict", "plan", "verify", "search", "report", "compare", "rehearse",
-                      "audit", "doctor"]
+                      "audit", "launch", "doctor"]
 
 
 def test_the_version_is_printed():

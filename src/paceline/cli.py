@@ -40,7 +40,8 @@ OnePlan = Annotated[str | None, typer.Option("--plan", metavar="PLAN", help="'si
 Devices = Annotated[str | None, typer.Option(
     metavar="NAMES", help="cpu:0,cpu:1 or cuda:0-3, one a rank; 2xcuda:0 is one GPU for two.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A hyperparameter.")]
-_EXAMPLES = {"--set": "0.01 sets the parameter lr of the job", "--vary": "1e-5..1e-1:log varies the parameter lr"}
+_EXAMPLES = {"--set": "lr=0.01 sets the parameter lr of the job",
+             "--vary": "lr=1e-5..1e-1:log varies the parameter lr", "--volume": "runs=/runs mounts the volume runs"}
 Patience = Annotated[float, typer.Option("--patience", "--timeout", metavar="SECONDS", min=1,
                                          help="How long a rank may give no sign of life.")]
 YesOrNo = Literal["yes", "no"]
@@ -365,6 +366,29 @@ def audit(run: RunFolder, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
+    kind: Annotated[Literal["slurm", "k8s", "sky"], typer.Argument(help="Slurm, Kubeflow Trainer, or SkyPilot.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- train FILE ...", help="What every host runs.")],
+    hosts: Annotated[int, typer.Option(metavar="N", min=1, help="Hosts.")] = 1,
+    gpus: Annotated[str, typer.Option(metavar="[NAME:]N", help="Of a host; SkyPilot needs the name: H100:8.")] = "0",
+    time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="Slurm's limit; it is queued again.")] = None,
+    image: Annotated[str, typer.Option(metavar="IMAGE", help="Kubernetes' container.")] = "paceline",
+    volume: Annotated[list[str] | None, typer.Option(
+        metavar="NAME=PATH", help="A claim or bucket and where it is mounted; may be repeated.")] = None,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of printing it.")] = None,
+) -> None:
+    """Write the file that starts a command on a cluster: a batch file, a TrainJob, or a SkyPilot task."""
+    with _reported():
+        from paceline.launch import files
+
+        request = files.LaunchRequest(command, hosts, gpus, time, image, _parse_settings(volume, "--volume"))
+        text = files.text(kind, request)
+        if write is not None:
+            write.write_text(text)
+    typer.echo(text if write is None else str(write), nl=write is not None)
+
+
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what this machine has and what is wrong with it."""
@@ -384,7 +408,7 @@ def _parse_settings(words: Iterable[str] | None, option: str = "--set") -> dict[
     for word in words or ():
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise UsageError(f"{option} {word} is not NAME=VALUE", hint=f"{option} lr={_EXAMPLES[option]}")
+            raise UsageError(f"{option} {word} is not NAME=VALUE", hint=f"{option} {_EXAMPLES[option]}")
         if name in settings:
             raise UsageError(f"{option} {name} is given twice: {settings[name]} and {value}")
         settings[name] = value

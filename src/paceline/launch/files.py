@@ -1,0 +1,148 @@
+"""Files that start a Paceline command on a cluster that someone else runs: Slurm, Kubeflow Trainer, SkyPilot."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import Preempted, UsageError
+from paceline.plans import Plan
+
+NOTICE_S = 120  # before a time limit, in which a run finishes its step and saves
+IMAGE = "paceline"  # that the Dockerfile of this project is built as
+KINDS = ("slurm", "k8s", "sky")
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """A command on several hosts.
+
+    command: what follows `paceline`, such as ["train", "job.py", "--run", "/runs/a"]. gpus: of a host, as N or NAME:N;
+    "0" for ranks on CPUs. time_limit: as Slurm writes it, HH:MM:SS or D-HH:MM:SS. volumes: where each named volume is
+    mounted.
+    """
+
+    command: Sequence[str]
+    num_hosts: int = 1
+    gpus: str = "0"
+    time_limit: str | None = None
+    image: str = IMAGE
+    volumes: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.command or self.command[0] not in ("train", "evaluate", "predict"):
+            raise UsageError(f"'{shlex.join(self.command)}' is not train, evaluate or predict with its options",
+                             hint="paceline launch slurm --hosts 2 -- train job.py --run /shared/runs/a")
+        if "--run" not in self.command and self.command[0] == "train":
+            raise UsageError("the command has no --run, and hosts must share the run's folder",
+                             hint="--run /shared/runs/a after train")
+        if self.time_limit is not None and not re.fullmatch(r"(\d+-)?\d+:\d\d(:\d\d)?", self.time_limit):
+            raise UsageError(f"--time {self.time_limit} is not HH:MM:SS or D-HH:MM:SS", hint="--time 4:00:00")
+
+        if not re.fullmatch(r"([\w.-]+:)?\d+", self.gpus):
+            raise UsageError(f"--gpus {self.gpus} is not N or NAME:N", hint="--gpus 8, or --gpus H100:8")
+        if (self._world_size or 0) % self.num_hosts:
+            raise UsageError(f"the command's {self._world_size} ranks can't be shared by {self.num_hosts} hosts alike",
+                             hint=f"--hosts with a number that divides {self._world_size}")
+
+    @property
+    def num_gpus(self) -> int:
+        """Of a host."""
+        return int(self.gpus.rpartition(":")[2])
+
+    @property
+    def num_ranks(self) -> int:
+        """Of a host: its part of the plan's or of --procs, else one a GPU, else one."""
+        return self._world_size // self.num_hosts if self._world_size else self.num_gpus or 1
+
+    @property
+    def _world_size(self) -> int | None:
+        """That the command asks for."""
+        options = dict(zip(self.command, self.command[1:], strict=False))
+        plan, procs = options.get("--plan"), options.get("--procs")
+        if plan is not None and plan != "auto":
+            return Plan.read(plan).world_size
+        return int(procs) if procs is not None and procs.isdigit() else None
+
+    @property
+    def resumed(self) -> list[str]:
+        """The whole command. It goes on from the newest checkpoint, or begins where there is none."""
+        words = ["paceline", *self.command]
+        return words if self.command[0] != "train" or "--resume" in words else [*words, "--resume"]
+
+    @property
+    def name(self) -> str:
+        """Of letters that every cluster takes, from the job's file."""
+        file = next((word for word in self.command if word.partition(":")[0].endswith(".py")), "")
+        stem = re.sub(r"[^a-z0-9]+", "-", Path(file.partition(":")[0]).stem.lower())
+        return re.sub(r"^[^a-z]+|-+$", "", stem)[:40] or "paceline"
+
+
+def text(kind: str, request: LaunchRequest) -> str:
+    """The file of a kind of cluster.
+
+    Raises:
+        UsageError: an unknown kind, or one that lacks something.
+    """
+    if kind not in KINDS:
+        raise UsageError(f"'{kind}' is no kind of cluster that files are written for", hint=", ".join(KINDS))
+    writers: dict[str, Callable[[LaunchRequest], str]] = {"slurm": slurm, "k8s": kubernetes, "sky": skypilot}
+    return writers[kind](request)
+
+
+def slurm(request: LaunchRequest) -> str:
+    """A batch file. Slurm sends USR1 before the time limit; a run that was stopped so is queued again."""
+    options = {"job-name": request.name, "nodes": request.num_hosts, "ntasks-per-node": request.num_ranks,
+               **({"gpus-per-node": request.num_gpus} if request.num_gpus else {}),
+               **({"time": request.time_limit} if request.time_limit else {}),
+               "signal": f"USR1@{NOTICE_S}", "open-mode": "append", "output": f"{request.name}-%j.out"}
+    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items()), "#SBATCH --requeue", "",
+             f"srun --kill-on-bad-exit=1 {shlex.join(request.resumed)}", "code=$?",
+             f"if [ $code -eq {Preempted.exit_code} ]; then  # stopped before the time limit, with a checkpoint",
+             "    scontrol requeue $SLURM_JOB_ID", "fi", "exit $code"]
+    return "\n".join(lines) + "\n"
+
+
+def kubernetes(request: LaunchRequest) -> str:
+    """A TrainJob of Kubeflow Trainer, v1alpha1, under its runtime `torch-distributed`."""
+    resources = {"limits": {"nvidia.com/gpu": request.num_gpus}} if request.num_gpus else None
+    trainer = {"image": request.image, "numNodes": request.num_hosts, "numProcPerNode": request.num_ranks,
+               "command": request.resumed, **({"resourcesPerNode": resources} if resources else {})}
+    volumes = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in request.volumes]
+    mounts = [{"name": name, "mountPath": path} for name, path in request.volumes.items()]
+    patched = {"manager": "paceline.launch/volumes", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [
+        {"name": "node", "template": {"spec": {"template": {"spec": {
+            "volumes": volumes, "containers": [{"name": "node", "volumeMounts": mounts}]}}}}}]}}}}
+    return _yaml({"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": request.name},
+                  "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer,
+                           **({"runtimePatches": [patched]} if volumes else {})}})
+
+
+def skypilot(request: LaunchRequest) -> str:
+    """A task; `sky jobs launch` starts it again on other machines when its own are taken away.
+
+    Raises:
+        UsageError: GPUs without a name.
+    """
+    if request.num_gpus and ":" not in request.gpus:
+        raise UsageError(f"SkyPilot needs the name of the {request.num_gpus} GPUs of a host", hint="--gpus H100:8")
+    resources = {"accelerators": request.gpus} if request.num_gpus else {}
+    mounts = {"file_mounts": {path: name for name, path in request.volumes.items()}} if request.volumes else {}
+    return _yaml({"name": request.name, "num_nodes": request.num_hosts,
+                  **({"resources": resources} if resources else {}), "workdir": ".", **mounts,
+                  "setup": "pip install paceline", "run": shlex.join(request.resumed)})
+
+
+def _yaml(document: Mapping[str, Any]) -> str:
+    """JSON, which is YAML; laid out as YAML where PyYAML is here."""
+    try:
+        import yaml
+    except ImportError:
+        return json.dumps(document, indent=2) + "\n"
+    written: str = yaml.safe_dump(document, sort_keys=False, width=120)
+    return written

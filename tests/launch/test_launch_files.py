@@ -1,0 +1,80 @@
+"""Files that start a command on a cluster: what is in them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.errors import UsageError
+from paceline.launch.files import LaunchRequest, text
+
+TRAIN = ["train", "jobs/My Digits.py:other", "--plan", "data=16", "--run", "/runs/a b"]
+
+
+def document(kind: str, **changes: Any) -> dict[str, Any]:
+    return dict(yaml.safe_load(text(kind, LaunchRequest(TRAIN, **changes))))
+
+
+def test_slurm(tmp_path: Path):
+    """Words with blanks stay words, and a stopped run is queued again; bash reads the file."""
+    written = text("slurm", LaunchRequest(TRAIN, num_hosts=2, gpus="8", time_limit="1-00:00:00"))
+    for line in ("#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=8", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue",
+                 "#SBATCH --time=1-00:00:00", "#SBATCH --signal=USR1@120", "#SBATCH --job-name=my-digits",
+                 "srun --kill-on-bad-exit=1 paceline train 'jobs/My Digits.py:other' --plan data=16 --run '/runs/a b' "
+                 "--resume"):
+        assert line in written.splitlines()
+    (tmp_path / "job.sh").write_text(written)
+    assert subprocess.run(["bash", "-n", str(tmp_path / "job.sh")]).returncode == 0
+
+
+def test_kubernetes():
+    """A TrainJob whose pods mount the volumes."""
+    job = document("k8s", num_hosts=2, gpus="8", image="registry/paceline:1", volumes={"runs": "/runs"})
+    trainer = job["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["image"]) == (2, 8, "registry/paceline:1")
+    assert trainer["command"] == ["paceline", *TRAIN, "--resume"]
+    assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 8}}
+    [patch] = job["spec"]["runtimePatches"]
+    [node] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    assert pod["volumes"] == [{"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}]
+    assert pod["containers"][0]["volumeMounts"] == [{"name": "runs", "mountPath": "/runs"}]
+
+
+def test_skypilot():
+    task = document("sky", num_hosts=2, gpus="H100:8", volumes={"s3://runs": "/runs"})
+    assert (task["num_nodes"], task["resources"], task["file_mounts"]) == (
+        2, {"accelerators": "H100:8"}, {"/runs": "s3://runs"})
+    assert task["run"].endswith("--run '/runs/a b' --resume")
+
+
+def test_without_pyyaml_the_file_is_json(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+    assert json.loads(text("k8s", LaunchRequest(TRAIN)))["kind"] == "TrainJob"
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"command": ["plan", "job.py"]}, "not train, evaluate or predict"),
+    ({"command": []}, "not train, evaluate or predict"),
+    ({"command": ["train", "job.py"]}, "no --run"),
+    ({"command": TRAIN, "num_hosts": 3}, "16 ranks can't be shared by 3 hosts"),
+    ({"command": TRAIN, "gpus": "many"}, "not N or NAME:N"),
+    ({"command": TRAIN, "time_limit": "soon"}, "HH:MM:SS"),
+    ({"command": TRAIN, "gpus": "8"}, "name of the 8 GPUs")])
+def test_what_cannot_start_is_refused(given: dict[str, Any], message: str):
+    with pytest.raises(UsageError, match=message):
+        text("sky", LaunchRequest(**given))
+
+
+def test_the_command_line_writes_it(tmp_path: Path):
+    file = tmp_path / "job.sh"
+    result = CliRunner().invoke(app, ["launch", "slurm", "--hosts", "2", "--write", str(file), "--", *TRAIN])
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == f"{file}\n" and "#SBATCH --nodes=2" in file.read_text()
