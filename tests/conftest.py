@@ -29,22 +29,25 @@ torch.set_num_threads(1)  # ranks are forks, and the tests' sums are small
 settings.register_profile("suite", deadline=None, database=None, derandomize=True, max_examples=50)
 settings.load_profile("suite")
 
+_HERE = Path(__file__).parent
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
               "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
 
 
-# Each of these proves many plans, or builds models of hundreds of MiB on four ranks: up to 95 s on two busy cores.
-_LONG = ("verify/test_split.py", "verify/test_parity.py", "verify/test_servers.py", "runtime/test_split_memory.py",
-         "strategies/test_odd_models.py")
+# Files that take over 10 s. They begin first: one that began last would run alone at the end.
+_LONGEST = (
+    "strategies/test_tensor_split.py", "devices/test_pretended_cuda.py", "verify/test_split.py",
+    "study/test_search_on_ray.py", "multihost/test_two_hosts.py", "verify/test_certificates.py",
+    "strategies/compile/test_compiled_plans.py", "devices/test_message_order.py", "strategies/test_sparse_gradients.py",
+    "verify/test_servers.py", "devices/test_shared_gpu.py", "profile/test_blocks.py", "corpus/test_corpus.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of many plans have more time than others before they are taken for hanging, and a small form."""
+    """Tests of many plans have a small form; the longest files come first."""
     _leave_small_forms(items)
-    for item in items:
-        if item.path.as_posix().endswith(_LONG) and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(300))
+    place = {_HERE / name: number for number, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def _leave_small_forms(items: list[pytest.Item]) -> None:
@@ -103,7 +106,7 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     before = set(psutil.Process().children(recursive=True))
     yield folder
-    _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=10)
+    _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=60)
     assert not left, "processes are left running"
     assert not list(folder.glob("paceline-*")), "a meeting place is left"
 

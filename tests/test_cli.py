@@ -140,7 +140,7 @@ def test_stdout_is_the_result_alone(job_file: str):
             "    print('from the job'); os.write(1, b'from C\\n'); os.system('echo from a child'); return Summary()\n"
             f"paceline.train = train; sys.argv = ['paceline', 'train', {job_file!r}, '--json']; main()")
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=buffered)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=buffered)
     assert json.loads(ran.stdout) == {"steps": 3}
     assert sorted(ran.stderr.splitlines()) == ["from C", "from a child", "from the job"]
 
@@ -373,7 +373,7 @@ def test_help_loads_no_torch():
             "heavy = {'torch', 'numpy', 'rich', 'psutil', 'msgspec'}\n"
             "try: main()\n"
             "finally: print(*sorted(heavy & set(sys.modules)), file=sys.stderr)")
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (ran.returncode, ran.stderr) == (0, "\n")
     listed = [line.split()[0] for line in ran.stdout.split("Commands:")[1].splitlines() if line]
     assert listed == ["train", "evaluate", "predict", "plan", "verify", "search", "report", "compare", "rehearse",

@@ -152,7 +152,7 @@ def test_files_named_like_packages_hide_nothing(write: Write, tmp_path: Path):
     for name in ("random.py", "numpy.py"):
         write(name, "raise RuntimeError('the wrong one')")
     code = "import paceline; paceline.load('torch.py'); import random, torch; print(torch.zeros(2).sum().item())"
-    ran = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "0.0\n", "")
 
 

@@ -56,11 +56,11 @@ def test_progress_time_left_and_figures(server: Any, tmp_path: Path, monkeypatch
     for number, word in ((1, "first"), (50, "second")):
         token.write_text(word)
         teller.on_step(run(tmp_path), step(number))
-        teller._sending.join(5)
+        teller._sending.join(60)
     teller.on_evaluation(run(tmp_path), EvaluationReport(50, 0, 0.25, {"accuracy": 0.9}))
     for number in range(51, 101):
         teller.on_step(run(tmp_path), step(number))
-        teller._sending.join(5)
+        teller._sending.join(60)
     teller.on_end(run(tmp_path), None)
     first, second, *_, last_step, end = server.told
     assert first[0] == "Bearer first" and second[0] == "Bearer second"
@@ -74,7 +74,7 @@ def test_it_is_told_now_and_then(server: Any, tmp_path: Path):
     [teller] = of_cluster({kubeflow.URL: server.url})
     for number in range(1, 200):
         teller.on_step(run(tmp_path, None), step(number))
-    teller._sending.join(5)
+    teller._sending.join(60)
     assert len(server.told) == 1 and "progressPercentage" not in server.told[0][1]
 
 

@@ -95,7 +95,7 @@ def mlflow_server(tmp_path: Path) -> Iterator[str]:
         import os
 
         os.killpg(server.pid, signal.SIGTERM)
-        server.wait(20)
+        server.wait(60)
         log.close()
 
 

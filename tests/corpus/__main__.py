@@ -33,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.corpus", description=__doc__)
     parser.add_argument("--jobs", default="*", help="names or themes, with * and commas")
     parser.add_argument("--plans", nargs="+", default=list(PLANS), metavar="PLAN")
-    parser.add_argument("--seconds", type=float, default=20.0, help="a rank that is silent for so long hangs")
+    parser.add_argument("--seconds", type=float, default=60.0, help="a rank that is silent for so long hangs")
     parser.add_argument("--json", type=Path, help="every cell with its reason")
     parser.add_argument("--write", type=Path, help="the page that says what works under what")
     parser.add_argument("--retry", type=Path, metavar="FILE",

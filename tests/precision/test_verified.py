@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)  # each proves two plans
 def test_a_mistake_is_found_in_every_precision(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sound plans pass; gradients of a sum in place of a mean don't, in the job's own precision and in float64."""
     job = make_job(precision=precision, clip=0.5)
-    sound = paceline.verify(job, ["shard=2"], steps=2)
+    sound = paceline.verify(job, ["shard=2"], steps=2, resume="no")
     finish = GradientBuckets.finish
 
     def wrong(buckets: GradientBuckets) -> None:
@@ -35,7 +35,7 @@ def test_a_mistake_is_found_in_every_precision(precision: Any, monkeypatch: pyte
         torch._foreach_mul_([p.grad for p in buckets.parameters if p.grad is not None], 2.0)
 
     monkeypatch.setattr(GradientBuckets, "finish", wrong)
-    (planted,) = paceline.verify(job, ["data=2"], steps=2)
+    (planted,) = paceline.verify(job, ["data=2"], steps=2, resume="no")
 
     assert all(certificate.passed for certificate in sound), [certificate.describe() for certificate in sound]
     assert [verdict.precision for verdict in planted.verdicts] == [precision, "float64"]
@@ -45,7 +45,7 @@ def test_a_mistake_is_found_in_every_precision(precision: Any, monkeypatch: pyte
 def test_skipped_steps_are_verified() -> None:
     """One device and the plan skip the same steps."""
     job = make_job(data=data(largest=8.0), loss=token_sum, optimizer=lambda named: torch.optim.SGD(named, lr=0.02))
-    found = paceline.verify(job, ["data=2 accumulate=2"], steps=5)
+    found = paceline.verify(job, ["data=2 accumulate=2"], steps=5, resume="no")
 
     assert all(certificate.passed for certificate in found), [certificate.describe() for certificate in found]
 

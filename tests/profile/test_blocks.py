@@ -118,6 +118,7 @@ OPTIMIZERS = {"adam": lambda named: torch.optim.AdamW(named),
               "foreach": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, foreach=True)}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -287,7 +288,7 @@ PLANS = ("data=8", "shard=8 recompute=full", "data=2 shard=4 zero=1", "pipeline=
          "tensor=2 data=4", "pipeline=2 tensor=2 data=2 microbatches=2 schedule=interleaved virtual=2")
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_a_folded_model_costs_what_all_its_layers_do(rank: int):
     """On devices that are described: seconds, and bytes of the rank that needs most."""
     job = make_job(lambda: Llama(8, rank=rank), precision="bf16")

@@ -95,13 +95,13 @@ def frozen_at(step: int, epoch: int) -> tuple[str, ...]:
             (), (), ("head.",), ("head.",))[step]
 
 
-@pytest.mark.timeout(300)
-def test_frozen_parameters_and_batches_change_as_on_one_device(tmp_path: Path) -> None:
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("plan", ["single", *PLANS, "data=2 accumulate=2", "shard=2 zero=1", "data=2 local=1"])
+def test_frozen_parameters_and_batches_change_as_on_one_device(plan: str, tmp_path: Path) -> None:
     """Two schedules at once, over the ends of epochs, clipped: weights are those of a loop by hand under every plan."""
     job = make_job(freeze=FREEZE, batch=BATCH)
     *_, expected = by_hand(job, frozen=frozen_at, sizes=[4, 4, 7, 7, 1, 7, 3, 3, 3])
-    for plan in ("single", *PLANS, "data=2 accumulate=2", "shard=2 zero=1", "data=2 local=1"):
-        assert_equal(train(job, plan, tmp_path / plan), expected)
+    assert_equal(train(job, plan, tmp_path / "run"), expected)
 
 
 @pytest.mark.timeout(300)
@@ -263,14 +263,20 @@ def plateau_job(**fields: Any) -> pl.Job:
             optimizer, factor=0.5, patience=0, threshold=0.24), **fields})
 
 
-@pytest.mark.timeout(300)
-def test_the_rate_falls_by_plateau_alike_everywhere(tmp_path: Path) -> None:
-    """All ranks decide from one evaluated number, and a run that is stopped at or in an epoch decides as before."""
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("plan", ["single", *PLANS])
+def test_the_rate_falls_by_plateau_alike_everywhere(plan: str, tmp_path: Path) -> None:
+    """All ranks decide from one evaluated number."""
     job = plateau_job()
     *_, expected = by_hand(job)
-    for plan in ("single", *PLANS):
-        assert_equal(train(job, plan, tmp_path / plan), expected)
-    assert len(set(rates(tmp_path / "single"))) > 2
+    assert_equal(train(job, plan, tmp_path / "run"), expected)
+    assert len(set(rates(tmp_path / "run"))) > 2
+
+
+def test_a_plateau_decides_as_before_in_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Whether it was stopped at the end of an epoch or in it, under another plan each time."""
+    job = plateau_job()
+    *_, expected = by_hand(job)
     for number, (plan, steps) in enumerate([("shard=2", 4), ("server=1 workers=2", 8), ("data=2", 10), ("single", 12),
                                             ("pipeline=2", 20)]):
         weights = train(job, plan, tmp_path / "run", steps=steps, resume=number > 0)

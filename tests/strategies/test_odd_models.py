@@ -134,6 +134,7 @@ def test_a_loss_that_writes_to_the_output(tmp_path: Path) -> None:
     assert odd.difference(lambda: odd.job_of(**in_place()), "shard=2", tmp_path) < 1e-10
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("plan", odd.SPLITS)
 @pytest.mark.parametrize(("job", "words"), [
     (in_place, "the loss writes to the model's output in place"),

@@ -23,6 +23,7 @@ from paceline.strategies.tensor.cut import Cut, cut_of_placement
 from paceline.strategies.tensor.draws import apart
 from paceline.strategies.tensor.piece import SplitPiece
 from paceline.strategies.tensor.published import published
+from tests.verify.verify_jobs import passes
 
 
 @pytest.fixture
@@ -69,16 +70,14 @@ def test_autocast_splits_what_float32_splits(precision: str, run_ranks: Callable
 def test_they_compute_what_one_device_computes(model: Callable[[], nn.Module], plan: str,
                                                small_sequences: None) -> None:
     """Alone and in shards, on parts of the sequence."""
-    certificate, = paceline.verify(job_of(model, clip=0.5), [plan], steps=2)
-    assert certificate.passed, certificate.describe()
+    passes(job_of(model, clip=0.5), plan)
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["tensor=2", "data=2 tensor=2"])
 def test_they_compute_the_same_on_whole_sequences(plan: str) -> None:
     """Values of few bytes are not cut along their sequence."""
-    certificate, = paceline.verify(job_of(lambda: Stack(Fused()), clip=0.5), [plan], steps=2)
-    assert certificate.passed, certificate.describe()
+    passes(job_of(lambda: Stack(Fused()), clip=0.5), plan)
 
 
 def test_a_run_with_blocks_goes_on_elsewhere(tmp_path: Path) -> None:
@@ -225,7 +224,7 @@ def test_values_between_blocks_stay_cut(run_ranks: Callable[..., Any], small_seq
             output.square().mean().backward()
         return [list(shape) for _, shape in parts_of(stepper)], forward.exchanges, backward.exchanges
 
-    one, two, three = (run_ranks(lambda context, blocks=blocks: body(context, blocks), 2)[0] for blocks in (1, 2, 3))
+    one, two, three = run_ranks(lambda context: [body(context, blocks) for blocks in (1, 2, 3)], 2)[0]
 
     assert [shapes for shapes, *_ in (one, two, three)] == [[], [[4, 3, 24]], [[4, 3, 24]] * 2]
     assert [three[at] - two[at] for at in (1, 2)] == [two[at] - one[at] for at in (1, 2)] == [4, 5]
@@ -253,8 +252,7 @@ def test_values_that_can_not_be_cut_pass_whole(second: Callable[..., nn.Module],
 def test_cut_values_between_blocks_compute_the_same(plan: str, small_sequences: None) -> None:
     """Also where they pass from rank to rank, and where blocks are computed again."""
     model = lambda: Stack(*(Fused(width=24) for _ in range(3)), width=24)  # noqa: E731
-    certificate, = paceline.verify(job_of(model, clip=0.5, precision="float64"), [plan], steps=2)
-    assert certificate.passed, certificate.describe()
+    passes(job_of(model, clip=0.5), plan)
 
 
 def test_a_sequence_that_does_not_divide(run_ranks: Callable[..., Any], small_sequences: None) -> None:
@@ -319,7 +317,7 @@ def test_a_block_exchanges_four_times(run_ranks: Callable[..., Any]) -> None:
             output.square().mean().backward()
         return [forward.exchanges, backward.exchanges, forward.copies + backward.copies]
 
-    one, two = (run_ranks(lambda context, blocks=blocks: body(context, blocks), 2)[0] for blocks in (1, 2))
+    one, two = run_ranks(lambda context: [body(context, blocks) for blocks in (1, 2)], 2)[0]
 
     assert [after - before for before, after in zip(one, two, strict=True)] == [2, 2, 0]
 
@@ -398,8 +396,7 @@ def test_a_plan_that_the_model_brings(plan: dict[str, str], expected: dict[str, 
     found = run_ranks(lambda context: cuts(laid_out(job_of(model), "tensor=2", context)), 2)
     assert found[0] == {name: list(cut) for name, cut in expected.items()}
 
-    for certificate in paceline.verify(job_of(model), ["tensor=2"], steps=2):
-        assert certificate.passed, certificate.describe()
+    passes(job_of(model), "tensor=2")
 
 
 def test_transformers_plans_are_read() -> None:

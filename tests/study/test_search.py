@@ -65,16 +65,16 @@ def test_trials_of_one_and_of_two_ranks_see_the_same_parameters_on_every_rank(jo
 
 
 @pytest.mark.parametrize("plan", ["single", "data=2"])
-def test_a_pruned_trial_ends_on_all_ranks_within_a_second(job: str, tmp_path: Path, plan: str):
-    """It was far from its end, and the next trial begins on the same devices."""
+def test_a_pruned_trial_ends_on_all_ranks_long_before_its_end(job: str, tmp_path: Path, plan: str):
+    """And the next trial begins on the same devices."""
     from optuna.pruners import ThresholdPruner
 
     run = tmp_path / "run"
     began_s = time.monotonic()
     with pytest.raises(PacelineError, match="no trial was trained to its end: 3 pruned"):
-        pl.search(job, 3, settings={**WORKS, "epochs": 10_000, "pause_s": 0.005}, procs=2, plan=plan, run=run,
+        pl.search(job, 3, settings={**WORKS, "epochs": 100_000, "pause_s": 0.005}, procs=2, plan=plan, run=run,
                   pruner=ThresholdPruner(upper=1e-9))
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 200
     found = json.loads((run / "study.json").read_text())
     assert states(found) == ["pruned"] * 3
     for number in range(3):

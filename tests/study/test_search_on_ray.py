@@ -117,7 +117,7 @@ def test_an_address_without_a_cluster_does_not_hang(file: str, tmp_path: Path, a
                                                     monkeypatch: pytest.MonkeyPatch):
     """Whether nothing listens there or something that says nothing."""
     pytest.importorskip("ray", reason="placing trials by Ray is an extra: pip install 'paceline[ray]'")
-    monkeypatch.setattr(on_ray, "_CONNECT_S", 8.0)
+    monkeypatch.setattr(on_ray, "_CONNECT_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         given = f"127.0.0.1:{silent.getsockname()[1]}" if address == "silent" else address
         with pytest.raises(UsageError, match=message):

@@ -43,7 +43,7 @@ def postgres() -> Iterator[str]:
         as_user = {"user": owner.pw_uid, "group": owner.pw_gid}
 
     def run(*words: str) -> None:
-        subprocess.run(words, check=True, cwd=folder, stdout=subprocess.DEVNULL, timeout=60, **as_user)
+        subprocess.run(words, check=True, cwd=folder, stdout=subprocess.DEVNULL, timeout=200, **as_user)
 
     try:
         run(initdb, "-D", f"{folder}/data", "-U", "paceline", "-A", "trust")
@@ -119,6 +119,6 @@ def test_trials_of_a_machine_that_says_nothing_any_more_are_started_again(
             Heartbeats(study).beat([])
             return len(study.trials) == 2
 
-        wait_for(is_given_up, timeout_s=20)
+        wait_for(is_given_up, timeout_s=60)
         again = counted(study)
         assert [(trial.number, trial.state.name, trial.params) for trial in again] == [(1, "WAITING", {"x": value})]

@@ -38,7 +38,7 @@ def kill_after(child: Any, seconds: float, wait_for: Callable[..., None]) -> Non
     for left in Path(tempfile.gettempdir()).glob("paceline-*"):  # nobody was there to remove it
         shutil.rmtree(left)
     wait_for(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-                             for process in everyone), timeout_s=10)
+                             for process in everyone), timeout_s=60)
 
 
 def finished(run: Path, storage: str | None) -> dict[int, Any]:
@@ -100,14 +100,15 @@ def test_a_trial_that_was_running_starts_again_with_its_parameters(
 
 def test_a_torn_journal_and_a_lock_that_is_left_are_put_right(job: str, tmp_path: Path):
     """What a kill in the middle of a write leaves would make the journal unreadable, or wait for half a minute."""
-    run = tmp_path / "run"
+    run, began_s = tmp_path / "run", time.monotonic()
     pl.search(job, 2, settings=WORKS, procs=1, run=run)
+    first_s = time.monotonic() - began_s
     with open(run / JOURNAL, "a") as file:
         file.write('{"op_code": 4, "work')
     (run / f"{JOURNAL}.lock").symlink_to(run / JOURNAL)
     began_s = time.monotonic()
     found = pl.search(job, 4, settings=WORKS, procs=1, run=run, resume=True)
-    assert len(found["trials"]) == 4 and time.monotonic() - began_s < 20
+    assert len(found["trials"]) == 4 and time.monotonic() - began_s < 20 + 2 * first_s
 
 
 def test_a_resumed_study_draws_other_trials_than_before(job: str, tmp_path: Path):

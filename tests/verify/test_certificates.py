@@ -70,7 +70,7 @@ def token_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor
 @pytest.mark.parametrize("plan", ["data=3 accumulate=2", "shard=2"])
 def test_sum_and_count_are_normalised_once(plan: str) -> None:
     """Ignored targets, spread unevenly over ranks and micro-batches, leave one device's gradients."""
-    certificate = only(paceline.verify(make_job(loss=token_loss), [plan], steps=3))
+    certificate = only(paceline.verify(make_job(loss=token_loss), [plan], steps=3, resume="no"))
 
     assert certificate.passed, certificate.describe()
 
@@ -79,7 +79,7 @@ def test_a_scalar_loss_that_is_no_mean_is_named() -> None:
     """The mean over targets that are not ignored is no mean over samples."""
     job = make_job(loss=lambda output, target: F.cross_entropy(output, target, ignore_index=2))
 
-    certificate = only(paceline.verify(job, ["data=2"], steps=3))
+    certificate = only(paceline.verify(job, ["data=2"], steps=3, resume="no"))
 
     assert not certificate.passed
     assert "not the mean over its samples" in certificate.describe() and "(sum, count)" in certificate.describe()
@@ -91,7 +91,7 @@ def test_a_batch_norm_is_named() -> None:
     """A layer that mixes samples can't equal one device under any cut, and says so by name."""
     job = make_job(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
 
-    certificate = only(paceline.verify(job, ["data=2"], steps=2))
+    certificate = only(paceline.verify(job, ["data=2"], steps=2, resume="no"))
 
     assert not certificate.passed
     assert "couples the samples" in certificate.describe() and "BatchNorm" in certificate.describe()
@@ -114,7 +114,7 @@ def test_dropout_is_compared_switched_off() -> None:
     """Random layers differ between layouts by design; what is left is compared."""
     job = make_job(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3)))
 
-    assert only(paceline.verify(job, ["data=2"], steps=3)).passed
+    assert only(paceline.verify(job, ["data=2"], steps=3, resume="no")).passed
 
 
 def scaled_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_planted_bugs_are_found_and_named(plant: Callable[[pytest.MonkeyPatch], 
     """Ranks are forks, so a bug that is patched in here is in them too."""
     plant(monkeypatch)
 
-    certificate = only(paceline.verify(make_job(loss=loss), ["data=2"], steps=2))
+    certificate = only(paceline.verify(make_job(loss=loss), ["data=2"], steps=2, resume="no"))
 
     assert not certificate.passed
     assert named in certificate.describe()
@@ -182,7 +182,7 @@ def test_weights_that_depend_on_the_rank_are_found_and_named() -> None:
                 net.layers[2].weight[0, 0] += dist.get_rank()
         return net
 
-    certificate = only(paceline.verify(make_job(model=model), ["data=2"], steps=2))
+    certificate = only(paceline.verify(make_job(model=model), ["data=2"], steps=2, resume="no"))
 
     assert not certificate.passed
     assert "'layers.2.weight'" in certificate.describe() and "rank 1" in certificate.describe()
@@ -198,7 +198,7 @@ def test_a_small_error_in_one_gradient_is_found(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(GradientBuckets, "finish", bent)
 
-    certificate = only(paceline.verify(make_job(), ["data=2"], steps=2))
+    certificate = only(paceline.verify(make_job(), ["data=2"], steps=2, resume="no"))
 
     assert not certificate.passed and "'out.weight'" in certificate.describe()
 

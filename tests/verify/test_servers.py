@@ -23,7 +23,7 @@ import paceline
 from paceline.errors import JobError, PacelineError, PlanError
 from paceline.plans import Plan
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 def _adam(**changes: Any) -> paceline.Job:
@@ -142,7 +142,8 @@ def test_a_worker_that_is_gone_before_the_others_came(tmp_path: Path):
         return Mlp()
 
     job = replace(_killing(1, signal.SIGKILL, at=20, epochs=8), model=slow)
-    summary = paceline.train(job, "server=1 workers=2 staleness=inf", run=tmp_path / "run", timeout_s=8, restarts=0)
+    summary = paceline.train(job, "server=1 workers=2 staleness=inf", run=tmp_path / "run", timeout_s=TIMEOUT_S,
+                             restarts=0)
     assert summary["workers_lost"] == [0]
     assert summary["steps"] == 24 and summary["samples"] == 8 * 24
 
@@ -347,8 +348,8 @@ def test_a_server_that_fails_beside_a_worker_ends_the_run(tmp_path: Path, stalen
     began_s = time.monotonic()
     with pytest.raises(PacelineError, match="ArithmeticError: too large"):
         paceline.train(job, f"server=2 workers=2 colocate=yes staleness={staleness}", run=tmp_path / "run",
-                       timeout_s=60)
-    assert time.monotonic() - began_s < 40
+                       timeout_s=600)
+    assert time.monotonic() - began_s < 200
 
 
 def test_verify_is_about_exact_plans():

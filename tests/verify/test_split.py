@@ -58,7 +58,7 @@ def test_products(plan: str) -> None:
 @pytest.mark.parametrize("name", ["two-tower", "unet", "routed"])
 def test_placed_parts(name: str) -> None:
     """Modules where a memory ledger puts them, alone and in two replicas."""
-    passes(split_job(name), "place=auto parts=2", "place=auto parts=2 data=2", steps=3)
+    passes(split_job(name), "place=auto parts=2 data=2", steps=3)
 
 
 @pytest.mark.sweep(1)
@@ -115,10 +115,12 @@ class Dense(nn.Module):
         return self.out(torch.stack(made).sum(0))
 
 
-def test_a_value_that_several_stages_need() -> None:
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("plan", ["pipeline=3", "pipeline=4 schedule=zero-bubble", "pipeline=2 schedule=interleaved",
+                                  "place=auto parts=3"])
+def test_a_value_that_several_stages_need(plan: str) -> None:
     """Its gradient is the sum of what comes back from each of them."""
-    passes(make_job(Dense), "pipeline=3", "pipeline=4 schedule=zero-bubble", "pipeline=2 schedule=interleaved",
-           "place=auto parts=3")
+    passes(make_job(Dense), plan)
 
 
 # --- Planted bugs -------------------------------------------------------------------------------------------------
@@ -252,15 +254,19 @@ def test_models_that_a_plan_does_not_suit(model: Callable[[], nn.Module], plan: 
     assert words in said(make_job(model), plan)
 
 
-def test_an_edit_in_place_stays_with_what_it_edits() -> None:
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("plan", ["pipeline=2", "tensor=2", "tensor=4"])
+def test_an_edit_in_place_stays_with_what_it_edits(plan: str) -> None:
     """No cut comes between them; shapes that don't divide leave a layer whole."""
-    passes(make_job(InPlace), "pipeline=2", "tensor=2", "tensor=4")
+    passes(make_job(InPlace), plan)
 
 
-def test_more_microbatches_than_samples_and_fewer_than_stages() -> None:
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("plan", ["pipeline=2 microbatches=11", "pipeline=3 schedule=zero-bubble microbatches=1",
+                                  "pipeline=3 microbatches=2"])
+def test_more_microbatches_than_samples_and_fewer_than_stages(plan: str) -> None:
     """Stand-ins fill the pipeline; one that can't be filled is slow and right."""
-    passes(make_job(Mlp), "pipeline=2 microbatches=11", "pipeline=3 microbatches=2",
-           "pipeline=3 schedule=zero-bubble microbatches=1", steps=3)
+    passes(make_job(Mlp), plan, steps=3)
 
 
 def test_a_mean_over_targets_that_count_is_named() -> None:

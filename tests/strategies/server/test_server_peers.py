@@ -131,7 +131,7 @@ class Run:
 
     def reach(self, role: Role, number: int, incarnation: int) -> Connection:
         self.opened.append(connect(self.coordinator.door.address, Peer(role, number, incarnation), secret=SECRET,
-                                   layout=self.coordinator.layout, timeout_s=5))
+                                   layout=self.coordinator.layout, timeout_s=PATIENCE_S))
         self.opened[-1].sock.settimeout(PATIENCE_S)
         return self.opened[-1]
 
