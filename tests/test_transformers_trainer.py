@@ -242,6 +242,7 @@ def _token_sum(made: Any) -> dict[str, float]:
     return {"tokens": float(made.predictions.sum())}
 
 
+@pytest.mark.slow
 def test_what_is_generated_is_by_the_weights_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Under data=2 each rank generates for its part; a plan under which no rank has the whole model is refused. Ranks
     give signs of life where they wait."""

@@ -148,9 +148,15 @@ def test_the_rank_that_raised_is_reported(run_ranks: Callable[..., Any], tmp_pat
     assert "KeyError: 'weights'" in (tmp_path / "logs" / "rank-2.log").read_text()
 
 
+def hang_up() -> None:
+    """Also where the tests run under nohup, which has the signal ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
 @pytest.mark.parametrize(("end", "words"), [
     (lambda: os.kill(os.getpid(), signal.SIGKILL), "it was killed by SIGKILL"),
-    (lambda: os.kill(os.getpid(), signal.SIGHUP), "it was killed by SIGHUP"),
+    (hang_up, "it was killed by SIGHUP"),
     (lambda: os._exit(7), "it ended with exit code 7 and no exception"),
     (lambda: os._exit(0), "it ended with exit code 0 and no exception"),
 ], ids=["SIGKILL", "SIGHUP", "exit 7", "exit 0"])

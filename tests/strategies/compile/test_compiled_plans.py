@@ -77,6 +77,7 @@ def test_all_steps_and_a_resumed_run_are_one_device_s(without_compiler: None) ->
     assert certificate.passed, certificate.describe()
 
 
+@pytest.mark.slow
 def test_real_kernels_leave_names_alone_and_name_what_is_compiled_again(tmp_path: Path, cache: None) -> None:
     """torch's compiler itself: two ranks, a batch of another size in the fourth step, an evaluation, and a run that
     goes on without compiling. Without dropout it ends where one device does."""
