@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import paceline as pl
+from paceline.callbacks.controller import RunController
 from paceline.launch import local
 
 pytestmark = pytest.mark.timeout(120)
@@ -104,6 +106,27 @@ def test_callbacks_keep_what_they_know_where_ranks_go_on_from_a_copy(tmp_path: P
     assert (first, restarts) == (0, 1) and 0 < again <= 12
     assert result.best.step == expected.best.step
     torch.testing.assert_close(result.best.state_dict(), expected.best.state_dict())
+
+
+def test_steps_that_lost_ranks_told_nobody_of_are_told_where_others_go_on(tmp_path: Path):
+    """Rank 0 says now and then that there are steps, and may be killed before it does."""
+    looks = Looks()
+    job = pl.Job(model=lambda: torch.nn.Linear(4, 1), data=SAMPLES, loss=F.mse_loss, batch=8, epochs=1,
+                 optimizer=lambda named: torch.optim.SGD(named, lr=0.3), callbacks=[looks])
+    controller = RunController([looks], job, plan="single", folder=tmp_path)
+
+    def take(steps: range) -> None:
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps({"step": n, "epoch": 0, "samples": 8 * n, "loss": 1.0}) + "\n" for n in steps)
+
+    controller.asked({"event": "start", "step": 0}, lambda order: None)
+    take(range(1, 4))
+    controller.told()
+    take(range(4, 6))
+    controller.asked({"event": "start", "step": 5, "keeps": True}, lambda order: None)
+    take(range(6, 7))
+    controller.told()
+    assert looks.told == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.usefixtures("no_copies")

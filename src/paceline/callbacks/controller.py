@@ -115,14 +115,18 @@ class RunController:
         self.run.restarts += is_again
         if self._initial is None:
             self._initial = self._states()
-        if is_again and event.get("keeps"):
+        keeps = is_again and event.get("keeps")
+        if keeps:
             self._send_again(event["step"])
         else:
             self._answers.clear()
             self._restore(event.get("callbacks"), step=event["step"], is_again=is_again)
         self._epoch_loss, self._samples, self._offset, self._evaluation = {}, 0, 0, None
-        for line in self._new_lines():
-            self._count(line)
+        if keeps:
+            self._read_steps()  # the ranks before may have taken steps that nobody was told of
+        else:
+            for line in self._new_lines():
+                self._count(line)
         self._call("on_start")
         self._states()  # refused now, not after an hour
 
