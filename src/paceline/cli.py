@@ -424,7 +424,7 @@ def _on_every_host(plan: str | None, procs: int | None = None) -> None:
     if (place := hosts.host()) is None:
         return
     from paceline.accelerators import gpus
-    from paceline.verbs.auto import is_auto
+    from paceline.verbs.chosen import is_auto
 
     world_size = procs if plan is None or is_auto(plan) else paceline.Plan.read(plan).world_size
     hosts.become_agent(place, place.ranks(world_size, len(gpus())), [sys.executable, "-m", "paceline", *sys.argv[1:]])

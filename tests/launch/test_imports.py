@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,3 +30,13 @@ def test_the_collector_rests_while_modules_are_loaded(enabled: bool, tmp_path: P
     finally:
         gc.unfreeze()
         (gc.enable if before else gc.disable)()
+
+
+def test_a_plain_run_imports_nothing_that_only_others_need():
+    """What callbacks, loggers, automatic plans and prices need is imported for them alone."""
+    others = ("callbacks.controller", "callbacks.keep_best", "callbacks.loggers.logger", "planner.estimate",
+              "planner.remedies", "verbs.auto", "verbs.calibration", "verbs.fine_tuning", "reports.page")
+    code = ("import sys; from paceline.launch.imports import OF_RUNS, load_modules; load_modules(OF_RUNS[:2]); "
+            f"print([name for name in {others} if 'paceline.' + name in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

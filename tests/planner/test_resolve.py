@@ -14,8 +14,7 @@ from paceline.errors import PlanError
 from paceline.job import Job
 from paceline.launch.environment import Environment
 from paceline.planner.fit import _as_many
-from paceline.planner.ranks import devices_of
-from paceline.planner.resolve import Resolved, resolve
+from paceline.planner.resolve import Resolved, devices_of, resolve
 from paceline.plans import Plan
 
 JOB = Job(model=lambda: torch.nn.Linear(2, 1), data=TensorDataset(torch.zeros(64, 2), torch.zeros(64, 1)),

@@ -17,6 +17,7 @@ from paceline.errors import PlanError, UsageError
 from paceline.launch.environment import Environment
 from paceline.plans import Plan
 from paceline.verbs import auto
+from paceline.verbs.chosen import is_auto
 
 WIDTH = 32
 INSIDE = Environment("torchrun", 0, 3, 0, 3, "127.0.0.1", 29500)
@@ -38,7 +39,7 @@ def a_job(**changes: Any) -> paceline.Job:
 @pytest.mark.parametrize(("given", "expected"), [(None, True), ("auto", True), (" auto ", True), ("data=2", False),
                                                  (Plan(), False), ("auto.json", False)])
 def test_auto_is_what_nobody_said_otherwise(given: Any, expected: bool):
-    assert auto.is_auto(given) is expected
+    assert is_auto(given) is expected
 
 
 def test_one_device_leaves_no_choice():

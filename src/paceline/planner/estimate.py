@@ -17,12 +17,12 @@ from paceline.planner.program import stage_program, start_s
 from paceline.planner.ranks import (
     MemoryNeed,
     Played,
-    devices_of,
     measured_rates,
     rank_kinds,
     rates_of,
     time_operators,
 )
+from paceline.planner.resolve import devices_of
 from paceline.plans import Plan
 from paceline.profile.device import DeviceRates
 from paceline.profile.profile import Profile

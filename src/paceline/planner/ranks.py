@@ -16,6 +16,7 @@ from paceline.cluster import Cluster, Device, Network, usable_cores
 from paceline.errors import PlanError
 from paceline.job import Precision
 from paceline.planner.program import step_program
+from paceline.planner.resolve import devices_of
 from paceline.plans import Plan
 from paceline.profile.device import DeviceRates, measure_device
 from paceline.profile.operators import operator_times
@@ -238,14 +239,3 @@ def _whole_weights(figures: Sequence[float]) -> tuple[int, ...]:
         if all(abs(weight - exact) <= 0.01 * exact for weight, exact in zip(weights, wanted, strict=True)):
             break
     return tuple(weights)
-
-
-def devices_of(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
-    """The device of every rank. A cluster that lists the devices of one host stands for as many like it as needed;
-    CPUs beside GPUs, which are for servers, are on the first."""
-    hosts, rest = divmod(plan.world_size, len(cluster.devices))
-    if rest and hosts:
-        raise PlanError(f"plan '{plan}' needs {plan.world_size} devices and there are {len(cluster.devices)} a host",
-                        hint=f"a plan of {len(cluster.devices)} ranks, or of a multiple of it on several hosts")
-    others = tuple(device for device in cluster.devices if device.kind == cluster.devices[-1].kind)
-    return (*cluster.devices, *(others * hosts))[:plan.world_size]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.cluster import Cluster, names_of
+from paceline.cluster import Cluster, Device, names_of
 from paceline.errors import PlanError
 from paceline.job import Job
 from paceline.launch.environment import Environment
@@ -118,3 +118,14 @@ def _check_samples(plan: Plan, job: Job) -> None:
         if number is not None and number < plan.replicas:
             raise PlanError(f"plan '{plan}' has {plan.replicas} replicas and {what} {number} samples: "
                             "some would never have any", hint=f"at most {number} replicas")
+
+
+def devices_of(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
+    """The device of every rank. A cluster that lists the devices of one host stands for as many like it as needed;
+    CPUs beside GPUs, which are for servers, are on the first."""
+    hosts, rest = divmod(plan.world_size, len(cluster.devices))
+    if rest and hosts:
+        raise PlanError(f"plan '{plan}' needs {plan.world_size} devices and there are {len(cluster.devices)} a host",
+                        hint=f"a plan of {len(cluster.devices)} ranks, or of a multiple of it on several hosts")
+    others = tuple(device for device in cluster.devices if device.kind == cluster.devices[-1].kind)
+    return (*cluster.devices, *(others * hosts))[:plan.world_size]

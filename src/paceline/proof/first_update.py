@@ -79,7 +79,7 @@ def _compared(job: Job, asked: Resolved, document: Path, tensors: Path, has_ende
     """
     from paceline.launch.failure import RankFailed
     from paceline.launch.local import run_local
-    from paceline.planner.ranks import devices_of
+    from paceline.planner.resolve import devices_of
     from paceline.proof.compare import judge
     from paceline.proof.ranks import recomputed_forwards
     from paceline.runtime.drivers import fault_policy

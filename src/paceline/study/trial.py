@@ -74,7 +74,7 @@ def train(context: RankContext, job: Job, payload: Mapping[str, Any], where: Tri
     """Train on this rank as `paceline train` would; the job's callbacks run on the first. Returns the summary, or
     {"preempted": True}."""
     from paceline.callbacks.controller import RunController, controlled
-    from paceline.planner.ranks import devices_of
+    from paceline.planner.resolve import devices_of
     from paceline.runtime.drivers import train_rank
     from paceline.runtime.loop import Settings
     from paceline.strategies.compose import load

@@ -33,7 +33,7 @@ Follow = Callable[["RankContext", Path], TrainerRank]
 
 def serve(job: Job, asked: Resolved, follow: Follow) -> None:
     """Ranks that hold a job's model under a plan and evaluate it, until they are told to end."""
-    from paceline.planner.ranks import devices_of
+    from paceline.planner.resolve import devices_of
     from paceline.runtime.products import float32_products
     from paceline.strategies.compose import load
     from paceline.strategies.mesh import Mesh

@@ -28,7 +28,7 @@ from paceline.transformers.experiment import EpochPlace, computes_own_loss, eval
 from paceline.transformers.launched import stand_alone
 from paceline.transformers.optimizers import follows_evaluations
 from paceline.transformers.session import Session, serve
-from paceline.verbs.auto import is_auto
+from paceline.verbs.chosen import is_auto
 from paceline.verbs.train import TrainRequest
 
 if TYPE_CHECKING:

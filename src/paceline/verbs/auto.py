@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from paceline.accelerators import has_gpus
@@ -11,37 +11,20 @@ from paceline.errors import PlanError, UsageError
 from paceline.job import Job
 from paceline.launch.environment import Environment
 from paceline.launch.fork import in_a_fork
-from paceline.planner.estimate import Estimate
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank import Candidate, reason
 from paceline.planner.remedies import remedies
 from paceline.planner.resolve import default_plan
 from paceline.plans import Plan
-from paceline.profile.profile import Profile
 from paceline.verbs.calibration import calibrate, calibrate_best
+from paceline.verbs.chosen import Chosen
 from paceline.verbs.links import with_links
 from paceline.verbs.planning import nothing_fits
 
-AUTO = "auto"
 PART = 0.1  # of a run's predicted length that finding its plan may take
 LEAST_S, MOST_S = 1.0, 30.0  # of calibrations; less is worth none
 WORTH = 1.5  # times the best plan's step: what looks slower is not tried
 CUTTING_S = 6.0  # that finding out how a model can be cut must be worth, and trying it
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A plan that nobody gave. estimate: as far as it is known. why: a line for people. profile: the job's."""
-
-    plan: Plan
-    why: str = ""
-    estimate: Estimate | None = None
-    profile: Profile | None = None
-
-
-def is_auto(plan: str | Plan | None) -> bool:
-    """Whether nobody says how to train."""
-    return plan is None or (isinstance(plan, str) and plan.strip() == AUTO)
 
 
 def choose(job: Job, asked: str | Plan | None, *, devices: str | None, procs: int | None, memory: str | None,

@@ -148,7 +148,8 @@ def calibrate(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Cali
 
 def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: bool) -> _Trial:
     from paceline.launch.local import run_local
-    from paceline.planner.ranks import devices_of, split_shares
+    from paceline.planner.ranks import split_shares
+    from paceline.planner.resolve import devices_of
     from paceline.runtime.drivers import fault_policy, train_rank
     from paceline.runtime.loop import Settings
 

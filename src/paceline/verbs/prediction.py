@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.launch.heartbeats import HeartbeatTable
     from paceline.planner.estimate import Estimate, SplitPrices
     from paceline.profile import Profile
-    from paceline.verbs.auto import Chosen
+    from paceline.verbs.chosen import Chosen
 
 FEW_STEPS = 10  # a run of fewer is mostly its start
 EXPLAINS = 0.5  # of what is missing, that a cause must be

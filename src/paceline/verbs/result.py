@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.callbacks.handle import read_history
-from paceline.callbacks.keep_best import ranking_of
-from paceline.callbacks.monitor import Monitor
 from paceline.errors import CheckpointError, UsageError
 from paceline.jobfile import JobFile
 from paceline.runtime import folder
@@ -148,6 +145,8 @@ class Result(Outcome):
     def history(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`, a mapping each: of steps ("loss", "lr", ...), of evaluations
         ("validation_loss", "metrics"), and of checkpoints ("saved")."""
+        from paceline.callbacks.handle import read_history
+
         return read_history(self.run)
 
     @property
@@ -159,11 +158,16 @@ class Result(Outcome):
     @property
     def best(self) -> Best | None:
         """The best evaluation, by what `KeepBest` looks at, else by the validation loss; None without evaluations."""
+        from paceline.callbacks.keep_best import ranking_of
+        from paceline.callbacks.monitor import Monitor
+
         monitor = ranking_of(self.run) or Monitor("validation_loss")
         return self.best_by(monitor.name, monitor.mode)
 
     def best_by(self, monitor: str, mode: Any = None) -> Best | None:
         """The best evaluation by another figure. mode: "min" or "max"; see `EarlyStopping`."""
+        from paceline.callbacks.monitor import Monitor
+
         judge, best = Monitor(monitor, mode), None
         for step, figures in _evaluations(self.history):
             if monitor not in figures:
@@ -213,6 +217,8 @@ def open(run: str | Path, *, job: Job | JobFile | None = None) -> Result:
         job = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
     figures = folder.read_summary(run_dir)
     if not figures:
+        from paceline.callbacks.handle import read_history
+
         steps = [line["step"] for line in read_history(run_dir)]
         figures = {"plan": plan["plan"], "steps": max(steps, default=0)}
     return Result(figures, run_dir, job.load() if isinstance(job, JobFile) else job)

@@ -22,7 +22,7 @@ from paceline.launch.launcher import Launcher
 from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
 from paceline.runtime import folder
-from paceline.verbs.auto import Chosen, choose, is_auto
+from paceline.verbs.chosen import Chosen, is_auto
 from paceline.verbs.origin import origin
 from paceline.verbs.prediction import Priced, predict_once_started, price, sum_up, what_would_fit
 from paceline.verbs.result import Result
@@ -118,7 +118,12 @@ class TrainRequest:
             UsageError: the request makes no sense.
         """
         machine: Any = {"devices": devices, "procs": procs, "memory": memory, "environment": current()}
-        chosen = choose(job, plan, **machine) if plan is None or is_auto(plan) else Chosen(Plan.read(plan))
+        if plan is None or is_auto(plan):
+            from paceline.verbs.auto import choose
+
+            chosen = choose(job, plan, **machine)
+        else:
+            chosen = Chosen(Plan.read(plan))
         return cls(job, source, resolve(job, chosen.plan, **machine), chosen, devices is not None)
 
     def train(self, run: str | Path | None, *, timeout_s: float = 300.0, restarts: int | None = None,
@@ -136,7 +141,7 @@ class TrainRequest:
     def _train(self, claims: ExitStack, run: str | Path | None, *, timeout_s: float, restarts: int | None, check: bool,
                follow: Follow | None, **options: Any) -> Result:
         from paceline.callbacks.controller import RunController, controlled
-        from paceline.planner.ranks import devices_of
+        from paceline.planner.resolve import devices_of
         from paceline.runtime.drivers import train_rank
         from paceline.runtime.loop import Settings
         from paceline.strategies.compose import load

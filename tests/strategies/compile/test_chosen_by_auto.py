@@ -89,7 +89,7 @@ def test_a_long_run_is_planned_and_trained_with_compiled_blocks(monkeypatch: pyt
     assert chosen.plan.modifiers.compile == "blocks"
     assert chosen.estimate is not None and chosen.estimate.is_measured and chosen.estimate.start_s == 20.0
 
-    monkeypatch.setattr("paceline.verbs.train.choose", lambda *args, **options: chosen)
+    monkeypatch.setattr("paceline.verbs.auto.choose", lambda *args, **options: chosen)
     summary = paceline.train(a_job(3), run=tmp_path)
     assert summary["plan"] == str(chosen.plan) and summary["compile"]["compiled"] > 0
 

@@ -6,10 +6,13 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from paceline.callbacks.callback import Callback
-from paceline.callbacks.loggers.logger import Logger
 from paceline.errors import MissingPackage, UsageError, nearest
+
+if TYPE_CHECKING:
+    from paceline.callbacks.callback import Callback
+    from paceline.callbacks.loggers.logger import Logger
 
 # By kind: the module and its class, and the package that it needs.
 _KINDS = {
