@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo verify test slow corpus check bench trainers clean
+.PHONY: demo verify test slow corpus check bench trainers docs clean
 
 demo: $(VENV)/installed  ## Train a net on handwritten digits under the plan that is found
 	$(BIN)/paceline train examples/01_digits.py
@@ -30,6 +30,9 @@ bench: $(VENV)/bench-installed  ## Throughput and start-up beside other tools
 trainers: $(VENV)/bench-installed  ## Six jobs through seven trainers against one device: docs/who-is-right.md
 	$(BIN)/python -m benchmarks.trainers
 
+docs: $(VENV)/docs-installed  ## The documentation as a site: build/site/index.html
+	$(BIN)/mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -41,4 +44,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 $(VENV)/bench-installed: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet setuptools wheel ninja
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
+$(VENV)/docs-installed: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@

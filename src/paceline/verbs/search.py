@@ -65,7 +65,9 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
             each other.
         plan: Of each trial, "auto" for the planner's choice on the fewest devices that hold it, or a function of
             its parameters. By default one device a trial.
-        devices, procs, memory: What trials share; see `train`. With `ray`, procs are of each node.
+        devices: What trials share; see `train`.
+        procs: Ranks that run at a time; see `train`. With `ray`, of each node.
+        memory: Of each rank; see `train`.
         ray: "auto" or HOST:PORT of a Ray cluster, on a machine of it: trials run on its nodes, each within one. The
             job's file and the run folder must be where all nodes see them.
         sampler: random, tpe (the default), cmaes, gp, nsga2, evolution, or one of Optuna's.
