@@ -27,7 +27,6 @@ from paceline.runtime.folder import fresh_name
 from paceline.verbs.summary_table import summary_table, table
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
