@@ -87,6 +87,23 @@ def assert_same(events: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) 
         assert event[2:] == pytest.approx(other[2:], rel=1e-9, abs=1e-12), event[0]
 
 
+def test_an_epoch_is_told_its_evaluation_though_nobody_hears_of_evaluations(tmp_path: Path):
+    """What on_epoch gets is the evaluation of the epoch's last step."""
+
+    class Epochs(pl.Callback):
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, Any]] = []
+
+        def on_epoch(self, run: Any, epoch: Any) -> None:
+            self.seen.append((epoch.step, epoch.evaluation))
+
+    epochs = Epochs()
+    result = train([epochs], "single", tmp_path, epochs=2)
+    assert [(step, evaluation and evaluation.step) for step, evaluation in epochs.seen] == [(5, 5), (10, 10)]
+    assert epochs.seen[-1][1].figures.keys() == {"validation_loss", "error"}
+    assert epochs.seen[-1][1].validation_loss == result["validation_loss"]
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "server=1 workers=2"])
 def test_callbacks_hear_and_do_the_same_under_any_plan(plan: str, tmp_path: Path):
