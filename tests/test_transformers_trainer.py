@@ -224,22 +224,43 @@ def test_a_plateau_and_a_compute_loss_go_on_under_another_plan(tmp_path: Path):
     _equal_weights(resumed.model, plain.model)
 
 
-def _translator(kind: Any, folder: Path, **options: Any) -> Any:
+def _translator(kind: Any, folder: Path, *, arguments: dict[str, Any] | None = None, **options: Any) -> Any:
     """Encoder and decoder, which generate what is evaluated."""
     transformers.set_seed(0)
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(
         vocab_size=64, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0,
         decoder_start_token_id=0))
-    model.generation_config.max_new_tokens = 5
-    arguments = transformers.Seq2SeqTrainingArguments(
-        str(folder), predict_with_generate=True, per_device_train_batch_size=8, learning_rate=0.03, num_train_epochs=2,
-        logging_steps=1, report_to=[], use_cpu=True, eval_strategy="epoch", save_strategy="no", disable_tqdm=True)
-    return kind(model=model, args=arguments, train_dataset=_samples(21, 1), eval_dataset=_samples(11, 2),
-                data_collator=_collate, compute_metrics=_token_sum, **options)
+    given: dict[str, Any] = {
+        "predict_with_generate": True, "generation_max_length": 6, "generation_num_beams": 2, "learning_rate": 0.03,
+        "per_device_train_batch_size": 8, "num_train_epochs": 2, "logging_steps": 1, "report_to": [], "use_cpu": True,
+        "eval_strategy": "epoch", "save_strategy": "no", "disable_tqdm": True, **(arguments or {})}
+    return kind(model=model, args=transformers.Seq2SeqTrainingArguments(str(folder), **given),
+                train_dataset=_samples(21, 1), eval_dataset=_samples(11, 2), data_collator=_collate,
+                compute_metrics=_token_sum, **options)
+
 
 
 def _token_sum(made: Any) -> dict[str, float]:
     return {"tokens": float(made.predictions.sum())}
+
+
+def test_ranks_generate_by_the_arguments_of_an_evaluation(tmp_path: Path):
+    """Ranks started before it are told its length and beams: those of the arguments, then those of a call."""
+    from paceline.transformers import PlannedTraining
+
+    class Generates(PlannedTraining, transformers.Seq2SeqTrainer):
+        """Evaluates once more where the training ends."""
+
+        def _bring_weights(self) -> None:
+            self.longer = self.evaluate(max_length=9, num_beams=1)
+
+    arguments = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    plain = _translator(transformers.Seq2SeqTrainer, tmp_path, arguments=arguments)
+    plain.train()
+    planned = _translator(Generates, tmp_path, arguments=arguments, plan="single")
+    planned.train()
+    _equal_logs(planned.state.log_history[:2], plain.state.log_history[:2])
+    assert planned.longer["eval_tokens"] == plain.evaluate(max_length=9, num_beams=1)["eval_tokens"]
 
 
 @pytest.mark.slow
@@ -355,6 +376,30 @@ def test_several_hosts_and_an_event_without_a_place_are_refused(tmp_path: Path, 
         monkeypatch.setenv(name, str(value))
     with pytest.raises(UsageError, match="torchrun started 4 processes, 2 of them here"):
         Trainer(model=_model(), args=given)
+
+
+def test_labels_that_the_trainer_counts_and_the_loss_leaves_out(tmp_path: Path):
+    """GPT-2's loss is over fewer labels than Trainer divides by, in training and in evaluation."""
+    from paceline.transformers import Trainer
+
+    tokens = [(7 * place) % 60 + 3 for place in range(12 * 8)]
+    data = [{"input_ids": tokens[at:at + 8], "labels": tokens[at:at + 8]} for at in range(0, len(tokens), 8)]
+
+    def trainer(kind: Any, **options: Any) -> Any:
+        transformers.set_seed(0)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=64, n_embd=8, n_layer=1, n_head=2, n_positions=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            bos_token_id=0, eos_token_id=0))
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, logging_steps=1,
+            use_cpu=True, report_to=[], save_strategy="no", eval_strategy="steps", eval_steps=2, disable_tqdm=True)
+        made = kind(model=model, args=arguments, train_dataset=data[:8], eval_dataset=data[8:11], **options)
+        made.train()
+        return made
+
+    plain, planned = trainer(transformers.Trainer), trainer(Trainer, plan="data=2")
+    _equal_logs(planned.state.log_history, plain.state.log_history)
+    _equal_weights(planned.model, plain.model)
 
 
 def test_a_stream_is_evaluated_where_it_ends(tmp_path: Path):

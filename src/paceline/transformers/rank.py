@@ -17,7 +17,14 @@ from paceline.runtime.feed import DataShard, MicroBatch, map_tensors
 from paceline.runtime.order import Order
 from paceline.runtime.prepare import autocast
 from paceline.runtime.stepper import Stepper
-from paceline.transformers.experiment import CountedStream, OwnLossModel, SeparateLoss, count_items, frozen_names
+from paceline.transformers.experiment import (
+    CountedStream,
+    ModelsLoss,
+    OwnLossModel,
+    SeparateLoss,
+    count_items,
+    frozen_names,
+)
 from paceline.transformers.wire import decode, encode
 from paceline.waiting import waiting
 
@@ -49,6 +56,7 @@ class TrainerRank:
     Orders are mappings with the item "do":
         "go": take steps up to "until", or to the end of an epoch of a stream, then wait.
         "evaluate": answer with loss, what that is a mean over, logits and labels of this rank's part of "inputs".
+            "generation", if given, has the options of the model's `generate` from now on.
         "save": a checkpoint and the model by itself, in the run folder, without frozen weights: the script has them.
         "count": answer with floating-point operations that this rank's samples took, as Trainer counts them.
         "rates": learning rates of the optimizer's groups from now on.
@@ -176,13 +184,17 @@ class TrainerRank:
         """Loss, logits and labels by Trainer's own rules."""
         trainer, size, count = self.trainer, batch_size(part), count_items(self.trainer, part)
         model = trainer.model
+        if order["generation"] is not None:
+            trainer._gen_kwargs = order["generation"]
         if generates(trainer):
             trainer.model = calls.stepper.model  # its `generate` is called, with the weights of the moment
-        accepts, trainer.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs, False
+        accepts = trainer.model_accepts_loss_kwargs
         if isinstance(calls.stepper.model, OwnLossModel):  # of this rank's trainer alone
             trainer.compute_loss = calls.own_loss
-        elif isinstance(calls.stepper.job.loss, SeparateLoss):
-            trainer.compute_loss = calls.separate_loss
+        elif isinstance(calls.stepper.job.loss, SeparateLoss | ModelsLoss):
+            trainer.compute_loss = calls.loss_of_job
+        else:
+            trainer.model_accepts_loss_kwargs = False  # the model's own mean, which a layout computes as in training
         try:
             loss, logits, labels = trainer.plain_prediction_step(
                 calls, part, order["prediction_loss_only"], order["ignore_keys"])
@@ -227,10 +239,12 @@ class _Calls:
         outputs.pop("count", None)
         return (loss, outputs) if return_outputs else loss
 
-    def separate_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
-        """What is computed from outputs and labels, of which the model isn't given the latter."""
-        outputs = self(**{key: value for key, value in inputs.items() if key != "labels"})
-        loss = self.stepper.job.criterion(outputs, inputs)
+    def loss_of_job(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
+        """What training computes from outputs and labels. The model isn't given the latter if the loss is separate."""
+        job = self.stepper.job
+        separates = isinstance(job.loss, SeparateLoss)
+        outputs = self(**{key: value for key, value in inputs.items() if key != "labels" or not separates})
+        loss = job.criterion(outputs, map_tensors(lambda tensor: tensor.to(self.stepper.device), inputs))
         if isinstance(loss, tuple):
             loss = loss[0] / loss[1].clamp(min=1)
         return (loss, outputs) if return_outputs else loss

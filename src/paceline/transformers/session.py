@@ -82,6 +82,7 @@ class Session:
                  world_size: int, step: int) -> None:
         self._pipes = [multiprocessing.Pipe() for _ in range(world_size)]
         self._error: BaseException | None = None
+        self._trainer, self._generation = trainer, _generation(trainer)
         self.step, self.is_waiting, self._until = step, True, step
         ranks = _Ranks(trainer, run, shares, trainer.preprocess_logits_for_metrics)
         theirs = [connection for _, connection in self._pipes]
@@ -113,7 +114,9 @@ class Session:
 
     def evaluate(self, inputs: Any, **options: Any) -> list[dict[str, Any]]:
         """What the ranks that have outputs say of their parts of a batch, in the order of the samples."""
-        self._tell({"do": "evaluate", "inputs": inputs, **options})
+        known, self._generation = self._generation, _generation(self._trainer)
+        news = None if self._generation is known else self._generation
+        self._tell({"do": "evaluate", "inputs": inputs, "generation": news, **options})
         return [answer for answer in self._hear(range(len(self._pipes))) if answer]
 
     def operations(self) -> float:
@@ -175,3 +178,8 @@ class Session:
             if not ready and not self._thread.is_alive():
                 raise self._error or RuntimeError("the ranks ended before their time")
         return [heard[connection] for connection in connections]
+
+
+def _generation(trainer: Any) -> Any:
+    """Options of the model's `generate`: a new mapping for each `evaluate` and `predict` of a `Seq2SeqTrainer`."""
+    return getattr(trainer, "_gen_kwargs", None)
