@@ -402,6 +402,34 @@ def test_labels_that_the_trainer_counts_and_the_loss_leaves_out(tmp_path: Path):
     _equal_weights(planned.model, plain.model)
 
 
+def test_tags_weigh_the_same_in_two_micro_batches_as_in_one(tmp_path: Path):
+    """Trainer sums the means of micro-batches of a model that takes no number of items. Here their mean is one over all
+    labels, which is Trainer's of the whole batch. One sample is evaluated under two replicas, too."""
+    from paceline.transformers import Trainer
+
+    def trainer(kind: Any, batch: int, accumulated: int, **options: Any) -> Any:
+        transformers.set_seed(0)
+        model = transformers.BertForTokenClassification(transformers.BertConfig(
+            vocab_size=64, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=3,
+            max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+        data = [{**each, "labels": [label if label < 0 else label % 3 for label in each["labels"]]}
+                for each in _samples(12, 1)]
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulated, max_steps=2,
+            logging_steps=1, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True)
+        made = kind(model=model, args=arguments, train_dataset=data, eval_dataset=data[:1], data_collator=_collate,
+                    **options)
+        made.train()
+        return made
+
+    plain, planned = trainer(transformers.Trainer, 4, 1), trainer(Trainer, 2, 2, plan="data=2")
+    summed = trainer(transformers.Trainer, 2, 2)
+    losses = [each.state.log_history[0]["loss"] for each in (plain, planned, summed)]
+    assert math.isclose(losses[0], losses[1], rel_tol=_TOLERANCE) and losses[2] > 1.5 * losses[0]
+    _equal_weights(planned.model, plain.model)
+    assert math.isclose(planned.evaluate()["eval_loss"], plain.evaluate()["eval_loss"], rel_tol=_TOLERANCE)
+
+
 def test_a_stream_is_evaluated_where_it_ends(tmp_path: Path):
     """Each time, as by Trainer; `epoch` counts how often it began."""
     from paceline.transformers import Trainer

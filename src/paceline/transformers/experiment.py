@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from paceline.errors import UsageError
 from paceline.job import Job, Precision
@@ -43,7 +43,11 @@ def job_of(trainer: Any, loader: Any, *, steps: int) -> Job:
 
 def evaluation_of(trainer: Any, loader: Any) -> Job:
     """A job to evaluate with, never to train. loader: what `get_eval_dataloader` made."""
-    return Job(**_parts(trainer, loader), optimizer=torch.optim.SGD, batch=_batch(trainer.args), steps=1)
+    parts, batch = _parts(trainer, loader), _batch(trainer.args)
+    data = parts["data"]
+    if not isinstance(data, IterableDataset) and 0 < len(data) < batch:  # a plan wants a sample for each replica
+        parts["data"] = Subset(data, [place % len(data) for place in range(batch)])
+    return Job(**parts, optimizer=torch.optim.SGD, batch=batch, steps=1)
 
 
 def _parts(trainer: Any, loader: Any) -> dict[str, Any]:
