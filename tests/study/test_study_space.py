@@ -15,7 +15,8 @@ from paceline.study.space import Numbers, Options, Space, parse, read
 
 def job(lr: Annotated[float, pl.Log(1e-5, 1e-1)] = 1e-3, layers: Annotated[int, pl.Range(2, 8)] = 2,
         width: Annotated[int, pl.Range(32, 256, step=32)] = 64, act: Literal["relu", "gelu"] = "relu",
-        norm: Literal[False, True] = False, bf16: bool = False, decay: float = 0.1, name: str = "a") -> Any:
+        norm: Literal[False, True] = False, bf16: bool = False, decay: float = 0.1, name: str = "a",
+        depth: int = 3, dropout=True, heads=4) -> Any:  # type: ignore[no-untyped-def]
     """A job of every kind of parameter; nothing calls it."""
 
 
