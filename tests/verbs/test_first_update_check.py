@@ -23,6 +23,7 @@ from paceline.capture.randomness import WithoutRandomness
 from paceline.cluster import Cluster, Device
 from paceline.errors import PlanRefused
 from paceline.jobfile import JobFile
+from paceline.launch.failure import RankFailed
 from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
 from paceline.proof.first_step import FirstStep
@@ -210,6 +211,16 @@ def test_a_model_that_takes_too_much_memory_beside_the_ranks(monkeypatch: pytest
     found = check_with_memory(make_job(lambda: nn.Linear(6, 2**20)), "data=2", 3 * 2**20, monkeypatch)
 
     assert found.verdict == "unchecked" and "one device could not take the first step" in found.reason
+
+
+def test_an_error_of_the_job_itself_is_told_by_the_run_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One device and the ranks fail alike: the check says nothing before the error."""
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        raise KeyError("a mistake in the loss")
+
+    with pytest.raises(RankFailed, match="a mistake in the loss"):
+        paceline.train(make_job(loss=loss), plan="data=2", run=tmp_path / "run")
+    assert "not checked" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("plan", ["server=1 workers=2", "server=1 workers=2 colocate=yes", "shard=2"])

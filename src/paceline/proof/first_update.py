@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from paceline.errors import PlanRefused
+from paceline.errors import OutOfMemory, PlanRefused
 from paceline.job import Job
 from paceline.launch.temporary import temporary_folder
 from paceline.planner.resolve import Resolved
@@ -35,14 +35,17 @@ class FirstUpdate:
     verdict: "passed", "coupled" (it equals one device that cuts the batch alike) or "unchecked".
     reason: why it is coupled or was not checked; "" if it passed.
     seconds: that the check took; 0.0 if it didn't run.
+    fails_alike: one device and a rank failed with an error of the same kind, so the run will report it.
     """
 
     verdict: str
     reason: str = ""
     seconds: float = 0.0
+    fails_alike: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        return {"verdict": self.verdict, "reason": self.reason, "seconds": self.seconds}
+        return {"verdict": self.verdict, "reason": self.reason, "seconds": self.seconds,
+                "fails_alike": self.fails_alike}
 
 
 def check_first_update(job: Job, asked: Resolved, *, timeout_s: float) -> FirstUpdate:
@@ -90,7 +93,8 @@ def _compared(job: Job, asked: Resolved, document: Path, tensors: Path, has_ende
     except RankFailed as error:  # a server may miss a worker that has found no reference
         if error.failure.is_stop or "error" not in (reference := _told(document, over=has_ended())):
             raise
-        return reference, None
+        is_memory = error.exit_code == OutOfMemory.exit_code  # the check itself takes memory
+        return {**reference, "fails_alike": not is_memory and reference.get("kind") == error.failure.kind}, None
     reference = _told(document, over=True)
     if "error" in reference:
         return reference, None
@@ -109,7 +113,7 @@ def _told(document: Path, *, over: bool) -> dict[str, Any]:
 def _judged(asked: Resolved, reference: dict[str, Any], difference: str | None, seconds: float) -> FirstUpdate:
     if "error" in reference:
         return FirstUpdate("unchecked", "one device could not take the first step: "
-                           f"{reference['error'].splitlines()[0]}", seconds)
+                           f"{reference['error'].splitlines()[0]}", seconds, reference.get("fails_alike", False))
     if reference["loss_keeps_state"] and _is_cut(asked):
         raise PlanRefused(
             "the loss keeps a state of its own: called again with the same output and target, it gives another value. "
@@ -217,7 +221,7 @@ def _tell(document: Path, compute: Callable[[], dict[str, Any]]) -> None:
     try:
         figures = compute()
     except Exception as error:
-        figures = {"error": f"{type(error).__name__}: {error}"}
+        figures = {"error": f"{type(error).__name__}: {error}", "kind": type(error).__name__}
     part = document.with_suffix(".part")
     part.write_text(json.dumps(figures))
     part.replace(document)

@@ -175,6 +175,8 @@ class TrainRequest:
         with controlled(controller, speaks=launcher.is_first):
             figures = self._run(launcher, body, priced, run_dir, controller=controller, restarts=restarts)
             if launcher.is_first:
+                if checked is not None and checked.fails_alike:
+                    _tell_check(checked, asked)
                 figures = sum_up(run_dir, {**figures, "devices": asked.devices,
                                            "check": checked and checked.to_dict()}, priced)
             result = Result(figures, run_dir, job)
@@ -214,6 +216,9 @@ class TrainRequest:
 def _checked(job: Job, source: JobFile | None, asked: Resolved, launcher: Launcher) -> FirstUpdate | None:
     """What the check before the run found; says so where the run is not what one device computes, or may not be.
 
+    Where the job's own error ended the check on one device and under the plan, the run itself reports that error. Only
+    a run that ends without it is told of the check afterwards.
+
     Inside a launcher rank 0 checks for all.
     """
     from paceline.proof.first_update import FirstUpdate
@@ -226,11 +231,15 @@ def _checked(job: Job, source: JobFile | None, asked: Resolved, launcher: Launch
 
     document = json.loads(launcher.agree("first update", check))
     update = FirstUpdate(**document) if document else None
-    if launcher.is_first and update is not None and (
-            update.verdict == "coupled" or (update.verdict == "unchecked" and asked.plan.relaxed is None)):
+    if launcher.is_first and update is not None and not update.fails_alike:
+        _tell_check(update, asked)
+    return update
+
+
+def _tell_check(update: FirstUpdate, asked: Resolved) -> None:
+    if update.verdict == "coupled" or (update.verdict == "unchecked" and asked.plan.relaxed is None):
         word = "note" if update.verdict == "coupled" else "not checked against one device"
         print(f"{word}: {update.reason}", file=sys.stderr, flush=True)
-    return update
 
 
 def _check(**counts: float | None) -> None:
