@@ -71,6 +71,10 @@ class RankContext:
         if self.faults is not None:
             self.faults.strike(self.step, phase)
 
+    def note_verb(self, step: int, verb: str) -> None:
+        """A verb of a step of one's own begins; step: counted from 1."""
+        self.board.verbs.note(self.slot, step, verb)
+
     @property
     def sign(self) -> Heartbeat:
         return self.board.read(self.slot)

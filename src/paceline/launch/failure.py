@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import errors
-from paceline.errors import OutOfMemory, PacelineError, PeerLost, Preempted
+from paceline.errors import OutOfMemory, PacelineError, PeerLost, Preempted, TrainingError
 from paceline.launch.heartbeats import Heartbeat
 
 # What torch's communication says, in a RuntimeError, on a rank whose peer went away.
@@ -206,6 +206,14 @@ def killed(rank: int, exit_code: int | None, sign: Heartbeat) -> Failure:
         how = f"it ended with exit code {exit_code} and no exception"
     return Failure(rank, socket.gethostname(), PeerLost.__name__, how, PeerLost.exit_code, heard=False, step=sign.step,
                    phase=sign.phase, where="", trace="", time_s=time.time())
+
+
+def different_verbs(rank: int, mismatch: str, sign: Heartbeat) -> Failure:
+    """The report of a rank that gloo aborted because ranks were in different collectives. mismatch: in words."""
+    how = (f"{mismatch}\n\nhint: a condition on a rank's own samples holds on some ranks alone; give each sample a "
+           "weight in the loss, as `more`, in its place")
+    return Failure(rank, socket.gethostname(), TrainingError.__name__, how, TrainingError.exit_code, heard=False,
+                   step=sign.step, phase=sign.phase, where="", trace="", time_s=time.time())
 
 
 def stopped(rank: int, number: int, sign: Heartbeat) -> Failure:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from paceline.launch.verb_table import VerbTable
+
 PHASES = ("start", "build", "restore", "input", "forward", "backward", "reduce", "optimizer", "evaluate", "save",
           "copy", "callback", "end")
 _WORDS, _WORD_BYTES = 3, 8  # of an entry: where its rank is, when it said so, and whether it waits for others
@@ -38,6 +40,7 @@ class HeartbeatTable:
 
     def __init__(self, num_ranks: int) -> None:
         self._words = memoryview(mmap.mmap(-1, (_WORDS * num_ranks + 1) * _WORD_BYTES)).cast("q")
+        self.verbs = VerbTable(num_ranks)
         for rank in range(num_ranks):
             self.write(rank, 0, "start")
 

@@ -19,7 +19,7 @@ from paceline.cluster import Device
 from paceline.errors import PeerLost
 from paceline.launch import signals
 from paceline.launch.context import RankContext
-from paceline.launch.failure import Failure, RankFailed, cause_of, killed, stopped
+from paceline.launch.failure import Failure, RankFailed, cause_of, different_verbs, killed, stopped
 from paceline.launch.fault_policy import ALL_NEEDED, FRUITLESS_RESTARTS, FaultPolicy
 from paceline.launch.fork import refuse_used_cuda
 from paceline.launch.heartbeats import HeartbeatTable
@@ -336,7 +336,8 @@ class _Ranks:
                 alone = stopped(number, ended_by, sign)
                 rank.failure = replace(alone, message=f"rank {number} was {alone.message}")
             else:
-                rank.failure = killed(number, code, sign)
+                mismatch = self.launch.board.verbs.mismatch(number, sign.step) if ended_by == signal.SIGABRT else ""
+                rank.failure = different_verbs(number, mismatch, sign) if mismatch else killed(number, code, sign)
 
     def _listen(self, number: int, message: Message) -> None:
         """Let the listener hear what a rank says, and pass on what it answers."""

@@ -245,6 +245,7 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     mesh.connect()
     refuse_single_samples(job, plan, settings.shares, context.device)
     stepper = Stepper(job, plan, mesh, context.device, devices=settings.devices, shares=settings.shares)
+    stepper.note_verb = context.note_verb
     if not settings.is_trial:
         measured = _measured(context, job, plan, settings, mesh, stepper) if job.models and not (
             job.validation is None or is_stream(job.validation)) else None

@@ -160,6 +160,7 @@ class Stepper:
         self.buffers = ChangingBuffers(self.model, with_frozen=self.step_sync.has_own_steps)
         self.edits = Edits({name: p for name, p in self.held.items() if not is_sharded(p)})
         self.has_begun = False
+        self.note_verb: Callable[[int, str], None] | None = None  # leaves word of each verb of a step of one's own
         self.saw_unused = False
         self.untrained = set(job.models)  # by no loss so far
         self.gradient_norm: float | None = None  # of the last step, before clipping

@@ -73,6 +73,7 @@ class Verbs:
         assert step is not None
         with self.draws:
             returned: Any = step(self, self.batch)
+        self._note("the end of the step")
         if returned is not None:
             raise TrainingError(f"the step returned {type(returned).__name__}, which nothing would record",
                                 hint="validate= returns figures, of the validation data; a step returns nothing")
@@ -125,6 +126,7 @@ class Verbs:
         if grad:
             raise TrainingError(f"ctx.run('{model}', grad=True) outside of a loss would have no backward",
                                 hint="run it inside the loss that ctx.backward is given, where gradients flow through")
+        self._note(f"ctx.run('{model}')")
         with self._verb():
             return self._run_without_gradients(part, inputs)
 
@@ -174,6 +176,7 @@ class Verbs:
             raise PlanRefused(f"one loss trains {' and '.join(map(repr, names))}, and this plan splits each model over "
                               "ranks by itself", hint="a data=N or shard=N plan")
         batches = self._batches(names[0], inputs, more)
+        self._note(f"ctx.backward({', '.join(map(repr, names))})")
         with self._verb(), self._collecting(names):
             earlier = self._set_aside(names)
             work = _Work(self, batches, loss, [s for part in parts for s in part.synchronisers])
@@ -255,6 +258,7 @@ class Verbs:
         if not (self.waiting | self.let_go).intersection(names):
             raise TrainingError(f"ctx.update('{optimizer}') finds no gradient of what it updates",
                                 hint="ctx.backward(...) of its model before")
+        self._note(f"ctx.update('{optimizer}')")
         with self.draws.paused():
             here = {name: stepper.parameters[name] for name in names if name in stepper.parameters}
             if not self._overflow(here):
@@ -296,6 +300,11 @@ class Verbs:
         if name not in self.stepper.parts:
             raise TrainingError(f"no model '{name}': {nearest(name, self.stepper.parts)}")
         return self.stepper.parts[name]
+
+    def _note(self, verb: str) -> None:
+        """Leave word of a verb before its collectives: a mismatch may end the process inside of one."""
+        if self.stepper.note_verb is not None:
+            self.stepper.note_verb(self.step + 1, verb)
 
     @contextmanager
     def _verb(self) -> Iterator[None]:

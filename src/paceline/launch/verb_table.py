@@ -1,0 +1,48 @@
+"""Which verbs of a step of one's own each local rank has called, in memory that outlives each rank."""
+
+from __future__ import annotations
+
+import mmap
+
+_STEPS = 2  # of each rank that are kept: a rank may have begun the next one when another fails
+_STEP_BYTES, _TEXT_BYTES = 8, 1016  # of an entry: its step, and its verbs; more verbs than fit are left out
+
+
+class VerbTable:
+    """The verbs of the last two steps of each rank, one a line; only its rank writes them.
+
+    A verb is noted before its collectives, so a rank that fails on another's message finds that rank's verb here.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._memory = mmap.mmap(-1, num_ranks * _STEPS * (_STEP_BYTES + _TEXT_BYTES))
+
+    def note(self, rank: int, step: int, verb: str) -> None:
+        """Rank `rank` calls `verb` in step `step`, counted from 1."""
+        start, known = self._start(rank, step), "".join(f"{each}\n" for each in self.of(rank, step))
+        text = f"{known}{verb}\n".encode()
+        if len(text) <= _TEXT_BYTES:
+            self._memory[start:start + _STEP_BYTES] = step.to_bytes(_STEP_BYTES, "little")
+            self._memory[start + _STEP_BYTES:start + _STEP_BYTES + _TEXT_BYTES] = text.ljust(_TEXT_BYTES, b"\0")
+
+    def of(self, rank: int, step: int) -> list[str]:
+        """The verbs that a rank has called in a step; none if the step is not kept."""
+        start = self._start(rank, step)
+        if int.from_bytes(self._memory[start:start + _STEP_BYTES], "little") != step:
+            return []
+        text = self._memory[start + _STEP_BYTES:start + _STEP_BYTES + _TEXT_BYTES].rstrip(b"\0")
+        return text.decode(errors="replace").split("\n")[:-1]
+
+    def mismatch(self, rank: int, step: int) -> str:
+        """Which other verb another rank called in the place of this rank's, in words; "" if none did."""
+        own = self.of(rank, step)
+        for other in range(self.num_ranks):
+            for number, (mine, theirs) in enumerate(zip(own, self.of(other, step), strict=False), start=1):
+                if mine != theirs:
+                    return (f"ranks call different verbs in step {step}: as number {number}, rank {rank} came to "
+                            f"{mine} and rank {other} to {theirs}")
+        return ""
+
+    def _start(self, rank: int, step: int) -> int:
+        return (rank * _STEPS + step % _STEPS) * (_STEP_BYTES + _TEXT_BYTES)
