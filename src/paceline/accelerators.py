@@ -99,8 +99,8 @@ def identity() -> str:
 def driver_version() -> str | None:
     """Of NVIDIA's driver."""
     file = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\d+\.\d+[.\d]*", file.read_text()) if file.exists() else None
-    return found and found[0]
+    version = re.search(r"\d+\.\d+[.\d]*", file.read_text()) if file.exists() else None
+    return version and version[0]
 
 
 def room(index: int) -> FreeMemory:
@@ -216,8 +216,8 @@ def _seen() -> tuple[tuple[str, int, str], ...]:
 
         if not torch.cuda.is_available():
             return []
-        found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return [(one.name, one.total_memory, str(getattr(one, "uuid", ""))) for one in found]
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return [(one.name, one.total_memory, str(getattr(one, "uuid", ""))) for one in devices]
 
     seen = in_a_fork(look) if forks_can_use_cuda() else look()
     return tuple((name, memory_bytes, uuid) for name, memory_bytes, uuid in seen)

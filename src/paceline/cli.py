@@ -359,9 +359,9 @@ def rehearse(
 def audit(run: RunFolder, as_json: Json = False) -> None:
     """Prove by a run's journal that each sample counted in exactly one update of its epoch."""
     with _reported():
-        found = paceline.audit(run)
-    typer.echo(_json(found.to_dict()) if as_json else found.describe())
-    if not found.passed:
+        result = paceline.audit(run)
+    typer.echo(_json(result.to_dict()) if as_json else result.describe())
+    if not result.passed:
         raise typer.Exit(1)
 
 

@@ -196,7 +196,7 @@ class _Neighbours:
 
     def __init__(self, job_path: Path) -> None:
         self.job_path = job_path
-        self.found: set[str] = set()
+        self.module_names: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         if path is not None:  # inside a package, which finds its modules by itself
@@ -204,7 +204,7 @@ class _Neighbours:
         spec = PathFinder.find_spec(name, [str(self.job_path.parent)])
         if spec is None or _is_at(spec, self.job_path) or (spec.origin is None and not _holds_python(spec)):
             return None
-        self.found.add(name)
+        self.module_names.add(name)
         return spec
 
 
@@ -246,7 +246,7 @@ def _open_imports(job_path: Path) -> None:
     """
     earlier = [finder for finder in sys.meta_path if isinstance(finder, _Neighbours)]
     for finder in earlier:
-        for name in [name for name in sys.modules if name.partition(".")[0] in finder.found]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in finder.module_names]:
             del sys.modules[name]
     others = [finder for finder in sys.meta_path if not isinstance(finder, _Neighbours | _NeverItself)]
     kept = [finder for finder in earlier if finder.job_path.parent != job_path.parent]
@@ -376,7 +376,7 @@ def _place(error: BaseException, path: Path) -> str:
 
 
 def _neighbours_of(path: Path) -> set[str]:
-    return next((f.found for f in sys.meta_path if isinstance(f, _Neighbours) and f.job_path == path), set())
+    return next((f.module_names for f in sys.meta_path if isinstance(f, _Neighbours) and f.job_path == path), set())
 
 
 def _syntax_message(error: SyntaxError, path: Path) -> str:

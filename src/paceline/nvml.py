@@ -100,8 +100,8 @@ def read_memory(uuid: str) -> Card | None:
     def ask(nvml: Any) -> Card | None:
         for index in range(nvml.nvmlDeviceGetCount()):
             card = _with_memory(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index)
-            if found := Cards("", (0, 0), (card,)).find(uuid):
-                return found
+            if same := Cards("", (0, 0), (card,)).find(uuid):
+                return same
         return None
 
     return _asked(ask)
@@ -136,11 +136,11 @@ def _text(value: Any) -> str:
 
 
 def _with_memory(nvml: Any, handle: Any, index: int) -> Card:
-    said = _say(nvml)
-    memory = said(nvml.nvmlDeviceGetMemoryInfo, handle)
-    is_cut = (said(nvml.nvmlDeviceGetMigMode, handle) or [0])[0] == 1
-    slices = [said(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
-              for number in range(said(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)] if is_cut else []
+    query = _query_of(nvml)
+    memory = query(nvml.nvmlDeviceGetMemoryInfo, handle)
+    is_cut = (query(nvml.nvmlDeviceGetMigMode, handle) or [0])[0] == 1
+    slices = [query(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+              for number in range(query(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)] if is_cut else []
     holders, own_bytes = _holders(nvml, handle)
     return Card(index, _text(nvml.nvmlDeviceGetName(handle)), _text(nvml.nvmlDeviceGetUUID(handle)),
                 total_bytes=memory.total if memory else 0, free_bytes=memory.free + own_bytes if memory else 0,
@@ -150,32 +150,32 @@ def _with_memory(nvml: Any, handle: Any, index: int) -> Card:
 
 def _holders(nvml: Any, handle: Any) -> tuple[tuple[CardProcess, ...], int]:
     """Other processes that compute or draw there, the one with most first; and what this one has."""
-    said, found, own_bytes = _say(nvml), {}, 0
+    query, holders, own_bytes = _query_of(nvml), {}, 0
     for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
-        for process in said(ask, handle) or ():
+        for process in query(ask, handle) or ():
             if process.pid == os.getpid():
                 own_bytes = process.usedGpuMemory or 0
             else:
-                name = said(nvml.nvmlSystemGetProcessName, process.pid)
-                found[process.pid] = CardProcess(process.pid, Path(_text(name)).name if name else "",
+                name = query(nvml.nvmlSystemGetProcessName, process.pid)
+                holders[process.pid] = CardProcess(process.pid, Path(_text(name)).name if name else "",
                                                  process.usedGpuMemory)
-    return tuple(sorted(found.values(), key=lambda holder: -(holder.num_bytes or 0))), own_bytes
+    return tuple(sorted(holders.values(), key=lambda holder: -(holder.num_bytes or 0))), own_bytes
 
 
 def _card(nvml: Any, handle: Any, index: int) -> Card:
-    said = _say(nvml)
-    reasons = said(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-    pci = said(nvml.nvmlDeviceGetPciInfo, handle)
+    query = _query_of(nvml)
+    reasons = query(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    pci = query(nvml.nvmlDeviceGetPciInfo, handle)
     links, bytes_per_s = _nvlinks(nvml, handle)
-    persistence = said(nvml.nvmlDeviceGetPersistenceMode, handle)
+    persistence = query(nvml.nvmlDeviceGetPersistenceMode, handle)
     return replace(
         _with_memory(nvml, handle, index), bus_id=_bus_id(pci) if pci else "",
-        capability=tuple(said(nvml.nvmlDeviceGetCudaComputeCapability, handle) or (0, 0)),
-        pcie_generation=said(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0,
-        pcie_lanes=said(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle) or 0,
-        most_pcie_lanes=said(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle) or 0,
+        capability=tuple(query(nvml.nvmlDeviceGetCudaComputeCapability, handle) or (0, 0)),
+        pcie_generation=query(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0,
+        pcie_lanes=query(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle) or 0,
+        most_pcie_lanes=query(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle) or 0,
         nvlinks=links, nvlink_bytes_per_s=bytes_per_s,
-        ecc_errors=said(nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        ecc_errors=query(nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
                         nvml.NVML_VOLATILE_ECC),
         slowed_by=tuple(why for bit, why in _SLOWED.items() if reasons & bit),
         is_persistent=None if persistence is None else persistence == 1)
@@ -183,32 +183,32 @@ def _card(nvml: Any, handle: Any, index: int) -> Card:
 
 def _nvlinks(nvml: Any, handle: Any) -> tuple[tuple[tuple[str, int], ...], float]:
     """How many active links lead where, and what one of them carries each way as NVML says it; 0 if it doesn't."""
-    said, found, bytes_per_s = _say(nvml), Counter[str](), 0.0
+    query, partners, bytes_per_s = _query_of(nvml), Counter[str](), 0.0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        if said(nvml.nvmlDeviceGetNvLinkState, handle, link) != 1:
+        if query(nvml.nvmlDeviceGetNvLinkState, handle, link) != 1:
             continue
-        kind = said(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
-        pci = said(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+        kind = query(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
+        pci = query(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
         if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-            found[SWITCH] += 1
+            partners[SWITCH] += 1
         elif pci:
-            found[_bus_id(pci)] += 1
-        speed = said(nvml.nvmlDeviceGetFieldValues, handle, [(nvml.NVML_FI_DEV_NVLINK_GET_SPEED, link)])
+            partners[_bus_id(pci)] += 1
+        speed = query(nvml.nvmlDeviceGetFieldValues, handle, [(nvml.NVML_FI_DEV_NVLINK_GET_SPEED, link)])
         if speed and speed[0].nvmlReturn == 0:
             bytes_per_s = 1e6 * speed[0].value.uiVal
-    return tuple(sorted(found.items())), bytes_per_s
+    return tuple(sorted(partners.items())), bytes_per_s
 
 
 def _bus_id(pci: Any) -> str:
     return _text(pci.busId).lower()
 
 
-def _say(nvml: Any) -> Callable[..., Any]:
+def _query_of(nvml: Any) -> Callable[..., Any]:
     """A question to NVML, whose answer is None where the card, the driver or the package doesn't know it."""
-    def said(ask: Callable[..., Any], *args: Any) -> Any:
+    def query(ask: Callable[..., Any], *args: Any) -> Any:
         try:
             return ask(*args)
         except nvml.NVMLError:
             return None
 
-    return said
+    return query

@@ -27,10 +27,10 @@ def paceline_verify() -> Callable[..., list[Certificate]]:
     def check(job: Any, *plans: str, steps: int = 4) -> list[Certificate]:
         from paceline.verbs.verify import verify
 
-        found = verify(job, plans, steps=steps)
-        failed = [certificate.describe() for certificate in found if not certificate.passed]
+        certificates = verify(job, plans, steps=steps)
+        failed = [certificate.describe() for certificate in certificates if not certificate.passed]
         assert not failed, "\n".join(failed)
-        return found
+        return certificates
 
     return check
 

@@ -42,10 +42,10 @@ def between(one: Card, other: Card) -> GpuLink | None:
 
 def slowest(cards: list[Card | None]) -> GpuLink | None:
     """Of the wires between each two; None where one of them is not known."""
-    found = [between(one, other) if one is not None and other is not None else None
+    links = [between(one, other) if one is not None and other is not None else None
              for number, one in enumerate(cards) for other in cards[:number]]
-    known = [wire for wire in found if wire is not None]
-    return min(known, key=lambda wire: wire.bytes_per_s) if known and len(known) == len(found) else None
+    known = [wire for wire in links if wire is not None]
+    return min(known, key=lambda wire: wire.bytes_per_s) if known and len(known) == len(links) else None
 
 
 def _pcie(card: Card) -> GpuLink | None:

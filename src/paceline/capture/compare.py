@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -61,10 +61,11 @@ def first_difference(model: nn.Module, capture: Capture, args: tuple[Any, ...], 
                     actual = _figures(model, partial(_run, model, capture, args, kwargs, made), backward=not number)
                 except Exception as error:
                     return Difference("", f"{type(error).__name__}: {error}")
-                found = _compare(figures, actual)
-                if found is not None:
-                    return found if found.path else Difference(
-                        modules.first_other(capture, made, number) if found.what == OUTPUT else "", found.what)
+                difference = _compare(figures, actual)
+                if difference is not None and not difference.path and difference.what == OUTPUT:
+                    return replace(difference, path=modules.first_other(capture, made, number))
+                if difference is not None:
+                    return difference
     finally:
         snapshot.restore()
     return None

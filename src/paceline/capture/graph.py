@@ -270,11 +270,11 @@ class _Reader:
             elif spec.kind == InputKind.USER_INPUT:
                 self.inputs.append(spec.arg.name)
             else:
-                found = exported.constants.get(spec.target, exported.state_dict.get(spec.target))
-                if isinstance(found, torch.Tensor) and _memory(found) in known:
-                    self.tensors[spec.arg.name] = ("parameter", known[_memory(found)])
+                constant = exported.constants.get(spec.target, exported.state_dict.get(spec.target))
+                if isinstance(constant, torch.Tensor) and _memory(constant) in known:
+                    self.tensors[spec.arg.name] = ("parameter", known[_memory(constant)])
                 else:
-                    self.constants[spec.arg.name] = found
+                    self.constants[spec.arg.name] = constant
         assert len(flat) == len(self.inputs), (len(flat), self.inputs)
         self.inputs = [name if isinstance(value, torch.Tensor) else None
                        for name, value in zip(self.inputs, flat, strict=True)]
@@ -353,17 +353,17 @@ class _Reader:
 
         Passed from piece to piece they would outlive the weight, which a shard doesn't keep whole.
         """
-        found: set[fx.Node] = set()
+        computed: set[fx.Node] = set()
         for node in self.graph.nodes:
             if node.op != "call_function" or node in returned or not node.all_input_nodes or mutated(node):
                 continue
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 continue
-            if all(arg in found or arg.name in self.tensors for arg in node.all_input_nodes):
-                found.add(node)
+            if all(arg in computed or arg.name in self.tensors for arg in node.all_input_nodes):
+                computed.add(node)
         # What is edited in place must stay one tensor.
         edited = {arg for node in self.graph.nodes for arg in mutated(node)}
-        return set() if edited & found else found
+        return set() if edited & computed else computed
 
     def _with_weights(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """The nodes of a piece, after those of weights alone that they need."""
@@ -446,19 +446,19 @@ class _Reader:
 
     def _differentiable(self) -> set[fx.Node]:
         """Nodes that a gradient may come back for: they depend on a trainable parameter. Rather too many than few."""
-        found: set[fx.Node] = set()
+        differentiable: set[fx.Node] = set()
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 kind, name = self.tensors.get(node.name, ("", ""))
                 if kind == "parameter" and name in self.trainable:
-                    found.add(node)
+                    differentiable.add(node)
             elif _is_opaque(node) and self.trainable.intersection(self.calls[node.args[1]].parameters):
-                found.add(node)
-            elif any(arg in found for arg in node.all_input_nodes):
+                differentiable.add(node)
+            elif any(arg in differentiable for arg in node.all_input_nodes):
                 value = node.meta.get("val")
                 if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
-                    found.add(node)
-        return found
+                    differentiable.add(node)
+        return differentiable
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -481,18 +481,18 @@ def _is_opaque(node: fx.Node) -> bool:
 
 def _listed_modules(model: nn.Module) -> set[str]:
     """The outermost children of ModuleLists and Sequentials that are called themselves."""
-    found: set[str] = set()
+    listed: set[str] = set()
 
     def visit(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
             path = f"{prefix}{name}"
             if isinstance(module, nn.ModuleList | nn.Sequential) and type(child).forward is not nn.Module.forward:
-                found.add(path)
+                listed.add(path)
             else:
                 visit(child, f"{path}.")
 
     visit(model, "")
-    return found
+    return listed
 
 
 def mutated(node: fx.Node) -> Sequence[fx.Node]:
@@ -542,9 +542,9 @@ def _of_arguments(graph: fx.Graph, arguments: Sequence[Any], bases: Sequence[fx.
 def _aliases(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each node the first one that has the same memory."""
     first: dict[Any, fx.Node] = {}
-    found: dict[fx.Node, fx.Node] = {}
+    aliases: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
         memory = value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
-        found[node] = first.setdefault(memory, node)
-    return found
+        aliases[node] = first.setdefault(memory, node)
+    return aliases

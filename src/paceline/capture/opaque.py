@@ -343,10 +343,10 @@ def _record_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def modules_in(traceback: TracebackType | None, model: nn.Module) -> list[str]:
     """Paths of the modules whose methods an error came through, outermost first."""
     paths = {id(module): path for path, module in model.named_modules()}
-    found: list[str] = []
+    module_paths: list[str] = []
     while traceback is not None:
         path = paths.get(id(traceback.tb_frame.f_locals.get("self")))
-        if path and (not found or found[-1] != path):
-            found.append(path)
+        if path and (not module_paths or module_paths[-1] != path):
+            module_paths.append(path)
         traceback = traceback.tb_next
-    return found
+    return module_paths

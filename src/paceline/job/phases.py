@@ -173,13 +173,13 @@ def matching(wanted: Iterable[str], names: Sequence[str]) -> set[str]:
     >>> sorted(matching(["body", "*.bias"], ["body.0.weight", "head.bias", "head.weight"]))
     ['body.0.weight', 'head.bias']
     """
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in wanted:
         some = matching_one(pattern, names)
         if not some:
             raise JobError(f"freeze='{pattern}' matches no parameter", hint=nearest(pattern, names))
-        found |= some
-    return found
+        matches |= some
+    return matches
 
 
 @dataclass(frozen=True)

@@ -71,18 +71,18 @@ class ConvNetSize:
 
 def stretches(size: ConvNetSize) -> list[Stretch]:
     """The net's stem, the first block of each stage, the others that are alike, and the head."""
-    found = [Stretch((Conv(3, size.width, (7, 7), size.side // 2, 2),), pool=2)]
+    network = [Stretch((Conv(3, size.width, (7, 7), size.side // 2, 2),), pool=2)]
     channels, side, times = size.width, size.side // 4, 4 if size.form == "bottleneck" else 1
     for stage, depth in enumerate(size.depths):
         width, stride = size.width * 2**stage, 1 if stage == 0 else 2
         side //= stride
         is_plain = channels == width * times and stride == 1
         past = None if is_plain else Conv(channels, width * times, (1, 1), side, stride)
-        found.append(Stretch(_convs(size, channels, width, side, stride), past, adds=True))
+        network.append(Stretch(_convs(size, channels, width, side, stride), past, adds=True))
         channels = width * times
         if depth > 1:
-            found.append(Stretch(_convs(size, channels, width, side, 1), repeat=depth - 1, adds=True))
-    return [*found, Stretch(linear=((channels, size.classes),))]
+            network.append(Stretch(_convs(size, channels, width, side, 1), repeat=depth - 1, adds=True))
+    return [*network, Stretch(linear=((channels, size.classes),))]
 
 
 def blocks(size: ConvNetSize) -> list[Stretch]:

@@ -52,21 +52,21 @@ class Corrections:
     """Calibrations beside what had been predicted for them."""
 
     def __init__(self) -> None:
-        self._found: dict[Plan, Calibration] = {}
+        self._calibrations: dict[Plan, Calibration] = {}
         self._predicted: dict[Plan, Estimate] = {}
         self._alike: dict[tuple[object, ...], list[Plan]] = {}
         self._factors: Mapping[str, float] = {}
 
     def __contains__(self, plan: Plan) -> bool:
-        return plan in self._found
+        return plan in self._calibrations
 
-    def add(self, plan: Plan, predicted: Estimate, found: Calibration) -> None:
+    def add(self, plan: Plan, predicted: Estimate, calibration: Calibration) -> None:
         """predicted: without any correction."""
         for likeness in _likenesses(plan) if plan not in self else ():
             self._alike.setdefault(likeness, []).append(plan)
-        self._found[plan], self._predicted[plan] = found, predicted
+        self._calibrations[plan], self._predicted[plan] = calibration, predicted
         self._factors = part_factors([(self._predicted[one].breakdown, each.step_s)
-                                      for one, each in self._found.items()])
+                                      for one, each in self._calibrations.items()])
 
     def knows_kind_of(self, plan: Plan) -> bool:
         """Whether a plan was calibrated that runs the same code on as many ranks."""
@@ -88,21 +88,23 @@ class Corrections:
             predicted, step_s=step_s, low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread),
             peak_memory_bytes=predicted.peak_memory_bytes + off.num_bytes, ledger=_with(predicted.ledger, off),
             breakdown=self._breakdown(predicted, step_s), is_measured=plan in self,
-            start_s=self._start_s(plan, predicted), gain=self._found[plan].gain if plan in self else predicted.gain,
+            start_s=self._start_s(plan, predicted),
+            gain=self._calibrations[plan].gain if plan in self else predicted.gain,
             needs=tuple(MemoryNeed(need.name, need.device, _with(need.ledger, off)) for need in predicted.needs))
 
     def _step_s(self, plan: Plan) -> float:
         """Two runs of one plan differ by more than compiled code may gain: where both plans were calibrated, the gain
         that was found in turns counts, and one that is not sure does not."""
-        found = self._found[plan]
-        plain = self._found.get(uncompiled_variant(plan))
-        if found.gain is None or plain is None:
-            return found.step_s
-        return plain.step_s - (found.gain.seconds if found.gain.is_sure else min(0.0, found.gain.seconds))
+        calibration = self._calibrations[plan]
+        plain = self._calibrations.get(uncompiled_variant(plan))
+        if calibration.gain is None or plain is None:
+            return calibration.step_s
+        gain = calibration.gain
+        return plain.step_s - (gain.seconds if gain.is_sure else min(0.0, gain.seconds))
 
     def _start_s(self, plan: Plan, predicted: Estimate) -> float:
         """A calibration leaves compiled code in torch's cache, so that a run starts sooner than it did."""
-        return self._found[plan].start_s if plan in self and predicted.start_s else predicted.start_s
+        return self._calibrations[plan].start_s if plan in self and predicted.start_s else predicted.start_s
 
     def _explained_s(self, predicted: Estimate) -> float:
         """The step that parts explain, as they were found to be."""
@@ -112,9 +114,9 @@ class Corrections:
 
     def _off(self, plan: Plan, predicted: Estimate) -> _Off:
         """What is left of a calibrated plan's error beside that of its parts."""
-        found = self._found[plan]
-        return _Off(found.step_s / self._explained_s(predicted),
-                    found.peak_memory_bytes - predicted.peak_memory_bytes)
+        calibration = self._calibrations[plan]
+        return _Off(calibration.step_s / self._explained_s(predicted),
+                    calibration.peak_memory_bytes - predicted.peak_memory_bytes)
 
     def _of_the_nearest(self, plan: Plan) -> _Off:
         """What the plans that are most like this one are off by; their memory only if they are of its kind."""

@@ -35,15 +35,15 @@ def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: 
     Raises:
         PlanError: with the ledger of every kind of rank, and plans that would fit.
     """
-    found = _estimate(job, plan, cluster, profile, split, snapshot=snapshot)
-    if found.fits:
+    estimate = _estimate(job, plan, cluster, profile, split, snapshot=snapshot)
+    if estimate.fits:
         return
-    worst = max(found.needs, key=lambda need: need.missing_bytes)
-    reasons = "".join(f"\n{line}" for line in (set_aside(worst), *taken(found.needs)) if line)
+    worst = max(estimate.needs, key=lambda need: need.missing_bytes)
+    reasons = "".join(f"\n{line}" for line in (set_aside(worst), *taken(estimate.needs)) if line)
     others = list(_plans_that_fit(job, plan, cluster, profile, split, snapshot=snapshot))
     shown = "\n".join(f"  {other!s:<34} {most.total_bytes / MIB:>8,.0f} MiB a rank" for other, most in others)
     raise PlanError(f"plan '{plan}' doesn't fit: it needs {worst.total_bytes / MIB:,.0f} MiB on a rank that may use "
-                    f"{worst.device.memory_bytes / MIB:,.0f} MiB\n{ledger(found.needs)}{reasons}",
+                    f"{worst.device.memory_bytes / MIB:,.0f} MiB\n{ledger(estimate.needs)}{reasons}",
                     hint=f"plans that fit:\n{shown}" if others else _other_than_plans(job, cluster, profile))
 
 
@@ -51,10 +51,10 @@ def smallest_change(job: Job, plan: Plan, cluster: Cluster, profile: Profile, sp
                     snapshot: bool) -> str:
     """For a plan that ran out of memory: its ledger, and the first change, from small to large, that needs so much less
     that it fits for all that is known."""
-    found = _estimate(job, plan, cluster, profile, split, snapshot=snapshot)
-    worst = max(found.needs, key=lambda need: need.missing_bytes)
+    estimate = _estimate(job, plan, cluster, profile, split, snapshot=snapshot)
+    worst = max(estimate.needs, key=lambda need: need.missing_bytes)
     allowed = min(worst.device.memory_bytes, int(LESS * worst.total_bytes))
-    lines = [f"what each rank of '{plan}' was predicted to need:", ledger(found.needs)]
+    lines = [f"what each rank of '{plan}' was predicted to need:", ledger(estimate.needs)]
     for other, needs in _from_small_to_large(job, plan, cluster, profile, split, snapshot=snapshot):
         most = max(needs, key=lambda need: need.total_bytes)
         if most.total_bytes <= allowed:
@@ -68,10 +68,10 @@ def _other_than_plans(job: Job, cluster: Cluster, profile: Profile) -> str:
     """Changes of the job or the devices under which some plan fits."""
     if not cluster.nodes and any(device.kind != "cpu" for device in cluster.devices):  # whose rates are not taken here
         return "devices with more memory, or a smaller model; paceline plan FILE lists what would fit"
-    found = remedies(PlanningProblem(job, profile, LazyPieces(job, profile), times_operators=False), cluster)
-    if not found:
+    changes = remedies(PlanningProblem(job, profile, LazyPieces(job, profile), times_operators=False), cluster)
+    if not changes:
         return "devices with more memory, or a smaller model: none of the plans that were tried fits"
-    return "\n".join(["no other plan fits; what would, the least change first:", *(f"  {one}" for one in found)])
+    return "\n".join(["no other plan fits; what would, the least change first:", *(f"  {one}" for one in changes)])
 
 
 def _from_small_to_large(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,
@@ -85,10 +85,10 @@ def _from_small_to_large(job: Job, plan: Plan, cluster: Cluster, profile: Profil
               for other in _other_splits(size, job)]
     for other in tried:
         try:
-            found = _estimate(job, other, _as_many(cluster, other), profile, split, snapshot=snapshot)
+            estimate = _estimate(job, other, _as_many(cluster, other), profile, split, snapshot=snapshot)
         except PlanError:  # what doesn't compose, or fewer pieces than ranks
             continue
-        yield other, found.needs
+        yield other, estimate.needs
 
 
 def _other_splits(size: int, job: Job) -> list[Plan]:
@@ -145,11 +145,11 @@ def _plans_that_fit(job: Job, plan: Plan, cluster: Cluster, profile: Profile, sp
     for tried in kinds:
         for other in (other for other in tried if other != plan):
             try:
-                found = _estimate(job, other, _as_many(cluster, other), profile, split, snapshot=snapshot)
+                estimate = _estimate(job, other, _as_many(cluster, other), profile, split, snapshot=snapshot)
             except PlanError:  # fewer pieces than ranks
                 continue
-            if found.fits:
-                yield other, max(found.needs, key=lambda need: need.total_bytes)
+            if estimate.fits:
+                yield other, max(estimate.needs, key=lambda need: need.total_bytes)
                 break
 
 

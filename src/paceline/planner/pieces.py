@@ -25,7 +25,7 @@ class LazyPieces:
 
     def __init__(self, job: Job, profile: Profile, built: FakeModel | None = None) -> None:
         self.job, self.profile, self.built = job, profile, built
-        self._found: dict[bool, SplitJob] = {}
+        self._splits: dict[bool, SplitJob] = {}
         self._problem = ""
         self._layers: Profile | None = None
 
@@ -37,12 +37,12 @@ class LazyPieces:
         """
         from paceline.strategies.stages.layers import layered
 
-        found = self._captured(each=False)
-        if found is None:
+        split = self._captured(each=False)
+        if split is None:
             raise PlanError(f"the model can't be cut: {self._problem}")
         if self._layers is None:
             try:
-                self._layers = layered(found)
+                self._layers = layered(split)
             except Exception as error:  # a model may do anything when it runs with other samples
                 raise PlanError(f"what the model's pieces cost is not known: {error}") from error
         return self._layers
@@ -53,11 +53,11 @@ class LazyPieces:
         Raises:
             PlanError: the model can't be cut, or not so.
         """
-        found = self._captured()
-        if found is None:
+        split = self._captured()
+        if split is None:
             raise PlanError(f"the model can't be cut: {self._problem}")
         try:
-            return found.ranks(plan, devices, microbatch_samples=microbatch_samples)
+            return split.ranks(plan, devices, microbatch_samples=microbatch_samples)
         except PlanError as error:
             if type(error).__name__ != "CaptureFailed":
                 raise
@@ -71,8 +71,8 @@ class LazyPieces:
     def count(self, *, each: bool = True) -> int:
         """How many there are; 0 if the model can't be cut. each: whether each block is captured, though it is like
         another one."""
-        found = self._captured(each=each)
-        return 0 if found is None else len(found.example.pieces)
+        split = self._captured(each=each)
+        return 0 if split is None else len(split.example.pieces)
 
     @property
     def problem(self) -> str:
@@ -82,9 +82,9 @@ class LazyPieces:
     def _captured(self, *, each: bool = True) -> SplitJob | None:
         from paceline.strategies.stages.price import SplitJob
 
-        if each not in self._found and not self._problem:
+        if each not in self._splits and not self._problem:
             try:
-                self._found[each] = SplitJob(self.job, self.profile, each=each, built=self.built)
+                self._splits[each] = SplitJob(self.job, self.profile, each=each, built=self.built)
             except Exception as error:  # a model may do anything when it is captured
                 self._problem = str(error).partition("\n")[0] or type(error).__name__
-        return self._found.get(each)
+        return self._splits.get(each)

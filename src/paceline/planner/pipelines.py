@@ -169,15 +169,15 @@ def _stages_on(cluster: Cluster, count: int, apart: int, precision: Precision, s
         return stated_rates(device, software).flops_per_s[precision]
 
     known: dict[tuple[tuple[int, int], ...], _Where] = {}
-    found = []
+    stages = []
     for number in range(count):
         span = cluster.span(number * apart, apart)
         key = tuple((id(device), id(network)) for device, network in span)  # those of the cluster's nodes
         if key not in known:
             device = min((device for device, _ in span), key=speed)
             known[key] = _Where(device, software.on(slowest(span)))
-        found.append(known[key])
-    return found
+        stages.append(known[key])
+    return stages
 
 
 def _place(rank: RankCost, plan: Plan, where: _Where, precision: Precision, software: Software) -> _Place:
@@ -222,24 +222,24 @@ def play_pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,
                  for stage in cost.stages.values()) for cost, place in zip(costs, places, strict=True)]
     through_s = max(end + tail for end, tail in zip(ends, tails, strict=True))
     update_s = max(ending.own_s for ending in endings.values())
-    found: dict[int, Played] = {}
+    played: dict[int, Played] = {}
     for number, (cost, place) in enumerate(zip(costs, places, strict=True)):
-        if id(place) in found:  # a later rank of the same kind holds fewer micro-batches
+        if id(place) in played:  # a later rank of the same kind holds fewer micro-batches
             continue
         own_s, busy_s = _seconds(cost, place, kinds, count)
         optimizer_s = endings[id(place)].busy_s
         timeline = _remembered(cost, place, endings[id(place)])
         step_s = through_s + update_s
         exposed_s = own_s - busy_s + tails[number] + endings[id(place)].own_s - optimizer_s
-        found[id(place)] = Played(f"stage {number}", devices[number], replace(timeline, step_s=step_s, breakdown={
+        played[id(place)] = Played(f"stage {number}", devices[number], replace(timeline, step_s=step_s, breakdown={
             "compute": busy_s, "optimizer": optimizer_s, "communication": max(0.0, exposed_s),
             "bubble": max(0.0, step_s - busy_s - optimizer_s - exposed_s)}))
-    return through_s + update_s, list(found.values())
+    return through_s + update_s, list(played.values())
 
 
 def _taken(costs: Sequence[RankCost], places: Sequence[_Place], kinds: Sequence[str], apart: int,
            software: Software) -> Mapping[Key, ActionSeconds]:
-    found: dict[Key, ActionSeconds] = {}
+    seconds: dict[Key, ActionSeconds] = {}
     alike: dict[tuple[object, ...], tuple[ActionSeconds, ActionSeconds, ActionSeconds]] = {}
     for number, (cost, place) in enumerate(zip(costs, places, strict=True)):
         for stage, figures in cost.stages.items():
@@ -256,16 +256,16 @@ def _taken(costs: Sequence[RankCost], places: Sequence[_Place], kinds: Sequence[
                                                                                                       LAST))
                     alike[key] = first, middle, last
                 for microbatch, taken in zip((FIRST, MIDDLE, LAST), alike[key], strict=True):
-                    found[stage, kind, microbatch] = taken  # type: ignore[index]
-    return found
+                    seconds[stage, kind, microbatch] = taken  # type: ignore[index]
+    return seconds
 
 
 def _seconds(cost: RankCost, place: _Place, kinds: Sequence[str], num_microbatches: int) -> tuple[float, float]:
     """Of all actions of a rank: until their computing is done, and of it computing."""
     often = {FIRST: 1, MIDDLE: num_microbatches - 2, LAST: 1} if num_microbatches > 1 else {LAST: 1}
-    found = [(times, place.of(stage, kind, microbatch)) for stage in cost.stages.values() for kind in kinds
+    blocks = [(times, place.of(stage, kind, microbatch)) for stage in cost.stages.values() for kind in kinds
              for microbatch, times in often.items()]
-    return sum(times * block.own_s for times, block in found), sum(times * block.busy_s for times, block in found)
+    return sum(times * block.own_s for times, block in blocks), sum(times * block.busy_s for times, block in blocks)
 
 
 def _held_ahead(cost: RankCost, place: _Place) -> Iterator[float]:

@@ -139,7 +139,7 @@ class PlanningProblem:
                       partial(self.least_missing_bytes, cluster=cluster), rent=self.rent(cluster),
                       may_relax=may_relax, **more)
 
-    def flips(self, found: RankedPlans, cluster: Cluster) -> list[tuple[str, Candidate]]:
+    def flips(self, ranking: RankedPlans, cluster: Cluster) -> list[tuple[str, Candidate]]:
         """Changes of hardware, and the plan that then is best."""
         changes = [Change(name, partial(self.price, cluster=changed),
                           partial(self.least_missing_bytes, cluster=changed),
@@ -147,7 +147,7 @@ class PlanningProblem:
                           # A cut for devices that are here follows from their memory.
                           has_same_speed=name == MORE_MEMORY and bool(cluster.nodes))
                    for name, changed in _changes(cluster)]
-        return flips(found, changes, self.limits(cluster), self.shape(cluster), rent=self.rent(cluster))
+        return flips(ranking, changes, self.limits(cluster), self.shape(cluster), rent=self.rent(cluster))
 
 
 def check_step(job: Job, plan: Plan) -> None:

@@ -75,26 +75,26 @@ class LoweredStep:
     def events(self, course: Iterable[Item]) -> Program:
         """A course of moments with what the rooms do at each. Moments between the first and the last of segments that
         are alike become a repetition."""
-        found: list[Event] = []
+        events: list[Event] = []
         items = list(course)
         at = 0
         while at < len(items):
             item = items[at]
             at += 1
             if not isinstance(item, tuple):
-                found.append(item)
+                events.append(item)
                 continue
             name, moment = item
             if moment.is_first or moment.is_last:
-                found += self.at(name, moment)
+                events += self.at(name, moment)
                 continue
             together = [(name, moment)]
             while at < len(items) and isinstance(items[at], tuple) and items[at][1] == moment:  # type: ignore[index]
                 together.append(items[at])  # type: ignore[arg-type]
                 at += 1
             body = [event for each in together for event in self.at(*each)]
-            found.append(Repeat(tuple(body), self.step.segment(moment).repeat - 2))
-        return tuple(found)
+            events.append(Repeat(tuple(body), self.step.segment(moment).repeat - 2))
+        return tuple(events)
 
     def at(self, name: MomentName, moment: HookPoint) -> list[Event]:
         return [event for hook in self.hooks.get(name, ()) for event in hook(moment)]
@@ -119,8 +119,8 @@ def fill(profile: Profile, plan: Plan, device_kind: DeviceKind, microbatch_sampl
 
 def _in_order(name: MomentName, entered: Sequence[Hooks]) -> tuple[Hook, ...]:
     """What happens at a moment: the outermost room comes first before a pass, the innermost at all other moments."""
-    found = [hooks[name] for hooks in entered if name in hooks]
-    return tuple(reversed(found) if name.startswith("before_") else found)
+    named = [hooks[name] for hooks in entered if name in hooks]
+    return tuple(reversed(named) if name.startswith("before_") else named)
 
 
 def moments(step: Step) -> Iterator[tuple[MomentName, HookPoint]]:

@@ -126,25 +126,25 @@ def search(price: Price, limits: Limits, shape: DeviceCounts, least: Least = _no
     least: A plan that is over by more than another of its kind is not priced.
     most_refined: Cuts of the model whose schedules and micro-batches are all tried.
     """
-    found = RankedPlans(may_relax=may_relax)
-    asked = _Asked(price, found, least, rent)
+    ranking = RankedPlans(may_relax=may_relax)
+    asked = _Asked(price, ranking, least, rent)
     first = _first(asked, (*splits(limits, shape), *served(limits, shape), *relaxed(limits, shape)), limits)
     cuts: dict[tuple[int, ...], Plan] = {}  # the best way for each cut of the model; replicas only share its state
     for one in first:
         cuts.setdefault(one.plan.model_cut, one.plan)
     for plan in list(cuts.values())[:most_refined]:
         _refine(asked, plan, limits)
-    found.compiling = _compile(asked, limits)
-    found.fitting, found.over = asked.fitting, tuple(asked.over)
-    found.ranked = sorted(asked.fitting.values(), key=_cost)
-    found.too_large = sorted(asked.too_large.values(), key=lambda one: one.missing_bytes)
-    return found
+    ranking.compiling = _compile(asked, limits)
+    ranking.fitting, ranking.over = asked.fitting, tuple(asked.over)
+    ranking.ranked = sorted(asked.fitting.values(), key=_cost)
+    ranking.too_large = sorted(asked.too_large.values(), key=lambda one: one.missing_bytes)
+    return ranking
 
 
 def _first(asked: _Asked, plans: Iterable[Plan], limits: Limits) -> list[Candidate]:
     """What may be the fastest of each way to split, the fastest first."""
-    found = (_least_that_fits(asked, plan, limits) for plan in plans)
-    return sorted((one for one in found if one is not None), key=_cost)
+    candidates = (_least_that_fits(asked, plan, limits) for plan in plans)
+    return sorted((one for one in candidates if one is not None), key=_cost)
 
 
 def _cost(candidate: Candidate) -> tuple[float, str]:
@@ -154,9 +154,9 @@ def _cost(candidate: Candidate) -> tuple[float, str]:
 class _Asked:
     """Prices that are known. too_large: of each kind the plan that is over by the least, unless nobody wants them."""
 
-    def __init__(self, price: Price, found: RankedPlans, least: Least, rent: Rent, *,
+    def __init__(self, price: Price, ranking: RankedPlans, least: Least, rent: Rent, *,
                  wants_nearest: bool = True) -> None:
-        self.price, self.found, self.least, self.rent, self.wants_nearest = price, found, least, rent, wants_nearest
+        self.price, self.ranking, self.least, self.rent, self.wants_nearest = price, ranking, least, rent, wants_nearest
         self.fitting: dict[Plan, Candidate] = {}
         self.too_large: dict[str, Candidate] = {}
         self.over: set[Plan] = set()
@@ -173,10 +173,10 @@ class _Asked:
             is_over = missing_bytes > 0 and missing_bytes >= enough_bytes
             one = None if is_over else Candidate(plan, self.price(plan), self.rent(plan))
         except (PlanError, NotPriced) as error:
-            self.found.refused.setdefault(kind, str(error).partition("\n")[0])
+            self.ranking.refused.setdefault(kind, str(error).partition("\n")[0])
             self.over.add(plan)
             return None
-        self.found.num_tried += 1
+        self.ranking.num_tried += 1
         if one is not None and one.estimate.fits:
             self.fitting[plan] = one
             return one
@@ -259,11 +259,11 @@ def kind_of(plan: Plan) -> str:
 def binding(estimate: Estimate) -> str:
     """The part that takes most of a step, and the next one where it takes a tenth or more."""
     first, *rest = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
-    said = _share(first[0], estimate)
+    parts = _share(first[0], estimate)
     if rest and rest[0][1] >= 0.1 * estimate.step_s:
         name, seconds = rest[0]
-        said += f", {_WORDS.get(name, name)} {100 * seconds / estimate.step_s:.0f} %"
-    return said
+        parts += f", {_WORDS.get(name, name)} {100 * seconds / estimate.step_s:.0f} %"
+    return parts
 
 
 def _share(name: str, estimate: Estimate) -> str:
@@ -315,10 +315,10 @@ def amount(num_bytes: float) -> str:
 
 def best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The first of each kind, in their order."""
-    found: dict[str, Candidate] = {}
+    best: dict[str, Candidate] = {}
     for one in candidates:
-        found.setdefault(one.kind, one)
-    return list(found.values())
+        best.setdefault(one.kind, one)
+    return list(best.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,21 +336,21 @@ class Change:
     has_same_speed: bool = False
 
 
-def flips(found: RankedPlans, changes: Sequence[Change], limits: Limits, shape: DeviceCounts, *,
+def flips(ranking: RankedPlans, changes: Sequence[Change], limits: Limits, shape: DeviceCounts, *,
           rent: Rent = _time_is_money) -> list[tuple[str, Candidate]]:
     """Changes of hardware under which another kind of exact plan is faster by more than a tie, and its best plan.
 
     Every way to split is looked at again, without all of its schedules; the best plans of each kind as they were found.
     """
-    chosen = found.chosen
+    chosen = ranking.chosen
     if chosen is None:
         return []
-    known = [one.plan for one in best_of_each_kind(found.ranked) if one.plan.relaxed is None]
+    known = [one.plan for one in best_of_each_kind(ranking.ranked) if one.plan.relaxed is None]
     flipped: list[tuple[str, Candidate]] = []
     for change in changes:
         asked = _Asked(change.price, RankedPlans(), change.least, rent, wants_nearest=False)
-        asked.over |= set(found.over) if change.has_same_memory else set()
-        asked.fitting |= found.fitting if change.has_same_speed else {}
+        asked.over |= set(ranking.over) if change.has_same_memory else set()
+        asked.fitting |= ranking.fitting if change.has_same_speed else {}
         again = _first(asked, (*splits(limits, shape), *served(limits, shape)), limits)
         best = min([*again, *(one for one in map(asked, known) if one is not None)], key=_cost, default=None)
         own = asked(chosen.plan)

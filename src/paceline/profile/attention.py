@@ -18,18 +18,18 @@ class SparedBySelective(Selective):
     def __init__(self, place: Callable[[], StepPosition]) -> None:
         super().__init__()
         self.place = place
-        self.found: dict[StepPosition, SparedScores] = {}
+        self.spared: dict[StepPosition, SparedScores] = {}
         self._work: dict[AttentionStep, Tallied] = {}
         self._done: set[AttentionStep] = set()
 
-    def noted(self, step: AttentionStep, func: Any, args: Any, found: torch.Tensor) -> None:
+    def noted(self, step: AttentionStep, func: Any, args: Any, output: torch.Tensor) -> None:
         scratch = WorkRecorder(self.place())
         if isinstance(func, torch._ops.OpOverload):
-            scratch.count(func, args, {}, found, [found])
+            scratch.count(func, args, {}, output, [output])
         self._work[step] = scratch.work[scratch.place]
 
     def spare(self, step: AttentionStep, tensor: torch.Tensor) -> Any:
-        spared = self.found.setdefault(self.place(), SparedScores())
+        spared = self.spared.setdefault(self.place(), SparedScores())
         if step not in self._done:
             spared.num_bytes += tensor.untyped_storage().nbytes()
         self._add_work(step, spared.work)

@@ -60,15 +60,15 @@ def _place(name: str) -> int:
 
 
 def _description(unit: nn.Module) -> list[tuple[Any, ...]]:
-    found: list[tuple[Any, ...]] = []
+    facts: list[tuple[Any, ...]] = []
     for path, module in unit.named_modules(remove_duplicate=False):
-        found.append((path, type(module), module.training))
+        facts.append((path, type(module), module.training))
         if any(getattr(module, hooks) for hooks in _HOOKS):
-            found.append((path, "hooks", id(module)))
-        found += [(path, name, tuple(t.shape), t.dtype, t.requires_grad, type(t))
+            facts.append((path, "hooks", id(module)))
+        facts += [(path, name, tuple(t.shape), t.dtype, t.requires_grad, type(t))
                   for held in (module._parameters, module._buffers) for name, t in held.items() if t is not None]
-        found += [(path, name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
-    return found
+        facts += [(path, name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
+    return facts
 
 
 def _is_alike(one: Sequence[tuple[Any, ...]], place: int, other: Sequence[tuple[Any, ...]], other_place: int) -> bool:
@@ -201,10 +201,10 @@ class Repeats:
     @property
     def kinds(self) -> dict[str, list[str]]:
         """For each traced unit those that were not run."""
-        found: dict[str, list[str]] = {}
+        kinds: dict[str, list[str]] = {}
         for name, traced in self.members.items():
-            found.setdefault(traced, []).append(name)
-        return found
+            kinds.setdefault(traced, []).append(name)
+        return kinds
 
     def traced(self, parameter: str) -> str:
         """The parameter of a traced unit that stands for this one; itself if it was there."""

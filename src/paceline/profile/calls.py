@@ -130,9 +130,9 @@ def between(first: Any, second: Any, part: float) -> Any:
         if isinstance(first, float):
             return first + part * (second - first)
         if isinstance(first, int) and not isinstance(first, bool):
-            found = first + part * (second - first)
-            if abs(found - round(found)) < 1e-6:
-                return round(found)
+            value = first + part * (second - first)
+            if abs(value - round(value)) < 1e-6:
+                return round(value)
     raise NoLine(f"{first} and {second}")
 
 

@@ -233,9 +233,9 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 def _read(kind: DeviceKind) -> DeviceRates | None:
     """The rates in the cache; None if they aren't there or make no sense."""
-    found = cache.read("device", kind)
+    stored = cache.read("device", kind)
     try:
-        rates = _rates(found)
+        rates = _rates(stored)
     except (ValueError, KeyError, TypeError):
         return None
     return rates if all(0 < value < math.inf for value in _figures(rates).values()) else None

@@ -38,10 +38,10 @@ class _Operator:
     kept: set[int] = field(default_factory=set)
 
     def first(self) -> _Operator:
-        found = self
-        while found.kernel is not None:
-            found = found.kernel
-        return found
+        operator = self
+        while operator.kernel is not None:
+            operator = operator.kernel
+        return operator
 
 
 class Fusion:
@@ -92,16 +92,16 @@ class Fusion:
 
     def spared(self) -> Mapping[Hashable, SparedByFusion]:
         """By place."""
-        found: dict[Hashable, SparedByFusion] = defaultdict(SparedByFusion)
+        spared: dict[Hashable, SparedByFusion] = defaultdict(SparedByFusion)
         for place, num_bytes in self._reads.items():
-            found[place].num_bytes += num_bytes
+            spared[place].num_bytes += num_bytes
         for operator in self._operators:
-            of_place = found[operator.place]
+            of_place = spared[operator.place]
             of_place.num_bytes += sum(num_bytes for storage, num_bytes in operator.handed.items()
                                      if storage not in operator.kept)
             of_place.operators += operator.kernel is not None
             of_place.kernels += operator.kernel is None and not operator.is_product
-        return found
+        return spared
 
 
 def _join(operator: _Operator, other: _Operator) -> None:

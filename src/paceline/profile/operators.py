@@ -59,11 +59,11 @@ class OperatorTimes:
         num_cores = usable_cores()
         self.processes, self.threads = min(num_ranks, num_cores), max(1, num_cores // num_ranks)
         self._name = f"operators-{self.processes}x{self.threads}"
-        found = cache.read(self._name, "cpu")
+        stored = cache.read(self._name, "cpu")
         self._known: dict[str, float] = {}
         self._left: set[str] = set()  # for which there was no time in this process
-        if isinstance(found, dict):
-            self._known = {key: seconds for key, seconds in found.items()
+        if isinstance(stored, dict):
+            self._known = {key: seconds for key, seconds in stored.items()
                            if isinstance(seconds, float) and (seconds == CANT or 0 < seconds < math.inf)}
 
     @property
@@ -87,8 +87,8 @@ class OperatorTimes:
 
     def seconds(self, call: OperatorCall) -> float | None:
         """None of an operator that was not timed, or can't be."""
-        found = self._known.get(_key(call), CANT)
-        return None if found == CANT else found
+        seconds = self._known.get(_key(call), CANT)
+        return None if seconds == CANT else seconds
 
     def knows(self, calls: Iterable[OperatorCall]) -> bool:
         """Whether all of them were timed, or can't be."""
@@ -100,9 +100,9 @@ class OperatorTimes:
         missing = {key: call for key, call in missing.items() if key not in self._known and key not in self._left}
         if not missing or not self.measures:
             return
-        found = session(list(missing.values()), self.processes, self.threads)
-        self._left.update(key for key, seconds in zip(missing, found, strict=True) if seconds is None)
-        self._known |= {key: seconds for key, seconds in zip(missing, found, strict=True) if seconds is not None}
+        measured = session(list(missing.values()), self.processes, self.threads)
+        self._left.update(key for key, seconds in zip(missing, measured, strict=True) if seconds is None)
+        self._known |= {key: seconds for key, seconds in zip(missing, measured, strict=True) if seconds is not None}
         self._known = dict(list(self._known.items())[-MOST_KEPT:])
         cache.write(self._name, "cpu", self._known)
 
@@ -117,10 +117,10 @@ _keys: dict[str, str] = {}
 
 
 def _key(call: OperatorCall) -> str:
-    found = _keys.get(call.key)
-    if found is None:
-        found = _keys[call.key] = blake2b(call.key.encode(), digest_size=9).hexdigest()
-    return found
+    key = _keys.get(call.key)
+    if key is None:
+        key = _keys[call.key] = blake2b(call.key.encode(), digest_size=9).hexdigest()
+    return key
 
 
 def session(calls: Sequence[OperatorCall], processes: int, threads: int, *,

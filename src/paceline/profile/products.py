@@ -16,8 +16,8 @@ SMALL = (3, 5)  # sides of kernels for which there are algorithms with fewer mul
 
 def products_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Product]:
     """Those of an operator; none of one that is not known."""
-    found = _PRODUCTS.get(operator)
-    return [] if found is None else found(args, kwargs, result)
+    rule = _PRODUCTS.get(operator)
+    return [] if rule is None else rule(args, kwargs, result)
 
 
 def _mm(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Product]:

@@ -97,13 +97,13 @@ def growing(first: Sequence[Product], second: Sequence[Product], *, samples: tup
     """
     if [p.kind for p in first] != [p.kind for p in second]:
         return ()
-    found = []
+    products = []
     for one, other in zip(first, second, strict=True):
         changed = [side for side in get_args(Side) if getattr(one, side) != getattr(other, side)]
         if len(changed) == 1 and getattr(one, changed[0]) * samples[1] == getattr(other, changed[0]) * samples[0]:
             each: dict[str, Any] = {changed[0]: getattr(one, changed[0]) / samples[0], "grows": changed[0]}
-            found.append(replace(one, **each))
-    return tuple(found)
+            products.append(replace(one, **each))
+    return tuple(products)
 
 
 @dataclass(frozen=True, slots=True)

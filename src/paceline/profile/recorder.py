@@ -117,14 +117,14 @@ class WorkRecorder(TorchDispatchMode):
 
     def levels(self) -> dict[StepPosition, Levels]:
         """Levels of every place that was entered, counted from an empty device."""
-        found: dict[StepPosition, Levels] = {}
+        levels: dict[StepPosition, Levels] = {}
         level = 0
         for place, serial, num_bytes in self._log:
-            before = found.get(place, Levels(level, level, level))
+            before = levels.get(place, Levels(level, level, level))
             if serial not in self._gradient_serials:
                 level += num_bytes
-            found[place] = Levels(before.start, max(before.peak, level), level)
-        return found
+            levels[place] = Levels(before.start, max(before.peak, level), level)
+        return levels
 
     def segment(self, number: int, levels: Mapping[StepPosition, Levels], *, step_bytes: float,
                 spared: SparedScores | None) -> Segment:

@@ -71,8 +71,8 @@ def profile_job(job: Job, *, samples: int = 2, device: str = "cpu", like: Profil
     """
     if device == "cpu" or torch.cuda.is_initialized():
         return _profile(job, samples, torch.device(device), like, built)
-    found: Profile = value_of(in_a_fork(lambda: plain(_profile(job, samples, torch.device(device), like, built))))
-    return found
+    profile: Profile = value_of(in_a_fork(lambda: plain(_profile(job, samples, torch.device(device), like, built))))
+    return profile
 
 
 def _profile(job: Job, samples: int, device: torch.device, like: Profile | None, built: FakeModel | None) -> Profile:
@@ -83,9 +83,9 @@ def _profile(job: Job, samples: int, device: torch.device, like: Profile | None,
             items = first_items(job.data, samples)
         except Exception as error:
             return _from_parameters(job, [f"the data gave no samples ({_named(error)})"])
-        if found := _tried("on fake tensors", lambda: _profile_of_fakes(job, items, built or fake_model(job), like),
+        if profile := _tried("on fake tensors", lambda: _profile_of_fakes(job, items, built or fake_model(job), like),
                            notes):
-            return found
+            return profile
     with kept_generators(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assumed = _tried("with assumed values", lambda: replace(_profile_of_fakes(
@@ -94,9 +94,9 @@ def _profile(job: Job, samples: int, device: torch.device, like: Profile | None,
         how = "for real" if device.type == "cpu" else f"for real on {device}"
         if needed > MOST_REAL_BYTES:
             notes.append(f"is not run {how}, which takes {needed:,.0f} bytes or more and may take {MOST_REAL_BYTES:,}")
-        elif found := _tried(how, lambda: _fit(_real_runs(job, items, device, updates=like is None), tuple(notes),
+        elif profile := _tried(how, lambda: _fit(_real_runs(job, items, device, updates=like is None), tuple(notes),
                                                like=like), notes):
-            return found
+            return profile
         if assumed is not None:
             return replace(assumed, notes=(*notes, *assumed.notes))
         return _from_parameters(job, notes)
@@ -211,8 +211,8 @@ def cast_parameters(job: Job, device: torch.device = _CPU, *, built: FakeModel |
                 with repeats.standing_in(), without_cache(model), autocast(job, device.type):
                     return job.criterion(_call(model, inputs), target)
 
-            found = cast_alone(model, loss, getattr(torch, AUTOCAST[job.precision]))
-            return frozenset(name for name, _ in model.named_parameters() if repeats.traced(name) in found)
+            cast_names = cast_alone(model, loss, getattr(torch, AUTOCAST[job.precision]))
+            return frozenset(name for name, _ in model.named_parameters() if repeats.traced(name) in cast_names)
     except Exception:
         return frozenset()
 
@@ -320,7 +320,7 @@ def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, 
         state_bytes = _trace_update(job, model, recorder, repeats) if updates else None
     held = {id(leaf): leaf for leaf in tree_leaves((inputs, target)) if isinstance(leaf, torch.Tensor)}
     batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
-    return _Run(samples, batch_bytes, model, tuple(units), pieces, recorder, repeats, state_bytes, spared.found)
+    return _Run(samples, batch_bytes, model, tuple(units), pieces, recorder, repeats, state_bytes, spared.spared)
 
 
 def _trace_update(job: Job, model: nn.Module, recorder: WorkRecorder, repeats: Repeats) -> dict[str, int] | None:
@@ -394,7 +394,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> i
 
 def _outer_pieces(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Modules outside the units that own parameters, the largest that hold no unit and are not the model itself."""
-    found: dict[str, nn.Module] = {}
+    pieces: dict[str, nn.Module] = {}
 
     def visit(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
@@ -405,10 +405,10 @@ def _outer_pieces(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str,
             if not is_called or any(unit.startswith(f"{path}.") for unit in units):
                 visit(child, f"{path}.")
             else:
-                found[path] = child
+                pieces[path] = child
 
     visit(model, "")
-    return found
+    return pieces
 
 
 def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] = frozenset(),
@@ -514,8 +514,8 @@ class _Side:
         return self._levels.get(place, Levels(0, 0, 0))
 
     def update_peak_bytes(self, place: StepPosition) -> int:
-        found = self.levels(place)
-        return found.peak - found.start
+        levels = self.levels(place)
+        return levels.peak - levels.start
 
 
 def first_items(data: Any, count: int) -> list[Any]:
@@ -529,8 +529,8 @@ def first_items(data: Any, count: int) -> list[Any]:
     stream = iter(data)
     if stream is data:
         raise TypeError("an iterator can be read only once")
-    found = list(islice(stream, count))
-    return [found[i % len(found)] for i in range(count)]
+    items = list(islice(stream, count))
+    return [items[i % len(items)] for i in range(count)]
 
 
 def as_the_job_takes(value: Any, job: Job, samples: int, factor: int) -> Any:

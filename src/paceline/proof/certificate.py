@@ -44,23 +44,23 @@ def document(subject: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], *, 
     return fields
 
 
-def write(folder: Path, found: Mapping[str, Any]) -> None:
+def write(folder: Path, document: Mapping[str, Any]) -> None:
     """Write both files, each in one move; the document last, so that its table is there when it is."""
     from paceline.runtime.checkpoint.write import write_text
 
-    write_text(folder / TABLE, table(found) + "\n")
-    write_text(folder / DOCUMENT, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    write_text(folder / TABLE, table(document) + "\n")
+    write_text(folder / DOCUMENT, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(document: Mapping[str, Any]) -> str:
     """The document for people; no line is longer than `WIDTH`."""
-    plans = found["plans"]
+    plans = document["plans"]
     counts = Counter(_verdict(plan) for plan in plans)
     others = "".join(f", {counts[kind]} {kind}" for kind in ("coupled", "inconclusive") if counts[kind])
     verdict = (f"{counts['passed']} plans passed, {counts['failed']} failed{others}, {counts['refused']} are none for "
                "this model")
-    return "\n".join([f"Paceline certificate, {found['written']}: {verdict}", "", *_facts(found), "",
-                      *_yardstick(found["yardstick"]), "", *_verdicts(plans)])
+    return "\n".join([f"Paceline certificate, {document['written']}: {verdict}", "", *_facts(document), "",
+                      *_yardstick(document["yardstick"]), "", *_verdicts(plans)])
 
 
 def _verdict(plan: Mapping[str, Any]) -> str:
@@ -69,8 +69,8 @@ def _verdict(plan: Mapping[str, Any]) -> str:
     return "refused" if plan["refused"] else "passed" if plan["passed"] else "failed"
 
 
-def _facts(found: Mapping[str, Any]) -> Iterator[str]:
-    job, model, run, device = found["job"], found["model"], found["run"], found["device"]
+def _facts(document: Mapping[str, Any]) -> Iterator[str]:
+    job, model, run, device = document["job"], document["model"], document["run"], document["device"]
     if job:
         settings = " ".join(f"{name}={value}" for name, value in job["settings"].items())
         yield from _row("job", f"{job['path']}:{job['function']} {settings}".rstrip())
@@ -80,13 +80,13 @@ def _facts(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _row("run", f"{run['steps']} steps of {run['batch']} samples, seed {run['seed']}, {run['precision']}, "
                            f"{run['optimizer']}" + (f", clip {run['clip']:g}" if run['clip'] else ""))
     yield from _device(device)
-    yield from _row("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items()))
-    yield from _row("randomness", _random(found["randomness"]))
-    coupling = found["coupling"]
+    yield from _row("versions", ", ".join(f"{name} {version}" for name, version in document["versions"].items()))
+    yield from _row("randomness", _random(document["randomness"]))
+    coupling = document["coupling"]
     yield from _row("coupling", "no layer and no loss was seen to mix the samples of a batch" if coupling is None
                     else f"{coupling['found']}. Instead: {coupling['instead']}")
-    if found["note"]:
-        yield from _row("note", found["note"])
+    if document["note"]:
+        yield from _row("note", document["note"])
 
 
 def _device(device: Mapping[str, Any]) -> Iterator[str]:

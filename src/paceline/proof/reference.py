@@ -429,9 +429,9 @@ class Dtypes(TorchDispatchMode):
     """Notes the floating-point types that operators return, but for float8 (see `EPSILON`), and whether any of them
     rounds to TF32 before."""
 
-    def __init__(self, found: set[torch.dtype]) -> None:
+    def __init__(self, dtypes: set[torch.dtype]) -> None:
         super().__init__()
-        self.found, self.tf32, self.rounds_to_tf32 = found, tf32(), False
+        self.dtypes, self.tf32, self.rounds_to_tf32 = dtypes, tf32(), False
         self.is_paused = False
 
     @contextmanager
@@ -444,14 +444,14 @@ class Dtypes(TorchDispatchMode):
     @property
     def epsilon(self) -> float:
         """The rounding of the coarsest numbers that were seen."""
-        return max([TF32_EPSILON if self.rounds_to_tf32 else 0.0, *(torch.finfo(dtype).eps for dtype in self.found)])
+        return max([TF32_EPSILON if self.rounds_to_tf32 else 0.0, *(torch.finfo(dtype).eps for dtype in self.dtypes)])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.is_paused:
             return result
         self.rounds_to_tf32 |= rounds_to_tf32(func, result, self.tf32)
-        self.found |= {leaf.dtype for leaf in tree_leaves(result)
+        self.dtypes |= {leaf.dtype for leaf in tree_leaves(result)
                        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim
                        and leaf.itemsize > 1}
         return result

@@ -24,8 +24,8 @@ def frozen_names(job: Job, model: torch.nn.Module) -> Phases[frozenset[str]]:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     frozen = tuple(frozenset(first[id(names[name])] for name in matching(wanted, list(names)))
                    for wanted in phases.values)
-    for start, found in zip(phases.starts, frozen, strict=True):
-        if trained and not trained - found:
+    for start, names_of_phase in zip(phases.starts, frozen, strict=True):
+        if trained and not trained - names_of_phase:
             raise JobError(f"freeze leaves no parameter to train from {phases.unit} {start} on",
                            hint="let the patterns of each phase leave some out")
     return Phases(phases.unit, phases.starts, frozen)

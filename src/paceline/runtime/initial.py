@@ -100,7 +100,7 @@ def _at(path: Path) -> Source:
         return _of_files(path, sorted(set(shards)), path)
     if (path / "COMMIT").is_file() or (path / "checkpoints").is_dir():
         checkpoint = (open_checkpoint(path) if (path / "COMMIT").is_file()
-                      else newest_checkpoint(path, accept=lambda found: None, warn=logger.warning))
+                      else newest_checkpoint(path, accept=lambda stored: None, warn=logger.warning))
         if checkpoint is not None:
             return _OnDisk(checkpoint, {key.removeprefix(kind): key for key in checkpoint.tensors for kind in _KINDS
                                         if key.startswith(kind)})

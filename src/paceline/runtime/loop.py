@@ -292,7 +292,7 @@ def _restore(run: _Run) -> None:
     run.context.beat("restore")
     copied = open_newest(run.context, run.settings.run_dir)
     checkpoint = copied or state.choose_checkpoint(run.context, run.settings.run_dir,
-                                                   accept=lambda found: state.mismatch(run.stepper, found))
+                                                   accept=lambda saved: state.mismatch(run.stepper, saved))
     if checkpoint is None:
         run.display.say("no checkpoint to resume from: starting at step 0")
     else:

@@ -261,11 +261,11 @@ def _cursors(run_dir: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """What else of a run folder counts steps and samples. A checkpoint that is damaged counts nothing."""
     for path in sorted((run_dir / folder.CHECKPOINTS).glob("step-*")):
         try:
-            found = open_checkpoint(path).document
+            document = open_checkpoint(path).document
         except CheckpointError:
             continue
-        if isinstance(found.get("step"), int) and isinstance(found.get("samples"), int):
-            yield path.name, {"steps": found["step"], "samples": found["samples"]}
+        if isinstance(document.get("step"), int) and isinstance(document.get("samples"), int):
+            yield path.name, {"steps": document["step"], "samples": document["samples"]}
     summary = folder.read_summary(run_dir)
     if isinstance(summary.get("steps"), int) and isinstance(summary.get("samples"), int):
         yield folder.SUMMARY, summary

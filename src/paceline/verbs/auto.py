@@ -70,15 +70,15 @@ def _choose(job: Job, where: Cluster, *, may_be_fewer: bool) -> Chosen:
 def _found(question: PlanningProblem, where: Cluster) -> Chosen:
     """First by prediction alone, among plans that leave the model whole; then, where the run is long enough, by trying
     the best of all."""
-    found = replace(question, may_split=False, times_operators=False).search(where)
-    budget_s = _budget_s(question.job, found.chosen)
-    if found.chosen is None or budget_s >= CUTTING_S:
-        found = replace(question, times_operators=budget_s >= CUTTING_S).search(where)
+    answer = replace(question, may_split=False, times_operators=False).search(where)
+    budget_s = _budget_s(question.job, answer.chosen)
+    if answer.chosen is None or budget_s >= CUTTING_S:
+        answer = replace(question, times_operators=budget_s >= CUTTING_S).search(where)
     if budget_s >= LEAST_S and not has_gpus():  # this process uses CUDA by now, and its forks can't
-        found = calibrate_best(found, partial(calibrate, question.job, where), budget_s=budget_s, worth=WORTH)
-    if found.chosen is None:
-        raise nothing_fits(found, "these devices", remedies(question, where))
-    return Chosen(found.chosen.plan, reason(found.chosen, found.chosen), found.chosen.estimate, question.profile)
+        answer = calibrate_best(answer, partial(calibrate, question.job, where), budget_s=budget_s, worth=WORTH)
+    if answer.chosen is None:
+        raise nothing_fits(answer, "these devices", remedies(question, where))
+    return Chosen(answer.chosen.plan, reason(answer.chosen, answer.chosen), answer.chosen.estimate, question.profile)
 
 
 def _budget_s(job: Job, best: Candidate | None) -> float:

@@ -141,9 +141,9 @@ def calibrate(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Cali
     if (more := min(more_pairs(warm), room)) > 0:
         again = _tried(job, cluster, plan, 2 * (WARM_UP_PAIRS + more), in_turns=True)
         warm += again.pairs[WARM_UP_PAIRS:]
-    found = gain(warm)
+    gained = gain(warm)
     # The mean step is that of every other step with the gain.
-    return Calibration(trial.step_s - found.seconds / 2, trial.peak_memory_bytes, start_s(trial.pairs), found)
+    return Calibration(trial.step_s - gained.seconds / 2, trial.peak_memory_bytes, start_s(trial.pairs), gained)
 
 
 def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: bool) -> _Trial:

@@ -70,8 +70,8 @@ def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | 
                 "samples": trained.checkpoint.document["samples"],
                 "validation_loss": figures.pop("loss"), "metrics": figures}
 
-    found: dict[str, Any] = place.run(body, run_dir=None)
-    return found
+    evaluated: dict[str, Any] = place.run(body, run_dir=None)
+    return evaluated
 
 
 def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, *, devices: str | None = None,
@@ -110,9 +110,10 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
             with repeatable(asked.plan), float32_products(job, context):
                 trained = load_trained(context, job, asked, Path(run))
                 layout = trained.parts[predicting].layout if predicting else trained.layout
-                for number, found in enumerate(outputs(trained.model, layout, job, data, part=trained.part,
-                                                       device=context.device)):
-                    save_tensors(Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors", _named(found))
+                for number, outputs_of_batch in enumerate(outputs(trained.model, layout, job, data, part=trained.part,
+                                                                  device=context.device)):
+                    file = Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors"
+                    save_tensors(file, _named(outputs_of_batch))
             if context.world_size > 1:
                 import torch.distributed as dist
 
@@ -123,8 +124,8 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
             return {"plan": str(asked.plan), "step": trained.checkpoint.step, "samples": len(data), "output": str(path),
                     "shapes": shapes}
 
-        found: dict[str, Any] = place.run(body, run_dir=None)
-        return found
+        predicted: dict[str, Any] = place.run(body, run_dir=None)
+        return predicted
 
 
 def _predicting(job: Job, model: str | None) -> str | None:
@@ -159,7 +160,7 @@ def load_trained(context: RankContext, job: Job, asked: Resolved, run_dir: Path)
     options: Any = {"plan": asked.plan, "mesh": mesh, "device": context.device}
     prepared, parts = prepare_models(job, **options) if job.models else (prepare_job(job, **options), {})
     model, layout = prepared.model, prepared.layout
-    checkpoint = state.choose_checkpoint(context, run_dir, accept=lambda found: state.model_mismatch(model, found))
+    checkpoint = state.choose_checkpoint(context, run_dir, accept=lambda saved: state.model_mismatch(model, saved))
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint", hint="train it first, or longer")
     state.load_weights(model, dict(layout.module.named_parameters()), checkpoint)

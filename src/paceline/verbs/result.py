@@ -104,7 +104,7 @@ class TrainedModel:
         from paceline.runtime.checkpoint.read import newest_checkpoint, open_checkpoint
 
         if self.step is None:
-            newest = newest_checkpoint(self.run, accept=lambda found: None, warn=logger.warning)
+            newest = newest_checkpoint(self.run, accept=lambda checkpoint: None, warn=logger.warning)
             if newest is None:
                 raise CheckpointError(f"{self.run} has no checkpoint", hint="train it first, or longer")
             return newest

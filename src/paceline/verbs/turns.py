@@ -111,10 +111,10 @@ def gain(warm: Sequence[Pair]) -> Gain:
 
 def more_pairs(warm: Sequence[Pair]) -> int:
     """How many more pairs it takes until a gain is known; 0 where it is known, or where none is seen."""
-    found = gain(warm)
-    if found.seconds <= 0:
+    warm_gain = gain(warm)
+    if warm_gain.seconds <= 0:
         return 0
-    wide = (found.high_s - found.low_s) / 2 / (PRECISE * found.seconds)
+    wide = (warm_gain.high_s - warm_gain.low_s) / 2 / (PRECISE * warm_gain.seconds)
     return max(0, math.ceil(len(warm) * (wide**2 - 1)))
 
 

@@ -101,17 +101,17 @@ def groups_of(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
                 yield group
 
 
-def _visit(value: Any, path: str, found: Parts, seen: set[int]) -> None:
+def _visit(value: Any, path: str, parts: Parts, seen: set[int]) -> None:
     if id(value) in seen or isinstance(value, _NEVER_STATE):
         return
     seen.add(id(value))
     if isinstance(value, Optimizer):
-        found.optimizers[path] = value
+        parts.optimizers[path] = value
         items: list[tuple[Any, Any]] = [(name, item) for name, item in vars(value).items() if name not in _of_torch()]
         shared = {key: item for key, item in value.state.items() if not isinstance(key, torch.Tensor)}
         prefix = f"{path}.state" if path else "state"
-        found.nodes[prefix] = value.state
-        found.slots.update({f"{prefix}.{key}": Slot(f"{prefix}.{key}", value.state, key)
+        parts.nodes[prefix] = value.state
+        parts.slots.update({f"{prefix}.{key}": Slot(f"{prefix}.{key}", value.state, key)
                             for key, item in shared.items() if _is_value(item)})
     elif isinstance(value, MutableMapping):
         items = [(key, item) for key, item in value.items() if isinstance(key, str | int)]
@@ -121,14 +121,14 @@ def _visit(value: Any, path: str, found: Parts, seen: set[int]) -> None:
         items = list(vars(value).items())
     else:
         return
-    found.nodes[path] = value
+    parts.nodes[path] = value
     for key, item in items:
         inner = f"{path}.{key}" if path else str(key)
         if _is_value(item):
             if not isinstance(value, tuple | deque):
-                found.slots[inner] = Slot(inner, value, key)
+                parts.slots[inner] = Slot(inner, value, key)
         else:
-            _visit(item, inner, found, seen)
+            _visit(item, inner, parts, seen)
 
 
 def _is_value(value: Any) -> bool:

@@ -84,12 +84,12 @@ class CompilationWatch:
                     self._tell(compilation, reason)
             self._known.add(block)
 
-    def _tell(self, found: Compilation, again: str) -> None:
-        if found.block not in self._known:
-            logger.info("compiled '%s' in %.1f s", found.block, found.seconds)
+    def _tell(self, compilation: Compilation, again: str) -> None:
+        if compilation.block not in self._known:
+            logger.info("compiled '%s' in %.1f s", compilation.block, compilation.seconds)
             return
-        found.again = again or "torch gives no reason"
-        logger.warning("compiled '%s' again in %.1f s: %s", found.block, found.seconds, found.again)
+        compilation.again = again or "torch gives no reason"
+        logger.warning("compiled '%s' again in %.1f s: %s", compilation.block, compilation.seconds, compilation.again)
 
     def _new_failures(self) -> list[str]:
         """What did not hold of code that was compiled before, in torch's words, since this was last asked."""

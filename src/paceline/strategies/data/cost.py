@@ -114,38 +114,38 @@ def departures(step: Step) -> dict[int, list[Bucket]]:
     trainable = [p for p in step.profile.parameters if p.trainable]
     sizes = [step.held.gradients[p.name] for p in trainable]
     ready = _ready_after(step)
-    found: dict[int, list[Bucket]] = defaultdict(list)
+    buckets: dict[int, list[Bucket]] = defaultdict(list)
     latest = len(step.profile.segments)
     for bucket in assign(sizes, [p.dtype for p in trainable]):
         latest = min([latest, *(ready.get(trainable[i].name, _AT_THE_END) for i in bucket)])
-        found[latest].append(Bucket(sum(sizes[i] for i in bucket), tuple(shape_of(trainable[i]) for i in bucket),
+        buckets[latest].append(Bucket(sum(sizes[i] for i in bucket), tuple(shape_of(trainable[i]) for i in bucket),
                                     item_bytes(trainable[bucket[0]])))
-    return found
+    return buckets
 
 
 def _by_dimensions(step: Step) -> dict[int, list[Bucket]]:
     parts = step.profile.reduced_part
     trainable = {p.name: p for p in step.profile.parameters if p.trainable}
     largest = min(LARGEST_BUCKET_BYTES, parts * sum(step.held.gradients[p.name] * p.count for p in trainable.values()))
-    found: dict[int, list[Bucket]] = defaultdict(list)
+    buckets: dict[int, list[Bucket]] = defaultdict(list)
     for number, segment in enumerate(step.profile.segments):
         for name in (name for name in segment.gradients if name in trainable):
             num_bytes = step.held.gradients[name] * parts
-            found[number].append(Bucket(largest, (shape_of(trainable[name]),), item_bytes(trainable[name]),
+            buckets[number].append(Bucket(largest, (shape_of(trainable[name]),), item_bytes(trainable[name]),
                                         times=num_bytes / largest))
-    return found
+    return buckets
 
 
 def _ready_after(step: Step) -> dict[str, int]:
     """The segment after whose backward each gradient is ready; a parameter that is missing has none before the end."""
-    found: dict[str, int] = {}
+    ready: dict[str, int] = {}
     for number, segment in enumerate(step.profile.segments):
         names: Iterable[str] = segment.gradients
         if step.held.gradients_by_unit:
             names = [p.name for p in step.profile.owned_by(segment.unit)] if segment.unit else ()
         for name in names:
-            found.setdefault(name, number)  # backward comes to a unit's first segment last
-    return found
+            ready.setdefault(name, number)  # backward comes to a unit's first segment last
+    return ready
 
 
 def hold(held: Footprint, plan: Plan, profile: Profile) -> Footprint:

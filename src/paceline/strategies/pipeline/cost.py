@@ -88,22 +88,22 @@ def _cut(profile: Profile, num_stages: int, flops_per_byte: float) -> list[Run]:
     """The segments of each stage. Those of the root stay with the layers next to them."""
     counts = [s.repeat if s.unit else 0 for s in profile.segments]
     dealt = _dealt([s for s in profile.segments if s.unit], num_stages, flops_per_byte)
-    found: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
+    cuts: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
     stage, room = 0, dealt[0]
     for number, segment in enumerate(profile.segments):
         left = segment.repeat
         if not segment.unit:
             after = any(counts[number + 1:])
-            found[stage if after else num_stages - 1].append((number, left))
+            cuts[stage if after else num_stages - 1].append((number, left))
             continue
         while left:
             while room == 0:
                 stage += 1
                 room = dealt[stage]
             taken = min(left, room)
-            found[stage].append((number, taken))
+            cuts[stage].append((number, taken))
             left, room = left - taken, room - taken
-    return [tuple(run) for run in found]
+    return [tuple(run) for run in cuts]
 
 
 def _dealt(layers: Sequence[Segment], num_stages: int, flops_per_byte: float) -> list[int]:
@@ -120,14 +120,14 @@ def _dealt(layers: Sequence[Segment], num_stages: int, flops_per_byte: float) ->
 
 def _homes(profile: Profile, runs: Sequence[Run], num_ranks: int) -> dict[str, set[int]]:
     """The ranks that use each parameter of the root."""
-    found: dict[str, set[int]] = {}
+    homes: dict[str, set[int]] = {}
     for stage, run in enumerate(runs):
         for number, _ in run:
             segment = profile.segments[number]
             if not segment.unit:
                 for name in (*segment.gradients, *segment.borrows):
-                    found.setdefault(name, set()).add(stage % num_ranks)
-    return found
+                    homes.setdefault(name, set()).add(stage % num_ranks)
+    return homes
 
 
 @lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ from paceline.strategies.place.file import Placement
 from paceline.strategies.place.ledger import PieceMemory, by_device, table
 
 
-def place_automatically(found: Capture, seconds: Mapping[str, float], needs: Mapping[str, PieceMemory],
+def place_automatically(capture: Capture, seconds: Mapping[str, float], needs: Mapping[str, PieceMemory],
                         memory_bytes: Sequence[float], names: Sequence[str]) -> dict[str, int]:
     """A part for every piece, by key: what can run at the same time on different parts, and memory shared out.
 
@@ -26,20 +26,20 @@ def place_automatically(found: Capture, seconds: Mapping[str, float], needs: Map
     Raises:
         PlanError: fewer pieces than parts, or a part that gets more than its device has; with the ledger.
     """
-    with_parameters = [piece for piece in found.pieces if piece.parameters]
+    with_parameters = [piece for piece in capture.pieces if piece.parameters]
     if len(with_parameters) < len(memory_bytes):
         raise PlanError(f"the model has {len(with_parameters)} pieces with parameters and {len(memory_bytes)} parts "
                         "were asked for", hint=f"at most {len(with_parameters)} parts")
     whole = sum(need.total for need in needs.values())
     known = 0 < sum(memory_bytes) < float("inf")
     room = [whole * (memory / sum(memory_bytes) if known else 1 / len(memory_bytes)) for memory in memory_bytes]
-    maker = {name: piece.key for piece in found.pieces for name in piece.outputs}
+    maker = {name: piece.key for piece in capture.pieces for name in piece.outputs}
     ended: dict[str, float] = {}
     free = [0.0] * len(memory_bytes)
     held_bytes = [0.0] * len(memory_bytes)
     part_of: dict[str, int] = {}
     left = len(with_parameters)
-    for piece in found.pieces:
+    for piece in capture.pieces:
         sources = [maker[name] for name in piece.inputs if name in maker]
         need = needs[piece.key].total
 
@@ -64,7 +64,7 @@ def place_automatically(found: Capture, seconds: Mapping[str, float], needs: Map
     return part_of
 
 
-def place_by_file(found: Capture, placement: Placement, known: Sequence[str], needs: Mapping[str, PieceMemory],
+def place_by_file(capture: Capture, placement: Placement, known: Sequence[str], needs: Mapping[str, PieceMemory],
                   memory_bytes: Sequence[float], names: Sequence[str]) -> dict[str, int]:
     """A part for every piece, by key, as a file says.
 
@@ -73,11 +73,11 @@ def place_by_file(found: Capture, placement: Placement, known: Sequence[str], ne
     Raises:
         PlanError: the file leaves a module out, names a missing one, or overfills a device; with the ledger.
     """
-    pieces = {piece.key: _module_of(piece) for piece in found.pieces if piece.parameters}
+    pieces = {piece.key: _module_of(piece) for piece in capture.pieces if piece.parameters}
     parts = placement.part_of(list(dict.fromkeys(pieces.values())), known=known)
-    maker = {name: piece.key for piece in found.pieces for name in piece.outputs}
+    maker = {name: piece.key for piece in capture.pieces for name in piece.outputs}
     part_of: dict[str, int] = {}
-    for piece in found.pieces:
+    for piece in capture.pieces:
         sources = [maker[name] for name in piece.inputs if name in maker]
         part_of[piece.key] = (parts[pieces[piece.key]] if piece.key in pieces
                               else part_of[sources[-1]] if sources else 0)
@@ -99,7 +99,7 @@ def refuse_overfull(needs: Mapping[str, PieceMemory], part_of: Mapping[str, int]
                         hint="more parts, smaller micro-batches (accumulate=K), or recompute=full")
 
 
-def stages(found: Capture, part_of: Mapping[str, int]) -> tuple[dict[str, int], list[int]]:
+def stages(capture: Capture, part_of: Mapping[str, int]) -> tuple[dict[str, int], list[int]]:
     """Pieces as stages that begin where a part needs something of another and end where another needs something.
 
     So a part sends what others wait for before it goes on, and does what it can before it waits.
@@ -107,13 +107,13 @@ def stages(found: Capture, part_of: Mapping[str, int]) -> tuple[dict[str, int], 
     Returns:
         The stage of each piece, by key; the part of each stage.
     """
-    maker = {name: piece.key for piece in found.pieces for name in piece.outputs}
-    crossing = {maker[name] for piece in found.pieces for name in piece.inputs
+    maker = {name: piece.key for piece in capture.pieces for name in piece.outputs}
+    crossing = {maker[name] for piece in capture.pieces for name in piece.inputs
                 if name in maker and part_of[maker[name]] != part_of[piece.key]}
     stage_of: dict[str, int] = {}
     parts: list[int] = []
     before: Piece | None = None
-    for piece in found.pieces:
+    for piece in capture.pieces:
         waits = any(name in maker and part_of[maker[name]] != part_of[piece.key] for name in piece.inputs)
         if before is None or waits or before.key in crossing or part_of[before.key] != part_of[piece.key]:
             parts.append(part_of[piece.key])

@@ -154,32 +154,32 @@ class Selective(TorchDispatchMode):
                 self._change(result, func, args, kwargs, known)
         return result
 
-    def _add(self, found: torch.Tensor, func: Callable[..., Any], args: Any, kwargs: Any, known: list[AttentionStep],
+    def _add(self, output: torch.Tensor, func: Callable[..., Any], args: Any, kwargs: Any, known: list[AttentionStep],
              *, is_changing: bool = False) -> None:
         given = args
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._argument, (tuple(args), kwargs))
         after = func in _SOFTMAX or any(step.after_softmax for step in known)
-        storage, key = found.untyped_storage(), found.untyped_storage()._cdata
+        storage, key = output.untyped_storage(), output.untyped_storage()._cdata
 
         def gone(_: Any) -> None:
             self._steps.pop(key, None)
 
         step = AttentionStep(func, args, kwargs, after, is_changing)
         self._steps[key] = step, weakref.ref(storage, gone)
-        self.noted(step, func, given, found)
+        self.noted(step, func, given, output)
 
-    def noted(self, step: AttentionStep, func: Callable[..., Any], args: Any, found: torch.Tensor) -> None:
+    def noted(self, step: AttentionStep, func: Callable[..., Any], args: Any, output: torch.Tensor) -> None:
         """A step that may have to be made again."""
 
-    def _change(self, found: torch.Tensor, func: Any, args: Any, kwargs: Any, known: list[AttentionStep]) -> None:
+    def _change(self, output: torch.Tensor, func: Any, args: Any, kwargs: Any, known: list[AttentionStep]) -> None:
         """An operator that changes the memory of a step: that can be made again with it, or not at all."""
         before = self._step_of(args[0])
         if before is None:
             return
-        if _may_be_again(func) and args[0] is found and not before.times:
-            self._add(found, func, args, kwargs, known, is_changing=True)
+        if _may_be_again(func) and args[0] is output and not before.times:
+            self._add(output, func, args, kwargs, known, is_changing=True)
         else:
-            self._steps.pop(found.untyped_storage()._cdata, None)
+            self._steps.pop(output.untyped_storage()._cdata, None)
 
     def _step_of(self, tensor: torch.Tensor) -> AttentionStep | None:
         if tensor.layout is not torch.strided:

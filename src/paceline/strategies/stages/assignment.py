@@ -38,12 +38,12 @@ class Assignment:
     orders: Sequence[Sequence[Action]]
 
 
-def assigned(model: nn.Module, found: Capture, plan: Plan, *, samples: int, state_factor: float,
+def assigned(model: nn.Module, capture: Capture, plan: Plan, *, samples: int, state_factor: float,
              devices: Sequence[Device], precision: Precision) -> Assignment:
     """Cut a captured model as a plan says.
 
     Args:
-        found: Captured with EXAMPLE_SAMPLES samples.
+        capture: Captured with EXAMPLE_SAMPLES samples.
         samples: Most of a micro-batch.
         state_factor: Bytes of optimizer state a byte of trainable parameters.
         devices: Of each rank; without them nothing is too large, and all are ordinary CPUs that are equally fast.
@@ -52,34 +52,34 @@ def assigned(model: nn.Module, found: Capture, plan: Plan, *, samples: int, stat
     Raises:
         PlanError: the model has fewer pieces than the plan has stages, or what it is cut into doesn't fit.
     """
-    needs = piece_needs(model, found, samples=samples, state_factor=state_factor)
+    needs = piece_needs(model, capture, samples=samples, state_factor=state_factor)
     places = weakest(plan, devices)
     holders = plan.axes.tensor * plan.axes.shard  # ranks that have a stage's weights together
     memory = [float("inf") if device is None
               else allocator_of(plan, device).room(device.memory_bytes) * holders for device in places]
     flops_per_byte = places[0].flops_per_byte(precision) if places[0] is not None else CPU_FLOPS_PER_BYTE
     if plan.axes.parts > 1:
-        part_of = _part_of(model, found, plan, needs, memory, flops_per_byte)
-        stage_of, ranks = stages(found, part_of)
-        _check_edits(found, stage_of)
+        part_of = _part_of(model, capture, plan, needs, memory, flops_per_byte)
+        stage_of, ranks = stages(capture, part_of)
+        _check_edits(capture, stage_of)
         return Assignment(stage_of, ranks, in_turn(ranks, num_parts=plan.axes.parts,
                                                    num_microbatches=plan.num_microbatches))
     num_ranks, virtual = plan.axes.pipeline, plan.schedule.virtual
     orders = schedule(plan.schedule.schedule, num_ranks=num_ranks, num_microbatches=plan.num_microbatches,
                       virtual=virtual)
-    stage_of = assign(found, needs, flops_per_byte=flops_per_byte, speeds=_speeds(places) * virtual,
+    stage_of = assign(capture, needs, flops_per_byte=flops_per_byte, speeds=_speeds(places) * virtual,
                       memory_bytes=[num_bytes / virtual for num_bytes in memory] * virtual,
                       in_flight=[-(-in_flight(list(order)) // virtual) for order in orders] * virtual)
     return Assignment(stage_of, [stage % num_ranks for stage in range(num_ranks * virtual)], orders)
 
 
-def _check_edits(found: Capture, stage_of: Mapping[str, int]) -> None:
+def _check_edits(capture: Capture, stage_of: Mapping[str, int]) -> None:
     """Refuse a cut between a value and an edit of it in place, of which other stages would not learn.
 
     `pipeline=N` makes no such cut.
     """
-    maker = {name: piece.key for piece in found.pieces for name in piece.outputs}
-    for piece in found.pieces:
+    maker = {name: piece.key for piece in capture.pieces for name in piece.outputs}
+    for piece in capture.pieces:
         for name in piece.mutates:
             if name in maker and stage_of[maker[name]] != stage_of[piece.key]:
                 edits, made = (key.rstrip("+") or "the model's own forward" for key in (piece.key, maker[name]))
@@ -94,20 +94,20 @@ def _speeds(places: Sequence[Device | None]) -> list[float]:
     return [speed / max(stated) for speed in stated] if len(stated) == len(places) else [1.0] * len(places)
 
 
-def _part_of(model: nn.Module, found: Capture, plan: Plan, needs: Mapping[str, PieceMemory],
+def _part_of(model: nn.Module, capture: Capture, plan: Plan, needs: Mapping[str, PieceMemory],
              memory: Sequence[float], flops_per_byte: float) -> dict[str, int]:
     names = [f"part {part}" for part in range(plan.axes.parts)]
     if plan.schedule.place == "auto":
-        flops = {piece.key: forward_flops(piece, flops_per_byte=flops_per_byte) for piece in found.pieces}
-        return place_automatically(found, flops, needs, memory, names)
+        flops = {piece.key: forward_flops(piece, flops_per_byte=flops_per_byte) for piece in capture.pieces}
+        return place_automatically(capture, flops, needs, memory, names)
     placement = read_placement(Path(plan.schedule.place))
     if placement.num_parts != plan.axes.parts:
         raise PlanError(f"{placement.path} has {placement.num_parts} parts and the plan {plan.axes.parts}",
                         hint=f"parts={placement.num_parts}")
-    return place_by_file(found, placement, [name for name, _ in model.named_modules() if name], needs, memory, names)
+    return place_by_file(capture, placement, [name for name, _ in model.named_modules() if name], needs, memory, names)
 
 
-def piece_needs(model: nn.Module, found: Capture, *, samples: int, state_factor: float) -> dict[str, PieceMemory]:
+def piece_needs(model: nn.Module, capture: Capture, *, samples: int, state_factor: float) -> dict[str, PieceMemory]:
     """What each piece has to hold in training, by key. A tied parameter counts in each piece that uses it.
 
     samples: whose activations are in flight.
@@ -115,10 +115,10 @@ def piece_needs(model: nn.Module, found: Capture, *, samples: int, state_factor:
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers(remove_duplicate=False))
     needs = {}
-    for piece in found.pieces:
+    for piece in capture.pieces:
         weights = sum(parameters[name].nbytes for name in dict.fromkeys(piece.parameters))
         trained = sum(parameters[name].nbytes for name in dict.fromkeys(piece.parameters)
                       if parameters[name].requires_grad)
-        kept = kept_bytes(piece, found.values, parameters, buffers) / EXAMPLE_SAMPLES * samples
+        kept = kept_bytes(piece, capture.values, parameters, buffers) / EXAMPLE_SAMPLES * samples
         needs[piece.key] = PieceMemory(weights, trained, state_factor * trained, kept)
     return needs

@@ -37,10 +37,10 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: listed[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def renamed(found: Capture, first_name: Mapping[str, str]) -> Capture:
+def renamed(capture: Capture, first_name: Mapping[str, str]) -> Capture:
     """The capture with a tied parameter under one name."""
-    return replace(found, pieces=tuple(
-        replace(piece, parameters=tuple(first_name[name] for name in piece.parameters)) for piece in found.pieces))
+    return replace(capture, pieces=tuple(
+        replace(piece, parameters=tuple(first_name[name] for name in piece.parameters)) for piece in capture.pieces))
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
@@ -48,10 +48,10 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def kept_whole(model: nn.Module, found: Capture) -> dict[str, str]:
+def kept_whole(model: nn.Module, capture: Capture) -> dict[str, str]:
     """Parameters that no rank can hold a part of, by name, and why."""
     hooked = [name for name, p in model.named_parameters() if has_hooks(p)]
-    changed = set().union(*(piece.changes for piece in found.pieces))
+    changed = set().union(*(piece.changes for piece in capture.pieces))
     return dict.fromkeys(hooked, "its gradient has a hook, which expects it whole") | dict.fromkeys(
         changed, "the forward changes it in place")
 
@@ -249,30 +249,30 @@ class Stages:
         finally:
             self.template.train()
 
-    def _cut_for_training(self, found: Capture) -> Staged:
+    def _cut_for_training(self, capture: Capture) -> Staged:
         """Pieces in the stages of the first capture; one without weights that this does not have, with the last."""
         weights = {piece.key: set(piece.parameters) for piece in self.example.pieces}
         stages: dict[str, int] = {}
-        for piece in found.pieces:
+        for piece in capture.pieces:
             if not weights.get(piece.key, set()).issuperset(piece.parameters):
                 raise JobError(f"'{piece.key}' runs here otherwise than in the capture that the model was cut by",
                                hint="the model takes another course for this input; use a data=N or shard=N plan")
             stages[piece.key] = self.stage_of.get(piece.key, next(reversed(stages.values()), 0))
-        return cut(found, lambda piece: stages[piece.key], self.ranks)
+        return cut(capture, lambda piece: stages[piece.key], self.ranks)
 
-    def _cut_for_evaluation(self, found: Capture) -> Staged:
+    def _cut_for_evaluation(self, capture: Capture) -> Staged:
         """Pieces in the order in which the model runs them, which may not be that of training: each where its weights
         are, and a new stage wherever that is another rank. The last one is on the rank that has the loss."""
         ranks: list[int] = []
         stages: dict[str, int] = {}
-        for piece in found.pieces:
+        for piece in capture.pieces:
             place = self._place(piece, before=ranks[-1] if ranks else 0)
             if not ranks or ranks[-1] != place:
                 ranks.append(place)
             stages[piece.key] = len(ranks) - 1
         if not ranks or ranks[-1] != self.ranks[-1]:
             ranks.append(self.ranks[-1])
-        return cut(found, lambda piece: stages[piece.key], ranks)
+        return cut(capture, lambda piece: stages[piece.key], ranks)
 
     def _place(self, piece: Piece, *, before: int) -> int:
         """Where along the axis a piece of an evaluation can run; where training runs it, if it does."""

@@ -63,8 +63,8 @@ class SplitJob:
             self.first_name = first_names(self.model)
             self.opaque = OpaqueModules() if each else RepeatedBlocks(self.model)
             with autocast(job):
-                found = capture_or_learn(self.model, lambda samples: _arguments(self._batch(samples)[0]), self.opaque)
-        self.example = renamed(found, self.first_name)
+                capture = capture_or_learn(self.model, lambda samples: _arguments(self._batch(samples)[0]), self.opaque)
+        self.example = renamed(capture, self.first_name)
         self._captures: dict[int, Capture] = {}
         self._splits: dict[tuple[int, int, bool], TensorSplit] = {}
         self._priced: dict[tuple[int, int], dict[str, Segment]] = {}
@@ -80,15 +80,15 @@ class SplitJob:
         Raises:
             PlanError: the model has fewer pieces than the plan has stages, or what it is cut into doesn't fit.
         """
-        found = assigned(self.model, self.example, plan, samples=microbatch_samples, state_factor=self.state_factor,
-                         devices=devices, precision=self.job.precision)
+        assignment = assigned(self.model, self.example, plan, samples=microbatch_samples,
+                              state_factor=self.state_factor, devices=devices, precision=self.job.precision)
         split = self._split(plan, microbatch_samples)
         at, costs = self.priced(microbatch_samples, split)
-        staged = cut(at, lambda piece: found.stage_of.get(piece.key, 0), found.ranks)
-        return [self._rank(place, plan, found, staged, costs, self._sizes(split), microbatch_samples)
-                for place in range(len(found.orders))]
+        staged = cut(at, lambda piece: assignment.stage_of.get(piece.key, 0), assignment.ranks)
+        return [self._rank(place, plan, assignment, staged, costs, self._sizes(split), microbatch_samples)
+                for place in range(len(assignment.orders))]
 
-    def _rank(self, place: int, plan: Plan, found: Assignment, staged: Staged, costs: Mapping[str, Segment],
+    def _rank(self, place: int, plan: Plan, assignment: Assignment, staged: Staged, costs: Mapping[str, Segment],
               sizes: Mapping[str, Parameter], samples: int) -> RankCost:
         last = len(staged.stages) - 1
         segments: list[Segment] = []
@@ -117,11 +117,11 @@ class SplitJob:
                 returns=tuple(StageMessage(f"{value.name}<{stage.number}", home[value.name], value.num_bytes)
                               for value in stage.inputs if value.differentiable and home[value.name] != place))
             taken.update(value.name for value in stage.inputs)
-        held = self._held(place, sizes, found)
+        held = self._held(place, sizes, assignment)
         return RankCost(
-            self._profile(held, _once(segments, halves), _unit_of(pieces)), stages, found.orders[place],
+            self._profile(held, _once(segments, halves), _unit_of(pieces)), stages, assignment.orders[place],
             batch_bytes=self.whole.batch_bytes.at(samples * plan.num_microbatches), action_s=ACTION_S,
-            tied_bytes=sum(sizes[name].gradient_bytes for name in held if self._ranks_of(found, name) > 1))
+            tied_bytes=sum(sizes[name].gradient_bytes for name in held if self._ranks_of(assignment, name) > 1))
 
     def _profile(self, held: Mapping[str, Parameter], segments: tuple[Segment, ...],
                  unit_of: Mapping[str, str]) -> Profile:
@@ -136,16 +136,16 @@ class SplitJob:
                        update=whole.update.times(part),
                        update_peak_bytes=round(whole.update_peak_bytes * largest / of_all) if of_all else 0)
 
-    def _held(self, place: int, sizes: Mapping[str, Parameter], found: Assignment) -> dict[str, Parameter]:
+    def _held(self, place: int, sizes: Mapping[str, Parameter], assignment: Assignment) -> dict[str, Parameter]:
         """Parameters of a place, in the model's order. What no piece uses is on the first."""
         used: dict[str, set[int]] = {}
         for piece in self.example.pieces:
             for name in piece.parameters:
-                used.setdefault(name, set()).add(found.ranks[found.stage_of[piece.key]])
+                used.setdefault(name, set()).add(assignment.ranks[assignment.stage_of[piece.key]])
         return {name: p for name, p in sizes.items() if place in used.get(name, {0})}
 
-    def _ranks_of(self, found: Assignment, name: str) -> int:
-        return len({found.ranks[found.stage_of[piece.key]] for piece in self.example.pieces
+    def _ranks_of(self, assignment: Assignment, name: str) -> int:
+        return len({assignment.ranks[assignment.stage_of[piece.key]] for piece in self.example.pieces
                     if name in piece.parameters})
 
     def _sizes(self, split: TensorSplit) -> dict[str, Parameter]:
@@ -186,20 +186,20 @@ class SplitJob:
             if samples not in self._captures:
                 self._captures[samples] = self.example if samples == EXAMPLE_SAMPLES else renamed(
                     capture(self.model, args, kwargs, opaque=self.opaque), self.first_name)
-            found, key = split.in_parts(self._captures[samples]), (samples, id(split))
+            in_parts, key = split.in_parts(self._captures[samples]), (samples, id(split))
             if key not in self._priced:
                 like = self.opaque.repeats.members if isinstance(self.opaque, RepeatedBlocks) else {}
-                run = [piece for piece in found.pieces if piece.key not in like]
-                programs = {piece.key: self._program(piece, found, split) for piece in run if split.touches(piece)}
+                run = [piece for piece in in_parts.pieces if piece.key not in like]
+                programs = {piece.key: self._program(piece, in_parts, split) for piece in run if split.touches(piece)}
                 with self.built.symbolic():
-                    costs = {piece.key: self._price(piece, found, split, programs.get(piece.key), samples)
+                    costs = {piece.key: self._price(piece, in_parts, split, programs.get(piece.key), samples)
                              for piece in run}
                     costs |= {unit: _like(costs[traced], unit) for unit, traced in like.items()}
-                    costs[LOSS] = self._price_loss(found, target, samples)
+                    costs[LOSS] = self._price_loss(in_parts, target, samples)
                 self._priced[key] = costs
-        return found, self._priced[key]
+        return in_parts, self._priced[key]
 
-    def _program(self, piece: Piece, found: Capture, split: TensorSplit) -> tuple[Program, Counted]:
+    def _program(self, piece: Piece, capture: Capture, split: TensorSplit) -> tuple[Program, Counted]:
         """What a rank runs of a piece that is split. Recorded outside of the fake mode, as it has one of its own."""
         from paceline.strategies.tensor.paper import program_of
 
@@ -207,7 +207,7 @@ class SplitJob:
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with self.built.symbolic():
             given = [torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
-                     for value in (found.values[name] for name in piece.inputs)]
+                     for value in (capture.values[name] for name in piece.inputs)]
         return program_of(piece, split, [*(parameters[name] for name in piece.parameters),
                                          *(buffers[name] for name in piece.buffers), *given])
 
@@ -215,17 +215,17 @@ class SplitJob:
         batch = collated(first_items(self.job.data, 1), self.job.collate)
         return mapped(lambda t: as_the_job_takes(t, self.job, samples, samples), batch)
 
-    def _price(self, piece: Piece, found: Capture, split: TensorSplit,
+    def _price(self, piece: Piece, capture: Capture, split: TensorSplit,
                program: tuple[Program, Counted] | None, samples: int) -> Segment:
         """Forward and backward of a piece on fake tensors. program: what a rank runs of one that is split."""
         if piece.opaque:  # its code may keep what it is given
-            return self._guess(piece, found)
+            return self._guess(piece, capture)
         parameters = dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         own = {name: nn.Parameter(split.empty_part(name, parameters[name]),
                                   requires_grad=parameters[name].requires_grad) for name in piece.parameters}
         given = [torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
-                 for value in (found.values[name] for name in piece.inputs)]
+                 for value in (capture.values[name] for name in piece.inputs)]
         taken = [tensor.clone() if name in piece.mutates else tensor
                  for name, tensor in zip(piece.inputs, given, strict=True)]
         recorder = WorkRecorder()
@@ -246,30 +246,30 @@ class SplitJob:
                 roots = [t for t in outputs if t.requires_grad]
                 torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         except Exception:  # a function that looks at values
-            return self._guess(piece, found)
+            return self._guess(piece, capture)
         segment = _segment(piece.key, recorder, self._step_bytes(samples), spared)
         if program is None:
             return segment
         sent = tuple(program[1].sent)
         return replace(segment, tensor=TensorCut(counted=(sent[:num_ahead], sent[num_ahead:])))
 
-    def _guess(self, piece: Piece, found: Capture) -> Segment:
+    def _guess(self, piece: Piece, capture: Capture) -> Segment:
         """Of a piece that can't be run on fake tensors: its results stand for what is inside it."""
         parameters = dict(self.model.named_parameters())
-        made = sum(found.values[name].num_bytes for name in piece.outputs)
+        made = sum(capture.values[name].num_bytes for name in piece.outputs)
         return Segment(piece.key, kept_bytes=Affine(INSIDE_OF_OPAQUE * made), output_bytes=Affine(made),
                        gradients=tuple(name for name in dict.fromkeys(piece.parameters)
                                        if parameters[name].requires_grad))
 
-    def _price_loss(self, found: Capture, target: Any, samples: int) -> Segment:
+    def _price_loss(self, capture: Capture, target: Any, samples: int) -> Segment:
         values = {name: torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
-                  for name, value in found.values.items()}
+                  for name, value in capture.values.items()}
         goal = tree_map(lambda t: self.built.mode.from_tensor(t, static_shapes=True)
                         if isinstance(t, torch.Tensor) else t, target)
         recorder = WorkRecorder()
         recorder.ignore([*values.values(), *tree_leaves(goal)])
         with recorder:
-            loss = self.job.criterion(found.result(values), goal)
+            loss = self.job.criterion(capture.result(values), goal)
             loss = loss[0] if isinstance(loss, tuple | list) else loss
             recorder.move_to(StepPosition(0, "backward"))
             loss.backward()
@@ -289,7 +289,7 @@ def _like(traced: Segment, unit: str) -> Segment:
 
 
 def _segment(unit: str, recorder: WorkRecorder, step_bytes: float, spared: SparedBySelective | None = None) -> Segment:
-    scores = None if spared is None else spared.found.get(StepPosition(0, "forward"))
+    scores = None if spared is None else spared.spared.get(StepPosition(0, "forward"))
     return replace(recorder.segment(0, recorder.levels(), step_bytes=step_bytes, spared=scores), unit=unit,
                    gradients=tuple(recorder.gradients[0]))
 
@@ -297,21 +297,21 @@ def _segment(unit: str, recorder: WorkRecorder, step_bytes: float, spared: Spare
 def _once(segments: Sequence[Segment], halves: int) -> tuple[Segment, ...]:
     """Segments that complete each gradient once, and whose backward is what one of its parts takes."""
     seen: set[str] = set()
-    found = []
+    folded = []
     for segment in reversed(segments):
-        found.append(replace(segment, backward=segment.backward.times(1 / halves),
+        folded.append(replace(segment, backward=segment.backward.times(1 / halves),
                              gradients=tuple(name for name in segment.gradients if name not in seen)))
         seen.update(segment.gradients)
-    return tuple(reversed(found))
+    return tuple(reversed(folded))
 
 
 def _unit_of(pieces: Sequence[Piece]) -> dict[str, str]:
     """The first piece that uses each parameter."""
-    found: dict[str, str] = {}
+    units: dict[str, str] = {}
     for piece in pieces:
         for name in piece.parameters:
-            found.setdefault(name, piece.key)
-    return found
+            units.setdefault(name, piece.key)
+    return units
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -115,7 +115,7 @@ class ProgramRecorder:
             result = target(*_locals(args), **_locals(kwargs))
         return self.add(target, args, kwargs, result, lambda tensor: placement, draws=draws)
 
-    def add(self, target: Callable[..., Any], args: Any, kwargs: Any, found: Any,
+    def add(self, target: Callable[..., Any], args: Any, kwargs: Any, result: Any,
             placement_of: Callable[[torch.Tensor], Placement], *, draws: bool = False) -> Any:
         """Record an operator that gave these fakes. draws: random numbers that are each rank's own.
 
@@ -125,7 +125,7 @@ class ProgramRecorder:
         """
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
         trained = any(value.trained for value in given)
-        results = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         whole = {placement_of(leaf) is None for leaf in results if leaf.is_floating_point() or leaf.is_complex()}
         if trained and len(whole) > 1:
             raise NotImplementedError(f"{target} gives whole tensors and parts")
@@ -139,17 +139,17 @@ class ProgramRecorder:
             self._moved.clear()
         if draws:
             target = drawing_apart(target, self.exchanges.rank, given[0].local.device)
-        return self._results(self._add(target, *refs), found, placement_of, trained)
+        return self._results(self._add(target, *refs), result, placement_of, trained)
 
-    def _results(self, ref: Ref, found: Any, placement_of: Callable[[torch.Tensor], Placement], trained: bool) -> Any:
-        if isinstance(found, torch.Tensor):
-            can = found.is_floating_point() or found.is_complex()
-            return self._placed(ref, found, placement_of(found), trained=trained and can)
-        if isinstance(found, list | tuple):
-            return type(found)(self._results(self._add(operator.getitem, (ref, number), {}), item, placement_of,
+    def _results(self, ref: Ref, result: Any, placement_of: Callable[[torch.Tensor], Placement], trained: bool) -> Any:
+        if isinstance(result, torch.Tensor):
+            can = result.is_floating_point() or result.is_complex()
+            return self._placed(ref, result, placement_of(result), trained=trained and can)
+        if isinstance(result, list | tuple):
+            return type(result)(self._results(self._add(operator.getitem, (ref, number), {}), item, placement_of,
                                              trained) if isinstance(item, torch.Tensor) else item
-                               for number, item in enumerate(found))
-        return found
+                               for number, item in enumerate(result))
+        return result
 
     def moved(self, value: Placed, placement: Placement) -> Placed:
         """Raises: NotImplementedError: there is no such exchange, or the dim doesn't divide."""

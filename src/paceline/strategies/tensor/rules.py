@@ -60,8 +60,8 @@ def run_by_rule(recorder: ProgramRecorder, mesh: DeviceMesh, target: Callable[..
         else:
             called, options = pytree.tree_map_only(torch.Tensor, lambda tensor: values[id(tensor)],
                                                    (step.args, step.kwargs))
-            made = recorder.add(step.target, called, options, step.found, watch.placement, draws=draws)
-            for tensor, value in zip(pytree.tree_leaves(step.found), pytree.tree_leaves(made), strict=True):
+            made = recorder.add(step.target, called, options, step.result, watch.placement, draws=draws)
+            for tensor, value in zip(pytree.tree_leaves(step.result), pytree.tree_leaves(made), strict=True):
                 if isinstance(tensor, torch.Tensor):
                     values[id(tensor)] = value
     return pytree.tree_map_only(torch.Tensor, lambda tensor: values[id(tensor)], parts)
@@ -88,8 +88,8 @@ class _Moved:
 
 
 class _Ran:
-    def __init__(self, target: Any, args: Any, kwargs: Any, found: Any) -> None:
-        self.target, self.args, self.kwargs, self.found = target, args, kwargs, found
+    def __init__(self, target: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.target, self.args, self.kwargs, self.result = target, args, kwargs, result
 
     def shown(self) -> tuple[Any, str]:
         """The operator, and what it was given beside tensors."""

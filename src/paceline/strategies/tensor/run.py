@@ -288,9 +288,9 @@ def _outputs_and_gradients(run: Callable[..., tuple[torch.Tensor, ...]], held: I
                                                else gradient for gradient in gradients]
 
 
-def _distances(what: str, found: list[Any], expected: list[Any]) -> Iterable[tuple[str, float, float]]:
+def _distances(what: str, actual: list[Any], expected: list[Any]) -> Iterable[tuple[str, float, float]]:
     """How far each tensor is off and how far it may be."""
-    pairs = [(mine, theirs, float(theirs.abs().max())) for mine, theirs in zip(found, expected, strict=True)
+    pairs = [(mine, theirs, float(theirs.abs().max())) for mine, theirs in zip(actual, expected, strict=True)
              if mine is not None and theirs is not None and theirs.is_floating_point() and theirs.numel()]
     greatest = max((size for *_, size in pairs), default=0.0)
     for mine, theirs, size in pairs:

@@ -124,8 +124,8 @@ class WeightArrivals:
         finally:
             hook.remove()
 
-    def _need_of(self, found: Iterable[Any]) -> None:
-        for argument in found:
+    def _need_of(self, arguments: Iterable[Any]) -> None:
+        for argument in arguments:
             if isinstance(argument, torch.Tensor):
                 try:
                     names = self.sharing.get(argument.untyped_storage().data_ptr())

@@ -61,8 +61,8 @@ class Rows:
     version: updates that fetched rows must contain at least. update: that gradients are sent as.
     """
 
-    def __init__(self, found: Mapping[str, Table], links: Sequence[ServerConnection]) -> None:
-        self.links, self.modules, self.version, self.update = links, list(found.values()), -1, -1
+    def __init__(self, tables: Mapping[str, Table], links: Sequence[ServerConnection]) -> None:
+        self.links, self.modules, self.version, self.update = links, list(tables.values()), -1, -1
         self.touched: list[list[tuple[torch.Tensor, nn.Parameter]]] = [[] for _ in self.modules]
         self.starts = [torch.tensor([link.shard.tables[number].start for link in links])
                        for number in range(len(self.modules))]

@@ -214,7 +214,7 @@ class Server:
         if self.settings.resume and self.settings.run_dir is not None:
             self.context.beat("restore")
             self.checkpoint = state.choose_checkpoint(self.context, self.settings.run_dir,
-                                                      accept=lambda found: state.mismatch(self.shelf, found))
+                                                      accept=lambda checkpoint: state.mismatch(self.shelf, checkpoint))
         if self.checkpoint is None:
             return 0
         state.restore(self.shelf, self.checkpoint)
