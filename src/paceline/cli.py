@@ -71,6 +71,7 @@ def train(
     file: JobSource,
     plan: OnePlan = None,
     devices: Devices = None,
+    on: Annotated[str | None, typer.Option(metavar="ray[:HOST:PORT]", help="On the nodes of a Ray cluster.")] = None,
     procs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")] = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of a CPU rank, such as 512MiB.")] = None,
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")] = None,
@@ -92,14 +93,15 @@ def train(
 ) -> None:
     """Train a job on one device or many."""
     with _reported():
-        _on_every_host(plan, procs)
+        if on is None:
+            _on_every_host(plan, procs)
         job = JobFile.parse(file, _parse_settings(settings))
         load_modules(OF_RUNS)
-        summary = paceline.train(job, plan, devices=devices, procs=procs, memory=memory, steps=steps,
+        summary = paceline.train(job, plan, devices=devices, on=on, procs=procs, memory=memory, steps=steps,
                                  save_every=save_every, keep=keep, trace=trace, run=run, resume=resume,
                                  loader_workers=loader_workers, timeout_s=patience, restarts=restarts,
                                  check=check == "yes", log=log, table=False)
-        speaks = _is_first_rank()
+        speaks = on is not None or _is_first_rank()
     if speaks:
         figures = summary.to_dict()
         typer.echo(_json(figures) if as_json else summary_table(figures))

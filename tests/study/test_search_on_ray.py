@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from study_jobs import JOB, WORKS
 import paceline as pl
 from paceline.errors import PacelineError, UsageError
 from paceline.launch import on_ray
+from paceline.launch.shared_files import SharedFiles, marked
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -104,7 +107,12 @@ def test_a_run_folder_that_nodes_do_not_see_is_refused(cluster: Any, file: str, 
     """With the node, and what all of them must see."""
     from paceline.study import target
 
-    monkeypatch.setattr(target, "marked", lambda run_dir: "of another folder")
+    @contextmanager
+    def of_another_folder(source: pl.jobfile.JobFile, run_dir: Path) -> Iterator[SharedFiles]:
+        with marked(source, run_dir) as shared:
+            yield replace(shared, mark="another")
+
+    monkeypatch.setattr(target, "marked", of_another_folder)
     with pytest.raises(PacelineError, match=r"(?s)the run folder .* is not there.*a filesystem that all nodes see"):
         pl.search(file, 2, settings=WORKS, ray=cluster.address, run=tmp_path / "run")
 

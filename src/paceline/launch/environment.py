@@ -47,8 +47,8 @@ def _of_torchrun(environ: Mapping[str, str]) -> Environment:
                            hint="start the ranks with torchrun, or unset RANK and WORLD_SIZE to run by hand")
     rank, world_size, local_rank, local_world_size = (
         whole_number(environ, name, defaults.get(name)) for name in names[:4])
-    return Environment("torchrun", rank, world_size, local_rank, local_world_size, environ["MASTER_ADDR"],
-                       whole_number(environ, "MASTER_PORT"))
+    return Environment(environ.get("PACELINE_LAUNCHER", "torchrun"), rank, world_size, local_rank, local_world_size,
+                       environ["MASTER_ADDR"], whole_number(environ, "MASTER_PORT"))
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Environment:

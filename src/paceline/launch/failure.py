@@ -194,6 +194,16 @@ class RankFailed(PacelineError):
         return with_log(super().__str__(), self.log if self.log is not None and self.log.exists() else None)
 
 
+def ended_by(cause: Failure, log: str | None, interrupted: Sequence[int]) -> RankFailed:
+    """The error of a run. interrupted: signals that asked it to stop."""
+    if interrupted and cause.is_stop:
+        cause = cause.asked_by(interrupted[0])
+    error = RankFailed(cause, Path(log) if log else None)
+    if interrupted and cause.is_stop and interrupted[0] == signal.SIGINT:
+        error.exit_code = 128 + signal.SIGINT
+    return error
+
+
 def killed(rank: int, exit_code: int | None, sign: Heartbeat) -> Failure:
     """The report of a rank that ended without one: a signal, or an exit nobody expected."""
     if exit_code is not None and exit_code < 0:

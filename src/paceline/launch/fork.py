@@ -78,10 +78,15 @@ def answer_of(work: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": work()}
     except PacelineError as error:
-        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        return {"kind": kind.__name__, "error": error.args[0], "hint": error.hint}
+        return described(error)
     except Exception as error:
         return {"error": "".join(traceback.format_exception_only(error)).strip()}
+
+
+def described(error: PacelineError) -> dict[str, Any]:
+    """An error, for `value_of` in another process."""
+    kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+    return {"kind": kind.__name__, "error": error.args[0], "hint": error.hint}
 
 
 def _read_until(descriptor: int, deadline_s: float | None) -> bytes | None:

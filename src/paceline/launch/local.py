@@ -19,7 +19,7 @@ from paceline.cluster import Device
 from paceline.errors import PeerLost
 from paceline.launch import signals
 from paceline.launch.context import RankContext
-from paceline.launch.failure import Failure, RankFailed, cause_of, different_verbs, killed, stopped
+from paceline.launch.failure import Failure, cause_of, different_verbs, ended_by, killed, stopped
 from paceline.launch.fault_policy import ALL_NEEDED, FRUITLESS_RESTARTS, FaultPolicy
 from paceline.launch.fork import refuse_used_cuda
 from paceline.launch.heartbeats import HeartbeatTable
@@ -129,7 +129,7 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
                     while (cause := ranks.cause_of_end()) is not None and ranks.may_restart(cause):
                         ranks.restart_all(cause)
                     if cause is not None:
-                        raise _ended_by(cause, ranks.of[cause.rank].log, interrupted)
+                        raise ended_by(cause, ranks.of[cause.rank].log, interrupted)
             finally:
                 ranks.end_all()
     return [rank.result for rank in ranks.of]
@@ -143,16 +143,6 @@ def _copies(devices: Sequence[Device], restarts: int) -> Iterator[StateCopies | 
         return
     with closing(StateCopies(len(devices))) as copies:
         yield copies
-
-
-def _ended_by(cause: Failure, log: str | None, interrupted: Sequence[int]) -> RankFailed:
-    """The error of a run. interrupted: signals that asked it to stop."""
-    if interrupted and cause.is_stop:
-        cause = cause.asked_by(interrupted[0])
-    error = RankFailed(cause, Path(log) if log else None)
-    if interrupted and cause.is_stop and interrupted[0] == signal.SIGINT:
-        error.exit_code = 128 + signal.SIGINT
-    return error
 
 
 def _be_rank(launch: _Launch, rank: int, line: Line) -> None:

@@ -77,23 +77,8 @@ class NodesPool:
                        if last > first}  # of nodes that are there
 
     def _greetings(self, timeout_s: float) -> dict[int, list[str]]:
-        devices: dict[int, list[str]] = {}
-        deadline_s = time.monotonic() + timeout_s
-        while len(devices) < len(self._wire.names):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                silent = [name for node, name in enumerate(self._wire.names) if node not in devices]
-                raise NodeRefused(f"{' and '.join(silent)} gave no devices within {timeout_s:.0f} s",
-                                  hint="is other work holding the node? a smaller --procs takes less of each")
-            for node, line in self._wire.hear(left_s):
-                greeting: dict[str, Any] = {"devices": []} if line is None else json.loads(line)
-                if "error" in greeting:
-                    raise NodeRefused(f"{self._wire.names[node]}: {greeting['error']}", hint=greeting.get("hint"))
-                if line is None:
-                    print(f"node {self._wire.names[node]} was lost while it started, and is left out", file=sys.stderr,
-                          flush=True)
-                    self._wire.drop(node)
-                devices[node] = greeting["devices"]
+        devices = {node: answer["devices"] if answer is not None else []
+                   for node, answer in answers_to_greetings(self._wire, timeout_s, what="devices").items()}
         if not any(devices.values()):
             raise NodeRefused("all nodes were lost while they started", hint="Ray's logs of its workers say why")
         return devices
@@ -163,6 +148,33 @@ class NodesPool:
         for number in gone:
             del self._tasks[number]
         return [Message(number, "lost", 0) for number in gone]
+
+
+def answers_to_greetings(wire: NodeTransport, timeout_s: float, *, what: str) -> dict[int, dict[str, Any] | None]:
+    """What each node answers to what it was told first; None of one that was lost, which is dropped.
+
+    what: nodes are to give.
+
+    Raises:
+        NodeRefused: a node said why it can't ({"error", "hint"}), or did not answer in time.
+    """
+    answers: dict[int, dict[str, Any] | None] = {}
+    deadline_s = time.monotonic() + timeout_s
+    while len(answers) < len(wire.names):
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            silent = [name for node, name in enumerate(wire.names) if node not in answers]
+            raise NodeRefused(f"{' and '.join(silent)} gave no {what} within {timeout_s:.0f} s",
+                              hint="is other work holding the node? a smaller --procs takes less of each")
+        for node, line in wire.hear(left_s):
+            answers[node] = None if line is None else json.loads(line)
+            if line is None:
+                print(f"node {wire.names[node]} was lost while it started, and is left out", file=sys.stderr,
+                      flush=True)
+                wire.drop(node)
+            elif "error" in (answer := json.loads(line)):
+                raise NodeRefused(f"{wire.names[node]}: {answer['error']}", hint=answer.get("hint"))
+    return answers
 
 
 class Lines:

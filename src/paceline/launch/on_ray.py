@@ -7,18 +7,21 @@ Paceline sends only text. Ray packs its own calls with pickle, which Paceline do
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.errors import ClusterError, MissingPackage, UsageError
 
 _CONNECT_S = 30.0
 _LINE_BYTES = 2**26  # the longest line
+_PLACE_S = 5.0  # for Ray to place ranks in one way, before another one is tried
 
 # Ray tries for minutes to reach an address where no cluster is, and may end its process then; so another one asks.
 _ASK = """
@@ -31,12 +34,13 @@ print("nodes " + json.dumps([[node["NodeID"], node["NodeManagerAddress"], node["
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a Ray cluster. kind: of the devices that ranks get. count: how many Ray has."""
+    """A node of a Ray cluster. kind: of the devices that ranks get. count: how many Ray has. name: for people."""
 
     id: str
-    name: str
+    address: str
     kind: str
     count: int
+    name: str
 
 
 def find_nodes(address: str) -> list[Node]:
@@ -51,7 +55,7 @@ def find_nodes(address: str) -> list[Node]:
     if address != "auto" and not (host and port.isdigit() and "/" not in host):
         raise UsageError(f"'{address}' is not the address of a Ray cluster",
                          hint="auto, on a machine of the cluster, or HOST:PORT of its head")
-    hint = "run the search on a machine of the cluster; `ray status` there says whether it is up"
+    hint = "run the command on a machine of the cluster; `ray status` there says whether it is up"
     try:
         asked = subprocess.run([sys.executable, "-c", _ASK, address], capture_output=True, text=True,
                                timeout=_CONNECT_S, stdin=subprocess.DEVNULL)
@@ -64,9 +68,19 @@ def find_nodes(address: str) -> list[Node]:
     return _with_devices(json.loads(listed[0].removeprefix("nodes ")), address)
 
 
+def nodes_now(address: str) -> list[Node]:
+    """As `find_nodes`, of the cluster that this process is connected to.
+
+    Raises:
+        ClusterError: it has neither CPUs nor GPUs.
+    """
+    return _with_devices([(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
+                          for node in _ray().nodes() if node["Alive"]], address)
+
+
 def _with_devices(listed: Sequence[tuple[str, str, dict[str, float]]], address: str) -> list[Node]:
     for kind, resource in (("cuda", "GPU"), ("cpu", "CPU")):
-        nodes = [Node(node_id, name, kind, int(resources[resource])) for node_id, name, resources in listed
+        nodes = [Node(node_id, at, kind, int(resources[resource]), at) for node_id, at, resources in listed
                  if resources.get(resource, 0) >= 1]
         if nodes:
             return _named_apart(sorted(nodes, key=lambda node: (node.name, node.id)))
@@ -76,9 +90,9 @@ def _with_devices(listed: Sequence[tuple[str, str, dict[str, float]]], address: 
 
 def _named_apart(nodes: list[Node]) -> list[Node]:
     """Nodes of one host, as in tests, have the same address."""
-    names = [node.name for node in nodes]
-    return [Node(node.id, node.name if names.count(node.name) == 1 else f"{node.name}/{node.id[:6]}", node.kind,
-                 node.count) for node in nodes]
+    addresses = [node.address for node in nodes]
+    return [replace(node, name=node.address if addresses.count(node.address) == 1 else
+                    f"{node.address}/{node.id[:6]}") for node in nodes]
 
 
 @contextmanager
@@ -93,6 +107,70 @@ def connected(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where Ray puts an actor. name: for people. options: of the actor: what it takes there, and the node."""
+
+    name: str
+    address: str
+    options: Mapping[str, Any]
+
+
+def at_nodes(nodes: Sequence[Node], take: Sequence[int]) -> list[Place]:
+    """A place at each node. take: CPUs or GPUs that Ray takes from each."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return [Place(node.name, node.address, {**_resources(node.kind, count),
+                              "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)})
+            for node, count in zip(nodes, take, strict=True)]
+
+
+def layouts(world_size: int, nodes: Sequence[Node]) -> list[tuple[int, int]]:
+    """How many nodes can have how many ranks each, the fewest nodes first; none where there are too few devices.
+
+    >>> a, b, c = (Node(name, name, "cpu", count, name) for name, count in (("a", 4), ("b", 2), ("c", 2)))
+    >>> layouts(4, [a, b, c]), layouts(6, [a, b, c]), layouts(8, [a, b, c])
+    ([(1, 4), (2, 2)], [(3, 2)], [])
+    """
+    return [(count, world_size // count) for count in range(1, len(nodes) + 1)
+            if world_size % count == 0 and sum(node.count >= world_size // count for node in nodes) >= count]
+
+
+@contextmanager
+def placed(world_size: int, nodes: Sequence[Node], *, timeout_s: float) -> Iterator[list[Place] | None]:
+    """Places for ranks, equally many at each, on as few nodes as have devices that nobody holds; a placement group.
+
+    None if there are none within the timeout.
+    """
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    kind, deadline_s, by_id = nodes[0].kind, time.monotonic() + timeout_s, {node.id: node for node in nodes}
+    for count, each in itertools.cycle(layouts(world_size, nodes)):
+        bundle = {"GPU": each} if kind == "cuda" else {"CPU": each}
+        group = placement_group([bundle] * count, strategy="STRICT_SPREAD")
+        try:
+            if group.wait(timeout_seconds=min(_PLACE_S, max(0.1, deadline_s - time.monotonic()))):
+                homes = placement_group_table(group)["bundles_to_node_id"]
+                chosen = [by_id[homes[bundle]] for bundle in range(count) if homes[bundle] in by_id]
+                if len(chosen) == count:  # else a node has joined meanwhile
+                    yield [Place(node.name, node.address, {
+                        **_resources(kind, each),
+                        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle)})
+                        for bundle, node in enumerate(chosen)]
+                    return
+        finally:
+            remove_placement_group(group)
+        if time.monotonic() > deadline_s:
+            break
+    yield None
+
+
+def _resources(kind: str, count: int) -> dict[str, int]:
+    """That an actor takes."""
+    return {"num_cpus": count if kind == "cpu" else 0, "num_gpus": count if kind == "cuda" else 0}
 
 
 class Outpost:
@@ -128,26 +206,16 @@ class Outpost:
 
 
 class RayTransport:
-    """A `Wire` to a program on each of some nodes.
+    """A `NodeTransport` to a program at each of some places. words: The program's arguments to Python."""
 
-    Args:
-        take: CPUs or GPUs that Ray takes from each node for it.
-        words: The program's arguments to Python.
-    """
-
-    def __init__(self, nodes: Sequence[Node], take: Sequence[int], words: Sequence[str]) -> None:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
+    def __init__(self, places: Sequence[Place], words: Sequence[str]) -> None:
         self._ray = _ray()
-        self.names = [node.name for node in nodes]
-        self._told = [0] * len(nodes)
+        self.names = [place.name for place in places]
+        self._told = [0] * len(places)
         self._actors: dict[int, Any] = {}
         self._heard: dict[Any, int] = {}  # calls that wait for a line
-        for number, (node, count) in enumerate(zip(nodes, take, strict=True)):
-            actor = self._ray.remote(Outpost).options(
-                num_cpus=count if node.kind == "cpu" else 0, num_gpus=count if node.kind == "cuda" else 0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False), max_restarts=0).remote(
-                    json.dumps(list(words)))
+        for number, place in enumerate(places):
+            actor = self._ray.remote(Outpost).options(**place.options, max_restarts=0).remote(json.dumps(list(words)))
             self._actors[number] = actor
             self._heard[actor.hear.remote()] = number
 
@@ -192,5 +260,5 @@ def _ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise MissingPackage("placing trials by Ray", "ray", install="'paceline[ray]', on all nodes") from error
+        raise MissingPackage("placing ranks by Ray", "ray", install="'paceline[ray]', on all nodes") from error
     return ray

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, PeerLost, UsageError
 from paceline.launch.failure import RankFailed
 
 # What a run writes into its folder; `claim` takes any of these as the sign of an earlier run.
@@ -23,6 +23,7 @@ from paceline.launch.failure import RankFailed
     "predicted.json", "split.json", "events.jsonl", "best.json", "logged.jsonl",
     "loggers.json", "origin.json", "journal.jsonl")
 
+_LOCK_POLL_S = 0.2
 _BUILDING = ("start", "build", "input")  # phases of a rank before its first forward
 
 
@@ -100,6 +101,31 @@ def claimed(run_dir: Path) -> Iterator[Path]:
         if os.getpid() == own_pid:  # a run that is over is over, though forks of this process may end a little later
             fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
+
+
+def wait_until_unclaimed(run_dir: Path, *, timeout_s: float) -> None:
+    """Wait until no live run holds the folder, as the last ranks of a host that is lost may do for a while.
+
+    Raises:
+        PeerLost: one still does after the timeout.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    with open(run_dir / ".lock", "a+") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() > deadline_s:
+                    raise PeerLost(f"{run_dir} is still held by ranks that were lost {timeout_s:.0f} s ago",
+                                   hint="end them, then --resume goes on from the newest checkpoint") from None
+            time.sleep(_LOCK_POLL_S)
+
+
+def remove_if_never_began(run_dir: Path, error: BaseException) -> None:
+    """Remove a folder that says no more than this error; see `_never_began`."""
+    if _never_began(run_dir, error):
+        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _never_began(run_dir: Path, error: BaseException) -> bool:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import paceline
 from paceline.cluster import Cluster
 from paceline.errors import PlanError, UsageError
 from paceline.jobfile import JobFile, JobFunction
 from paceline.launch.nodes import NodesPool
-from paceline.launch.on_ray import Node, RayTransport, connected, find_nodes
+from paceline.launch.on_ray import Node, RayTransport, at_nodes, connected, find_nodes
 from paceline.launch.pool import Pool
+from paceline.launch.shared_files import marked
 from paceline.launch.worker_pool import WorkerPool
 from paceline.plans import Plan
-from paceline.study.node import Greeting, digest, marked, unmark
+from paceline.study.node import Greeting
 
 _START_S = 90.0  # for nodes to give CPUs or GPUs, import torch and load the job
 
@@ -82,20 +82,12 @@ def on_ray(address: str, source: JobFile | None, *, devices: str | None, procs: 
     @contextmanager
     def opened(run_dir: Path) -> Iterator[WorkerPool]:
         take = [min(count, node.count) for count, node in zip(counts, nodes, strict=True)]
-        mark = marked(run_dir)
-        greetings = [asdict(Greeting(paceline.__version__, source.to_dict(), digest(source.path),
-                                     str(run_dir.resolve()), mark, node.kind, count, _threads(node, count), memory,
-                                     timeout_s))
-                     for node, count in zip(nodes, counts, strict=True)]
-        with connected(address):
-            wire = RayTransport(nodes, take, ["-m", "paceline.study.node"])
-            try:
-                pool = NodesPool(wire, greetings, timeout_s=_START_S)
-                unmark(run_dir)
-                yield pool
-            finally:
-                unmark(run_dir)
-                wire.close()
+        with connected(address), closing(RayTransport(at_nodes(nodes, take), ["-m", "paceline.study.node"])) as wire:
+            with marked(source, run_dir) as shared:
+                pool = NodesPool(wire, [asdict(Greeting(shared, node.kind, count, _threads(node, count), memory,
+                                                        timeout_s))
+                                        for node, count in zip(nodes, counts, strict=True)], timeout_s=_START_S)
+            yield pool
 
     return ExecutionTarget(max(counts), opened,
                            "a plan of fewer ranks: a trial runs within one node; or --procs {} ranks a node")

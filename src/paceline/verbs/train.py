@@ -39,7 +39,7 @@ Follow = Callable[["RankContext", Path], "Observer"]
 
 
 def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | None = None,
-          procs: int | None = None, memory: str | None = None, steps: int | None = None,
+          on: str | None = None, procs: int | None = None, memory: str | None = None, steps: int | None = None,
           save_every: int | None = None, keep: int | None = None, trace: int = 0, run: str | Path | None = None,
           resume: bool = False, loader_workers: int | None = None, timeout_s: float = 300.0,
           restarts: int | None = None, check: bool = True, log: str | Sequence[str] | None = None,
@@ -51,6 +51,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
             and corrected by short runs where the run is long enough; inside a launcher one replica a rank. A run
             that is resumed keeps its plan.
         devices: Names such as "cpu:0,cpu:1"; by default this machine's GPUs, else one CPU rank a core.
+        on: "ray", or "ray:HOST:PORT" of its head: the nodes of a Ray cluster, in place of this machine.
         procs: Number of ranks, if the plan doesn't say; contradicting it is an error.
         memory: What each CPU rank may use, such as "512MiB", or one size a rank; a rank that needs more is stopped.
         steps: Optimizer steps instead of the job's own length.
@@ -86,12 +87,20 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
     if steps is not None:
         loaded = replace(loaded, steps=steps, epochs=None)
     given = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan
-    if loader_workers is None:
-        loader_workers = loaded.loading.num_workers if loaded.loading is not None else 0
-    loaded = replace(loaded, callbacks=[*loaded.callbacks, *loggers, *of_cluster()])
-    request = TrainRequest.of(loaded, source, given, devices=devices, procs=procs, memory=memory)
-    result = request.train(run, timeout_s=timeout_s, restarts=restarts, check=check, save_every=save_every,
-                           keep_checkpoints=keep, resume=resume, loader_workers=loader_workers, trace_steps=trace)
+    if on is not None:
+        from paceline.verbs.on_ray import RayRun
+
+        result = RayRun.of(on, source, loaded, given, run=run, timeout_s=timeout_s, options={
+            "devices": devices, "procs": procs, "memory": memory, "steps": steps, "save_every": save_every,
+            "keep": keep, "trace": trace, "resume": resume, "loader_workers": loader_workers, "timeout_s": timeout_s,
+            "check": check, "log": log}).train(loaded, restarts=restarts)
+    else:
+        if loader_workers is None:
+            loader_workers = loaded.loading.num_workers if loaded.loading is not None else 0
+        loaded = replace(loaded, callbacks=[*loaded.callbacks, *loggers, *of_cluster()])
+        request = TrainRequest.of(loaded, source, given, devices=devices, procs=procs, memory=memory)
+        result = request.train(run, timeout_s=timeout_s, restarts=restarts, check=check, save_every=save_every,
+                               keep_checkpoints=keep, resume=resume, loader_workers=loader_workers, trace_steps=trace)
     if table and getattr(current(), "rank", 0) == 0:
         print(summary_table(result.to_dict()), file=sys.stderr, flush=True)
     return result

@@ -1,0 +1,41 @@
+"""A rank of a training on Ray: `train` in a process of its own, with torchrun's variables.
+
+    python -m paceline.verbs.node_rank '{"job": ..., "options": ...}' PARENT
+
+It prints how it ended as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from paceline.errors import PacelineError
+from paceline.jobfile import JobFile
+from paceline.launch.failure import RankFailed
+from paceline.launch.fork import described, die_with
+from paceline.verbs.train import train
+
+
+def main() -> None:
+    """Train, and say how it ended."""
+    given, parent_pid = json.loads(sys.argv[1]), int(sys.argv[2])
+    die_with(parent_pid)
+    out = os.dup(1)
+    os.dup2(2, 1)  # what the job prints is for people
+    answer: dict[str, str | None] = {}
+    code = 0
+    try:
+        train(JobFile.from_dict(given["job"]), table=False, **given["options"])
+    except RankFailed as failed:
+        answer = {"failure": failed.failure.to_json(), "log": str(failed.log) if failed.log else None}
+        code = failed.exit_code
+    except PacelineError as error:
+        answer, code = described(error), error.exit_code
+    os.write(out, json.dumps(answer).encode())
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
