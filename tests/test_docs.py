@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import doctest
 import re
 import shlex
@@ -26,7 +27,7 @@ from paceline.simulate.program import Collective, Compute
 from paceline.software import Software
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # A command writes these pages, and a tree that has not run it has none.
 GENERATED = {ROOT / "docs" / "accuracy.md"}
@@ -58,16 +59,47 @@ def test_every_relative_link_leads_somewhere(page: Path):
     assert broken_links(page) == []
 
 
-def test_every_page_is_linked_from_the_readme():
-    """A reader who starts at the README can reach every page."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in PAGES if page.parent.name == "docs" and f"docs/{page.name}" not in readme] == []
+def links_of(page: Path) -> set[Path]:
+    """The pages that a page links to."""
+    paths = (link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8")))
+    return {(page.parent / path).resolve() for path in paths if path.endswith(".md")} & set(PAGES)
+
+
+def test_a_reader_of_the_readme_comes_to_every_page():
+    """By links: the README's, those of the pages that it names, and so on. The site's menu has each page once."""
+    reached, new = set(), {ROOT / "README.md"}
+    while new:
+        reached |= new
+        new = {target for page in new for target in links_of(page)} - reached
+    assert set(PAGES) - reached == set()
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    menu = re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", settings, re.MULTILINE)
+    assert sorted(menu) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES if page.parent != ROOT)
+
+
+def test_every_strategy_has_a_page():
+    """Of the same name as its folder, with a picture, its cost, and when it is not the one to take."""
+    for folder in sorted(path.parent for path in (ROOT / "src" / "paceline" / "strategies").glob("*/strategy.py")):
+        page = (ROOT / "docs" / "strategies" / f"{folder.name}.md").read_text(encoding="utf-8")
+        assert f"](../figures/{folder.name}.svg)" in page
+        assert {"When", "When not", "Limits"} <= set(re.findall(r"^## (.+)$", page, re.MULTILINE)), folder.name
+
+
+def test_tables_of_plots_have_the_figures_of_the_results():
+    """Each figure that a plot shows stands in docs/results.md or docs/memory.md."""
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "memory.md")]
+    printed = set(re.findall(r"\d+(?:\.\d+)?", " ".join(pages).replace(",", "")))
+    for table in (ROOT / "benchmarks" / "figures" / "tables").glob("*.csv"):
+        with table.open(encoding="utf-8", newline="") as file:
+            figures = [value for row in csv.DictReader(file) for value in row.values()]
+        shown = {figure for figure in figures if re.fullmatch(r"[\d.]+", figure)}
+        assert {figure for figure in shown if figure not in printed and f"{float(figure):g}" not in printed} == set()
 
 
 def test_pages_that_the_code_names_are_there():
     """A message or a comment that sends a reader to a page names one that exists."""
     files = [path for folder in ("src", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
-    named = {name for path in files for name in re.findall(r"docs/([\w-]+\.md)", path.read_text(encoding="utf-8"))}
+    named = {name for path in files for name in re.findall(r"docs/([\w/-]+\.md)", path.read_text(encoding="utf-8"))}
     assert {name for name in named if not (ROOT / "docs" / name).exists()} <= {page.name for page in GENERATED}
 
 

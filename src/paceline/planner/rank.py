@@ -25,7 +25,7 @@ from paceline.strategies.registry import active
 TIE = 0.02  # plans whose steps differ by less, as a part, tie: two measurements of one plan do
 MOST_REFINED = 12
 # Half the width of a 95 % interval around what compiled blocks gain by their price, as a part of the step: kernels that
-# torch compiles are that much slower or faster than others. See docs/compile.md.
+# torch compiles are that much slower or faster than others. See docs/strategies/compile.md.
 GAIN_SPREAD = 0.03
 Price = Callable[[Plan], Estimate]
 # Bytes that a plan is over its devices' memory by at least; cheap. It may stop where they are above 0 and enough.

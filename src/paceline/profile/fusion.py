@@ -11,7 +11,7 @@ from paceline.profile.calls import MIB, OperatorCall
 # Sums down the columns of a matrix, as for the gradient of a bias, in code that torch 2.13 compiles for CPUs: it reads
 # 64 bytes of each row in turn. Beyond the pages that the processor finds at once (2048 of 4 KiB) that takes 2.1 ms for
 # 12 MiB and 4.1 ms for 16 MiB on an AVX-512 EPYC, where torch's own kernel takes 0.4 and 1.1; up to 6 MiB both are
-# equally fast. See docs/compile.md.
+# equally fast. See docs/strategies/compile.md.
 COLUMN_SUM_BYTES_PER_S, LARGEST_AT_ONCE_BYTES = 5e9, 8 * MIB
 
 

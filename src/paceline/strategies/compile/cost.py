@@ -10,7 +10,7 @@ from paceline.software import Software
 from paceline.strategies.costs import Hooks, Step
 
 # Seconds of a core that a machine's first compilation takes on its own (g++ tries the processor's instructions, and
-# translates torch's headers), and those of each kernel, from tracing to g++. See docs/compile.md.
+# translates torch's headers), and those of each kernel, from tracing to g++. See docs/strategies/compile.md.
 FIRST_S = 14.5
 KERNEL_S = 0.85
 
