@@ -15,6 +15,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch._dynamo  # this and the next three: forks that need them, ranks above all, would import them each anew
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torch.export._trace
 from hypothesis import settings
 
 from paceline.cluster import Cluster

@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # this and the next three: ranks, which are forks, would import them each anew
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torch.export._trace
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
