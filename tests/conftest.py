@@ -72,10 +72,12 @@ def _leave_small_forms(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test is taken for a rank of the launcher that the suite itself runs under."""
+    """No test is taken for a rank of the launcher that the suite itself runs under, and ranks have one thread: several
+    files run side by side, and threads that wait for a core spin."""
     for name in list(os.environ):
         if name in _LAUNCHERS or name.startswith(("SLURM_", "TORCHELASTIC_")):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
