@@ -240,7 +240,7 @@ class Cluster:
             from paceline.cluster_file import read  # msgspec takes a moment to load
 
             return cls.of(read(Path(text)))
-        match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\w[\w .-]*)", text.strip())
+        match = re.fullmatch(r"(?:(\d{1,7})x)?(\d{1,7})x(\w[\w .-]*)", text.strip())
         if match is None:
             raise ClusterError(f"can't read the cluster '{text}'",
                                hint="local, 2xcpu, 8xH100, 16x8xH100 (nodes x devices), 2x24GB, or a TOML file")
@@ -497,7 +497,7 @@ def names_of(devices: Sequence[object]) -> str:
 def _parse_names(text: str) -> list[tuple[DeviceKind, int]]:
     named: list[tuple[DeviceKind, int]] = []
     for word in filter(None, re.split(r"[\s,]+", text)):
-        match = re.fullmatch(r"(?:(\d+)x)?([a-z]+)(?::(\d+)(?:-(\d+))?)?", word)
+        match = re.fullmatch(r"(?:(\d{1,4})x)?([a-z]+)(?::(\d{1,4})(?:-(\d{1,4}))?)?", word)
         if not match:
             raise ClusterError(f"can't read device '{word}'", hint=_NAMING)
         kind, first, last = match[2], int(match[3] or 0), int(match[4] or match[3] or 0)
@@ -511,8 +511,8 @@ def _parse_names(text: str) -> list[tuple[DeviceKind, int]]:
         if match[1] and (kind == "cpu" or times < 1):
             raise ClusterError(f"'{word}' is not a number of ranks that share a GPU",
                                hint="4xcuda:0 is four of them; ranks on the CPU are numbered: cpu:0-3")
-        indices = range(first, last + 1)
-        if repeated := [index for index in indices if (kind, index) in named]:
+        indices, known = range(first, last + 1), set(named)
+        if repeated := [index for index in indices if (kind, index) in known]:
             raise ClusterError(f"a device is named twice in '{text}': {kind}:{repeated[0]}",
                                hint=f"one device a rank; for a test, 2x{kind}:{repeated[0]} is two ranks that share it"
                                if kind == "cuda" else "one device a rank")

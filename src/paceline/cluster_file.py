@@ -69,7 +69,7 @@ def _nodes(table: dict[str, Any], listed: dict[str, Accelerator]) -> Nodes:
     memory_bytes = size_bytes(table["memory"]) if "memory" in table else None
     devices: list[Device] = []
     for word in table["devices"]:
-        match = re.fullmatch(r"(?:(\d+)x)?([A-Za-z][\w .-]*)", word.strip())
+        match = re.fullmatch(r"(?:(\d{1,4})x)?([A-Za-z][\w .-]*)", word.strip())
         if match is None or match[1] == "0":
             raise ClusterError(f"can't read the devices '{word}', such as 8xH100")
         accelerator = listed.get(match[2].lower()) or known_accelerator(match[2])

@@ -71,7 +71,11 @@ class CheckpointError(PacelineError):
 
 
 class CallbackError(PacelineError):
-    """A callback raised an exception, which ended the run."""
+    """A callback raised an exception, which ended the run. heard: this rank only learned of it; rank 0 reports it."""
+
+    def __init__(self, message: str, *, hint: str | None = None, heard: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.heard = heard
 
 
 class OutOfMemory(PacelineError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
 from paceline.runtime.control import Requests
+from paceline.runtime.documents import metrics_kind, read_lines
+from paceline.runtime.folder import METRICS
 
 if TYPE_CHECKING:
     import torch
@@ -88,8 +89,9 @@ class RunHandle:
 
 
 def read_history(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of `metrics.jsonl`; none where there is no such file."""
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    """The lines of `metrics.jsonl`; none where there is no such file.
+
+    Raises:
+        UsageError: a line is damaged.
+    """
+    return list(read_lines(run_dir / METRICS, metrics_kind))

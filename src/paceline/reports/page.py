@@ -14,7 +14,7 @@ from paceline.proof.certificate import DOCUMENT as CERTIFICATE
 from paceline.proof.certificate import table as certificate_table
 from paceline.reports.diagnosis import Diagnosis, diagnose, step_parts
 from paceline.reports.record import RunRecord
-from paceline.runtime import folder
+from paceline.runtime import documents, folder
 from paceline.study.report import STUDY
 
 REPORT = "report.html"
@@ -91,7 +91,7 @@ def _content(path: Path, alternatives: Alternatives) -> tuple[
         return (f"{record.name}: {record.plan['plan']}", _subtitle(record), _with_alternative(
             diagnose(record), alternatives).lines(), list(_of_run(record, alternatives)), strict(record.summary))
     if (path / STUDY).exists():
-        study = folder.read_document(path, STUDY)
+        study = documents.read(path / STUDY, documents.StudyDocument)
         return (f"search {study['study']}", f"{len(study['trials'])} trials", _of_best(study),
                 list(_of_study(study)), strict(study))
     if (path / CERTIFICATE).exists():
@@ -274,7 +274,11 @@ def _importances(study: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float
 
 
 def _certificate(proof: Mapping[str, Any]) -> Section:
-    return Section("Certificate", listing=certificate_table(proof))
+    try:
+        return Section("Certificate", listing=certificate_table(proof))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"the certificate is damaged: {error!r}",
+                         hint="paceline verify JOB writes a new one") from error
 
 
 # --- Values -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from paceline.callbacks.handle import read_history
 from paceline.errors import UsageError
-from paceline.runtime import folder
+from paceline.runtime import documents, folder
 from paceline.runtime.trace import PICTURE, TRACE
 
 CERTIFICATE = "certificate.json"
@@ -51,13 +50,11 @@ class RunRecord:
                              hint="paceline train JOB --run DIR writes one")
         rows = read_history(path)
         trace = _read(path, TRACE)
-        picture = path / PICTURE
         return cls(path, _read(path, folder.PLAN), folder.read_summary(path), _read(path, folder.PREDICTED),
                    tuple(row for row in rows if "loss" in row),
                    tuple(row for row in rows if "validation_loss" in row),
-                   tuple(row for row in rows if row.get("saved")), tuple(_lines(path / folder.EVENTS)),
-                   picture.read_text() if picture.exists() else None,
-                   tuple(event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"),
+                   tuple(row for row in rows if row.get("saved")), tuple(documents.read_lines(path / folder.EVENTS)),
+                   _picture(path / PICTURE), tuple(_events(trace)),
                    _read(path, folder.ORIGIN), _read(path, folder.JOB))
 
     @property
@@ -69,12 +66,15 @@ def _read(path: Path, name: str) -> dict[str, Any]:
     return dict(folder.read_document(path, name)) if (path / name).exists() else {}
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file of JSON; a last line that a killed run left unfinished is left out."""
-    if not path.exists():
-        return
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return
+def _events(trace: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    events = trace.get("traceEvents", ())
+    for event in events if isinstance(events, list) else ():
+        if isinstance(event, dict) and event.get("ph") == "X":
+            yield documents.checked(event, documents.TraceEvent, TRACE)
+
+
+def _picture(path: Path) -> str | None:
+    try:
+        return path.read_text() if path.exists() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is damaged: {error}") from error

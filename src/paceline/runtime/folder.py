@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 from paceline.errors import PacelineError, PeerLost, UsageError
 from paceline.launch.failure import RankFailed
+from paceline.runtime import documents
 
 # What a run writes into its folder; `claim` takes any of these as the sign of an earlier run.
 (PLAN, SUMMARY, METRICS, MODEL, JOB, CHECKPOINTS, PREDICTED, SPLIT, EVENTS, BEST, LOGGED, LOGGERS, ORIGIN,
@@ -24,6 +24,8 @@ from paceline.launch.failure import RankFailed
     "loggers.json", "origin.json", "journal.jsonl")
 
 _LOCK_POLL_S = 0.2
+_KINDS = {PLAN: documents.PlanDocument, JOB: documents.JobDocument, SUMMARY: documents.SummaryDocument,
+          PREDICTED: documents.PredictedDocument}
 _BUILDING = ("start", "build", "input")  # phases of a rank before its first forward
 
 
@@ -165,6 +167,8 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
         UsageError: the file is damaged.
     """
     document = read_document(run_dir, SUMMARY) if (run_dir / SUMMARY).exists() else {}
+    if document and not {"failure", "steps"} & document.keys():
+        raise UsageError(f"{run_dir / SUMMARY} is damaged: it has no 'steps'")
     return {} if "failure" in document else document
 
 
@@ -174,14 +178,10 @@ def read_document(run_dir: Path, name: str) -> dict[str, Any]:
     Raises:
         UsageError: the folder or the document isn't there or can't be read.
     """
-    try:
-        document = json.loads((run_dir / name).read_text())
-    except (OSError, ValueError) as error:
-        if name == JOB and isinstance(error, FileNotFoundError) and (run_dir / PLAN).exists():
-            raise UsageError(f"{run_dir} does not say which job it is of: pl.train was given a Job, and no file",
-                             hint="pl.open(run, job=...).model() builds its model") from error
-        raise UsageError(f"{run_dir} is not the folder of a run: can't read {name} ({error})",
-                         hint="paceline train FILE --run DIR makes one") from error
-    if not isinstance(document, dict):
-        raise UsageError(f"{run_dir / name} holds {type(document).__name__} and not an object")
-    return document
+    if name == JOB and not (run_dir / name).exists() and (run_dir / PLAN).exists():
+        raise UsageError(f"{run_dir} does not say which job it is of: pl.train was given a Job, and no file",
+                         hint="pl.open(run, job=...).model() builds its model")
+    if not (run_dir / name).exists():
+        raise UsageError(f"{run_dir} is not the folder of a run: it has no {name}",
+                         hint="paceline train FILE --run DIR makes one")
+    return documents.read(run_dir / name, _KINDS.get(name, dict[str, Any]))

@@ -377,7 +377,8 @@ def _heed(run: _Run, answer: Mapping[str, Any]) -> None:
         saves = run.settings.run_dir is not None and run.settings.save_on_stop and run.step > 0
         if saves and run.saved_step != run.step:
             _save(run, last=True)
-        raise CallbackError(answer["failed"] + ("; a checkpoint is saved" if saves else ""))
+        raise CallbackError(answer["failed"] + ("; a checkpoint is saved" if saves else ""),
+                            heard=run.context.rank != 0)
     run.ended = run.ended if run.ended is not None else answer.get("stop")
     run.due |= {name for name in ("evaluate", "save") if answer.get(name)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from paceline.errors import MissingPackage, UsageError, nearest
 from paceline.job import Job
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.remedies import Attempt
+from paceline.runtime.documents import read
 
 SHORTEST, LOWEST_RANK = 128, 4  # sequences and adapters that are thought of
 USUAL_RANK = 16  # of adapters, where all weights are too many
@@ -88,9 +88,9 @@ class FineTuning:
         path = Path(self.source).expanduser()
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
-            stated = json.loads(file.read_text())
+            stated = read(file)
             kind, fields = stated.get("model_type"), {k: v for k, v in stated.items() if k != "model_type"}
-            if kind is None:
+            if not isinstance(kind, str):
                 raise UsageError(f"{file} has no model_type: it is no configuration of Transformers")
         elif path.exists() or "/" in self.source:
             raise UsageError(f"--hf {self.source}: there is no config.json, and nothing is downloaded",
@@ -102,7 +102,10 @@ class FineTuning:
             close = nearest(kind, known)
             raise UsageError(f"--hf {self.source}: no type of model, {close if 'mean' in close else 'nor a folder'}"
                              .partition("? Known")[0], hint="a folder with config.json, or a type such as llama")
-        config = transformers.AutoConfig.for_model(kind, **fields)
+        try:
+            config = transformers.AutoConfig.for_model(kind, **fields)
+        except Exception as error:  # each type of model checks its fields in its own way
+            raise UsageError(f"--hf {self.source}: Transformers refuses this configuration: {error}") from error
         config.use_cache = False
         return config
 

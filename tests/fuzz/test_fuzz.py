@@ -1,0 +1,37 @@
+"""Damaged and hostile inputs are read or refused: nothing crashes, and nothing takes long.
+
+`python -m tests.fuzz` does this for as long as is wished, guided by coverage.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.damage import damaged
+from tests.fuzz.readers import make_run, readers, try_reader
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.mark.timeout(60)
+@settings(max_examples=60, deadline=5000)
+@given(data=st.data())
+def test_damaged_inputs(run: Path, data: st.DataObject):
+    known = readers(run)
+    reader = known[data.draw(st.sampled_from(sorted(known)))]
+    try_reader(reader, run, data.draw(damaged(reader.seeds)))
+
+
+def test_sound_inputs(run: Path):
+    """Each reader takes what is sound; else the other test would show nothing."""
+    for reader in readers(run).values():
+        for seed in reader.seeds:
+            if reader.name not in ("fault", "condition"):
+                reader.read(run) if reader.is_file else reader.read(run.parent, seed)
