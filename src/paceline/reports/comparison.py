@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 from paceline.errors import UsageError
@@ -19,6 +19,7 @@ _LESS_IS_BETTER = {"step_s": True, "samples_per_s": False, "final_loss": True, "
                    "bytes_sent": True}
 _WARM_UP_STEPS = 10  # of a run, that its figures leave out too
 NUM_PARTS = 8  # of a run, whose step times are compared: fewer can't show what chance alone does
+_SPEEDS = ("step_s", "samples_per_s")
 _CONDITION = re.compile(r"([a-z_0-9]+)\s*>\s*(\d+(?:\.\d+)?)\s*%")
 
 
@@ -50,7 +51,8 @@ class Condition:
 @dataclass(frozen=True)
 class FigureChange:
     """A figure of two runs. worse: the part by which the second is worse, negative if it is better; None where that
-    means nothing. chance: a part by which equal runs of this length differ too, as their own steps show."""
+    means nothing; of speeds, by the quietest part of each run. chance: a part by which equal runs differ
+    too, as their own steps show."""
 
     figure: str
     first: Any
@@ -106,13 +108,13 @@ def _is_worse(change: FigureChange, limit: float) -> bool:
 
 
 def _changes(first: RunRecord, second: RunRecord) -> list[FigureChange]:
-    chance = _chance(first, second)
     changes = [FigureChange("plan", first.plan["plan"], second.plan["plan"])]
     for name, less_is_better in _LESS_IS_BETTER.items():
         before, after = first.summary.get(name), second.summary.get(name)
         if before is not None and after is not None:
-            changes.append(FigureChange(name, before, after, _worse(before, after, less_is_better=less_is_better),
-                                        chance if name in ("step_s", "samples_per_s") else 0.0))
+            worse, chance = (_slower(first, second, by_sample=name == "samples_per_s") if name in _SPEEDS else
+                             (_worse(before, after, less_is_better=less_is_better), 0.0))
+            changes.append(FigureChange(name, before, after, worse, chance))
     metrics, other = first.summary.get("metrics") or {}, second.summary.get("metrics") or {}
     return [*changes, *(FigureChange(name, value, other.get(name)) for name, value in metrics.items())]
 
@@ -123,21 +125,33 @@ def _worse(first: float, second: float, *, less_is_better: bool) -> float | None
     return second / first - 1 if less_is_better else first / second - 1
 
 
-def _chance(first: RunRecord, second: RunRecord) -> float:
-    """How far apart equal runs may be: three times the standard error of the ratio of their step times, from the spread
-    of the medians of eight parts of each run. Steps near each other are slow together, so single steps say too
-    little."""
-    relative = []
-    for record in (first, second):
-        times = [row["step_s"] for row in record.steps[_WARM_UP_STEPS:]]
-        size = len(times) // NUM_PARTS
-        if size == 0:
-            return math.inf
-        medians = [median(times[start:start + size]) for start in range(0, size * NUM_PARTS, size)]
-        mean = sum(medians) / NUM_PARTS
-        variance = sum((each - mean) ** 2 for each in medians) / (NUM_PARTS - 1)
-        relative.append(variance / NUM_PARTS / mean ** 2)
-    return 3 * math.sqrt(sum(relative))
+def _slower(first: RunRecord, second: RunRecord, *, by_sample: bool) -> tuple[float, float]:
+    """The part by which the second run's steps take longer, and the part that chance explains.
+
+    Other work on the machine makes steps longer, never shorter, and for a while. So the second quietest eighth of each
+    run, by its median step, is compared with that of the other. What chance explains is three times the standard error
+    of the ratio of both runs' means, from the spread of their eighths: steps near each other are slow together, so
+    single steps say too little.
+    """
+    before, after = _part_medians_s(first), _part_medians_s(second)
+    if not before or not after:
+        return 0.0, math.inf
+    ratio = sorted(after)[1] / sorted(before)[1]
+    if by_sample:
+        ratio *= _samples_a_step(first) / _samples_a_step(second)
+    return ratio - 1, 3 * math.hypot(*(stdev(medians) / math.sqrt(NUM_PARTS) / mean(medians)
+                                       for medians in (before, after)))
+
+
+def _part_medians_s(record: RunRecord) -> list[float]:
+    """The median step of each part of a run; none of a run that is too short."""
+    times = [row["step_s"] for row in record.steps[_WARM_UP_STEPS:]]
+    size = len(times) // NUM_PARTS
+    return [median(times[start:start + size]) for start in range(0, size * NUM_PARTS, size)] if size else []
+
+
+def _samples_a_step(record: RunRecord) -> float:
+    return float(record.summary["samples_per_s"] * record.summary["step_s"])
 
 
 def _shown(value: Any) -> str:
