@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo verify test slow corpus check bench trainers docs clean
+.PHONY: demo demo-cluster verify test slow corpus check bench trainers docs clean
 
 demo: $(VENV)/installed  ## Train a net on handwritten digits under the plan that is found
 	$(BIN)/paceline train examples/01_digits.py
+
+demo-cluster: $(VENV)/installed  ## Four hosts with slow links, one of which is killed (Linux, as root)
+	$(BIN)/python -m benchmarks.demo_cluster
 
 verify: $(VENV)/installed  ## Prove that many devices compute what one does
 	$(BIN)/paceline verify examples/01_digits.py

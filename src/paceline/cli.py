@@ -369,17 +369,18 @@ def audit(run: RunFolder, as_json: Json = False) -> None:
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def launch(
-    kind: Annotated[Literal["slurm", "k8s", "sky"], typer.Argument(help="Slurm, Kubeflow Trainer, or SkyPilot.")],
+    kind: Annotated[Literal["slurm", "k8s", "sky", "docker"], typer.Argument(
+        help="Slurm, Kubeflow Trainer, SkyPilot, or Docker.")],
     command: Annotated[list[str], typer.Argument(metavar="-- train FILE ...", help="What every host runs.")],
     hosts: Annotated[int, typer.Option(metavar="N", min=1, help="Hosts.")] = 1,
     gpus: Annotated[str, typer.Option(metavar="[NAME:]N", help="Of a host; SkyPilot needs the name: H100:8.")] = "0",
     time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="Slurm's limit; it is queued again.")] = None,
-    image: Annotated[str, typer.Option(metavar="IMAGE", help="Kubernetes' container.")] = "paceline",
+    image: Annotated[str, typer.Option(metavar="IMAGE", help="Of Kubernetes' or Docker's containers.")] = "paceline",
     volume: Annotated[list[str] | None, typer.Option(
-        metavar="NAME=PATH", help="A claim or bucket and where it is mounted; may be repeated.")] = None,
+        metavar="NAME=PATH", help="A claim, bucket, volume or folder and where it is mounted; repeatable.")] = None,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of printing it.")] = None,
 ) -> None:
-    """Write the file that starts a command on a cluster: a batch file, a TrainJob, or a SkyPilot task."""
+    """Write the file that starts a command on a cluster: a batch file, a TrainJob, a task or a compose file."""
     with _reported():
         from paceline.launch import files
 
@@ -391,12 +392,21 @@ def launch(
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
-    """Say what this machine has and what is wrong with it."""
+def doctor(
+    hosts: Annotated[bool, typer.Option("--hosts", help="Run on each host: what is between the hosts.")] = False,
+    patience: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="For other hosts to come.")] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Say what this machine has and what is wrong with it; or, between the hosts of a run."""
     with _reported():
         from paceline.doctor import describe, examine
 
-        findings = examine()
+        if hosts:
+            from paceline.doctor_hosts import examine_hosts, place_here
+
+            findings = examine_hosts(place_here(), timeout_s=patience)
+        else:
+            findings = examine()
     passed = all(finding.status != "bad" for finding in findings)
     document = {"passed": passed, "findings": [finding.to_dict() for finding in findings]}
     typer.echo(_json(document) if as_json else describe(findings))

@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.errors import UsageError
 from paceline.launch.files import LaunchRequest, text
+from paceline.launch.hosts import host
 
+DOCKER = Path(__file__).parents[2] / "docker"
 TRAIN = ["train", "jobs/My Digits.py:other", "--plan", "data=16", "--run", "/runs/a b"]
 
 
@@ -53,6 +55,28 @@ def test_skypilot():
     assert (task["num_nodes"], task["resources"], task["file_mounts"]) == (
         2, {"accelerators": "H100:8"}, {"/runs": "s3://runs"})
     assert task["run"].endswith("--run '/runs/a b' --resume")
+
+
+def test_docker():
+    """Each host knows its place and has its own GPUs; folders are no volumes."""
+    file = document("docker", num_hosts=2, gpus="8", image="p:1", volumes={"runs": "/runs", "./jobs": "/job"})
+    first, second = file["services"]["host-0"], file["services"]["host-1"]
+    assert (first["image"], first["command"]) == ("p:1", ["paceline", *TRAIN, "--resume"])
+    assert second["environment"] == {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "8",
+                                     "PET_MASTER_ADDR": "host-0", "PET_MASTER_PORT": "29500"}
+    assert host(second["environment"]).index == 1  # type: ignore[union-attr]
+    assert first["volumes"] == ["runs:/runs", "./jobs:/job"] and file["volumes"] == {"runs": {}}
+    [devices] = second["deploy"]["resources"]["reservations"]["devices"]
+    assert devices["device_ids"] == [str(number) for number in range(8, 16)]
+
+
+@pytest.mark.parametrize(("name", "hosts", "plan"), [
+    ("compose", 2, "data=2"), ("compose-servers", 4, "server=2 workers=2")])
+def test_the_compose_files_of_the_project_are_what_is_written(name: str, hosts: int, plan: str):
+    run = "/runs/digits" if hosts == 2 else "/runs/digits-servers"
+    request = LaunchRequest(["train", "01_digits.py", "--plan", plan, "--run", run], hosts,
+                            volumes={"../examples": "/job", "data": "/data", "runs": "/runs"})
+    assert (DOCKER / f"{name}.yaml").read_text() == text("docker", request)
 
 
 def test_without_pyyaml_the_file_is_json(monkeypatch: pytest.MonkeyPatch):

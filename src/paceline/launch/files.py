@@ -1,4 +1,4 @@
-"""Files that start a Paceline command on a cluster that someone else runs: Slurm, Kubeflow Trainer, SkyPilot."""
+"""Files that start a Paceline command on a cluster: Slurm, Kubeflow Trainer, SkyPilot, or containers of Docker's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from paceline.plans import Plan
 
 NOTICE_S = 120  # before a time limit, in which a run finishes its step and saves
 IMAGE = "paceline"  # that the Dockerfile of this project is built as
-KINDS = ("slurm", "k8s", "sky")
+KINDS = ("slurm", "k8s", "sky", "docker")
+PORT = 29500  # where containers meet: torchrun's own default
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def text(kind: str, request: LaunchRequest) -> str:
     """
     if kind not in KINDS:
         raise UsageError(f"'{kind}' is no kind of cluster that files are written for", hint=", ".join(KINDS))
-    writers: dict[str, Callable[[LaunchRequest], str]] = {"slurm": slurm, "k8s": kubernetes, "sky": skypilot}
+    writers: dict[str, Callable[[LaunchRequest], str]] = {"slurm": slurm, "k8s": kubernetes, "sky": skypilot,
+                                                             "docker": compose}
     return writers[kind](request)
 
 
@@ -136,6 +138,32 @@ def skypilot(request: LaunchRequest) -> str:
     return _yaml({"name": request.name, "num_nodes": request.num_hosts,
                   **({"resources": resources} if resources else {}), "workdir": ".", **mounts,
                   "setup": "pip install paceline", "run": shlex.join(request.resumed)})
+
+
+def compose(request: LaunchRequest) -> str:
+    """A file of `docker compose`: a service a host, which meet at the first. One that fails is started again.
+
+    The hosts are containers of one machine, so a GPU that one of them has is not for the others.
+    """
+    hosts = [f"host-{index}" for index in range(request.num_hosts)]
+    mounts = [f"{name}:{path}" for name, path in request.volumes.items()]
+    services = {name: {
+        "image": request.image, "command": request.resumed, "hostname": name,
+        "environment": {"PET_NNODES": str(request.num_hosts), "PET_NODE_RANK": str(index),
+                        "PET_NPROC_PER_NODE": str(request.num_ranks), "PET_MASTER_ADDR": hosts[0],
+                        "PET_MASTER_PORT": str(PORT)},
+        **({"volumes": list(mounts)} if mounts else {}),
+        **(_gpus_of_host(index, request.num_gpus) if request.num_gpus else {}),
+        "shm_size": "1gb", "init": True, "restart": "on-failure"} for index, name in enumerate(hosts)}
+    named = [name for name in request.volumes if re.fullmatch(r"[a-zA-Z0-9][\w-]*", name)]  # else a folder
+    return _yaml({"name": request.name, "services": services,
+                  **({"volumes": {name: {} for name in named}} if named else {})})
+
+
+def _gpus_of_host(index: int, count: int) -> dict[str, Any]:
+    devices = [str(index * count + number) for number in range(count)]
+    return {"deploy": {"resources": {"reservations": {"devices": [
+        {"driver": "nvidia", "device_ids": devices, "capabilities": ["gpu"]}]}}}}
 
 
 def _yaml(document: Mapping[str, Any]) -> str:
