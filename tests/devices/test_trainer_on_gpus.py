@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 from pretended_cuda.build import CannotBuild, build
+
+from paceline.launch.fork import in_a_fork
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -57,17 +60,24 @@ trainer.state.save_to_json(folder + "/state.json")
 
 
 def _log(tmp_path: Path, how: str, plan: str = "", library: Path | None = None) -> list[dict[str, Any]]:
-    """What a script logs. library: of the pretended device; without it the script is Transformers' own, on the CPU."""
+    """What a script logs. library: of the pretended device; without it the script is Transformers' own, on the CPU, and
+    a fork runs it, which has imported most of what it needs."""
     folder, script = tmp_path / "run", tmp_path / "script.py"
     folder.mkdir()
     script.write_text(_SCRIPT.format(package="transformers" if library is None else "paceline.transformers"))
-    paths = [str(_DEVICES.parent.parent / "src")]
-    if library is not None:
+    words = [str(script), how, str(folder), plan]
+    if library is None:
+        def run() -> None:
+            sys.argv = words
+            runpy.run_path(str(script), run_name="__main__")
+
+        in_a_fork(run, timeout_s=250)
+    else:
         (tmp_path / "site").mkdir()
         (tmp_path / "site/sitecustomize.py").write_text(_SITE)
-        paths += [str(tmp_path / "site"), str(_DEVICES)]
-    subprocess.run([sys.executable, str(script), how, str(folder), plan], check=True, timeout=250, env=os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths), "PRETENDED_CUDA_LIBRARY": str(library), "OMP_NUM_THREADS": "1"})
+        paths = [str(_DEVICES.parent.parent / "src"), str(tmp_path / "site"), str(_DEVICES)]
+        subprocess.run([sys.executable, *words], check=True, timeout=250, env=os.environ | {
+            "PYTHONPATH": os.pathsep.join(paths), "PRETENDED_CUDA_LIBRARY": str(library), "OMP_NUM_THREADS": "1"})
     history: list[dict[str, Any]] = json.loads((folder / "state.json").read_text())["log_history"]
     return [{key: value for key, value in entry.items() if key in ("loss", "eval_loss", "grad_norm", "learning_rate")}
             for entry in history]
