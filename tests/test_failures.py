@@ -516,6 +516,7 @@ def test_a_rank_that_dies(run_dir: Path, whole_run: Path, plan: str, end: Callab
         assert_equal_models(run_dir, whole_run)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2 microbatches=1", "place=auto parts=2"])
 def test_a_rank_that_hangs(run_dir: Path, plan: str):
     """The rank, its step and its line are named after the timeout, however the others wait for it."""
