@@ -406,6 +406,12 @@ def usable_cores() -> int:
     return allowed if quota == "max" else max(1, min(allowed, int(quota) // int(period)))
 
 
+def threads_of_a_rank(num_ranks: int) -> int:
+    """With which each of so many CPU ranks of this machine computes: its share of the cores, or OMP_NUM_THREADS."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdecimal() and int(asked) > 0 else max(1, usable_cores() // num_ranks)
+
+
 def usable_memory_bytes() -> int:
     """Memory this process and its ranks may use together: the machine's, or less where a cgroup limits it."""
     import psutil

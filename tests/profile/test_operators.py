@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from paceline import Job
+from paceline import Cluster, Job, cluster
+from paceline.launch import process
+from paceline.planner.ranks import measured_rates
 from paceline.profile import operators, profile_job
 from paceline.profile.calls import FAR, Operand, OperatorCall, OperatorCalls
 from paceline.profile.device import IN_A_STEP, DeviceRates
@@ -80,7 +83,7 @@ def test_what_was_timed_is_not_timed_again(monkeypatch, tmp_path):
     """In this process, or in another one on this machine; where ranks are at work nothing is."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked: list[int] = []
-    monkeypatch.setattr(operators, "session", lambda calls, *_: asked.append(len(calls)) or [0.5] * len(calls))
+    monkeypatch.setattr(operators, "session", lambda calls, *_, **__: asked.append(len(calls)) or [0.5] * len(calls))
     first, busy = OperatorTimes(1), OperatorTimes(1, measures=False)
     busy.measure([PRODUCT])
     first.measure([PRODUCT, PRODUCT])
@@ -89,6 +92,31 @@ def test_what_was_timed_is_not_timed_again(monkeypatch, tmp_path):
 
     assert asked == [1] and busy.seconds(PRODUCT) is None
     assert first.seconds(PRODUCT) == OperatorTimes(1).seconds(PRODUCT) == 0.5
+
+
+def test_ranks_with_a_memory_limit_are_timed_on_the_heap_that_they_have(monkeypatch, tmp_path):
+    """It gives back what is freed: blocks of 2 MiB are in new pages each time, which other ranks pay from 32 MiB on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept: list[bool] = []
+    monkeypatch.setattr(process, "set_up_heap", lambda *, keep: kept.append(keep))
+    monkeypatch.setattr(operators, "in_a_fork", lambda run, **_: run())
+    free, limited = (measured_rates(Cluster.local("cpu:0", memory=memory), waiting=False, times_operators=True)
+                     for memory in (None, "1GiB"))
+    taken = Compute(new_blocks=(2.0 * 2**20, 64.0 * 2**20))
+    new_page_s = 1 / 2**20
+
+    assert kept == [True] * (len(kept) // 2) + [False] * (len(kept) // 2) and kept
+    assert [replace(rates, new_page_s=new_page_s).seconds(taken, "float32")[0] for rates in (free, limited)] == [64, 66]
+
+
+def test_operators_have_as_many_threads_as_ranks_will(monkeypatch):
+    monkeypatch.setattr(operators, "usable_cores", lambda: 4)
+    monkeypatch.setattr(cluster, "usable_cores", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    shares = [OperatorTimes(num_ranks).threads for num_ranks in (1, 2, 8)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    assert shares == [4, 2, 1] and [OperatorTimes(num_ranks).threads for num_ranks in (1, 2, 8)] == [1, 1, 1]
 
 
 def test_timed_operators_count_and_others_are_priced_by_what_they_move():

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from paceline.cluster import Device, usable_cores
+from paceline.cluster import Device, threads_of_a_rank
 from paceline.launch.context import RankContext
 from paceline.launch.failure import Failure
 from paceline.launch.fault_policy import FaultPolicy
@@ -116,8 +116,7 @@ def use_threads(local_world_size: int) -> None:
 
     It also makes this fork's thread pool, before several threads ask for it at once: see `launch.fork`.
     """
-    is_set = "OMP_NUM_THREADS" in os.environ
-    torch.set_num_threads(torch.get_num_threads() if is_set else max(1, usable_cores() // local_world_size))
+    torch.set_num_threads(threads_of_a_rank(local_world_size))
 
 
 def _claim(device: Device) -> torch.device:

@@ -12,13 +12,13 @@ from functools import lru_cache
 from typing import get_args
 
 from paceline.catalogue import Accelerator
-from paceline.cluster import Cluster, Device, Network, usable_cores
+from paceline.cluster import Cluster, Device, Network, threads_of_a_rank, usable_cores
 from paceline.errors import PlanError
 from paceline.job import Precision
 from paceline.planner.program import step_program
 from paceline.planner.resolve import devices_of
 from paceline.plans import Plan
-from paceline.profile.device import DeviceRates, measure_device
+from paceline.profile.device import GIVEN_BACK_BLOCK_BYTES, KEPT_BLOCK_BYTES, DeviceRates, measure_device
 from paceline.profile.operators import operator_times
 from paceline.profile.profile import Profile
 from paceline.runtime.order import split
@@ -177,18 +177,19 @@ def rates_of(device: Device, rates: DeviceRates) -> DeviceRates:
 
 
 def measured_rates(cluster: Cluster, *, waiting: bool, times_operators: bool) -> DeviceRates:
-    """This machine's rates for one of its ranks. Ranks share the cores evenly; more ranks than cores take turns.
+    """This machine's rates for a rank, with as many threads as it runs with; more ranks than cores take turns.
 
     waiting: ranks wait for each other, so that who works has a core.
     """
     num_ranks, num_cores = len(cluster.devices), usable_cores()
     kind = cluster.devices[-1].kind  # of the ranks that run the model: servers come first
-    rates = measure_device(kind, max(1, num_cores // num_ranks))
+    rates = measure_device(kind, threads_of_a_rank(num_ranks))
     if kind != "cpu":
         return rates
-    timed = operator_times(num_ranks, measures=times_operators)
+    keeps = not any(device.is_limit for device in cluster.devices)
+    timed = operator_times(num_ranks, measures=times_operators, keeps_heap=keeps)
     rates = replace(rates, timed=timed, memory_bytes_per_s=timed.memory_bytes_per_s or rates.memory_bytes_per_s,
-                    new_page_s=timed.new_page_s)
+                    new_page_s=timed.new_page_s, page_block_bytes=KEPT_BLOCK_BYTES if keeps else GIVEN_BACK_BLOCK_BYTES)
     turns = 1.0 if waiting else max(1.0, num_ranks / num_cores)
     return replace(rates.slowed(turns), turns=turns)
 

@@ -36,6 +36,9 @@ THREAD_EFFICIENCY = 0.9
 # a batch is put together, gradients are let go of, figures are read. Fitted on `single` of nine jobs of 13 to 330 ms
 # a step; other plans and jobs were left out.
 IN_A_STEP, BESIDE_OPERATORS_S = 1.08, 2e-3
+# From which on a block of a CPU rank's memory has pages of its own, which are new each time: of a heap that keeps what
+# is freed, and of one that gives it back; see `launch/process.py`.
+KEPT_BLOCK_BYTES, GIVEN_BACK_BLOCK_BYTES = 32 * 2**20, 2**20
 FIGURES = ("flops_per_s", "bf16_flops_per_s", "memory_bytes_per_s", "function_bytes_per_s", "operator_s")  # kept
 ITEM_BYTES: Mapping[Precision, int] = {"float32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "float64": 8}
 
@@ -52,6 +55,7 @@ class DeviceRates:
     timed: Operators of the job that were timed one by one; those count where they are known.
     turns: Ranks that take turns on one core.
     new_page_s: Of a byte in pages that are new to the process.
+    page_block_bytes: From which on a block of memory has pages of its own.
     """
 
     flops_per_s: float
@@ -62,6 +66,7 @@ class DeviceRates:
     timed: OperatorTimes | None = field(default=None, compare=False)
     turns: float = 1.0
     new_page_s: float = 0.0
+    page_block_bytes: float = KEPT_BLOCK_BYTES
 
     def matrix_flops_per_s(self, precision: Precision) -> float:
         """The rate of matrix products under a job's precision; float64 has half the lanes of float32.
@@ -90,7 +95,8 @@ class DeviceRates:
         return (event.flops / self.matrix_flops_per_s(precision) + self._starved_s(event.products, precision)
                 + event.moved_bytes / self.memory_bytes_per_s
                 + event.function_bytes / self.function_bytes_per_s + event.operators * self.operator_s
-                + event.new_bytes * self.new_page_s + event.fixed_s), 0.0
+                + self.new_page_s * sum(block for block in event.new_blocks if block >= self.page_block_bytes)
+                + event.fixed_s), 0.0
 
     def _timed_s(self, event: Compute, precision: Precision) -> float:
         """Of operators one by one, and of autograd beside each."""
@@ -131,9 +137,10 @@ class DeviceRates:
 
     def slowed(self, factor: float) -> DeviceRates:
         """The rates where everything takes so many times as long."""
-        return DeviceRates(self.flops_per_s / factor, self.bf16_flops_per_s / factor,
-                           self.memory_bytes_per_s / factor, self.function_bytes_per_s / factor,
-                           self.operator_s * factor, self.timed, self.turns, self.new_page_s * factor)
+        return replace(self, flops_per_s=self.flops_per_s / factor, bf16_flops_per_s=self.bf16_flops_per_s / factor,
+                       memory_bytes_per_s=self.memory_bytes_per_s / factor,
+                       function_bytes_per_s=self.function_bytes_per_s / factor,
+                       operator_s=self.operator_s * factor, new_page_s=self.new_page_s * factor)
 
 
 def measure_device(kind: DeviceKind, num_threads: int = 1) -> DeviceRates:

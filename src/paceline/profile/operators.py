@@ -16,11 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from paceline.cluster import usable_cores
+from paceline.cluster import threads_of_a_rank, usable_cores
 from paceline.launch.fork import die_with, in_a_fork
 from paceline.profile import cache
 from paceline.profile.calls import FAR, MIB, UNKNOWN, Operand, OperatorCall
@@ -52,13 +52,14 @@ class OperatorTimes:
     """Seconds of operators where so many ranks are at work.
 
     measures: whether those that are not known are timed; no while ranks are at work.
+    keeps_heap: whether ranks keep the memory that they free; those with a memory limit give it back, and pay for new
+        pages each time.
     """
 
-    def __init__(self, num_ranks: int, *, measures: bool = True) -> None:
-        self.measures = measures
-        num_cores = usable_cores()
-        self.processes, self.threads = min(num_ranks, num_cores), max(1, num_cores // num_ranks)
-        self._name = f"operators-{self.processes}x{self.threads}"
+    def __init__(self, num_ranks: int, *, measures: bool = True, keeps_heap: bool = True) -> None:
+        self.measures, self.keeps_heap = measures, keeps_heap
+        self.processes, self.threads = min(num_ranks, usable_cores()), threads_of_a_rank(num_ranks)
+        self._name = f"operators-{self.processes}x{self.threads}" + ("" if keeps_heap else "-lean")
         stored = cache.read(self._name, "cpu")
         self._known: dict[str, float] = {}
         self._left: set[str] = set()  # for which there was no time in this process
@@ -100,7 +101,7 @@ class OperatorTimes:
         missing = {key: call for key, call in missing.items() if key not in self._known and key not in self._left}
         if not missing or not self.measures:
             return
-        measured = session(list(missing.values()), self.processes, self.threads)
+        measured = session(list(missing.values()), self.processes, self.threads, keeps_heap=self.keeps_heap)
         self._left.update(key for key, seconds in zip(missing, measured, strict=True) if seconds is None)
         self._known |= {key: seconds for key, seconds in zip(missing, measured, strict=True) if seconds is not None}
         self._known = dict(list(self._known.items())[-MOST_KEPT:])
@@ -108,9 +109,9 @@ class OperatorTimes:
 
 
 @lru_cache(maxsize=8)
-def operator_times(num_ranks: int, *, measures: bool = True) -> OperatorTimes:
+def operator_times(num_ranks: int, *, measures: bool = True, keeps_heap: bool = True) -> OperatorTimes:
     """Of this process: what it has timed it does not read again."""
-    return OperatorTimes(num_ranks, measures=measures)
+    return OperatorTimes(num_ranks, measures=measures, keeps_heap=keeps_heap)
 
 
 _keys: dict[str, str] = {}
@@ -123,16 +124,17 @@ def _key(call: OperatorCall) -> str:
     return key
 
 
-def session(calls: Sequence[OperatorCall], processes: int, threads: int, *,
+def session(calls: Sequence[OperatorCall], processes: int, threads: int, *, keeps_heap: bool = True,
             budget_s: float = BUDGET_S) -> list[float | None]:
     """Seconds of each call; CANT of one that fails, None of one for which no time was left."""
     import paceline.launch.process  # noqa: F401  here, so that not every fork loads it
 
     board = _Board(len(calls), processes)
     until = time.monotonic() + budget_s
+    set_up = partial(_set_up, threads, keeps_heap=keeps_heap)
     for _ in range(MOST_CRASHES):
         try:
-            in_a_fork(lambda: _lead(calls, board, threads, until), timeout_s=budget_s + 60)
+            in_a_fork(lambda: _lead(calls, board, set_up, until), timeout_s=budget_s + 60)
             break
         except RuntimeError:  # a kernel may end its process
             board.seconds[board.at] = CANT
@@ -174,8 +176,8 @@ class _Board:
         return self._done[0] >= number
 
 
-def _lead(calls: Sequence[OperatorCall], board: _Board, threads: int, until: float) -> None:
-    """Time operators, beside ranks that call the same ones."""
+def _lead(calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], Arena], until: float) -> None:
+    """Time operators, beside ranks that call the same ones. set_up: this process, as a rank is."""
     import torch
 
     parent, peers, before = os.getpid(), [], torch.get_num_threads()
@@ -184,12 +186,12 @@ def _lead(calls: Sequence[OperatorCall], board: _Board, threads: int, until: flo
         if pid == 0:
             try:
                 die_with(parent)
-                _follow(calls, board, threads, rank)
+                _follow(calls, board, set_up, rank)
             finally:
                 os._exit(0)
         peers.append(pid)
     try:
-        arena = _set_up(threads)
+        arena = set_up()
         for number, call in enumerate(calls):
             if not math.isnan(board.seconds[number]):
                 continue
@@ -200,7 +202,7 @@ def _lead(calls: Sequence[OperatorCall], board: _Board, threads: int, until: flo
                 again = _prepared(call, arena)
                 again()
                 board.begin(number)
-                board.end(number, _seconds(again, threads))
+                board.end(number, _seconds(again, torch.get_num_threads()))
             except Exception:
                 board.end(number, CANT)
             arena.mend()
@@ -213,9 +215,9 @@ def _lead(calls: Sequence[OperatorCall], board: _Board, threads: int, until: flo
                 os.waitpid(pid, 0)
 
 
-def _follow(calls: Sequence[OperatorCall], board: _Board, threads: int, rank: int) -> None:
+def _follow(calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], Arena], rank: int) -> None:
     """Call each operator until the lead has timed it."""
-    arena = _set_up(threads)
+    arena = set_up()
     for number, call in enumerate(calls):
         if board.is_done(number) or not math.isnan(board.seconds[number]):
             continue
@@ -227,14 +229,14 @@ def _follow(calls: Sequence[OperatorCall], board: _Board, threads: int, rank: in
         arena.mend()
 
 
-def _set_up(threads: int) -> Arena:
+def _set_up(threads: int, *, keeps_heap: bool) -> Arena:
     import torch
 
     from paceline.launch.process import set_up_heap
 
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
-    set_up_heap(keep=True)
+    set_up_heap(keep=keeps_heap)
     return Arena()
 
 

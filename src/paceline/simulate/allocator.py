@@ -27,7 +27,6 @@ CPU_HOLES_LEFT = 0.5
 # are put into its place. Measured as above. They have a name of their own, as ranks with a limit keep no heap.
 HOLES_ADDED = "holes of gradients"
 CPU_HOLES_ADDED = 0.1
-HEAP_BLOCK_BYTES = 32 * 2**20  # from which on a block has pages of its own; see `launch/process.py`
 # torch's allocator rounds tensors of 10 MiB and more up to whole 2 MiB, by 1 MiB in the mean, which is 2 % of one of
 # 50 MiB; smaller ones share blocks of 20 and of 2 MiB, of which the last is not full (kRoundLarge, kLargeBuffer and
 # kSmallBuffer in c10/cuda/CUDACachingAllocator.h). What fragmentation adds is not foreseen.
@@ -96,8 +95,3 @@ def holes_of_freed(kind: DeviceKind, num_bytes: float) -> Iterable[Event]:
     """What activations leave behind that are freed while what was made after them stays."""
     if kind == "cpu":
         yield Allocate("holes", CPU_HOLES_LEFT * num_bytes)
-
-
-def new_page_bytes(blocks: Iterable[float]) -> float:
-    """Of blocks that the C library takes from the system each time, as they are too large for its heap."""
-    return sum(block for block in blocks if block >= HEAP_BLOCK_BYTES)

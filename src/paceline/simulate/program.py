@@ -19,7 +19,7 @@ class Compute:
     """Operators on the device.
 
     fixed_s: seconds of the host, which an accelerator computes beside.
-    new_bytes: in pages that are new to the process, on a CPU.
+    new_blocks: bytes of each block of memory that is taken for this and given back soon, on a CPU.
     part: of the step, for its breakdown.
     after: names of collectives that must have ended; one that is in no step has.
     products: what `flops` consists of, where shapes are known: of all samples.
@@ -39,7 +39,7 @@ class Compute:
     is_compiled: bool = False
     spared_bytes: float = 0.0
     spared_operators: float = 0.0
-    new_bytes: float = 0.0
+    new_blocks: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from paceline.plans import Plan
 from paceline.profile.profile import Parameter, Profile
-from paceline.simulate.allocator import new_page_bytes
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event, free
 from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step
 
@@ -172,8 +171,9 @@ class _Sharding:
     def _take(self, unit: str) -> Iterable[Event]:
         whole, local = self._gathered_bytes(unit)
         yield Allocate("parameters", whole)
-        new = new_page_bytes([whole, *(self._part_gathered(p) * p.num_bytes for p in _sharded(self.step, unit))])
-        yield Compute(moved_bytes=2 * (whole + local), fixed_s=self.hook_s, after=(f"gather {unit}",), new_bytes=new)
+        parts = (self._part_gathered(p) * p.num_bytes for p in _sharded(self.step, unit))
+        yield Compute(moved_bytes=2 * (whole + local), fixed_s=self.hook_s, after=(f"gather {unit}",),
+                      new_blocks=(whole, *parts) if self.on_cpu else ())
         yield free("communication", whole + local)
 
     def _gather(self, unit: str) -> Iterable[Event]:
@@ -195,7 +195,7 @@ class _Sharding:
             return
         sent = whole * self.step.profile.reduced_part
         yield Allocate("communication", sent + local)
-        yield Compute(moved_bytes=2 * sent, fixed_s=self.hook_s, new_bytes=new_page_bytes([sent, local]))
+        yield Compute(moved_bytes=2 * sent, fixed_s=self.hook_s, new_blocks=(sent, local) if self.on_cpu else ())
         name = f"reduce {unit}" if self.on_cpu else REDUCED
         yield Collective("reduce_scatter", sent, self.ranks, name=name, stream=self.stream, stride=self.stride)
         yield Compute(moved_bytes=3 * local, after=(name,) if self.on_cpu else ())
