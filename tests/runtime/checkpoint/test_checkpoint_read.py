@@ -272,6 +272,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "COMMIT not text": (lambda p: (p / "COMMIT").write_bytes(b"\xff\xfe"), "COMMIT is malformed: "),
     "COMMIT a list": (lambda p: (p / "COMMIT").write_text("[]"), "COMMIT is malformed: not a JSON object"),
     "COMMIT without files": (lambda p: edit_json(p / "COMMIT", lambda c: c.pop("files")), "malformed: no 'files'"),
+    "COMMIT of no step": (edit_commit(step=float("inf")), "malformed: cannot convert float infinity"),
+    "COMMIT too deep": (lambda p: (p / "COMMIT").write_text("[" * 10**5), "COMMIT is malformed: "),
     "COMMIT without index": (lambda p: edit_json(p / "COMMIT", lambda c: c["files"].pop("index.json")),
                              r"it lists no index\.json"),
     "foreign": (edit_commit(format="zip"), "not a checkpoint of Paceline: COMMIT says format 'zip'"),

@@ -184,7 +184,7 @@ def open_checkpoint(path: Path, *, checksums: bool = True) -> Checkpoint:
         files = {_plain_name(name): (int(entry["bytes"]), str(entry["sha256"]))
                  for name, entry in commit["files"].items()}
         step = int(commit["step"])
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(f"{path}: {COMMIT} is malformed: {_reason(error)}") from error
     if (named := _FOLDER.fullmatch(path.name)) and int(named[1] or named[2]) != step:
         raise CheckpointError(f"{path}: {COMMIT} says that this is step {step}: the folder was renamed")
@@ -192,7 +192,7 @@ def open_checkpoint(path: Path, *, checksums: bool = True) -> Checkpoint:
     index, document = (_load_json(path, name, listed=files) for name in (INDEX, DOCUMENT))
     try:
         tensors = {name: _entry_of(entry, files) for name, entry in index["tensors"].items()}
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(f"{path}: {INDEX} is malformed: {_reason(error)}") from error
     return Checkpoint(path, step, document, tensors)
 
@@ -268,7 +268,7 @@ def _load_json(path: Path, name: str, *, listed: Mapping[str, Any] | None = None
         content = json.loads((path / name).read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: can't read {name}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {name} is malformed: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: {name} is malformed: not a JSON object")
