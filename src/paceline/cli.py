@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -21,7 +22,8 @@ import paceline
 from paceline.document import strict
 from paceline.errors import PacelineError, UsageError, on_windows
 from paceline.jobfile import JobFile
-from paceline.launch import environment, hosts
+from paceline.launch import environment
+from paceline.launch import hosts as launch_hosts
 from paceline.launch.imports import OF_RUNS, load_modules
 from paceline.runtime.folder import fresh_name
 from paceline.verbs.summary_table import summary_table, table
@@ -87,23 +89,32 @@ def train(
     restarts: Annotated[int | None, typer.Option(
         metavar="N", min=0, help="Restarts of ranks that died or hang; 100 by default.")] = None,
     check: Annotated[YesOrNo, typer.Option(help="Hold the first update against one device before training.")] = "yes",
+    hosts: Annotated[str | None, typer.Option(
+        metavar="MIN:MAX", help="Go on with MIN of MAX hosts if some are lost, and take them back.")] = None,
     log: Annotated[list[str] | None, typer.Option(
         metavar="KIND[:WHERE]", help="tensorboard[:DIR], mlflow[:URI], wandb[:PROJECT], trackio[:PROJECT].")] = None,
     as_json: Json = False,
 ) -> None:
     """Train a job on one device or many."""
     with _reported():
-        if on is None:
+        place = launch_hosts.host(hosts=hosts) if on is None else None
+        if place is not None and not place.is_elastic:
             _on_every_host(plan, procs)
         job = JobFile.parse(file, _parse_settings(settings))
         load_modules(OF_RUNS)
-        summary = paceline.train(job, plan, devices=devices, on=on, procs=procs, memory=memory, steps=steps,
-                                 save_every=save_every, keep=keep, trace=trace, run=run, resume=resume,
-                                 loader_workers=loader_workers, timeout_s=patience, restarts=restarts,
-                                 check=check == "yes", log=log, table=False)
+        run_train = partial(paceline.train, job, devices=devices, procs=procs, memory=memory, steps=steps,
+                            save_every=save_every, keep=keep, trace=trace, run=run, resume=resume,
+                            loader_workers=loader_workers, timeout_s=patience, check=check == "yes", log=log,
+                            table=False)
+        if place is not None:
+            from paceline.verbs.hosts import train_on_hosts
+
+            figures = train_on_hosts(place, plan, run_train, run=run, procs=procs, patience_s=patience,
+                                     restarts=restarts)
+        else:
+            figures = run_train(plan, on=on, restarts=restarts).to_dict()
         speaks = on is not None or _is_first_rank()
-    if speaks:
-        figures = summary.to_dict()
+    if speaks and figures is not None:
         typer.echo(_json(figures) if as_json else summary_table(figures))
 
 
@@ -432,13 +443,14 @@ def _on_every_host(plan: str | None, procs: int | None = None) -> None:
     Raises:
         ClusterError: see `hosts.host` and `Host.ranks`. PlanError: the plan can't be read.
     """
-    if (place := hosts.host()) is None:
+    if (place := launch_hosts.host()) is None:
         return
     from paceline.accelerators import gpus
     from paceline.verbs.chosen import is_auto
 
     world_size = procs if plan is None or is_auto(plan) else paceline.Plan.read(plan).world_size
-    hosts.become_agent(place, place.ranks(world_size, len(gpus())), [sys.executable, "-m", "paceline", *sys.argv[1:]])
+    command = [sys.executable, "-m", "paceline", *sys.argv[1:]]
+    launch_hosts.become_agent(place, place.ranks(world_size, len(gpus())), command)
 
 
 # --- Errors and streams -----------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ def test_a_rank_and_a_single_host_start_nothing():
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({**KUBEFLOW, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 is not a whole number"),
+    ({**KUBEFLOW, "PET_NNODES": "4:1"}, "PET_NNODES 4:1 is no number of hosts"),
+    ({**KUBEFLOW, "PET_NNODES": "two"}, "PET_NNODES two is no number of hosts"),
     ({**KUBEFLOW, "PET_NODE_RANK": "2"}, "host 2 of 2"),
     ({**KUBEFLOW, "PET_MASTER_ADDR": ""}, "meet at ''"),
     ({"PET_NNODES": "2"}, "PET_NODE_RANK is not set"),
@@ -45,6 +46,20 @@ def test_a_rank_and_a_single_host_start_nothing():
 def test_what_makes_no_sense_is_refused(given: dict[str, str], message: str):
     with pytest.raises(ClusterError, match=message):
         host(given)
+
+
+def test_hosts_that_come_and_go():
+    """PET_NNODES is torchrun's own variable; --hosts says the same. More hosts than take part wait as spares."""
+    third = {**KUBEFLOW, "PET_NNODES": "1:2", "PET_NODE_RANK": "2"}
+    assert host(third) == Host("Kubeflow", 2, 2, 4, "digits-node-0-0.digits", 29400, 1)
+    for given in (KUBEFLOW, SKYPILOT):
+        assert host(given, hosts="1:2").least_hosts == 1
+        assert host(given, hosts="2").least_hosts == 2
+        assert not host(given).is_elastic
+        with pytest.raises(ClusterError, match=r"--hosts 2:3, and .* runs 2 hosts(.|\n)*hint: --hosts 2:2"):
+            host(given, hosts="2:3")
+    with pytest.raises(ClusterError, match="nothing says which of them this is"):
+        host({}, hosts="2:3")
 
 
 def test_how_many_ranks_a_host_starts():

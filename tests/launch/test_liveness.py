@@ -248,15 +248,25 @@ def test_a_hub_that_can_not_be_reached_is_told(start_ranks: Any, monkeypatch: py
     assert "rank 1 can't reach rank 0" in ranks[1].stderr and "after --patience 60 s" in ranks[1].stderr
 
 
-def test_a_dead_host_is_given_up(hub: Hub, join: Any):
-    """Its kernel is asked for signs of life."""
-    sock = join(1)._sock
+@pytest.mark.parametrize("patience_s", [1.0, 2.0, 4.0, 5.0, 9.0, 10.0, 37.5, 60.0, 300.0])
+def test_a_dead_host_is_given_up(patience_s: float):
+    """Its kernel is asked for signs of life, and within the patience."""
     if not hasattr(socket, "TCP_KEEPCNT"):
         pytest.skip("this system's probes can't be set")
-    for name, value in liveness._PROBES.items():
-        if hasattr(socket, name):
-            assert sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value
-    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    with socket.socket() as sock:
+        liveness._watch_host(sock, liveness.silence_s(patience_s))
+        idle, interval, count = (sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in (
+            "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"))
+        assert abs(idle + interval * count - min(60, max(2, patience_s))) <= 1.5, (idle, interval, count)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_a_silent_host_is_told_apart_from_a_process_that_ended(hub: Hub, join: Any):
+    join(1)._sock.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: hub.lost == [1])
+    assert hub.unreachable == []
+    assert [liveness._is_silence(error) for error in (
+        ConnectionResetError(), TimeoutError(), OSError(113, "No route to host"))] == [False, True, True]
 
 
 JOB = """

@@ -35,7 +35,9 @@ class RankContext:
     num_starts: how often all ranks were started in this run, this time included.
     deaths: how often each rank had died in this run when this one was started.
     restarts: how often ranks that die may still be started again.
-    lost: ranks that are known to have died, the first one first; grows while they run.
+    lost: ranks that are known to have died, the first one first; grows while they run. unreachable: those of them whose
+        host gives no answer.
+    hosts: of each rank, for people; empty where all are on this one.
     line: to the process that controls the run, if it is another one and listens.
     faults: that strike this rank, in a run that is rehearsed.
     copies: memory for copies of the run's state, for ranks that are started again; None without restarts.
@@ -60,6 +62,8 @@ class RankContext:
     deaths: tuple[int, ...] = ()
     restarts: int = 0
     lost: list[int] = field(default_factory=list)
+    unreachable: list[int] = field(default_factory=list)
+    hosts: tuple[str, ...] = ()
     line: Line | None = None
     faults: FaultInjector | None = None
     copies: StateCopies | None = None

@@ -15,7 +15,7 @@ from paceline.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """This process's place among ranks that something else started."""
+    """This process's place among ranks that something else started. num_starts: how often it has started them."""
 
     launcher: str
     rank: int
@@ -24,6 +24,7 @@ class Environment:
     local_world_size: int
     master_address: str
     master_port: int
+    num_starts: int = 1
 
 
 def current(environ: Mapping[str, str] = os.environ) -> Environment | None:
@@ -47,8 +48,9 @@ def _of_torchrun(environ: Mapping[str, str]) -> Environment:
                            hint="start the ranks with torchrun, or unset RANK and WORLD_SIZE to run by hand")
     rank, world_size, local_rank, local_world_size = (
         whole_number(environ, name, defaults.get(name)) for name in names[:4])
+    num_starts = 1 + whole_number(environ, "TORCHELASTIC_RESTART_COUNT", "0")
     return Environment(environ.get("PACELINE_LAUNCHER", "torchrun"), rank, world_size, local_rank, local_world_size,
-                       environ["MASTER_ADDR"], whole_number(environ, "MASTER_PORT"))
+                       environ["MASTER_ADDR"], whole_number(environ, "MASTER_PORT"), num_starts)
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Environment:

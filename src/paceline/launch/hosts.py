@@ -7,9 +7,10 @@ host this is. Nothing is done in a process that already is a rank, or on a singl
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from paceline.errors import ClusterError
@@ -23,7 +24,7 @@ class Host:
     """This process's host among those of a run.
 
     index: from 0. num_ranks: of each host; None where the cluster leaves that to the program. address, port: of the
-    first host, where ranks meet.
+    first host, where ranks meet. least_hosts: with which the run goes on; None if it ends with the first that is lost.
     """
 
     launcher: str
@@ -32,6 +33,12 @@ class Host:
     num_ranks: int | None
     address: str
     port: int
+    least_hosts: int | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run goes on with fewer hosts if some are lost."""
+        return self.least_hosts is not None
 
     def ranks(self, world_size: int | None, num_gpus: int) -> int:
         """How many ranks the host starts: what the cluster says, else its part of the plan's, else one a GPU, else one.
@@ -59,8 +66,11 @@ class Host:
                 str(self.port), "--no-python", "--", *command]
 
 
-def host(environ: Mapping[str, str] = os.environ) -> Host | None:
+def host(environ: Mapping[str, str] = os.environ, *, hosts: str | None = None) -> Host | None:
     """Which of several hosts this is; None where ranks are started otherwise.
+
+    hosts: MIN:MAX or a number, from which the run takes hosts as they come and go; by default what PET_NNODES says, and
+        a number there is fixed.
 
     Raises:
         ClusterError: the cluster's variables are incomplete or contradict each other.
@@ -68,20 +78,51 @@ def host(environ: Mapping[str, str] = os.environ) -> Host | None:
     if "RANK" in environ or "SLURM_STEP_ID" in environ:
         return None
     if "PET_NNODES" in environ:
-        return _checked(_of_kubeflow(environ))
+        return _checked(_elastic(_of_kubeflow(environ), hosts))
     if "SKYPILOT_NODE_IPS" in environ:
-        return _checked(_of_skypilot(environ))
+        return _checked(_elastic(_of_skypilot(environ), hosts))
+    if hosts is not None:
+        raise ClusterError(f"--hosts {hosts}: nothing says which of them this is",
+                           hint="PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT on each host say it")
     return None
+
+
+def _elastic(given: Host, hosts: str | None) -> Host:
+    """The host with the numbers of hosts that the command asks for.
+
+    Raises:
+        ClusterError: they are none, or not the cluster's.
+    """
+    if hosts is None:
+        return given
+    least, most = _range(hosts, "--hosts")
+    if most != given.num_hosts:
+        raise ClusterError(f"--hosts {hosts}, and {given.launcher} runs {given.num_hosts} hosts",
+                           hint=f"--hosts {min(least, given.num_hosts)}:{given.num_hosts}")
+    return replace(given, least_hosts=least)
+
+
+def _range(text: str, name: str) -> tuple[int, int]:
+    """MIN:MAX, or one number for both.
+
+    Raises:
+        ClusterError: it is neither.
+    """
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+        raise ClusterError(f"{name} {text} is no number of hosts and not MIN:MAX", hint=f"{name} 2:3")
+    return int(match[1]), int(match[2] or match[1])
 
 
 def _of_kubeflow(environ: Mapping[str, str]) -> Host:
     each = environ.get("PET_NPROC_PER_NODE", "auto")
-    num_hosts = whole_number(environ, "PET_NNODES")
+    least, num_hosts = _range(environ["PET_NNODES"], "PET_NNODES")
     is_single = num_hosts == 1
     return Host("Kubeflow", 0 if is_single else whole_number(environ, "PET_NODE_RANK"), num_hosts,
                 whole_number(environ, "PET_NPROC_PER_NODE") if each not in ("auto", "gpu", "cpu", "xpu") else None,
                 environ.get("PET_MASTER_ADDR", "") if not is_single else "127.0.0.1",
-                whole_number(environ, "PET_MASTER_PORT", "29500"))
+                whole_number(environ, "PET_MASTER_PORT", "29500"),
+                least if ":" in environ["PET_NNODES"] else None)
 
 
 def _of_skypilot(environ: Mapping[str, str]) -> Host:
@@ -98,7 +139,8 @@ def _of_skypilot(environ: Mapping[str, str]) -> Host:
 def _checked(given: Host) -> Host | None:
     if given.num_hosts == 1:
         return None
-    if not (0 <= given.index < given.num_hosts and given.address and 0 < given.port < 65536):
+    is_index = given.index >= 0 and (given.index < given.num_hosts or given.is_elastic)  # more hosts wait as spares
+    if not (is_index and given.address and 0 < given.port < 65536):
         raise ClusterError(f"{given.launcher} says this is host {given.index} of {given.num_hosts}, which meet at "
                            f"'{given.address}':{given.port}; that makes no sense",
                            hint="hosts count from 0, and all name the address of the first")

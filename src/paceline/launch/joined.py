@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from paceline.cluster import Device
 from paceline.errors import ClusterError, PacelineError, PeerLost
+from paceline.launch import hosted
 from paceline.launch.context import RankContext
 from paceline.launch.environment import Environment, address_towards, interface_towards
 from paceline.launch.failure import Failure, RankFailed
@@ -23,6 +25,7 @@ from paceline.launch.heartbeats import HeartbeatTable, signs_of_life
 from paceline.launch.liveness import Hub, Liveness, Spoke
 from paceline.launch.process import Body, run_rank, set_up_device
 from paceline.launch.watchdog import within
+from paceline.waiting import waiting
 
 _HEARD_S = 5.0  # how long a rank that fell with others looks for the cause in the store
 _LEAVE_S = 2.0  # rank 0 keeps the store, and leaves after the others have read there why
@@ -97,13 +100,14 @@ def agree(store: Any, environment: Environment, key: str, make: Callable[[], str
 
 def _wait(store: Any, environment: Environment, key: str, *, timeout_s: float) -> None:
     seen, deadline_s = -1, 0.0
-    while not store.check([key]):
-        if (signs := store.add(f"{key}/signs", 0)) != seen:
-            seen, deadline_s = signs, time.monotonic() + timeout_s
-        elif time.monotonic() > deadline_s:
-            raise PeerLost(f"rank {environment.rank} has waited {timeout_s:g} s for rank 0, which gave no sign of life",
-                           hint="its own log says why, if it has ended; --patience SECONDS waits longer")
-        time.sleep(_POLL_S)
+    with waiting:
+        while not store.check([key]):
+            if (signs := store.add(f"{key}/signs", 0)) != seen:
+                seen, deadline_s = signs, time.monotonic() + timeout_s
+            elif time.monotonic() > deadline_s:
+                raise PeerLost(f"rank {environment.rank} has waited {timeout_s:g} s for rank 0, which gave no sign of "
+                               "life", hint="its own log says why, if it has ended; --patience SECONDS waits longer")
+            time.sleep(_POLL_S)
 
 
 def run_joined(body: Body, environment: Environment, device: Device, *, store: Any, attempt: str,
@@ -116,14 +120,19 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
     Raises:
         RankFailed: on the rank whose failure the others follow from; the others leave with its exit code.
     """
-    terminal = sys.stderr
+    terminal, here = sys.stderr, hosted.this_rank()
 
     def report(failure: Failure) -> None:
+        if here is not None:
+            here.report(failure)  # the hosts' processes tell each other
+            return
         within(_HEARD_S, lambda: store.set(f"failure/{environment.rank}", failure.to_json()))
         _tell_elastic_agent(failure)
 
     def report_end(failure: Failure) -> None:
         report(failure)
+        if here is not None:
+            return
         is_told = (_cause_elsewhere(store, environment, _HEARD_S) if failure.heard
                    else within(_HEARD_S, lambda: store.add("hang told", 1) != 1))
         if not is_told:
@@ -136,11 +145,15 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
     # Servers and their workers, who form no group, hear of each other's death by themselves, and may go on.
     need_each_other = fault_policy.uses_process_group and environment.world_size > 1
     liveness = _join_liveness(store, environment, attempt, secret.encode(), timeout_s) if need_each_other else None
+    board, slot = (here.board, here.slot) if here is not None else (HeartbeatTable(1), 0)
+    board.write(slot, 0, "build")  # it is watched from here on
     context = RankContext(
         environment.rank, environment.world_size, environment.local_world_size,
-        set_up_device(device, environment.local_world_size), None, HeartbeatTable(1), 0, attempt, timeout_s=timeout_s,
+        set_up_device(device, environment.local_world_size), None, board, slot, attempt, timeout_s=timeout_s,
         secret=secret.encode(), host=address_towards(environment.master_address) or "127.0.0.1",
-        deaths=(0,) * environment.world_size, lost=liveness.lost if liveness else [])
+        num_starts=environment.num_starts, deaths=(0,) * environment.world_size,
+        lost=liveness.lost if liveness else [], unreachable=liveness.unreachable if liveness else [],
+        hosts=_hosts_of_ranks(store, environment, attempt))
     result, failure, log = run_rank(body, context, device, make_store=lambda: store, run_dir=run_dir,
                                     report=report_end, fault_policy=fault_policy)
     if failure is not None:
@@ -149,6 +162,8 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
         liveness.close(farewell=failure is None or failure.is_stop)
     if failure is None:
         return result
+    if here is not None:
+        raise RankFailed(failure, log)
     if failure.heard and _cause_elsewhere(store, environment, _HEARD_S):
         sys.exit(failure.exit_code)
     raise RankFailed(failure, log)
@@ -160,18 +175,29 @@ def _join_liveness(store: Any, environment: Environment, attempt: str, secret: b
     made: list[Hub] = []
 
     def make() -> str:
-        made.append(Hub(secret=secret))
-        return str(made[0].port)
+        made.append(Hub(secret=secret, patience_s=timeout_s))
+        return json.dumps([address_towards(environment.master_address) or environment.master_address, made[0].port])
 
-    port = int(agree(store, environment, f"liveness/{attempt}", make, timeout_s=timeout_s))
+    address, port = json.loads(agree(store, environment, f"liveness/{attempt}", make, timeout_s=timeout_s))
     if made:
         return made[0]
     try:
-        return Spoke(environment.rank, (environment.master_address, port), secret=secret)
+        return Spoke(environment.rank, (address, port), secret=secret, patience_s=timeout_s)
     except OSError as error:
-        print(f"warning: rank {environment.rank} can't reach rank 0 at {environment.master_address}:{port} ({error}): "
+        print(f"warning: rank {environment.rank} can't reach rank 0 at {address}:{port} ({error}): "
               f"it notices after --patience {timeout_s:g} s, not at once, if a rank dies", file=sys.stderr, flush=True)
         return None
+
+
+def _hosts_of_ranks(store: Any, environment: Environment, attempt: str) -> tuple[str, ...]:
+    """Name and address of each rank's host. Collective."""
+    if environment.local_world_size == environment.world_size:
+        return ()
+    name, address = socket.gethostname(), address_towards(environment.master_address)
+    keys = [f"host/{attempt}/{rank}" for rank in range(environment.world_size)]
+    store.set(keys[environment.rank], f"{name} ({address})" if address else name)
+    with waiting:
+        return tuple(host.decode() for host in store.multi_get(keys))
 
 
 def _cause_elsewhere(store: Any, environment: Environment, patience_s: float) -> bool:

@@ -25,8 +25,7 @@ from paceline.launch.strangers import Unproven
 _NONCE_BYTES, _PROOF_BYTES, _RANK = 16, 32, struct.Struct(">i")
 _FAREWELL = _RANK.pack(-1)  # in either direction: this process is about to end, and all is well
 _HANDSHAKE_S = 10.0
-# A host is given up after 30 + 3 x 10 s without an answer of its kernel.
-_PROBES = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+MOST_SILENCE_S = 60.0  # of a host's kernel, which answers whatever its processes do
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -40,10 +39,17 @@ def _close_in_fork() -> None:
 os.register_at_fork(after_in_child=_close_in_fork)
 
 
+def silence_s(patience_s: float) -> float:
+    """How long a host may give no answer before it is given up."""
+    return min(MOST_SILENCE_S, patience_s)
+
+
 class Liveness(Protocol):
-    """lost: ranks that ended without a farewell, as they are noticed; another thread adds to it."""
+    """lost: ranks that ended without a farewell, as they are noticed; another thread adds to it. unreachable: those of
+    them whose host gave no answer any more, as far as this rank has a connection to it."""
 
     lost: list[int]
+    unreachable: list[int]
 
     def close(self, *, farewell: bool) -> None:
         """farewell: whether this rank ends as it should; else the others are told that it is lost."""
@@ -54,11 +60,13 @@ class Hub:
 
     Args:
         secret: Peers prove with it that they belong to the run.
+        patience_s: See `silence_s`.
     """
 
-    def __init__(self, *, secret: bytes) -> None:
+    def __init__(self, *, secret: bytes, patience_s: float = MOST_SILENCE_S) -> None:
         self.lost: list[int] = []
-        self._secret = secret
+        self.unreachable: list[int] = []
+        self._secret, self._silence_s = secret, silence_s(patience_s)
         self._listener = _kept(_listen())
         self.port: int = self._listener.getsockname()[1]
         self._wake, self._woken = map(_kept, socket.socketpair())
@@ -115,7 +123,7 @@ class Hub:
             self._drop(sock)
             return
         number, = _RANK.unpack(rank)
-        _watch_host(sock)
+        _watch_host(sock, self._silence_s)
         self._members[number] = sock
         self._selector.modify(sock, selectors.EVENT_READ, lambda: self._hear(number, sock))
         for lost in self.lost:
@@ -123,10 +131,16 @@ class Hub:
 
     def _hear(self, number: int, sock: socket.socket) -> None:
         """The only word of a member is its farewell; without one its end is a loss."""
-        word = _received(sock, _RANK.size)
+        is_unreachable = False
+        try:
+            word = sock.recv(_RANK.size)
+        except OSError as error:
+            word, is_unreachable = b"", _is_silence(error)
         del self._members[number]
         self._drop(sock)
         if word != _FAREWELL:
+            if is_unreachable:
+                self.unreachable.append(number)
             self.lost.append(number)
             for member in self._members.values():
                 _send(member, _RANK.pack(number))
@@ -146,13 +160,15 @@ class Spoke:
         OSError: it can't be reached there.
     """
 
-    def __init__(self, rank: int, address: tuple[str, int], *, secret: bytes) -> None:
+    def __init__(self, rank: int, address: tuple[str, int], *, secret: bytes,
+                 patience_s: float = MOST_SILENCE_S) -> None:
         self.lost: list[int] = []
+        self.unreachable: list[int] = []
         self._sock = _kept(socket.create_connection(address, timeout=_HANDSHAKE_S))
         number = _RANK.pack(rank)
         self._sock.sendall(number + _proof(secret, _exactly(self._sock, _NONCE_BYTES), number))
         self._sock.settimeout(None)
-        _watch_host(self._sock)
+        _watch_host(self._sock, silence_s(patience_s))
         self._thread = _started(self._listen)
 
     def close(self, *, farewell: bool) -> None:
@@ -167,7 +183,9 @@ class Spoke:
         try:
             while (word := _exactly(self._sock, _RANK.size)) != _FAREWELL:
                 self.lost.append(_RANK.unpack(word)[0])
-        except OSError:
+        except OSError as error:
+            if _is_silence(error):
+                self.unreachable.append(0)
             self.lost.append(0)
 
 
@@ -189,11 +207,21 @@ def _started(work: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-def _watch_host(sock: socket.socket) -> None:
+def _watch_host(sock: socket.socket, silence_s: float) -> None:
+    """Have the kernel end a connection whose other host gives no answer for so long, in whole seconds."""
+    idle_s = max(1, round(silence_s / 2))
+    interval_s = max(1, round(silence_s - idle_s) // 5)
+    probes = {"TCP_KEEPIDLE": idle_s, "TCP_KEEPALIVE": idle_s, "TCP_KEEPINTVL": interval_s,
+              "TCP_KEEPCNT": max(1, round(silence_s - idle_s) // interval_s)}
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _PROBES.items():
+    for name, value in probes.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _is_silence(error: OSError) -> bool:
+    """Whether a connection ended because the other host gave no answer, and not because a process closed it."""
+    return not isinstance(error, ConnectionError)
 
 
 def _received(sock: socket.socket, size: int) -> bytes:

@@ -39,17 +39,26 @@ class _Silence:
 
 
 class OutsideWatch:
-    """Looks at ranks when asked. patience_s: how long one may give no sign of life, beside the time in which it was
-    ready to run and the machine gave it no core."""
+    """Looks at ranks when asked.
 
-    def __init__(self, board: HeartbeatTable, num_ranks: int, *, patience_s: float) -> None:
-        self.board, self.patience_s = board, patience_s
+    patience_s: how long one may give no sign of life, beside the time in which it was ready to run and the machine gave
+        it no core.
+    sees_all: whether all ranks of the run are on this host. Else ranks that all wait may wait for one elsewhere.
+    """
+
+    def __init__(self, board: HeartbeatTable, num_ranks: int, *, patience_s: float, sees_all: bool = True) -> None:
+        self.board, self.patience_s, self.sees_all = board, patience_s, sees_all
+        self._first_rank = 0
         self._stacks = [memory_file("paceline-stack") for _ in range(num_ranks)]
         self._silences: dict[int, _Silence] = {}
 
     def close(self) -> None:
         for descriptor in self._stacks:
             os.close(descriptor)
+
+    def number_from(self, first_rank: int) -> None:
+        """Reports name this host's ranks by their numbers in the run, of which this is the first."""
+        self._first_rank = first_rank
 
     def be_watched(self, rank: int) -> None:
         """In the rank's process, first of all: the signal leaves its stack in a file."""
@@ -65,7 +74,8 @@ class OutsideWatch:
             return None
         positions = self._positions(pids)
         heard = {rank: at for rank, at in positions.items() if at is not None}
-        is_everywhere = len(heard) == len(silent) == len(pids) and all(at["waits"] for at in heard.values())
+        is_everywhere = self.sees_all and len(heard) == len(silent) == len(pids) and all(
+            at["waits"] for at in heard.values())
         dumb = [rank for rank in silent if rank not in heard]
         heard = {rank: at for rank, at in heard.items() if rank in silent or at["waits"]}  # the others work
         if not is_everywhere and not dumb and all(at["waits"] for at in heard.values()):
@@ -74,11 +84,14 @@ class OutsideWatch:
 
     def _report(self, heard: dict[int, dict[str, Any]], dumb: list[int], pids: dict[int, int]) -> Failure:
         world_size = len(pids)
-        failure = hang_failure(heard, world_size=world_size, rank=next(iter(heard), 0), timeout_s=self.patience_s,
-                               silent=dumb, states={rank: _state(pids[rank]) for rank in dumb})
-        if failure.rank in heard:
+        first = self._first_rank
+        failure = hang_failure({first + rank: at for rank, at in heard.items()}, world_size=world_size,
+                               rank=first + next(iter(heard), 0), timeout_s=self.patience_s,
+                               silent=[first + rank for rank in dumb],
+                               states={first + rank: _state(pids[rank]) for rank in dumb})
+        if failure.rank - first in heard:
             return failure
-        sign = self.board.read(failure.rank)
+        sign = self.board.read(failure.rank - first)
         return replace(failure, host=socket.gethostname(), step=sign.step, phase=sign.phase)
 
     def _silent_s(self, rank: int, pid: int) -> float:

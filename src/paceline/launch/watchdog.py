@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from paceline.errors import PeerLost
 from paceline.launch.context import RankContext
 from paceline.launch.failure import Failure, failure_of, is_users
+from paceline.launch.liveness import silence_s
 from paceline.waiting import waiting
 
 T = TypeVar("T")
@@ -58,7 +59,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self.done.wait(min(1.0, self.timeout_s / 4)):
-            if self.context.lost:
+            if self.context.unreachable:
+                failure = self._silence(self.context.unreachable[0])
+            elif self.context.lost:
                 self.done.wait(_ANSWER_S)  # the main thread may hear of it itself, and say more
                 failure = self._loss()
             elif time.monotonic() - self.context.sign.time_s > self.timeout_s:
@@ -75,6 +78,14 @@ class Watchdog:
         error = PeerLost(f"rank {context.lost[0]} is gone: its process or its host ended while this rank was in "
                          f"{context.sign}", hint=_AFTER_LOSS)
         return replace(failure_of(error, rank=context.rank, sign=context.sign), heard=True)
+
+    def _silence(self, lost: int) -> Failure:
+        """The report of a rank whose host gave no answer, which nobody else can give."""
+        context = self.context
+        host = context.hosts[lost] if context.hosts else ""
+        error = PeerLost(f"it can't be reached: its host gave no answer for {silence_s(self.timeout_s):g} s",
+                         hint="is the host down, or its network? --resume goes on from the last checkpoint", rank=lost)
+        return replace(failure_of(error, rank=lost, sign=context.sign), host=host)
 
     def _ask_around(self) -> Failure:
         """Say where this rank is, hear where the others are, and name the culprit."""

@@ -161,8 +161,10 @@ class TrainRequest:
         priced = price(job, asked, chosen, snapshot=options.get("save_every") is not None)
         launcher = Launcher(current(), asked.cluster.devices, timeout_s=timeout_s)
         launcher.agree("job", lambda: str(refuse_early(job, asked.plan)))
-        is_resumed = options.get("resume", False)
-        run_dir = Path(launcher.agree("run folder", lambda: self._claim(claims, run, resume=is_resumed)))
+        is_again = launcher.environment is not None and launcher.environment.num_starts > 1
+        is_resumed = options.get("resume", False) or is_again
+        run_dir = Path(launcher.agree("run folder", lambda: self._claim(
+            claims, run, resume=is_resumed, lost_s=timeout_s if is_again else 0.0)))
         if launcher.is_first:
             print(_banner(job, asked, chosen.why, run_dir, by_name=self.by_name), file=sys.stderr, flush=True)
         checked = _checked(job, self.source, asked, launcher) if check else None
@@ -212,11 +214,13 @@ class TrainRequest:
                 print(what_would_fit(priced), file=sys.stderr, flush=True)
             raise
 
-    def _claim(self, claims: ExitStack, run: str | Path | None, *, resume: bool) -> str:
-        """The run folder, as text."""
+    def _claim(self, claims: ExitStack, run: str | Path | None, *, resume: bool, lost_s: float) -> str:
+        """The run folder, as text. lost_s: for lost ranks of an earlier start to end."""
         run_dir = Path(run) if run is not None else folder.fresh_name(Path(self.source.path).stem if self.source
                                                                       else "job")
         folder.check_free(run_dir, resume=resume)
+        if lost_s:
+            folder.wait_until_unclaimed(run_dir, timeout_s=lost_s)
         claims.enter_context(folder.claimed(run_dir))
         _begin(run_dir, self.asked, self.source)
         return str(run_dir)

@@ -1,0 +1,387 @@
+"""Ranks of several hosts that go on with fewer hosts if one is lost, and take it back.
+
+torch's elastic agent runs in each host's process: its rendezvous decides which hosts take part, its loop starts the
+ranks again when that changes. The ranks are forks of the process, which has imported everything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from paceline.errors import PacelineError, PeerLost, Preempted
+from paceline.launch import hosted, signals
+from paceline.launch.environment import address_towards
+from paceline.launch.failure import Failure, RankFailed, cause_of, failure_of, killed
+from paceline.launch.fault_policy import FRUITLESS_RESTARTS
+from paceline.launch.heartbeats import HeartbeatTable
+from paceline.launch.hosts import Host
+from paceline.launch.liveness import silence_s
+from paceline.launch.messages import Line, Message
+from paceline.launch.outside_watch import OutsideWatch
+from paceline.launch.rendezvous import JsonBackend
+from paceline.launch.supervisor import Supervisor
+from paceline.launch.watchdog import within
+from paceline.waiting import waiting
+
+JOIN_S = 600.0  # for enough hosts to come, or for a host that lost the others to find them again; torch's own default
+_SOON_S = 3.0  # for other hosts, after enough of them are there and the run has begun before
+_MONITOR_S = 0.1  # between looks at the ranks; torch's own default
+_HEARD_S = 1.5  # for a host to say what its ranks ended of, if others only heard
+_CONNECT_S = 5.0  # for one attempt to reach the meeting place
+_PARTED_S = 5.0  # the host with the store leaves after the others have
+_RUN = "paceline"
+
+
+def run_host(place: Host, num_ranks: int, body: Callable[[], None], *, patience_s: float, restarts: int) -> None:
+    """Run `body()` as the ranks of this host until the run has ended; ranks find their place in the environment, as
+    under torchrun.
+
+    Args:
+        patience_s: How long a rank, or a host, may give no sign of life.
+        restarts: How often ranks are started again because some were lost. Hosts that come and go are not counted.
+
+    Raises:
+        RankFailed: the run ended early, and why.
+        PeerLost: too few hosts came, or the others can't be reached.
+    """
+    for name in ("torch.distributed.elastic", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what there is to say is said here
+    # What torch shares by default is the store of an agent that may be lost, under an address that is never renewed.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    board = HeartbeatTable(num_ranks)
+    with (closing(OutsideWatch(board, num_ranks, patience_s=patience_s, sees_all=False)) as watch,
+          closing(Supervisor(partial(_be_rank, body, board, watch, interface))) as processes):
+        _ElasticHost(place, num_ranks, board, watch, processes, patience_s=patience_s, restarts=restarts).run()
+
+
+def _be_rank(body: Callable[[], None], board: HeartbeatTable, watch: OutsideWatch, interface: str | None, slot: int,
+             line: Line) -> None:
+    """In a rank's process."""
+    if interface is None:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)  # forks that serve one host have loopback there
+    watch.be_watched(slot)
+    waiting.tell = partial(board.set_waits, slot)
+    os.environ.update(line.start().value)
+    hosted.begin(hosted.HostedRank(slot, board, partial(line.end, None)))
+    try:
+        body()
+    except RankFailed as failed:
+        line.end(None, failed.failure)
+        sys.exit(failed.exit_code)
+    except PacelineError as error:  # before there was a run
+        line.end(None, failure_of(error, rank=int(os.environ["RANK"]), sign=board.read(slot)))
+        sys.exit(error.exit_code)
+    line.end(None, None)
+
+
+class _Timeouts(RendezvousTimeout):
+    """has_begun: whether this host was in the run before. A run that begins waits for all its hosts for a while; one
+    that goes on does not wait for those that are lost."""
+
+    def __init__(self, patience_s: float) -> None:
+        super().__init__(join=timedelta(seconds=JOIN_S))
+        self.patience_s, self.has_begun = patience_s, False
+
+    @property
+    def last_call(self) -> timedelta:
+        return timedelta(seconds=min(_SOON_S, self.patience_s) if self.has_begun else self.patience_s)
+
+
+class _ElasticHost:
+    """This host in a run, over all times that it joins it.
+
+    interrupted: signals that asked it to leave.
+    """
+
+    def __init__(self, place: Host, num_ranks: int, board: HeartbeatTable, watch: OutsideWatch,
+                 processes: Supervisor, *, patience_s: float, restarts: int) -> None:
+        self.place, self.num_ranks, self.board, self.watch, self.processes = place, num_ranks, board, watch, processes
+        self.patience_s, self.restarts = patience_s, restarts
+        self.silence_s = silence_s(patience_s)
+        self.timeouts = _Timeouts(self.silence_s)
+        self.interrupted: list[int] = []
+        self._kept_store: Any = None
+
+    def run(self) -> None:
+        lost_s: float | None = None
+        with signals.handled(signals.STOPPING, self._forward):
+            while True:
+                try:
+                    store = self._meet()
+                    lost_s = None
+                    self._be_agent(store)
+                    return
+                except (RendezvousConnectionError, dist.DistError) as error:
+                    lost_s = self._note_unreached(error, lost_s)
+
+    def _forward(self, number: int) -> None:
+        self.interrupted.append(number)
+        self.processes.signal(signal.SIGTERM if len(self.interrupted) == 1 else signal.SIGKILL)
+
+    def _meet(self) -> Any:
+        """The store at the meeting place, which the first host keeps."""
+        address, port = self.place.address, self.place.port
+        if self.place.index:
+            if not self._is_reachable():
+                raise RendezvousConnectionError(f"nothing answers at {address}:{port}")
+            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False,
+                                  timeout=timedelta(seconds=_CONNECT_S))
+            store.set_timeout(timedelta(seconds=max(self.silence_s, _CONNECT_S)))
+            return store
+        if self._kept_store is None:
+            self._kept_store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False,
+                                             timeout=timedelta(seconds=max(self.silence_s, _CONNECT_S)))
+        return self._kept_store
+
+    def _is_reachable(self) -> bool:
+        """Whether something answers there. torch's own attempt prints a stack for each failure."""
+        with suppress(OSError), socket.create_connection((self.place.address, self.place.port), timeout=_CONNECT_S):
+            return True
+        return False
+
+    def _note_unreached(self, error: Exception, lost_s: float | None) -> float:
+        """Since when the others can't be reached.
+
+        Raises:
+            PeerLost: for too long. Preempted: this host was asked to leave.
+        """
+        where = f"{self.place.address}:{self.place.port}"
+        if self.interrupted:
+            raise Preempted(f"stopped by {signal.Signals(self.interrupted[0]).name}, where the other hosts can't be "
+                            f"reached at {where}")
+        now_s = time.monotonic()
+        if lost_s is None:
+            print(f"host {self.place.index} can't reach the meeting place {where} and tries for {JOIN_S:g} s",
+                  file=sys.stderr, flush=True)
+            return now_s
+        if now_s - lost_s > JOIN_S:
+            raise PeerLost(f"host {self.place.index} could not reach the meeting place {where} for {JOIN_S:g} s: "
+                           f"{error}", hint="the same command on this host joins the run again") from error
+        time.sleep(1.0)
+        return lost_s
+
+    def _be_agent(self, store: Any) -> None:
+        """Take part until the run has ended, or the others can't be reached."""
+        least_hosts = self.place.least_hosts or self.place.num_hosts
+        handler = DynamicRendezvousHandler.from_backend(
+            _RUN, store, JsonBackend(store, timeout_s=max(self.silence_s, _CONNECT_S)), least_hosts,
+            self.place.num_hosts, address_towards(self.place.address), self.timeouts,
+            keep_alive_interval=self.silence_s / 5,  # type: ignore[arg-type]  # it becomes a timedelta
+            keep_alive_max_attempt=5)
+        agent = _Agent(WorkerSpec(_RUN, self.num_ranks, handler, entrypoint=_RUN, max_restarts=self.restarts,
+                                  monitor_interval=_MONITOR_S), self, store)
+        try:
+            result = agent.run(_RUN)
+            if not result.is_failed() or not agent.may_go_on_without:
+                handler.set_closed()
+            self._part(store, agent.num_hosts)
+            if result.is_failed():
+                assert agent.cause is not None
+                raise RankFailed(agent.cause)
+        except (RendezvousClosedError, RendezvousGracefulExitError):
+            print(f"host {self.place.index}: the run has ended", file=sys.stderr, flush=True)
+        except RendezvousTimeoutError as error:
+            raise PeerLost(f"fewer than {least_hosts} hosts have come within {JOIN_S:g} s",
+                           hint="each host runs the same command") from error
+        finally:
+            handler._stop_heartbeats()  # its thread says that this host is there; what torch has for it ends the run
+
+    def _part(self, store: Any, num_hosts: int) -> None:
+        """Keep the store until the others need it no more."""
+        with suppress(RuntimeError):
+            left, until_s = store.add(f"{_RUN}/left", 1), time.monotonic() + _PARTED_S
+            while self.place.index == 0 and left < num_hosts and time.monotonic() < until_s:
+                time.sleep(_MONITOR_S)
+                left = store.add(f"{_RUN}/left", 0)
+
+
+class _Agent(SimpleElasticAgent):
+    """torch's agent over forks of this process.
+
+    cause: why ranks ended last. num_hosts: that take part.
+    """
+
+    def __init__(self, spec: WorkerSpec, host: _ElasticHost, store: Any) -> None:
+        super().__init__(spec)
+        self.host, self.shared_store = host, store
+        self.cause: Failure | None = None
+        self.num_hosts = 1
+        self._failures: dict[int, Failure] = {}
+        self._finished: set[int] = set()
+        self._stopping_s: float | None = None
+        self._first_rank = 0
+        self._told = False
+        self._furthest, self._fruitless = -1, 0
+
+    @property
+    def may_go_on_without(self) -> bool:
+        """Whether the others go on though this host leaves."""
+        return bool(self.host.interrupted)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        host, store, place = self.host, worker_group.store, self.host.place
+        assert store is not None and worker_group.group_rank is not None
+        if worker_group.group_rank == 0:
+            store.set("start", str(self.shared_store.add(f"{_RUN}/starts", 1)))
+        number = int(store.get("start"))
+        self.num_hosts = worker_group.group_world_size or 1
+        self._failures, self._finished, self._stopping_s, self._told = {}, set(), None, False
+        self._first_rank = worker_group.workers[0].global_rank
+        host.timeouts.has_begun = True
+        host.watch.number_from(self._first_rank)
+        print(f"host {place.index} ({address_towards(place.address)}): start {number} of the run, with "
+              f"{self.num_hosts} of {place.num_hosts} hosts", file=sys.stderr, flush=True)
+        pids: dict[int, Any] = {}
+        with signals.held():
+            for worker in worker_group.workers:
+                slot = worker.local_rank
+                host.board.write(slot, 0, "start")
+                host.board.set_waits(slot, False)
+                host.processes.start(slot)
+                host.processes.tell(slot, Message(0, "start", slot, {
+                    "RANK": str(worker.global_rank), "WORLD_SIZE": str(worker.world_size), "LOCAL_RANK": str(slot),
+                    "LOCAL_WORLD_SIZE": str(host.num_ranks), "GROUP_RANK": str(worker_group.group_rank),
+                    "MASTER_ADDR": place.address, "MASTER_PORT": str(place.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": str(True), "TORCHELASTIC_RESTART_COUNT": str(number - 1)}))
+                pids[slot] = host.processes.pid(slot)
+            if host.interrupted:
+                host.processes.signal(signal.SIGTERM)
+        return pids
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Ranks that work save at their step's end, because a host joins the run; others have lost one, and end."""
+        if worker_group.state == WorkerState.HEALTHY:
+            print(f"host {self.host.place.index}: another host joins; ranks save and start again", file=sys.stderr,
+                  flush=True)
+            self.host.processes.signal(signal.SIGTERM)
+            until_s = time.monotonic() + self.host.patience_s
+            while self._left() and time.monotonic() < until_s:
+                self._hear(_MONITOR_S)
+        self._end_ranks()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        for slot in range(self.host.num_ranks):
+            self.host.processes.end(slot)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._hear(0.0)
+        self._look_for_hangs()
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        if len(self._finished) == len(ranks) and not self._failures:
+            return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(ranks))
+        store: Any = worker_group.store
+        if not all(failure.is_stop for failure in self._failures.values()) or self._ask(
+                lambda: [store.check(["failed"])]) == [True]:
+            return self._failed(self._cause(store))
+        return self._stopped() if self._failures and not self._left() else RunResult(WorkerState.HEALTHY)
+
+    def _left(self) -> list[int]:
+        return [slot for slot in range(self.host.num_ranks) if slot not in self._finished]
+
+    def _hear(self, timeout_s: float) -> None:
+        for slot, message in self.host.processes.wait(self._left(), timeout_s):
+            if message.kind == "end":
+                if message.failure is not None:
+                    self._failures[slot] = message.failure
+            elif message.kind == "ended":
+                self._finished.add(slot)
+                if message.value and slot not in self._failures:
+                    self._failures[slot] = self._ended(slot, message.value)
+
+    def _ended(self, slot: int, code: int) -> Failure:
+        """The report of a rank that left none."""
+        failure = killed(self._first_rank + slot, code, self.host.board.read(slot))
+        if code > 0:  # it has said why, or another one has
+            return replace(failure, exit_code=code, heard=True)
+        return failure
+
+    def _look_for_hangs(self) -> None:
+        pids = {slot: pid for slot in self._left() if (pid := self.host.processes.pid(slot)) is not None
+                and slot not in self._failures and self.host.board.read(slot).phase != "start"}
+        if pids and (hang := self.host.watch.look(pids)) is not None:
+            self._failures[hang.rank - self._first_rank] = hang
+
+    def _ask(self, ask: Callable[[], Any]) -> Any:
+        """
+        Raises:
+            RendezvousConnectionError: the meeting place gives no answer.
+        """
+        answer = within(self.host.silence_s, ask)
+        if answer is None:
+            raise RendezvousConnectionError("the meeting place gives no answer")
+        return answer
+
+    def _cause(self, store: Any) -> Failure:
+        """What made ranks end, of what all hosts say; waits a little for the host of the culprit."""
+        known = list(self._failures.values())
+        if known:
+            mine, key = cause_of(known), f"failure/{self._worker_group.group_rank}"
+            self._ask(lambda: store.set(key, mine.to_json()) or True)
+        until_s = time.monotonic() + _HEARD_S
+        while all(failure.heard for failure in known) and time.monotonic() < until_s:
+            known = [*self._failures.values(), *self._ask(lambda: _said(store, self.num_hosts))]
+            time.sleep(_MONITOR_S / 2)
+        self._ask(lambda: store.set("failed", "1") or True)
+        return cause_of(known)
+
+    def _failed(self, cause: Failure) -> RunResult:
+        """Let torch's loop start the ranks again, if that can help."""
+        self.cause = cause
+        is_further = cause.step > self._furthest
+        self._furthest, self._fruitless = max(cause.step, self._furthest), 0 if is_further else self._fruitless + 1
+        if cause.exit_code != PeerLost.exit_code or self._fruitless > FRUITLESS_RESTARTS or self.host.interrupted:
+            self._remaining_restarts = 0
+        if self._remaining_restarts:
+            left = self._remaining_restarts - 1
+            if cause.trace:
+                print(cause.describe(), file=sys.stderr)
+            print(f"rank {cause.rank} on {cause.host}: {cause.message.partition(chr(10))[0]}; all ranks start again "
+                  f"({left} restart{'s' * (left != 1)} left)", file=sys.stderr, flush=True)
+        return RunResult(WorkerState.FAILED)
+
+    def _stopped(self) -> RunResult:
+        """All ranks have saved and ended, as this host leaves or as another one comes or leaves."""
+        self.cause = cause_of(list(self._failures.values()))
+        if self.host.interrupted:
+            self.cause = self.cause.asked_by(self.host.interrupted[0])
+            self._remaining_restarts = 0
+        else:
+            self._remaining_restarts += 1  # torch's loop takes it off again
+        return RunResult(WorkerState.FAILED)
+
+
+def _said(store: Any, num_hosts: int) -> list[Failure]:
+    """What hosts have said of their ranks' end."""
+    keys = [f"failure/{number}" for number in range(num_hosts)]
+    return [Failure.from_json(store.get(key).decode()) for key in keys if store.check([key])]

@@ -1,0 +1,58 @@
+"""The verb train on several hosts that may come and go: the plan for each number of them, and the ranks of this one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.launch.failure import RankFailed
+from paceline.launch.fault_policy import RESTARTS
+from paceline.launch.hosts import Host
+from paceline.planner.resized import resized
+from paceline.plans import Plan
+from paceline.runtime import folder
+from paceline.verbs.chosen import is_auto
+
+
+def train_on_hosts(place: Host, plan: str | Plan | None, train: Callable[..., Any], *, run: str | Path | None,
+                   procs: int | None, patience_s: float, restarts: int | None) -> dict[str, Any] | None:
+    """Train as this host's part of a run, until the run has ended. Returns the run's figures on the first host.
+
+    Args:
+        plan: For all hosts. With fewer the run goes on under `resized` plans, which are known before it begins; without
+            a plan under one replica a rank.
+        train: Called in each rank with its plan.
+        run: The folder that all hosts see; it says where to go on.
+
+    Raises:
+        UsageError: there is no run folder, or no plan for some number of hosts. RankFailed, PeerLost: see `run_host`.
+    """
+    if run is None:
+        raise UsageError("a run on hosts that come and go needs a run folder that all of them see", hint="--run DIR")
+    from paceline.accelerators import gpus
+    from paceline.launch.elastic import run_host
+
+    given = None if plan is None or is_auto(plan) else Plan.read(plan)
+    num_ranks = place.ranks(given.world_size if given is not None else procs, len(gpus()))
+    least = place.least_hosts or place.num_hosts
+    plans = {count * num_ranks: given and resized(given, count * num_ranks)
+             for count in range(least, place.num_hosts + 1)}
+    for count in range(least, place.num_hosts):
+        if given is not None and place.index == 0:
+            print(f"with {count} of {place.num_hosts} hosts the plan will be {plans[count * num_ranks]}",
+                  file=sys.stderr, flush=True)
+
+    def body() -> None:
+        train(plans[int(os.environ["WORLD_SIZE"])])
+
+    try:
+        run_host(place, num_ranks, body, patience_s=patience_s, restarts=RESTARTS if restarts is None else restarts)
+    except RankFailed as failed:
+        if place.index == 0:
+            folder.write_failure(Path(run), str(given), failed)
+        raise
+    return folder.read_summary(Path(run)) if place.index == 0 else None
