@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -164,3 +165,24 @@ def parent_reference() -> paceline.Job:
             return self.last(x)
 
     return make_job(Parent)
+
+
+@entry("an inner loop of gradient steps for each sample, whose weights run by functional_call")
+def inner_loop() -> paceline.Job:
+    class InnerLoop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net(blocks=1)
+
+        @torch.enable_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            outputs = []
+            for row in x:
+                fast = dict(self.net.named_parameters())
+                own = functional_call(self.net, fast, (row,)).square().mean()
+                slopes = torch.autograd.grad(own, list(fast.values()), create_graph=True)
+                fast = {name: p - 0.5 * slope for (name, p), slope in zip(fast.items(), slopes, strict=True)}
+                outputs.append(functional_call(self.net, fast, (row,)))
+            return torch.stack(outputs)
+
+    return make_job(InnerLoop)

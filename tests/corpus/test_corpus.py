@@ -62,9 +62,11 @@ def test_a_short_form_of_the_sweep(short_sweep: Sweep, plan: str, jobs: tuple[st
 
 @pytest.mark.parametrize(("job", "plan"), [("blocks_write_to_their_input", "shard=2"),
                                            ("blocks_write_to_their_input", "single recompute=full"),
-                                           ("skips_in_a_list", "single recompute=full")])
-def test_blocks_that_change_what_they_are_given(short_sweep: Sweep, job: str, plan: str):
-    """FSDP hands a unit views of its inputs, and recompute runs a block twice on them."""
+                                           ("skips_in_a_list", "single recompute=full"),
+                                           ("inner_loop", "shard=2"), ("inner_loop", "single recompute=full")])
+def test_blocks_that_do_not_run_as_they_are(short_sweep: Sweep, job: str, plan: str):
+    """FSDP hands a unit views of its inputs and its own weights, and recompute runs a block twice on them. A block may
+    change what it is given, or be run with other weights."""
     cell, = short_sweep.run(entries(job), [plan])
 
     assert cell.verdict == EXACT, cell.reason

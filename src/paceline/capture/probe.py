@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ _WRITES = re.compile(r"(?<!init)\.(?!requires_grad_|register_)[a-z]\w*[a-z0-9]_\
 # What a forward may choose blocks by: values or places of elements, and random numbers.
 _CHOOSES = re.compile(r"\b(?:item|tolist|nonzero|argwhere|unique|any|all|max|min|argmax|argmin|topk|where|random|rand|"
                       r"randint|bernoulli)\(|\brandom\b|\bbool\(")
+# Calls that run a module with other weights than its own, for a while.
+_SWAPS = re.compile(r"\b(?:functional_call|_reparametrize_module)\b")
 # Their forwards write to no parameter but by `max_norm`, and choose between experts inside of a listed layer.
 _LIBRARIES = ("torch", "transformers", "keras", "torchvision")
 
@@ -97,6 +100,17 @@ def _has_in_source(model: nn.Module, words: re.Pattern[str]) -> bool:
         if words.search(text):
             return True
     return False
+
+
+@cache
+def runs_with_other_weights(kind: type[nn.Module]) -> bool:
+    """Whether the code of a class runs modules with weights that they don't hold (`torch.func.functional_call`)."""
+    if kind.__module__.partition(".")[0] in _LIBRARIES:
+        return False
+    try:
+        return _SWAPS.search(inspect.getsource(kind)) is not None
+    except (OSError, TypeError):
+        return False
 
 
 def choosing(model: nn.Module, blocks: Mapping[str, nn.Module],

@@ -57,7 +57,9 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
 
     A container that is never called (ModuleList, ModuleDict, ParameterList) is no unit: what it holds is looked at
     instead. A module that shares a parameter with the rest of the model is left out (its parameter belongs to both),
-    and so is one that the model holds twice. What no unit holds belongs to the root. The order is the model's own.
+    and so is one that the model holds twice. So is what a class runs with other weights than its own (functional_call):
+    a unit gathers its own when it is called, or runs again with them. What no unit holds belongs to the root. The order
+    is the model's own.
 
     >>> from torch import nn
     >>> list(find_units(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])})))
@@ -65,9 +67,13 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """
     from torch import nn
 
+    from paceline.capture.probe import runs_with_other_weights
+
     units: dict[str, nn.Module] = {}
 
     def visit(module: nn.Module, prefix: str) -> None:
+        if runs_with_other_weights(type(module)):  # type: ignore[arg-type]  # mypy sees no hash in a class
+            return
         listed = isinstance(module, nn.ModuleList | nn.Sequential)
         for name, child in module.named_children():
             path = f"{prefix}{name}"

@@ -189,6 +189,7 @@ class Sharding:
         self.open: bool | None = None  # whether the backward is the last one, where it must be ended here
         places = _own_places(sharded)
         for name, module in sharded.items():
+            module.register_forward_pre_hook(partial(_refuse_other_weights, places[name]), prepend=True)
             module.register_forward_pre_hook(self._freeze(places[name]))
             module.register_forward_pre_hook(self._mark(name))
             self.edits.append(edits := _Edits(places[name]))
@@ -332,6 +333,22 @@ def _own_places(sharded: Mapping[str, nn.Module]) -> dict[str, list[tuple[nn.Mod
                         if p is not None and is_sharded(p) and p not in known]
         known |= {holder._parameters[key] for holder, key, _ in places[unit]}  # type: ignore[misc]
     return places
+
+
+def _refuse_other_weights(places: Sequence[tuple[nn.Module, str, str]], module: nn.Module, inputs: Any) -> None:
+    """A hook before FSDP2's, which would put a unit's own weights in the place of those that it is run with.
+
+    Raises:
+        PlanRefused: the unit holds tensors that are no parameters of the model.
+    """
+    from torch import nn
+
+    for holder, key, name in places:
+        if not isinstance(holder._parameters[key], nn.Parameter):
+            raise PlanRefused(f"a forward runs a block with another tensor in the place of its parameter '{name}', and "
+                              "shard=N would compute with the parameter",
+                              hint="call torch.func.functional_call in the class of the model that runs the blocks, "
+                                   "where it is seen beforehand, or use a data=N plan")
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
