@@ -283,3 +283,51 @@ def three_models() -> paceline.Job:
                         step=step, optimizers={"pair": paceline.Optimizer(adam, parameters=("encoder", "decoder")),
                                                "head": adam},
                         **fields())
+
+
+class Queue(nn.Module):
+    """The last 24 rows that it was given, oldest first; returns those that it held before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", numbers(24, 3, seed=9))
+
+    def forward(self, more: Tensor) -> Tensor:
+        held = self.rows.clone()
+        self.rows.copy_(torch.cat([self.rows, more])[-24:])
+        return held
+
+
+def contrast(query: Tensor, key: Tensor, others: Tensor) -> Tensor:
+    scores = torch.cat([(query * key).sum(1, keepdim=True), query @ others.T], 1)
+    return F.cross_entropy(scores, torch.zeros(len(query), dtype=torch.long))
+
+
+def _queue_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        key = models["key"](x + 0.1 * torch.randn_like(x))
+        key = (key - key.mean(0)) / key.std(0)
+        others = models["queue"](key)
+    loss = contrast(models["query"](x + 0.1 * torch.randn_like(x)), key, others)
+    optimizers["query"].zero_grad()
+    loss.backward()
+    optimizers["query"].step()
+    with torch.no_grad():
+        for a, p in zip(models["key"].parameters(), models["query"].parameters(), strict=True):
+            a.mul_(0.9).add_(p, alpha=0.1)
+    return loss.detach()
+
+
+@by_hand("keys of all samples go into a queue, which later steps contrast with", _queue_by_hand)
+def memory_queue() -> paceline.Job:
+    def step(ctx: paceline.StepContext, batch: Any) -> None:
+        x, _ = batch
+        keys = ctx.gather(ctx.run("key", x + 0.1 * torch.randn_like(x)))
+        keys = (keys - keys.mean(0)) / keys.std(0)
+        others = ctx.run("queue", keys, cut=False)
+        view = x + 0.1 * torch.randn_like(x)
+        ctx.backward("query", view, lambda query, batch, key: contrast(query, key, others), keys[ctx.places])
+        ctx.update("query")
+
+    return paceline.Job(models={"query": small(), "queue": Queue}, optimizers={"query": adam}, step=step,
+                        followers={"key": paceline.ema("query", 0.9)}, **fields())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,15 +64,20 @@ def _with_means_of_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("paceline.runtime.stepper.Stepper.scale_gradients", lambda self, factor, parameters: None)
 
 
+def _with_own_rows(patch: pytest.MonkeyPatch) -> None:
+    """Nothing comes of other ranks' samples."""
+    patch.setattr("paceline.strategies.mesh.Mesh.is_first_of_same_samples", False)
+
+
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "gan_with_penalty": _with_own_draws, "distillation": _without_reduction, "self_distillation": _without_followers,
     "muon_beside_adamw": _without_one_optimizer, "actor_critic": _with_means_of_counts,
-    "masked_tokens": _with_own_draws}
+    "masked_tokens": _with_own_draws, "memory_queue": _with_own_rows}
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "self_distillation" else pytest.mark.slow)
-                                  for name in JOBS])
+                                  for name in (*JOBS, "memory_queue")])
 def test_verify_certifies_a_step_and_catches_a_planted_bug(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three replicas; the second window is short."""
     assert certificate(name, "data=3").verdict == "passed"
@@ -110,11 +116,12 @@ def test_fields_that_do_not_fit(given: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize(("name", "plan"), [("distillation", "server=1 workers=2 staleness=1"),
                                             ("distillation", "server=1 workers=2 staleness=inf"),
-                                            ("gan_with_penalty", "tensor=2")])
+                                            ("gan_with_penalty", "tensor=2"), ("memory_queue", "pipeline=2")])
 def test_plans_that_can_not_run_a_step(name: str, plan: str) -> None:
     """They are refused, and the planner doesn't propose them."""
     job = getattr(own_steps, name)()
-    with pytest.raises((PlanError, paceline.PacelineError), match=r"models= don't compose|a loss runs 'critic'"):
+    with pytest.raises((PlanError, paceline.PacelineError),
+                       match=r"models= don't compose|a loss runs 'critic'|'queue' has no parameters"):
         paceline.train(job, plan)
     with pytest.raises(PlanError):
         check_step(priced(job), paceline.Plan.parse(plan))
@@ -246,6 +253,30 @@ def test_a_batch_is_cut_as_it_was_made() -> None:
     assert [part.tolist() for part in batch.cut(x * 2, "what it is")] == [[0, 2, 4, 6], [8, 10], [0]]
     with pytest.raises(paceline.PacelineError, match="what it is has a tensor of shape"):
         batch.cut(torch.ones(5), "what it is")
+
+
+def test_what_a_rank_gathers_and_runs_alike() -> None:
+    """And the messages of what does not fit."""
+    pieces = [MicroBatch(torch.zeros(2, 3), torch.zeros(2), 2)]
+    verbs = Verbs.__new__(Verbs)
+    verbs.batch, verbs.in_loss, verbs.first = StepBatch(pieces), False, 2
+    verbs.stepper = SimpleNamespace(  # type: ignore[assignment]
+        device="cpu", note_verb=None, parts={"net": None},
+        step_sync=SimpleNamespace(has_own_steps=False, world_size=1))
+    verbs.draws = WindowDraws(rows=2, first=2, count=4, key=(0,), device=torch.device("cpu"))
+
+    assert verbs.places.tolist() == [2, 3]
+    with verbs.draws:
+        assert verbs.gather({"a": torch.ones(2, 5)})["a"].shape == (2, 5)
+        with pytest.raises(paceline.PacelineError, match=r"of shape \(3,\), and the batch has 2"):
+            verbs.gather(torch.zeros(3))
+        with pytest.raises(paceline.PacelineError, match="other samples on each rank"):
+            verbs.run("net", verbs.batch, cut=False)
+    verbs.in_loss = True
+    with pytest.raises(paceline.PacelineError, match="inside a loss"):
+        verbs.gather(torch.zeros(2))
+    with pytest.raises(AttributeError, match="no 'models': it has backward, gather"):
+        verbs.models  # noqa: B018
 
 
 def test_optimizers_share_their_state_and_groups() -> None:

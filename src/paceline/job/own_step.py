@@ -15,6 +15,8 @@ from paceline.errors import nearest
 from paceline.job.pretrained import Weights
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.job import Job
 
 ModelNames = str | tuple[str, ...]
@@ -79,8 +81,20 @@ class StepContext(Protocol):
 
     step: int
 
-    def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
+    @property
+    def places(self) -> torch.Tensor:
+        """Where this process's samples are among all of the step: whole numbers, (samples,); on one device 0, 1, 2, ...
+        They are the rows that are its own of what `gather` returns."""
+
+    def gather(self, value: Any) -> Any:
+        """Of tensors with a row for each sample of this process, the rows of all samples of the step, alike on every
+        rank; without gradients. Collective. Not inside a loss."""
+
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         """A model's output for inputs: a tensor, a tuple for *args, a mapping for **kwargs, or the batch itself.
+
+        cut=False: inputs are of the whole step, as `gather` returns them, or of no sample: they are not cut into
+        micro-batches, and every rank runs the model on them once. So buffers that the forward writes stay equal.
 
         In a loss, a gradient flows through it to its inputs; only the models that `backward` names get gradients of
         their own. Elsewhere it runs without gradients, and `grad=True` is refused.

@@ -159,13 +159,13 @@ def check_step(job: Job, plan: Plan) -> None:
         PlanError: it has a step of its own, which can't run under the plan.
     """
     from paceline.profile.named import step_of
-    from paceline.runtime.recorded import refuse_runs_in_losses
+    from paceline.runtime.recorded import refuse_to_split
 
     if (step := step_of(job)) is None:
         return
     conflicts.check_own_step(plan)
     if plan.splits_model:
-        refuse_runs_in_losses(step[0], plan, step[1])
+        refuse_to_split(step.job, plan, in_losses=step.in_losses, bare=step.bare)
 
 
 def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:

@@ -33,19 +33,20 @@ def priced(job: Job) -> Job:
         from paceline.runtime.recorded import recorded
 
         seen = recorded(job, SAMPLES)
-        return {name: _described(value) for name, value in seen.inputs.items()}, sorted(seen.in_losses)
+        return ({name: _described(value) for name, value in seen.inputs.items()}, sorted(seen.in_losses),
+                sorted(seen.bare))
 
-    described, in_losses = in_a_fork(shapes, timeout_s=TIMEOUT_S)
+    described, in_losses, bare = in_a_fork(shapes, timeout_s=TIMEOUT_S)
     samples = job.num_samples or job.batch
-    return Job(model=lambda: _Together(job), data=_Shaped(described, samples, job, in_losses), loss=_of_every_output,
-               optimizer=job.optimizer, batch=job.batch, steps=job.total_steps or 1, precision=job.precision,
-               seed=job.seed)
+    return Job(model=lambda: _Together(job), data=_Shaped(described, samples, job, in_losses, bare),
+               loss=_of_every_output, optimizer=job.optimizer, batch=job.batch, steps=job.total_steps or 1,
+               precision=job.precision, seed=job.seed)
 
 
-def step_of(job: Job) -> tuple[Job, Sequence[str]] | None:
-    """Of a job that `priced` gave: the one with a step of its own that it stands for, and the models and followers that
-    its losses run. None if it was given itself."""
-    return (job.data.job, job.data.in_losses) if isinstance(job.data, _Shaped) else None
+def step_of(job: Job) -> _Shaped | None:
+    """Of a job that `priced` gave: the one with a step of its own that it stands for, and what its step does with
+    models. None if it was given itself."""
+    return job.data if isinstance(job.data, _Shaped) else None
 
 
 class _Together(nn.Module):
@@ -71,11 +72,13 @@ class _Together(nn.Module):
 class _Shaped:
     """Samples of zeros in the shapes that models are run with.
 
-    job: whose step runs them. in_losses: models and followers that its losses run.
+    job: whose step runs them. in_losses, bare: see `recorded.Recorded`.
     """
 
-    def __init__(self, described: Mapping[str, Any], samples: int, job: Job, in_losses: Sequence[str]) -> None:
-        self.described, self.samples, self.job, self.in_losses = described, samples, job, in_losses
+    def __init__(self, described: Mapping[str, Any], samples: int, job: Job, in_losses: Sequence[str],
+                 bare: Sequence[str]) -> None:
+        self.described, self.samples, self.job = described, samples, job
+        self.in_losses, self.bare = in_losses, bare
 
     def __len__(self) -> int:
         return self.samples

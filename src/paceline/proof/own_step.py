@@ -62,8 +62,17 @@ class PlainStep:
         self._buffers.meet()
         self._follow()
 
-    def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
+    @property
+    def places(self) -> torch.Tensor:
+        return torch.arange(self.samples, device=next(self.models.parameters()).device)
+
+    def gather(self, value: Any) -> Any:
+        return map_tensors(lambda t: t.detach().clone(), value.input if isinstance(value, StepBatch) else value)
+
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         module = self.models.get_submodule(model)
+        if not cut and not self.in_loss:
+            return self._run_alike(module, inputs)
         if self.in_loss:
             given = inputs.input if isinstance(inputs, StepBatch) else inputs
             with torch.set_grad_enabled(grad is not False), self.draws.makes_on.paused():
@@ -75,6 +84,16 @@ class PlainStep:
                 with self.autocast():
                     outputs.append(MicroBatch(given[0], None, 1).call(module))
         return _joined(outputs)
+
+    def _run_alike(self, module: nn.Module, inputs: Any) -> Any:
+        """Every replica runs it on all of the inputs."""
+        with self.draws.paused(), torch.no_grad():
+            self.number += 1
+            for replica in range(len(self.replicas)):
+                seed_streams(self.job.seed, "step", self.step, "alike", self.number)
+                with self._buffers.of(replica), self.autocast():
+                    output = MicroBatch(inputs, None, self.samples).call(module)
+            return output
 
     def _pieces(self, *cut: Sequence[Any]) -> Iterator[tuple[MicroBatch, tuple[int, int], tuple[Any, ...]]]:
         """Every micro-batch in the state of its replica, with what was cut alike."""

@@ -22,7 +22,7 @@ from paceline.runtime.feed import map_tensors
 from paceline.runtime.freezing import freeze_throughout
 from paceline.runtime.initial import load_initial
 from paceline.runtime.prepare import Prepared, prepare_job
-from paceline.runtime.recorded import Recorded, recorded, refuse_runs_in_losses
+from paceline.runtime.recorded import Recorded, recorded, refuse_to_split
 from paceline.strategies.compose import Synchroniser, prepare
 from paceline.strategies.layout import Extent, Layout, Report, tensors_in
 from paceline.strategies.mesh import Mesh
@@ -149,13 +149,14 @@ class _SavedOfPart:
 
 
 class _OnlyModel:
-    """Builds one of a job's models, or a follower.
-
-    is_follower: whether it may have nothing to train.
-    """
+    """Builds one of a job's models, or a follower."""
 
     def __init__(self, job: Job, name: str) -> None:
-        self.job, self.name, self.is_follower = job, name, name in job.followers
+        self.job, self.name = job, name
+
+    def needs_training(self, model: nn.Module) -> bool:
+        """Whether a model without trainable parameters is a mistake: not a follower, nor one that has buffers alone."""
+        return self.name not in self.job.followers and any(True for _ in model.parameters())
 
     def __call__(self) -> nn.Module:
         model = build_one(self.name, self.job.models, self.job.followers, self.job.seed)
@@ -215,7 +216,7 @@ def prepare_models(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     """Build the job's models and followers and let this rank hold its part of each. Collective."""
     trial = _Trial(job)
     if plan.splits_model:
-        refuse_runs_in_losses(job, plan, trial.seen.in_losses)
+        refuse_to_split(job, plan, in_losses=trial.seen.in_losses, bare=trial.seen.bare)
     each = {name: prepare_job(job_of(job, name, trial), plan=plan, mesh=mesh, device=device, devices=devices,
                               of="one")
             for name in (*job.models, *job.followers)}

@@ -72,7 +72,8 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
         if is_lazy(p):
             raise JobError(f"the shape of '{name}' is not known before the first forward",
                            hint="give lazy modules their sizes, or run the model on one sample where it is built")
-    if not any(p.requires_grad for p in model.parameters()) and not getattr(job.model, "is_follower", False):
+    needs_training = getattr(job.model, "needs_training", lambda model: True)  # of several models, not all do
+    if needs_training(model) and not any(p.requires_grad for p in model.parameters()):
         raise JobError("the model has no trainable parameter",
                        hint="every parameter has requires_grad=False, or the module registers none")
     freeze_throughout(job, model)

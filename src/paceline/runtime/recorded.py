@@ -24,10 +24,12 @@ class Recorded:
     """What a step was seen to do.
 
     inputs: of the first call of each model and follower. in_losses: models and followers that a loss runs.
+    bare: models without parameters.
     """
 
     inputs: dict[str, Any]
     in_losses: set[str]
+    bare: set[str]
 
 
 def recorded(job: Job, samples: int) -> Recorded:
@@ -53,17 +55,21 @@ def recorded(job: Job, samples: int) -> Recorded:
             recorder.inputs.setdefault(name, recorder.inputs[follower.source])
     if never := [name for name in models.names if name not in recorder.inputs]:
         raise JobError(f"the step never runs '{never[0]}'", hint="leave the model out, or run it")
-    return Recorded(recorder.inputs, recorder.in_losses)
+    bare = {name for name in job.models if next(models.get_submodule(name).parameters(), None) is None}
+    return Recorded(recorder.inputs, recorder.in_losses, bare)
 
 
-def refuse_runs_in_losses(job: Job, plan: Plan, in_losses: Iterable[str]) -> None:
+def refuse_to_split(job: Job, plan: Plan, *, in_losses: Iterable[str], bare: Iterable[str]) -> None:
     """
     Args:
-        plan: Splits models over ranks. in_losses: Models and followers that a loss runs.
+        plan: Splits models over ranks. in_losses, bare: See `Recorded`.
 
     Raises:
-        PlanRefused: a loss runs a model, and the plan splits each by itself.
+        PlanRefused: a loss runs a model, or one has no parameters, and the plan splits each by itself.
     """
+    for name in sorted(bare):
+        raise PlanRefused(f"'{name}' has no parameters, and under '{plan}' each model is split over ranks by itself",
+                          hint="data=N and shard=N plans run such a step")
     for name in sorted(in_losses):
         if name in job.models or plan.has_schedule:
             raise PlanRefused(
@@ -90,7 +96,15 @@ class _Recorder:
         self.asks_for_step = True
         return self.number
 
-    def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
+    @property
+    def places(self) -> torch.Tensor:
+        return torch.arange(len(self.batch))
+
+    def gather(self, value: Any) -> Any:
+        """All samples are here."""
+        return _without_graph(value.input if isinstance(value, StepBatch) else value)
+
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         if model not in self.models.names:
             raise JobError(f"the step runs no model of the job, '{model}': {nearest(model, self.models.names)}")
         if self.is_in_loss:

@@ -64,7 +64,9 @@ class StepBatch:
     def _rows_of(self, tensor: torch.Tensor, start: int, end: int, what: str) -> torch.Tensor:
         if tensor.ndim and len(tensor) != len(self):
             raise TrainingError(f"{what} has a tensor of shape {tuple(tensor.shape)}, and the batch has {len(self)} "
-                                "samples along dim 0", hint="close over what belongs to no sample in the loss")
+                                "samples along dim 0",
+                                hint="close over what belongs to no sample in the loss; ctx.run(..., cut=False) runs a "
+                                     "model on inputs that are not cut")
         return tensor[start:end] if tensor.ndim else tensor
 
 

@@ -15,7 +15,7 @@ from paceline.capture.probe import limited_by_norm
 from paceline.errors import PlanRefused, TrainingError, nearest
 from paceline.job.own_step import ModelNames
 from paceline.runtime.blame import blaming
-from paceline.runtime.feed import MicroBatch
+from paceline.runtime.feed import MicroBatch, map_tensors
 from paceline.runtime.loss import Tally
 from paceline.runtime.named_parts import ModelPart
 from paceline.runtime.prepare import autocast
@@ -53,8 +53,8 @@ class Verbs:
             stepper.edits.names or limited_by_norm(stepper.model)))
         dtype = torch.float64 if stepper.job.precision == "float64" else None
         self.batch = StepBatch([batch.to(stepper.device, dtype) for batch in batches])
-        first = stepper.part.cuts(window.count)[0].start
-        self.draws = WindowDraws(rows=len(self.batch), first=min(first, window.count - 1), count=window.count,
+        self.first = min(stepper.part.cuts(window.count)[0].start, window.count - 1)  # place of the first sample here
+        self.draws = WindowDraws(rows=len(self.batch), first=self.first, count=window.count,
                                  key=(stepper.job.seed, "own step", step), device=stepper.device)
         self.number = 0  # of verbs so far: keys their random streams
         self.in_loss = False
@@ -115,9 +115,44 @@ class Verbs:
                 self.users[name] += number
         return known
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a step's context has no '{name}': it has backward, gather, places, run, step and update. Models are run "
+            "by name, ctx.run('generator', x); what needs their weights, such as an inner loop of gradient steps, "
+            "belongs in a model's forward")
+
     # --- Running -----------------------------------------------------------------------------------------------
 
-    def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
+    @property
+    def places(self) -> torch.Tensor:
+        """See `StepContext`; of a replica that takes steps of its own, among its own samples."""
+        first = 0 if self.stepper.step_sync.has_own_steps else self.first
+        return torch.arange(first, first + len(self.batch), device=self.stepper.device)
+
+    def gather(self, value: Any) -> Any:
+        """See `StepContext`. Collective; a replica that takes steps of its own has all samples of them."""
+        if self.in_loss:
+            raise TrainingError("ctx.gather is called inside a loss, which sees a micro-batch",
+                                hint="gather in the step, and let the loss close over what it returns")
+        self._note("ctx.gather")
+        with self.draws.paused(), torch.no_grad():
+            return map_tensors(self._gathered, value.input if isinstance(value, StepBatch) else value)
+
+    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+        if not own.ndim or len(own) != len(self.batch):
+            raise TrainingError(f"ctx.gather is given a tensor of shape {tuple(own.shape)}, and the batch has "
+                                f"{len(self.batch)} samples along dim 0", hint="give it tensors with a row a sample")
+        if self.stepper.step_sync.has_own_steps or self.stepper.step_sync.world_size == 1:
+            return own.detach().clone()
+        flags = own.dtype is torch.bool  # have no sum
+        everyone = torch.zeros(self.window.count, *own.shape[1:], dtype=torch.uint8 if flags else own.dtype,
+                               device=self.stepper.device)
+        if self.stepper.mesh.is_first_of_same_samples and any(piece.samples for piece in self.batch.pieces):
+            everyone[self.first:self.first + len(own)] = own
+        met = self.stepper.step_sync.all_reduce_figures(everyone.flatten()).view_as(everyone)
+        return met.bool() if flags else met
+
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         """See `StepContext`. Collective where the plan's forwards are."""
         part = self._part(model)
         if self.in_loss:
@@ -126,9 +161,19 @@ class Verbs:
         if grad:
             raise TrainingError(f"ctx.run('{model}', grad=True) outside of a loss would have no backward",
                                 hint="run it inside the loss that ctx.backward is given, where gradients flow through")
+        if not cut and isinstance(inputs, StepBatch):
+            raise TrainingError(f"ctx.run('{model}', batch, cut=False) would run other samples on each rank",
+                                hint="give it ctx.gather(batch), or leave cut=False out")
         self._note(f"ctx.run('{model}')")
         with self._verb():
-            return self._run_without_gradients(part, inputs)
+            return self._run_without_gradients(part, inputs) if cut else self._run_alike(part, inputs)
+
+    def _run_alike(self, part: ModelPart, inputs: Any) -> Any:
+        """The output for inputs that all ranks have, drawn alike on each."""
+        seed_streams(self.stepper.job.seed, "step", self.step, "alike", self.number)
+        with torch.no_grad(), autocast(self.stepper.job, self.stepper.device):
+            output = part.layout.forward(MicroBatch(inputs, None, self.window.count))
+        return self.stepper.shared_outputs(part, [output])[0]
 
     def _run_without_gradients(self, part: ModelPart, inputs: Any) -> Any:
         outputs = []

@@ -99,7 +99,8 @@ def _initial(job: Job) -> Iterator[tuple[str, Weights]]:
 
 def _step(job: Job, plan: Plan) -> None:
     from paceline.runtime.named_parts import TRIED_SAMPLES
-    from paceline.runtime.recorded import recorded, refuse_runs_in_losses
+    from paceline.runtime.recorded import recorded, refuse_to_split
 
     if job.models and plan.splits_model:
-        refuse_runs_in_losses(job, plan, recorded(job, TRIED_SAMPLES).in_losses)
+        seen = recorded(job, TRIED_SAMPLES)
+        refuse_to_split(job, plan, in_losses=seen.in_losses, bare=seen.bare)
