@@ -253,7 +253,11 @@ def test_ranks_generate_by_the_arguments_of_an_evaluation(tmp_path: Path):
 
         def _bring_weights(self) -> None:
             self.longer = self.evaluate(max_length=9, num_beams=1)
+            self.configured = self.evaluate(generation_config=config)
+            with pytest.raises(UsageError, match="logits_processor="):
+                self.evaluate(logits_processor=[print])
 
+    config = transformers.GenerationConfig(max_length=8, num_beams=1, decoder_start_token_id=0, eos_token_id=1)
     arguments = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     plain = _translator(transformers.Seq2SeqTrainer, tmp_path, arguments=arguments)
     plain.train()
@@ -261,6 +265,7 @@ def test_ranks_generate_by_the_arguments_of_an_evaluation(tmp_path: Path):
     planned.train()
     _equal_logs(planned.state.log_history[:2], plain.state.log_history[:2])
     assert planned.longer["eval_tokens"] == plain.evaluate(max_length=9, num_beams=1)["eval_tokens"]
+    assert planned.configured["eval_tokens"] == plain.evaluate(generation_config=config)["eval_tokens"]
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from paceline.transformers.experiment import (
     count_items,
     frozen_names,
 )
+from paceline.transformers.generation import heard_generation
 from paceline.transformers.wire import decode, encode
 from paceline.waiting import waiting
 
@@ -185,7 +186,7 @@ class TrainerRank:
         trainer, size, count = self.trainer, batch_size(part), count_items(self.trainer, part)
         model = trainer.model
         if order["generation"] is not None:
-            trainer._gen_kwargs = order["generation"]
+            trainer._gen_kwargs = heard_generation(order["generation"])
         if generates(trainer):
             trainer.model = calls.stepper.model  # its `generate` is called, with the weights of the moment
         accepts = trainer.model_accepts_loss_kwargs

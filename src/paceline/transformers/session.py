@@ -17,6 +17,7 @@ from paceline.launch.fresh import in_a_fresh_process
 from paceline.launch.launcher import Launcher
 from paceline.runtime.prepare import prepare_job
 from paceline.transformers.experiment import EpochPlace
+from paceline.transformers.generation import told_generation
 from paceline.transformers.rank import Evaluated, TrainerRank
 from paceline.transformers.wire import decode, encode
 
@@ -115,7 +116,7 @@ class Session:
     def evaluate(self, inputs: Any, **options: Any) -> list[dict[str, Any]]:
         """What the ranks that have outputs say of their parts of a batch, in the order of the samples."""
         known, self._generation = self._generation, _generation(self._trainer)
-        news = None if self._generation is known else self._generation
+        news = None if self._generation is known else told_generation(self._generation)
         self._tell({"do": "evaluate", "inputs": inputs, "generation": news, **options})
         return [answer for answer in self._hear(range(len(self._pipes))) if answer]
 
