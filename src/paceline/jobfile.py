@@ -11,6 +11,7 @@ import difflib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 import types
@@ -269,6 +270,7 @@ def _run(path: Path) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
+    os.environ.setdefault("KERAS_TORCH_DEVICE", "cpu")  # or Keras takes a GPU when it is imported; ranks have them
     sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
     _open_imports(path)
     try:

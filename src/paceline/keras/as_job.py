@@ -16,6 +16,7 @@ from torch import nn
 
 from paceline.errors import CheckpointError, JobError
 from paceline.job import Job
+from paceline.keras.devices import where
 from paceline.keras.optimizer import KerasOptimizer
 from paceline.runtime.folder import MODEL
 
@@ -40,12 +41,16 @@ def job(model: Any, x: Any, y: Any, *, batch_size: int = 32, epochs: int = 1, va
         raise JobError("; ".join(problems), hint="pl.keras.fit with plan='data=N' trains any compiled Keras model")
     inputs, outputs = _ports(model)
     optimizer = model.optimizer
-    weights = {f"{_PREFIX}{name}": value.detach().clone() for name, value in model.state_dict().items()}
+    weights = {f"{_PREFIX}{name}": value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
     def samples(x: Any, y: Any) -> Samples:
         return Samples(inputs.named(x, "x"), outputs.named(y, "y"))
 
-    return Job(model=lambda: KerasModule(keras.models.clone_model(model), inputs, outputs), data=samples(x, y),
+    def built() -> KerasModule:
+        with keras.device("cpu"):
+            return KerasModule(keras.models.clone_model(model), inputs, outputs)
+
+    return Job(model=built, data=samples(x, y),
                loss=KerasLoss.of(model, outputs),
                optimizer=lambda named: KerasOptimizer(named, optimizer), batch=batch_size, epochs=epochs,
                validation=None if validation_data is None else samples(*validation_data), init=weights, **fields)
@@ -132,7 +137,8 @@ class KerasModule(nn.Module):
         self.model, self.inputs, self.outputs = model, inputs, outputs
 
     def forward(self, *alone: torch.Tensor, **named: torch.Tensor) -> Any:
-        output = self.model(alone[0] if alone else self.inputs.packed(named), training=self.training)
+        with where(next(iter(alone or named.values()))):
+            output = self.model(alone[0] if alone else self.inputs.packed(named), training=self.training)
         return output if self.outputs.container is None else self.outputs.named(output, "the output")
 
 
@@ -184,8 +190,9 @@ class KerasLoss:
                          for name in outputs.names if losses[name] is not None))
 
     def __call__(self, output: Any, target: Any) -> Any:
-        return sum(weight * (loss(target, output) if name is None else loss(target[name], output[name]))
-                   for name, loss, weight in self.weighted)
+        with where(_leaves(output)[0]):
+            return sum(weight * (loss(target, output) if name is None else loss(target[name], output[name]))
+                       for name, loss, weight in self.weighted)
 
 
 def _loss_weights(model: Any) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from paceline.cluster import Cluster
+from paceline.cluster import Cluster, Device
 from paceline.errors import PlanError, UsageError
 from paceline.launch.environment import current
 from paceline.plans import Plan
@@ -57,15 +57,18 @@ def predict(model: Any, x: Any, *, plan: str | Plan | None = None, devices: str 
 @contextmanager
 def _on_ranks(model: Any, plan: str | Plan | None, devices: str | None) -> Iterator[None]:
     _check_model(model)
-    size = _num_ranks(plan, devices)
-    if size == 1:
-        yield
+    ranks = _devices(plan, devices)
+    if len(ranks) == 1:
+        from paceline.keras.devices import name_of, on_device
+
+        with on_device(model, name_of(ranks[0])) if devices is not None else nullcontext():
+            yield
         return
     if getattr(model, "jit_compile", False):
         warnings.warn("jit_compile=True has no effect on several ranks: their steps are not compiled", stacklevel=4)
     from paceline.keras.ranks import Ranks
 
-    with Ranks(model, size).running():
+    with Ranks(model, ranks).running():
         yield
 
 
@@ -87,7 +90,8 @@ def _split_plan(plan: str | Plan | None) -> Plan | None:
     return None if given is None or given == Plan.of(data=given.world_size) else given
 
 
-def _num_ranks(plan: str | Plan | None, devices: str | None) -> int:
+def _devices(plan: str | Plan | None, devices: str | None) -> tuple[Device, ...]:
+    """One a rank."""
     launcher = current()
     if launcher is not None and launcher.world_size > 1:
         raise UsageError(f"{launcher.launcher} started {launcher.world_size} processes, and fit starts its own ranks: "
@@ -103,6 +107,6 @@ def _num_ranks(plan: str | Plan | None, devices: str | None) -> int:
     if len(cluster.devices) != size:
         raise PlanError(f"plan '{given}' needs {size} devices and devices= names {len(cluster.devices)}",
                         hint="one device a rank")
-    if any(device.kind != "cpu" for device in cluster.devices):
-        raise PlanError(f"{devices} names GPUs, and fit runs on CPUs yet", hint="devices='cpu:0,cpu:1'")
-    return size
+    if len({device.kind for device in cluster.devices}) > 1:
+        raise PlanError(f"devices= names {devices}, and ranks compute on one kind of device", hint="devices='cuda:0-1'")
+    return tuple(cluster.devices)

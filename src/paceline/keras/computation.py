@@ -13,7 +13,7 @@ from paceline.keras import losses, metrics, moments
 from paceline.keras.draws import WholeBatchDraws
 from paceline.keras.gradients import Gradients
 from paceline.keras.part import Part, computing
-from paceline.keras.patches import patched
+from paceline.keras.patches import Patch, patched
 from paceline.keras.wire import map_tensors, tensors_of
 
 KINDS = ("train", "test", "predict")
@@ -25,11 +25,26 @@ class Computation:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.gradients = Gradients(model.parameters)
+        self._originals: list[Patch] = []
+
+    def __reduce__(self) -> Any:
+        return Computation, (self.model,)  # which is not in place
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """With all that makes a step on a part of a batch compute its share of the whole one's."""
-        with patched([*self.gradients.patches(), *losses.patches(), *metrics.patches(), *moments.patches()]):
+        """With all that makes a step on a part of a batch compute its share of the whole one's. Forks inherit it."""
+        if self._originals:
+            yield
+            return
+        with patched([*self.gradients.patches(), *losses.patches(), *metrics.patches(), *moments.patches()],
+                     ) as self._originals:
+            yield
+        self._originals = []
+
+    @contextmanager
+    def out_of_place(self) -> Iterator[None]:
+        """Inside of `in_place`: as if outside."""
+        with patched(self._originals):
             yield
 
     def step(self, kind: str, batch: Any, part: Part | None) -> Any:
@@ -53,14 +68,14 @@ def _of_all_ranks(part: Part, logs: Any) -> Any:
     floats = [tensor for tensor in tensors_of(logs) if tensor.is_floating_point()]
     if not floats:
         return logs
-    mine = torch.cat([tensor.detach().reshape(-1).double() for tensor in floats]).reshape(1, -1)
+    mine = torch.cat([tensor.detach().reshape(-1).cpu().double() for tensor in floats]).reshape(1, -1)
     all_ranks = part.group.gather(mine, [1] * part.group.size)
     if bool(((all_ranks == all_ranks[0]) | all_ranks.isnan()).all()):
         return logs
     weights = torch.tensor(part.counts, dtype=torch.float64).reshape(-1, 1) / part.total
     means = iter(torch.where(weights > 0, all_ranks * weights, 0).sum(dim=0).split(
         [tensor.numel() for tensor in floats]))
-    return map_tensors(lambda tensor: next(means).reshape(tensor.shape).to(tensor.dtype)
+    return map_tensors(lambda tensor: next(means).reshape(tensor.shape).to(tensor)
                        if tensor.is_floating_point() else tensor, logs)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,9 +21,10 @@ import torch
 from paceline.errors import PacelineError, PlanRefused
 from paceline.keras.computation import Computation, joined, rows_of
 from paceline.keras.draws import ORDERS, several
-from paceline.keras.forks import forked
+from paceline.keras.forks import Fork, Forks
 from paceline.keras.group import RankGroup
 from paceline.keras.part import Part
+from paceline.keras.state import set_random_state
 from paceline.keras.wire import receive, send, tensors_of
 
 ROUNDINGS = 10  # tolerated, in square roots of the dtype's relative step: 0.3 % in float32
@@ -33,46 +35,60 @@ _HINT = ("{kind}_step couples the samples of a batch; it must be a sum or a mean
          "mean of values that each depend on one sample. plan='single' trains anything")
 
 
-def settled_order(computation: Computation, kind: str, batch: Any, cuts: Sequence[range], folder: Path) -> str:
+@dataclass(frozen=True)
+class Trial:
+    """A step to try.
+
+    cuts: The samples of each rank. uses_nccl: See `RankGroup`. random: See `set_random_state`.
+    """
+
+    computation: Computation
+    kind: str
+    batch: Any
+    cuts: tuple[range, ...]
+    uses_nccl: bool
+    random: Any
+
+    def __str__(self) -> str:
+        return f"the first {self.kind} step of {type(self.computation.model).__name__} on several ranks"
+
+
+def settled_order(trial: Trial, forks: Forks, devices: Sequence[str], folder: Path) -> str:
     """Of `draws.ORDERS` the one by which ranks compute what one process does. This process's model is left alone.
 
     Args:
-        cuts: The samples of each rank. folder: For files by which the ranks meet.
+        devices: Of the ranks. folder: For files by which the ranks meet.
 
     Raises:
         PlanRefused: none does.
     """
-    alone = forked(partial(_compute, computation=computation, kind=kind, batch=batch, part=None))
+    alone = forks.fork(partial(_try_alone, trial=trial), devices[0])
     expected: dict[str, Any] = {}
-    differing = ""
+    differing, hint = "", _HINT.format(kind=trial.kind)
     for order in ORDERS:
-        ranks: list[tuple[Any, Connection]] = []
         rendezvous = folder / uuid.uuid4().hex
-        for rank in range(len(cuts)):
-            ranks.append(forked(partial(_try, computation=computation, kind=kind, batch=batch, cuts=cuts, rank=rank,
-                                        order=order, rendezvous=rendezvous),
-                                beside=[alone[1], *(connection for _, connection in ranks)]))
-        answers = [_answer(*rank) for rank in ranks]
-        expected = expected or _answer(*alone)
+        ranks = [forks.fork(partial(_try, trial=trial, rank=rank, order=order, rendezvous=rendezvous), device)
+                 for rank, device in enumerate(devices)]
+        answers = _answers(ranks)
+        expected = expected or _answers([alone])[0]
         if "failure" in expected:  # of the step itself: it comes again in this process, where it can be seen
             if expected["failure"] == _KILLED:
-                print(f"{_title(computation, kind)} was not compared with one process, which was killed: memory may "
-                      "have run out", file=sys.stderr)
+                print(f"{trial} was not compared with one process, which was killed: memory may have run out",
+                      file=sys.stderr)
             return order
         failures = [answer["failure"] for answer in answers if "failure" in answer]
         if failures:
-            raise PlanRefused(f"{_title(computation, kind)} fails, and that of one process does not: "
-                              f"{min(failures, key=_is_of_a_peer)}", hint=_HINT.format(kind=kind))
+            raise PlanRefused(f"{trial} fails, and that of one process does not: {min(failures, key=_is_of_a_peer)}",
+                              hint=hint)
         first = answers[0]
-        if kind == "predict":
-            first["answer"] = tensors_of(joined([its["answer"] for its in answers], [len(cut) for cut in cuts]))
+        if trial.kind == "predict":
+            first["answer"] = tensors_of(joined([its["answer"] for its in answers], [len(cut) for cut in trial.cuts]))
         differing = _differing(first, expected)
         if not differing:
             return order
         if not first["several"]:
             break
-    raise PlanRefused(f"{_title(computation, kind)} is not what one process computes: {differing}",
-                      hint=_HINT.format(kind=kind))
+    raise PlanRefused(f"{trial} is not what one process computes: {differing}", hint=hint)
 
 
 def _is_of_a_peer(failure: str) -> bool:
@@ -80,26 +96,29 @@ def _is_of_a_peer(failure: str) -> bool:
     return "gloo" in failure.lower()
 
 
-def _title(computation: Computation, kind: str) -> str:
-    return f"the first {kind} step of {type(computation.model).__name__} on several ranks"
-
-
-def _try(connection: Connection, computation: Computation, kind: str, batch: Any, cuts: Sequence[range], *, rank: int,
-         order: str, rendezvous: Path) -> None:
+def _try(connection: Connection, trial: Trial, *, rank: int, order: str, rendezvous: Path) -> None:
     """In a fork: be one of the ranks."""
-    group = RankGroup(rank, len(cuts), rendezvous)
-    part = Part(group, tuple(len(cut) for cut in cuts), order)
-    _compute(connection, computation, kind, rows_of(batch, cuts[rank]), part)
+    group = RankGroup(rank, len(trial.cuts), rendezvous, uses_nccl=trial.uses_nccl)
+    part = Part(group, tuple(len(cut) for cut in trial.cuts), order)
+    with trial.computation.in_place():
+        _compute(connection, trial, rows_of(trial.batch, trial.cuts[rank]), part)
 
 
-def _compute(connection: Connection, computation: Computation, kind: str, batch: Any, part: Part | None) -> None:
+def _try_alone(connection: Connection, trial: Trial) -> None:
+    """In a fork: compute the whole batch with Keras alone."""
+    with trial.computation.in_place():  # to note the gradients
+        _compute(connection, trial, trial.batch, None)
+
+
+def _compute(connection: Connection, trial: Trial, batch: Any, part: Part | None) -> None:
     """In a fork: take the step, and tell what it computed."""
     torch.set_num_threads(1)
-    model = computation.model
+    set_random_state(trial.random)
+    computation, model = trial.computation, trial.computation.model
     gradients: list[torch.Tensor | None] = []
     computation.gradients.recorder = gradients.extend
     try:
-        answer = computation.step(kind, batch, part)
+        answer = computation.step(trial.kind, batch, part)
     except Exception as error:
         message = str(error.args[0]) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
         send(connection, {"failure": message})
@@ -111,16 +130,21 @@ def _compute(connection: Connection, computation: Computation, kind: str, batch:
                       "answer": tensors_of(answer), "several": bool(several)})
 
 
-def _answer(process: Any, connection: Connection) -> Any:
-    """What a fork told; a failure if it was killed."""
+def _answers(forks: Sequence[Fork]) -> list[Any]:
+    """What forks told, a failure of each that was killed. All end once the last has told: one that ended before
+    would be missed by those that still connect to it."""
     try:
-        return receive(connection)
+        return [_answer(fork) for fork in forks]
+    finally:
+        for fork in forks:
+            fork.kill()
+
+
+def _answer(fork: Fork) -> Any:
+    try:
+        return receive(fork.connection)
     except (EOFError, OSError):
         return {"failure": _KILLED}
-    finally:
-        connection.close()
-        process.kill()
-        process.join()
 
 
 def _differing(ours: Any, theirs: Any) -> str:
@@ -151,7 +175,7 @@ def _are_near(mine: Any, other: Any, *, floor: float) -> bool:
     # Keras multiplies matrices in float32 even where its variables are float64.
     eps = max(torch.finfo(kind).eps for kind in (mine.dtype, torch.float32)) if mine.is_floating_point() else 0.0
     relative = ROUNDINGS * eps ** 0.5
-    mine, other = mine.detach().cpu().double(), other.double()
+    mine, other = mine.detach().cpu().double(), other.cpu().double()
     scale = max(float(other.abs().max()), floor)
     return bool(((mine - other).abs() <= relative * scale).logical_or(mine.isnan() & other.isnan()).all())
 

@@ -102,7 +102,8 @@ def reduced(part: Part, gradients: Sequence[torch.Tensor | None], like: Sequence
         flat = torch.cat([*(torch.zeros_like(like[i], dtype=kind).reshape(-1) if gradient is None
                             else gradient.detach().reshape(-1) * part.weight
                             for i, gradient in zip(places, taken, strict=True)),
-                          torch.tensor([float(gradient is not None) for gradient in taken], dtype=kind)])
+                          torch.tensor([float(gradient is not None) for gradient in taken], dtype=kind,
+                                       device=like[places[0]].device)])
         if not part.count:  # not a product: what a stand-in computes may be infinite
             flat[:-len(places)] = 0
         flat = part.group.sum(flat)

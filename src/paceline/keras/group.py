@@ -14,29 +14,44 @@ TIMEOUT = timedelta(minutes=30)  # for a rank that computes; one that dies is no
 
 
 class RankGroup:
-    """Ranks that sum and gather tensors over gloo, on this host's loopback interface.
+    """Ranks that sum and gather tensors: over gloo, on this host's loopback interface, and over NCCL those of GPUs.
 
     Args:
         rendezvous: A file that does not exist yet, the same for all ranks.
+        uses_nccl: Whether each rank has a GPU of its own. Without NCCL, tensors of GPUs go by way of the CPU.
     """
 
-    def __init__(self, rank: int, size: int, rendezvous: Path) -> None:
+    def __init__(self, rank: int, size: int, rendezvous: Path, *, uses_nccl: bool = False) -> None:
         self.rank, self.size = rank, size
-        kind: Any = dist.ProcessGroupGloo
-        options = kind._Options()
-        options._devices = [kind.create_device(hostname="127.0.0.1")]
+        store = dist.FileStore(str(rendezvous), size)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = TIMEOUT
-        self._gloo: Any = kind(dist.FileStore(str(rendezvous), size), rank, size, options)
+        self._gloo: Any = gloo(dist.PrefixStore("gloo", store), rank, size, options)
+        self._nccl: Any = None
+        if uses_nccl:
+            nccl: Any = dist.ProcessGroupNCCL
+            options = nccl.Options()
+            options._timeout = TIMEOUT
+            self._nccl = nccl(dist.PrefixStore("nccl", store), rank, size, options)
 
     def close(self) -> None:
         """Leave. Later forks of this process would not survive the group's end in garbage collection."""
-        self._gloo = None
+        if self._nccl is not None:
+            self._nccl.abort()
+        self._gloo = self._nccl = None
+
+    def abort(self) -> None:
+        """End what waits for a rank that is no more: NCCL does not notice."""
+        if self._nccl is not None:
+            self._nccl.abort()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Of the ranks' tensors, the same bits on every rank."""
-        result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._gloo.allreduce([result]).wait()
-        return result
+        group, result = self._group_of(tensor.detach().clone(memory_format=torch.contiguous_format))
+        group.allreduce([result]).wait()
+        return result.to(tensor.device)
 
     def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """The ranks' tensors one after the other along dim 0. lengths: of each rank's dim 0."""
@@ -45,8 +60,14 @@ class RankGroup:
         padded[:lengths[self.rank]] = tensor
         if not padded.numel():
             return tensor.new_zeros((sum(lengths), *rest))
-        sent = padded.reshape(-1).view(torch.uint8)  # any dtype
+        group, sent = self._group_of(padded.reshape(-1).view(torch.uint8))  # any dtype
         received = [torch.empty_like(sent) for _ in lengths]
-        self._gloo.allgather([received], [sent]).wait()
+        group.allgather([received], [sent]).wait()
         return torch.cat([part.view(tensor.dtype).reshape(longest, *rest)[:length]
-                          for part, length in zip(received, lengths, strict=True)])
+                          for part, length in zip(received, lengths, strict=True)]).to(tensor.device)
+
+    def _group_of(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Who sends the tensor, and the tensor where that one takes it from."""
+        if not tensor.is_cuda:
+            return self._gloo, tensor
+        return (self._gloo, tensor.cpu()) if self._nccl is None else (self._nccl, tensor)

@@ -43,7 +43,7 @@ def _masked(part: Part, original: Any, sample_weight: Any, mask: Any, dtype: Any
     """Keras weighs what a mask leaves so that a mean over all values is the mean over these; here over all ranks'."""
     weights = original(sample_weight, mask, dtype, reduction)
     if mask is not None and reduction in _OVER_SAMPLES:
-        size = torch.tensor(float(mask.numel()), dtype=torch.float64)
+        size = torch.tensor(float(mask.numel()), dtype=torch.float64, device=mask.device)
         valid = mask.to(torch.float64).sum()
         all_size, all_valid = part.sum(torch.stack([size, valid]))
         # In place, as Keras changes the sample weights that it was given.

@@ -9,6 +9,8 @@ import keras
 import torch
 from torch import nn
 
+from paceline.keras.devices import where
+
 _LEARNING_RATE = "lr"
 _NOT_STATE = ("_variables", "_trainable_variables", "_learning_rate")
 
@@ -26,9 +28,10 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], like: Any) -> None:
         named = list(named)
-        optimizer = type(like).from_config(like.get_config())
+        with where(next(iter(dict(named).values()), torch.zeros(0))):
+            optimizer = type(like).from_config(like.get_config())
+            rule = _Rule(optimizer, dict(named))
         super().__init__(named, {_LEARNING_RATE: float(optimizer.learning_rate)})
-        rule = _Rule(optimizer, dict(named))
         # In a function, as all that is kept of it is in `state`: it must not be looked for in attributes as well.
         self._rule = lambda: rule
 
@@ -63,6 +66,10 @@ class _Rule:
         used = [parameter for parameter in parameters if parameter.grad is not None]
         if not used:
             return
+        with where(used[0]):
+            self._update(used, state, group)
+
+    def _update(self, used: list[nn.Parameter], state: Any, group: dict[str, Any]) -> None:
         self._adopt(used, state)
         if isinstance(self.optimizer._learning_rate, keras.Variable):
             self.optimizer.learning_rate = group[_LEARNING_RATE]

@@ -10,13 +10,13 @@ Patch = tuple[Any, str, Any]  # owner, name, replacement
 
 
 @contextmanager
-def patched(patches: Sequence[Patch]) -> Iterator[None]:
-    """With these replacements in place."""
+def patched(patches: Sequence[Patch]) -> Iterator[list[Patch]]:
+    """With these replacements in place; gives those that bring back what was there."""
     originals = [(owner, name, vars(owner)[name]) for owner, name, _ in patches]
     for owner, name, replacement in patches:
         setattr(owner, name, replacement)
     try:
-        yield
+        yield originals
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)

@@ -1,4 +1,7 @@
-"""The ranks of a Keras model: the calling process is the first, and forks of it are the others.
+"""The ranks of a Keras model: the calling process is the first, and forks are the others.
+
+They are forks of the calling process where no rank has a GPU and the process has not used one. Otherwise they are forks
+of a new interpreter.
 
 Keras's own loop runs in the calling process, with its callbacks, its data and its model. Of each batch every rank
 computes a part. Between steps, workers are told new values of variables; after any other change they are forked anew.
@@ -6,46 +9,51 @@ computes a part. Between steps, workers are told new values of variables; after 
 
 from __future__ import annotations
 
+import select
+import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.cluster import Device
 from paceline.errors import DriftError, UsageError
 from paceline.keras import first_step
 from paceline.keras.computation import KINDS, Computation, joined, rows_of
-from paceline.keras.forks import forked
+from paceline.keras.devices import name_of, on_device
+from paceline.keras.forks import Fork, Forks, ForkServer, OwnForks
 from paceline.keras.group import RankGroup
 from paceline.keras.part import Part
 from paceline.keras.state import checksums, random_state, structure, variables, versions
 from paceline.keras.wire import receive, send, tensors_of
 from paceline.keras.worker import be_worker
 from paceline.launch.failure import Failure, RankFailed, cause_of, killed
-from paceline.launch.fork import refuse_used_cuda
+from paceline.launch.fork import forks_can_use_cuda
 from paceline.launch.heartbeats import Heartbeat
 from paceline.launch.process import use_threads
 from paceline.launch.temporary import temporary_folder
 from paceline.runtime.order import split
 
 _REPORT_S = 5.0  # for a worker that failed to say so
+_LOOK_MS = 500
 
 
 class Ranks:
     """Computes the steps of a model on several ranks. Use it inside of `running`.
 
-    size: of the ranks, this process included; at least 2.
+    devices: of the ranks, this process's first; at least 2.
     """
 
-    def __init__(self, model: Any, size: int) -> None:
-        self.model, self.size = model, size
+    def __init__(self, model: Any, devices: Sequence[Device]) -> None:
+        self.model, self.devices, self.size = model, [name_of(device) for device in devices], len(devices)
+        self._uses_nccl = devices[0].kind == "cuda" and all(device.num_sharing == 1 for device in devices)
         self._computation = Computation(model)
-        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._workers: list[Fork] = []
+        self._forks: Forks = OwnForks()
         self._group: RankGroup | None = None
         self._structure: list[Any] = []
         self._versions: list[int] = []
@@ -55,10 +63,12 @@ class Ranks:
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the model's functions for batches are those of the ranks."""
-        refuse_used_cuda()
         functions = {f"{kind}_function": getattr(self.model, f"{kind}_function") for kind in KINDS}
         threads = torch.get_num_threads()
-        with temporary_folder() as self._folder, self._computation.in_place():
+        is_on_cpu = self.devices[0] == "cpu"
+        self._forks = OwnForks() if is_on_cpu and forks_can_use_cuda() else ForkServer(self._computation.out_of_place)
+        with (temporary_folder() as self._folder, closing(self._forks), on_device(self.model, self.devices[0]),
+              self._computation.in_place()):
             for kind in KINDS:
                 setattr(self.model, f"{kind}_function", lambda data, kind=kind: self.step(kind, data[0]))
             try:
@@ -81,14 +91,16 @@ class Ranks:
         cuts = split(count, [1] * self.size)
         counts = tuple(len(cut) for cut in cuts)
         if kind not in self._orders:
-            self._orders[kind] = first_step.settled_order(self._computation, kind, batch, cuts, self._folder)
+            self._orders[kind] = first_step.settled_order(
+                first_step.Trial(self._computation, kind, batch, tuple(cuts), self._uses_nccl,
+                                 random_state(self.devices[0])), self._forks, self.devices, self._folder)
         self._begin(kind, batch, cuts)
         with self._failures():
             assert self._group is not None
             answer = self._computation.step(kind, rows_of(batch, cuts[0]),
                                             Part(self._group, counts, self._orders[kind]))
             if kind == "predict":
-                answer = joined([answer, *(receive(connection)["outputs"] for _, connection in self._workers)], counts)
+                answer = joined([answer, *(receive(worker.connection)["outputs"] for worker in self._workers)], counts)
         kept = variables(self.model)  # a first step may make some
         self._structure, self._versions = structure(self.model, kept), versions(kept)
         return answer
@@ -105,32 +117,33 @@ class Ranks:
         changed = {index: variable._value.data for index, (variable, before, now) in enumerate(
             zip(kept, self._versions, versions(kept), strict=True)) if before != now}
         told = {"kind": kind, "counts": [len(cut) for cut in cuts], "order": self._orders[kind], "changed": changed,
-                "random": random_state()}
+                "random": random_state(self.devices[0])}
         with self._failures():
-            for cut, (_, connection) in zip(cuts[1:], self._workers, strict=True):
-                send(connection, {**told, "batch": rows_of(batch, cut)})
+            for cut, worker in zip(cuts[1:], self._workers, strict=True):
+                send(worker.connection, {**told, "batch": rows_of(batch, cut)})
 
     def _start(self) -> None:
         rendezvous = self._folder / uuid.uuid4().hex
         for rank in range(1, self.size):
-            self._workers.append(forked(
-                partial(be_worker, computation=self._computation, rank=rank, size=self.size, rendezvous=rendezvous),
-                beside=[connection for _, connection in self._workers]))
+            self._workers.append(self._forks.fork(
+                partial(be_worker, computation=self._computation, rank=rank, size=self.size, rendezvous=rendezvous,
+                        uses_nccl=self._uses_nccl), self.devices[rank]))
         use_threads(self.size)
         with self._failures():
-            self._group = RankGroup(0, self.size, rendezvous)
+            self._group = RankGroup(0, self.size, rendezvous, uses_nccl=self._uses_nccl)
+        if self._uses_nccl:
+            descriptors = [worker.connection.fileno() for worker in self._workers]
+            threading.Thread(target=_abort_without, args=(self._group, descriptors), daemon=True).start()
 
     def _end(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
-        for _, connection in self._workers:
-            connection.close()
-        for process, _ in self._workers:
-            process.join(_REPORT_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            if worker.exit_code(_REPORT_S) is None:
+                worker.kill()
         self._workers.clear()
 
     def _compare(self) -> None:
@@ -144,8 +157,8 @@ class Ranks:
         unchanged = [i for i, (before, now) in enumerate(zip(self._versions, versions(kept), strict=False))
                      if before == now]
         with self._failures():
-            for _, connection in self._workers:
-                send(connection, {"kind": "compare"})
+            for worker in self._workers:
+                send(worker.connection, {"kind": "compare"})
             all_sums = self._group.gather(checksums(kept).reshape(1, -1), [1] * self.size)
         same = ((all_sums == all_sums[0]) | all_sums.isnan()).all(dim=0).reshape(-1, 2).all(dim=1)
         different = [kept[i].path for i in unchanged if not same[i]]
@@ -160,22 +173,32 @@ class Ranks:
         try:
             yield
         except (RuntimeError, OSError, EOFError) as error:
-            failures = [failure for rank, (process, connection) in enumerate(self._workers, 1)
-                        if (failure := _failure(rank, process, connection))]
+            failures = [failure for rank, worker in enumerate(self._workers, 1)
+                        if (failure := _failure(rank, worker))]
             if failures and not cause_of(failures).heard:
                 raise RankFailed(cause_of(failures)) from error
             raise
 
 
-def _failure(rank: int, process: Any, connection: Connection) -> Failure | None:
+def _abort_without(group: RankGroup, descriptors: Sequence[int]) -> None:
+    """Waits until a worker has ended, or this process has closed its pipe, and ends the group."""
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, 0)  # its hang-up alone
+    while not poller.poll(_LOOK_MS):
+        pass
+    group.abort()
+
+
+def _failure(rank: int, worker: Fork) -> Failure | None:
     """What a worker says of its end, if it ended or is about to."""
     with suppress(EOFError, OSError, ValueError):
-        while connection.poll(_REPORT_S):
-            message = receive(connection)
+        while worker.connection.poll(_REPORT_S):
+            message = receive(worker.connection)
             if "failure" in message:
                 return Failure.from_json(message["failure"])
-    process.join(_REPORT_S)
-    return None if process.exitcode is None else killed(rank, process.exitcode, Heartbeat(0, "step", 0.0))
+    code = worker.exit_code(_REPORT_S)
+    return None if code is None else killed(rank, code, Heartbeat(0, "step", 0.0))
 
 
 def _samples(batch: Any) -> int:

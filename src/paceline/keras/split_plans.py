@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 from paceline.callbacks.callback import Callback, EpochReport
-from paceline.callbacks.handle import RunHandle
 from paceline.errors import UsageError
 from paceline.keras.as_job import job, load, load_weights
+from paceline.keras.devices import on_device
+from paceline.keras.elsewhere import train_elsewhere
+from paceline.launch.fork import forks_can_use_cuda
 from paceline.plans import Plan
 from paceline.verbs.train import train
 
@@ -46,14 +48,22 @@ def fit(model: Any, x: Any, y: Any, plan: Plan, devices: str | None, arguments: 
     x, y, validation = _parted(x, y, arguments.get("validation_data"), arguments.get("validation_split", 0.0))
     told = _TellsKeras(model, callbacks)
     shuffles = arguments.get("shuffle", True)
-    asked = job(model, x, y, batch_size=arguments.get("batch_size") or 32, epochs=epochs, validation_data=validation,
-                seed=int(np.random.randint(2**31)), callbacks=[told],
-                sampler=None if shuffles else torch.utils.data.SequentialSampler(range(_size(x))))
+    fields: dict[str, Any] = {
+        "batch_size": arguments.get("batch_size") or 32, "epochs": epochs, "validation_data": validation,
+        "seed": int(np.random.randint(2**31)),
+        "sampler": None if shuffles else torch.utils.data.SequentialSampler(range(_size(x)))}
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         run = Path(folder) / "run"
+        options: dict[str, Any] = {"devices": devices, "run": run,
+                                   "table": arguments.get("verbose", 1) not in (0, "0")}
         model.stop_training = False
         callbacks.on_train_begin()
-        train(asked, plan, devices=devices, run=run, table=bool(arguments.get("verbose", 1) not in (0, "0")))
+        if forks_can_use_cuda():
+            train(job(model, x, y, callbacks=[told], **fields), plan, **options)
+        else:
+            with on_device(model, "cpu"):
+                asked = job(model, x, y, **fields)
+            train_elsewhere(asked, plan, told, **options)
         if not told.has_weights:
             load(model, run)
     callbacks.on_train_end(told.logs)
@@ -69,7 +79,7 @@ class _TellsKeras(Callback):
     def __init__(self, model: Any, callbacks: Any) -> None:
         self.model, self.callbacks, self.logs, self.has_weights = model, callbacks, dict[str, float](), False
 
-    def on_epoch(self, run: RunHandle, epoch: EpochReport) -> None:
+    def on_epoch(self, run: Any, epoch: EpochReport) -> None:
         load_weights(self.model, run.state_dict())
         self.has_weights = True
         before = _values(self.model)

@@ -55,17 +55,21 @@ def checksums(kept: Iterable[Any]) -> torch.Tensor:
     sums = []
     for variable in kept:
         values = variable._value.detach().reshape(-1).double()
-        sums += [values.sum(), (values * torch.arange(1, len(values) + 1, dtype=torch.float64)).sum()]
+        places = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device)
+        sums += [values.sum().cpu(), (values * places).sum().cpu()]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
 
 
-def random_state() -> dict[str, Any]:
-    """Of torch's and numpy's global generators, as `set_random_state` takes it."""
+def random_state(device: str) -> dict[str, Any]:
+    """Of the global generators of torch, of this device's and of numpy, as `set_random_state` takes it."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {"torch": torch.get_rng_state(), "numpy": torch.as_tensor(np.asarray(keys).astype(np.int64)),
-            "place": [int(position), int(has_gauss), float(gauss)]}
+            "place": [int(position), int(has_gauss), float(gauss)],
+            "cuda": torch.cuda.get_rng_state(device) if device.startswith("cuda") else None}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], torch.cuda.current_device())
     np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), *state["place"]))

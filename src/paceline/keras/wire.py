@@ -52,7 +52,8 @@ def send(connection: Connection, value: Any) -> None:
         TypeError: something in the value can't be sent. OSError: nobody reads.
     """
     tensors = [tensor.detach().cpu().contiguous() for tensor in tensors_of(value)]
-    heads = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    heads = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape), given.is_cuda]
+             for tensor, given in zip(tensors, tensors_of(value), strict=True)]
     connection.send_bytes(json.dumps([_document(value, iter(range(len(tensors)))), heads]).encode())
     for tensor in tensors:
         if tensor.numel():
@@ -60,12 +61,14 @@ def send(connection: Connection, value: Any) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """
+    """What was sent. Tensors of a GPU are on this process's own.
+
     Raises:
         EOFError: the other end is closed.
     """
     document, heads = json.loads(connection.recv_bytes())
-    return _value(document, [_tensor(connection, dtype, shape) for dtype, shape in heads])
+    return _value(document, [_tensor(connection, dtype, shape).to("cuda" if is_cuda else "cpu")
+                             for dtype, shape, is_cuda in heads])
 
 
 def _tensor(connection: Connection, dtype: str, shape: list[int]) -> torch.Tensor:

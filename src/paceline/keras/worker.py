@@ -18,16 +18,18 @@ from paceline.launch.heartbeats import Heartbeat
 from paceline.launch.process import use_threads
 
 
-def be_worker(connection: Connection, computation: Computation, *, rank: int, size: int, rendezvous: Path) -> None:
+def be_worker(connection: Connection, computation: Computation, *, rank: int, size: int, rendezvous: Path,
+              uses_nccl: bool) -> None:
     """The life of a fork that is a rank. It answers predictions and failures; it ends when nobody speaks to it."""
     steps, kind = 0, "start"
     try:
         use_threads(size)
-        group = RankGroup(rank, size, rendezvous)
-        while True:
-            message = receive(connection)
-            kind, steps = message["kind"], steps + 1
-            _compute(computation, group, message, connection)
+        group = RankGroup(rank, size, rendezvous, uses_nccl=uses_nccl)
+        with computation.in_place():
+            while True:
+                message = receive(connection)
+                kind, steps = message["kind"], steps + 1
+                _compute(computation, group, message, connection)
     except EOFError:
         pass
     except BaseException as error:

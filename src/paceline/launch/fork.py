@@ -213,9 +213,10 @@ def refuse_used_cuda() -> None:
         PacelineError: CUDA is already in use in this process, which forks can't share.
     """
     if not forks_can_use_cuda():
+        keras = "set KERAS_TORCH_DEVICE=cpu before keras is imported, which takes the GPU; or "
         raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
-                            hint="call train before anything touches the GPU, or counts GPUs as "
-                                 "torch.cuda.is_available() does; or use the paceline command")
+                            hint=f"{keras * ('keras' in sys.modules)}call train before anything touches the GPU, or "
+                                 "counts GPUs as torch.cuda.is_available() does; or use the paceline command")
 
 
 def end_openmp_threads() -> None:

@@ -1,0 +1,48 @@
+"""On which device a Keras model computes in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import keras
+import torch
+from keras.src.backend.torch.core import get_device
+
+from paceline.cluster import Device
+from paceline.keras.state import variables
+
+
+def name_of(device: Device) -> str:
+    """As torch and Keras have it."""
+    return str(device) if device.kind == "cuda" else device.kind
+
+
+@contextmanager
+def on_device(model: Any, device: str) -> Iterator[None]:
+    """While the model is on this device, and Keras makes its tensors there. It goes back afterwards."""
+    home = str(torch.empty(0, device=get_device()).device)  # with its index
+    with ExitStack() as scopes:
+        if device.startswith("cuda"):
+            scopes.enter_context(torch.cuda.device(device))
+        scopes.enter_context(keras.device(device))
+        move(model, device)
+        try:
+            yield
+        finally:
+            move(model, home)
+
+
+def where(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """While Keras makes its tensors where this one is."""
+    device = str(tensor.device) if tensor.is_cuda else "cpu"
+    return nullcontext() if device == str(get_device()) else keras.device(device)
+
+
+def move(model: Any, device: str) -> None:
+    """The model's parameters and buffers, its metrics and its optimizers' variables."""
+    model.to(device)
+    for variable in variables(model):
+        if variable._value.device != torch.device(device):
+            variable._value.data = variable._value.data.to(device)

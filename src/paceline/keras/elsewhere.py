@@ -1,0 +1,110 @@
+"""A run that a new process of this host controls, and whose epochs are told to a callback of this process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+
+from paceline.callbacks.callback import Callback, EpochReport, EvaluationReport
+from paceline.callbacks.handle import RunHandle
+from paceline.job import Job
+from paceline.keras.copies import packed, unpacked
+from paceline.keras.wire import receive, send
+from paceline.launch.fresh import in_a_fresh_process
+from paceline.plans import Plan
+from paceline.verbs.train import train
+
+
+class HearsEpochs(Protocol):
+    """A callback that `train_elsewhere` tells of epochs."""
+
+    def on_epoch(self, run: Any, epoch: EpochReport) -> None:
+        """As that of a `Callback`; `run` has `state_dict` and `stop` alone."""
+
+
+def train_elsewhere(job: Job, plan: Plan, callback: HearsEpochs, **options: Any) -> None:
+    """Train the job in a new process, where CUDA is not in use yet.
+
+    Args:
+        job: With all its tensors on the CPU.
+        callback: Hears of epochs on this thread. What it raises ends the run, and is raised here.
+        options: Of `train`.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    errors: list[BaseException] = []
+    data = packed((job, plan, options))
+
+    def run() -> None:
+        try:
+            in_a_fresh_process(partial(_train, data), [theirs])
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            theirs.close()
+
+    thread = threading.Thread(target=run, name="run", daemon=True)
+    thread.start()
+    try:
+        with ours:
+            _hear(ours, callback)
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _hear(connection: Connection, callback: HearsEpochs) -> None:
+    while True:
+        try:
+            told = receive(connection)
+        except EOFError:
+            return
+        run, loss = _Run(told["weights"]), told["validation_loss"]
+        step, epoch = told["step"], told["epoch"]
+        callback.on_epoch(run, EpochReport(
+            epoch, step, told["samples"], told["loss"],
+            None if loss is None else EvaluationReport(step, epoch, loss)))
+        send(connection, {"stop": run.reason})
+
+
+class _Run:
+    """What the callback has of the run. reason: why it stops it."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self._weights = weights
+        self.reason: str | None = None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._weights
+
+    def stop(self, reason: str) -> None:
+        self.reason = reason
+
+
+def _train(data: bytes, connections: Sequence[Connection]) -> None:
+    """In the new process."""
+    job, plan, options = unpacked(data)
+    train(replace(job, callbacks=[_Tells(connections[0])]), plan, **options)
+
+
+class _Tells(Callback):
+    """Tells the process that waits for the run of each epoch, and waits until it was heard."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def on_epoch(self, run: RunHandle, epoch: EpochReport) -> None:
+        evaluation = epoch.evaluation
+        send(self.connection, {
+            "weights": run.state_dict(), "epoch": epoch.epoch, "step": epoch.step, "samples": epoch.samples,
+            "loss": epoch.loss, "validation_loss": None if evaluation is None else evaluation.validation_loss})
+        answer = receive(self.connection)
+        if answer["stop"] is not None:
+            run.stop(answer["stop"])
