@@ -14,7 +14,6 @@ from typing import Any
 
 from paceline.errors import PacelineError, PeerLost, UsageError
 from paceline.launch.failure import RankFailed
-from paceline.runtime import documents
 
 # What a run writes into its folder; `claim` takes any of these as the sign of an earlier run.
 (PLAN, SUMMARY, METRICS, MODEL, JOB, CHECKPOINTS, PREDICTED, SPLIT, EVENTS, BEST, LOGGED, LOGGERS, ORIGIN,
@@ -24,8 +23,6 @@ from paceline.runtime import documents
     "loggers.json", "origin.json", "journal.jsonl")
 
 _LOCK_POLL_S = 0.2
-_KINDS = {PLAN: documents.PlanDocument, JOB: documents.JobDocument, SUMMARY: documents.SummaryDocument,
-          PREDICTED: documents.PredictedDocument}
 _BUILDING = ("start", "build", "input")  # phases of a rank before its first forward
 
 
@@ -184,4 +181,8 @@ def read_document(run_dir: Path, name: str) -> dict[str, Any]:
     if not (run_dir / name).exists():
         raise UsageError(f"{run_dir} is not the folder of a run: it has no {name}",
                          hint="paceline train FILE --run DIR makes one")
-    return documents.read(run_dir / name, _KINDS.get(name, dict[str, Any]))
+    from paceline.runtime import documents  # msgspec takes a moment to load
+
+    kinds: dict[str, Any] = {PLAN: documents.PlanDocument, JOB: documents.JobDocument,
+                             SUMMARY: documents.SummaryDocument, PREDICTED: documents.PredictedDocument}
+    return documents.read(run_dir / name, kinds.get(name, dict[str, Any]))
