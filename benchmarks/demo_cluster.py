@@ -26,6 +26,7 @@ DIGITS = Path(__file__).parents[1] / "examples" / "01_digits.py"
 PACELINE = [sys.executable, "-P", "-m", "paceline"]
 NUM_HOSTS, MBIT_S, PORT = 4, 50, 29500
 STEPS, SAVE_EVERY, KILLED_AFTER = 120, 20, 40
+is_shown = threading.Event()  # cleared while agents of torch tell each other's ends at length
 
 
 def main() -> None:
@@ -40,16 +41,19 @@ def main() -> None:
 def show(made: Sequence[Host], folder: Path) -> None:
     """The demonstration, its runs in a folder."""
     run, began_s = folder / "run", time.monotonic()
+    is_shown.set()
     tell(f"{NUM_HOSTS} hosts, {MBIT_S} Mbit/s each way; what is between them (paceline doctor --hosts):")
     ended(start(made, "doctor", "--hosts"))
     train = ["train", str(DIGITS), "--set", "width=8", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
     tell(f"the same command on each host: paceline train 01_digits.py --plan data={NUM_HOSTS} --run DIR")
     started = start(made, *train, "--plan", f"data={NUM_HOSTS}", "--run", str(run))
     wait_for(run / "checkpoints" / f"step-{KILLED_AFTER}" / "COMMIT", started)
+    is_shown.clear()
     os.killpg(started[-1].pid, signal.SIGKILL)
     tell(f"host {NUM_HOSTS - 1} is killed; the others notice and end")
     killed_s = time.monotonic()
     ended(started, may_fail=True)
+    is_shown.set()
     tell(f"all had ended {time.monotonic() - killed_s:.1f} s later; the {NUM_HOSTS - 1} that are left go on: "
          f"--plan data={NUM_HOSTS - 1} --resume")
     ended(start(made[:-1], *train, "--plan", f"data={NUM_HOSTS - 1}", "--run", str(run), "--resume"))
@@ -77,9 +81,9 @@ def start(made: Sequence[Host], *command: str) -> list[subprocess.Popen[str]]:
 
 
 def read(stream: TextIO, to: TextIO | None) -> None:
-    """All lines, shown or not; torch's agent warns of things that are no matter here."""
+    """All lines, shown or not. torch warns of names that hosts here don't have."""
     for line in stream:
-        if to is not None and not line.startswith(("W", "E1", "E0", "\n")):
+        if to is not None and is_shown.is_set() and not line.startswith(("[W", "W1", "E1", "\n")):
             to.write(f"    {line}")
             to.flush()
 

@@ -172,6 +172,7 @@ def plan_(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw --scale to a .png or .svg.")] = None,
     calibrate: Annotated[float | None, typer.Option(
         metavar="SECONDS", min=0, help="For short runs that correct prices, 20 by default; 0 predicts alone.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page: plans, parts, reasons.")] = None,
     as_json: Json = False,
 ) -> None:
     """Rank the plans that a job allows by predicted speed or cost, and say why each other kind loses."""
@@ -188,7 +189,7 @@ def plan_(
         assert file is not None
         _scale(file, settings, cluster, scale, relaxed=relaxed, plot=plot, as_json=as_json,
                others={"--price": price, "--mtbf-hours": mtbf_hours, "--checkpoint-rate": checkpoint_rate,
-                       "--calibrate": calibrate})
+                       "--calibrate": calibrate, "--html": html})
         return
     with _reported():
         if plot is not None:
@@ -205,13 +206,16 @@ def plan_(
         else:
             assert file is not None
             answer = paceline.plan(JobFile.parse(file, _parse_settings(settings)), cluster, **given)
+        if html is not None:
+            page = answer.write_html(html, command=f"paceline train {file or 'JOB'}")
+            typer.echo(f"page {page}", err=True)
     typer.echo(_json(answer.to_dict()) if as_json else answer.describe())
     if answer.chosen is None:
         raise typer.Exit(1)
 
 
 def _scale(file: str, settings: list[str] | None, cluster: str, counts: str, *, relaxed: bool, plot: Path | None,
-           as_json: bool, others: Mapping[str, float | None]) -> None:
+           as_json: bool, others: Mapping[str, Any]) -> None:
     with _reported():
         from paceline.verbs.scaling import check_plot
 
@@ -282,6 +286,7 @@ def search(
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampler.")] = 0,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where all is written.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the study of the folder.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page, as `report DIR` does.")] = None,
     patience: Patience = 300.0,
     as_json: Json = False,
 ) -> None:
@@ -293,6 +298,8 @@ def search(
                                 plan=plan, devices=devices, procs=procs, memory=memory, ray=ray, sampler=sampler,
                                 pruner=pruner, storage=storage, study=study, seed=seed, run=run, resume=resume,
                                 timeout_s=patience)
+        if html is not None:
+            typer.echo(f"page {paceline.report(result.to_dict()['run'], to=html)}", err=True)
     typer.echo(_json(result.to_dict()) if as_json else table(_best_of(result.to_dict())))
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -233,21 +231,6 @@ def test_a_node_that_sees_other_files_says_so(tmp_path: Path):
 # --- A real cluster ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cluster() -> Iterator[Any]:
-    """Two nodes of this machine, with a CPU each."""
-    pytest.importorskip("ray", reason="training on Ray is an extra: pip install 'paceline[ray]'")
-    from ray.cluster_utils import Cluster
-
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False,
-                                                            "object_store_memory": 80 * 2**20})
-    started.second = started.add_node(num_cpus=1, object_store_memory=80 * 2**20)
-    started.wait_for_nodes(timeout=60)
-    yield started
-    started.shutdown()
-
-
 def command(run: Path, *words: str) -> list[str]:
     return [sys.executable, "-P", "-m", "paceline", "train", str(DIGITS), "--plan", "data=2", "--steps", "400",
             "--set", "width=8", "--save-every", "50", "--run", str(run), *words]
@@ -256,17 +239,17 @@ def command(run: Path, *words: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_a_node_that_dies_changes_no_weight(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_node_that_dies_changes_no_weight(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The run waits until there is a node in its place, goes on from the newest checkpoint, and ends as one device."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with subprocess.Popen(command(tmp_path / "ray", "--on", f"ray:{cluster.address}"), stderr=subprocess.PIPE,
+    with subprocess.Popen(command(tmp_path / "ray", "--on", f"ray:{ray_cluster.address}"), stderr=subprocess.PIPE,
                           text=True) as child:
         deadline_s = time.monotonic() + 200
         while not (tmp_path / "ray" / "checkpoints" / "step-100" / "COMMIT").exists():
             assert child.poll() is None and time.monotonic() < deadline_s, child.stderr and child.stderr.read()
             time.sleep(0.05)
-        cluster.remove_node(cluster.second, allow_graceful=False)
-        cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+        ray_cluster.remove_node(ray_cluster.second, allow_graceful=False)
+        ray_cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
         _, printed = child.communicate(timeout=300)
     assert child.returncode == 0, printed
     assert "all ranks start again" in printed and "resumed from step-" in printed, printed

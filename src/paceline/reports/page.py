@@ -72,20 +72,36 @@ def write(path: Path, *, to: Path | None = None, alternatives: Alternatives | No
 
 def page(path: Path, alternatives: Alternatives) -> str:
     """The file's text. Every value of the folder is escaped; pictures are drawn here or by the run."""
+    check_packages()
+    return rendered(*_content(path, alternatives))
+
+
+def check_packages() -> None:
+    """
+    Raises:
+        UsageError: a package is missing that pages are made with.
+    """
     try:
-        from jinja2 import Environment, PackageLoader
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise UsageError(f"a report needs a package that is not here: {error.name}",
                          hint="pip install 'paceline[report]'") from error
-    title, subtitle, judged, sections, data = _content(path, alternatives)
+
+
+def rendered(title: str, subtitle: str, verdict: Mapping[str, str], sections: Sequence[Section],
+             data: Mapping[str, Any]) -> str:
+    """A page's text. data: the figures for programs."""
+    from jinja2 import Environment, PackageLoader
+
     environment = Environment(loader=PackageLoader("paceline.reports", "."), autoescape=True, trim_blocks=True)
     return environment.get_template("page.html.j2").render(
-        title=title, subtitle=subtitle, verdict=judged, sections=sections, data=data)
+        title=title, subtitle=subtitle, verdict=verdict, sections=sections, data=data)
 
 
 def _content(path: Path, alternatives: Alternatives) -> tuple[
         str, str, Mapping[str, str], list[Section], Mapping[str, Any]]:
-    """Title, subtitle, verdict, sections, and the figures for programs."""
+    """What `rendered` is given."""
     if (path / folder.PLAN).exists():
         record = RunRecord.read(path)
         return (f"{record.name}: {record.plan['plan']}", _subtitle(record), _with_alternative(
@@ -191,7 +207,7 @@ def _step_time(record: RunRecord) -> Iterator[Section]:
     from paceline.reports import charts
 
     breakdown, parts = record.predicted.get("breakdown") or {}, step_parts(record)
-    bars = {"predicted": {_NAMES.get(name, name): 1e3 * seconds for name, seconds in breakdown.items()},
+    bars = {"predicted": {PART_NAMES.get(name, name): 1e3 * seconds for name, seconds in breakdown.items()},
             "measured": {part.name: 1e3 * part.seconds for part in parts}}
     bars = {name: bar for name, bar in bars.items() if any(bar.values())}
     if not bars:
@@ -221,7 +237,7 @@ def _memory(record: RunRecord) -> Iterator[Section]:
                   head=("", "MiB"), rows=[(name, f"{sum(bar.values()):,.0f}") for name, bar in bars.items()])
 
 
-_NAMES = {"compute": "computing", "optimizer": "the optimizer", "communication": "messages between ranks"}
+PART_NAMES = {"compute": "computing", "optimizer": "the optimizer", "communication": "messages between ranks"}
 
 
 def _named(rank: Any) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from paceline.accelerators import has_gpus
 from paceline.cluster import Cluster
+from paceline.document import strict
 from paceline.errors import PlanError, UsageError
 from paceline.job import Job, Precision
 from paceline.jobfile import JobFile
@@ -121,6 +123,16 @@ class Answer:
         from paceline.verbs.planning_table import lines
 
         return "\n".join(lines(self))
+
+    def write_html(self, to: str | Path, *, command: str = "paceline train JOB") -> Path:
+        """One HTML file that needs no network. Returns where it lies. command: that trains under a plan.
+
+        Raises:
+            UsageError: a package that draws is missing, or the file can't be written.
+        """
+        from paceline.reports.plans import write
+
+        return write(strict(self.to_dict()), Path(to), command=command)
 
 
 def plan(job: Job | JobFile | FineTuning, cluster: Cluster | str = "local", *, relaxed: bool = False,

@@ -1,0 +1,64 @@
+"""The plans that `paceline plan` ranked as one HTML file that needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.reports.page import MIB, PART_NAMES, Chart, Section, check_packages, rendered
+from paceline.runtime import folder
+
+MOST_DRAWN = 12  # plans of a chart, which fit a phone's height
+
+
+def write(answer: Mapping[str, Any], to: Path, *, command: str) -> Path:
+    """Write the page of a document of `paceline plan --json`. Returns where it lies.
+
+    command: that trains under a plan, without the plan.
+
+    Raises:
+        UsageError: a package that draws is missing, or the folder can't be written.
+    """
+    from paceline.runtime.checkpoint.write import write_text
+
+    check_packages()
+    text = rendered(f"plans on {answer['cluster']}", f"{answer['tried']} plans were priced", _verdict(answer, command),
+                    list(_sections(answer)), answer)
+    folder.writable(to.parent)
+    write_text(to, text)
+    return to
+
+
+def _verdict(answer: Mapping[str, Any], command: str) -> dict[str, str]:
+    best = answer["plans"][0]
+    if answer["chosen"] is None:
+        changes = [f"{each['change']}: '{each['plan']}'" for each in answer["remedies"]]
+        return {"verdict": f"nothing fits on {answer['cluster']}; '{best['plan']}' is nearest", "why": best["reason"],
+                **({"next": changes[0]} if changes else {})}
+    chosen = next(row for row in answer["plans"] if row["plan"] == answer["chosen"])
+    return {"verdict": f"{chosen['plan']}: {chosen['step_s']:.3g} s a step, {chosen['samples_per_s']:,.4g} samples/s",
+            "why": chosen["reason"], "next": f"{command} --plan '{chosen['plan']}'"}
+
+
+def _sections(answer: Mapping[str, Any]) -> Iterator[Section]:
+    from paceline.reports import charts
+
+    drawn = answer["plans"][:MOST_DRAWN]
+    times = {row["plan"]: {PART_NAMES.get(name, name): 1e3 * seconds for name, seconds in row["breakdown"].items()}
+             or {"step": 1e3 * row["step_s"]} for row in drawn}
+    memory = {row["plan"]: {"memory of the fullest rank": row["memory_bytes"] / MIB} for row in drawn}
+    yield Section("Predicted step and memory", charts=[
+        Chart(charts.stacked(times, x="ms of a step"), "where a step's time goes"),
+        Chart(charts.stacked(memory, x="MiB"), "memory of the fullest rank")])
+    yield Section("Plans", head=("plan", "s/step", "80 % of cases", "samples/s", "MiB", "why not"), rows=[
+        (f"{'~' if row['relaxed'] else ''}{row['plan']}", f"{row['step_s']:.3g}",
+         f"{row['step_s_low']:.3g} to {row['step_s_high']:.3g}", f"{row['samples_per_s']:,.4g}",
+         f"{row['memory_bytes'] / MIB:,.0f}", "" if row["plan"] == answer["chosen"] else row["reason"])
+        for row in answer["plans"]])
+    if answer["flips"]:
+        yield Section("What would change the choice", rows=[(each["change"], each["plan"]) for each in answer["flips"]])
+    if answer["refused"]:
+        yield Section("Not priced", rows=list(answer["refused"].items()))
+    if answer["notes"]:
+        yield Section("What is rough", rows=[(str(number), note) for number, note in enumerate(answer["notes"], 1)])

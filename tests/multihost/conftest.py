@@ -1,0 +1,115 @@
+"""Clusters of this machine: hosts as network namespaces, a Slurm of one node, Ray of two nodes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two namespaces, 10.78.0.1 and 10.78.0.2, joined by a bridge in a third."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("needs root and the ip command to make network namespaces")
+    tag = uuid.uuid4().hex[:6]
+    switch, names = f"pl{tag}s", [f"pl{tag}h{i}" for i in (1, 2)]
+    try:
+        try:
+            _run("ip", "netns", "add", switch)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"can't make network namespaces: {error.stderr.decode().strip()}")
+        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "br0", "up")
+        for number, name in enumerate(names, 1):
+            _run("ip", "netns", "add", name)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", switch, "link", "add", f"p{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run("ip", "-n", switch, "link", "set", f"p{number}", "master", "br0", "up")
+            _run("ip", "-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "eth0")
+            _run("ip", "-n", name, "link", "set", "eth0", "up")
+        yield names
+    finally:
+        for name in (*names, switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False, timeout=30)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Mapping[str, str]]:
+    """The environment of a Slurm of one node with two cores."""
+    if shutil.which("slurmctld") is None or shutil.which("slurmd") is None:
+        pytest.skip("slurmctld and slurmd are not here (Debian's package slurm-wlm)")
+    if os.geteuid() != 0:
+        pytest.skip("a Slurm of one's own runs as root")
+    host, ports = socket.gethostname().partition(".")[0], [free_port(), free_port()]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "paceline").write_text(f'#!/bin/sh\nexec {sys.executable} -m paceline "$@"\n')
+    (tmp_path / "bin" / "paceline").chmod(0o755)
+    configuration = tmp_path / "slurm.conf"
+    configuration.write_text(f"""
+ClusterName=local
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+CredType=cred/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+StateSaveLocation={tmp_path}/state
+SlurmdSpoolDir={tmp_path}/spool
+SlurmctldPidFile={tmp_path}/slurmctld.pid
+SlurmdPidFile={tmp_path}/slurmd.pid
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+ReturnToService=2
+MpiDefault=none
+SwitchType=switch/none
+NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+""")
+    environment = {**os.environ, "SLURM_CONF": str(configuration), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    daemons = []
+    for name in ("slurmctld", "slurmd"):
+        with open(tmp_path / f"{name}.txt", "w") as printed:
+            daemons.append(subprocess.Popen([name, "-D"], env=environment, stdout=printed, stderr=subprocess.STDOUT))
+    try:
+        yield environment
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait(timeout=30)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+@pytest.fixture
+def ray_cluster() -> Iterator[Any]:
+    """Two nodes of this machine, with a CPU each."""
+    pytest.importorskip("ray", reason="training on Ray is an extra: pip install 'paceline[ray]'")
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False,
+                                                            "object_store_memory": 80 * 2**20})
+    started.second = started.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    started.wait_for_nodes(timeout=60)
+    yield started
+    started.shutdown()
