@@ -313,15 +313,15 @@ def assert_equal_models(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_full_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch, where: int):
     """A disk that is full on any one rank ends the run with path and sizes; the checkpoint before is untouched."""
-    save_file, written = write.save_file, []
+    write_tensors, written = write.write_tensors, []
 
-    def save_or_fail(tensors: Any, path: Path, **options: Any) -> None:
+    def write_or_fail(path: Path, sources: Any) -> Any:
         written.append(path)
         if rank() == where and len(written) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        save_file(tensors, path, **options)
+        return write_tensors(path, sources)
 
-    monkeypatch.setattr(write, "save_file", save_or_fail)
+    monkeypatch.setattr(write, "write_tensors", write_or_fail)
     error = failing(a_job(), run_dir, save_every=2)
     failure = json.loads((run_dir / "summary.json").read_text())["failure"]
     assert (failure["reason"], failure["rank"], failure["exit_code"]) == ("checkpoint_error", where, 1)
@@ -331,7 +331,7 @@ def test_a_full_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch, where: int)
     assert "hint: free some space or use another folder (--run DIR)" in str(error)
     assert error.exit_code == 1
     assert saved_steps(run_dir) == [2]
-    monkeypatch.setattr(write, "save_file", save_file)
+    monkeypatch.setattr(write, "write_tensors", write_tensors)
     assert paceline.train(a_job(), "data=2", run=run_dir, resume=True)["steps"] == 6
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from paceline.launch.failure import Failure, is_users
 from paceline.launch.heartbeats import Heartbeat, HeartbeatTable
-from paceline.launch.state_copies import memory_file
+from paceline.launch.memory_files import memory_file
 from paceline.launch.watchdog import COLLECTIVES, FRAMES_OF_A_COLLECTIVE, hang_failure
 
 # Not the schedulers' SIGUSR1 and SIGUSR2. Realtime signals are Linux's; macOS ignores SIGINFO where nobody asks for it.

@@ -485,6 +485,8 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
         run.writer.poll()
     if run.settings.save_every and run.step % run.settings.save_every == 0:
         run.due.add("save")
+    if run.settings.save_every and run.speed.steps == 1:
+        run.due.add("prepare")
     is_last = run.step == run.job.total_steps and run.display.is_plain
     if result.losses and (run.display.due() or is_last):
         run.display.update(Progress(run.step, run.job.total_steps, window.epoch, run.loss, run.speed.samples_per_s,
@@ -517,6 +519,8 @@ def _do_what_is_due(run: _Run) -> None:
         due, run.due = run.due, set()
         if "compare" in due:
             _compare(run)
+        if "prepare" in due and run.writer is not None:
+            run.writer.prepare(state.pieces(run.stepper))
         if "evaluate" in due:
             _evaluate(run)
         if "epoch" in due:

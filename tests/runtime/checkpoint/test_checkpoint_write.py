@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import stat
@@ -14,19 +17,20 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint import (
     TensorPiece,
     Writer,
+    files,
     load_tensors,
     newest_checkpoint,
     open_checkpoint,
@@ -35,6 +39,9 @@ from paceline.runtime.checkpoint import (
     write_json,
     write_model,
 )
+from paceline.runtime.checkpoint.files import write_tensors
+from paceline.runtime.checkpoint.pieces import copy
+from paceline.runtime.checkpoint.snapshot import Snapshot
 
 W = torch.arange(12.0).reshape(6, 2)
 
@@ -298,14 +305,14 @@ def test_a_full_disk_fails_the_save_on_every_rank(
 ) -> None:
     """One rank's full disk is told by all at once, with the rank, the bytes and the way out; the next save works."""
 
-    def save_or_fail(tensors: dict[str, torch.Tensor], path: Path, metadata: Any = None) -> None:
+    def write_or_fail(path: Path, sources: Any) -> Any:
         if path.name == f"rank-{failing_rank:05d}.safetensors":
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        save_file(tensors, path, metadata)
+        return write_tensors(path, sources)
 
     two = writers(tmp_path, 2)
-    monkeypatch.setattr(write, "save_file", save_or_fail)
+    monkeypatch.setattr(write, "write_tensors", write_or_fail)
     for writer, pieces in zip(two, halves(), strict=True):
         writer.save(1, pieces)
     needed_bytes = 16 if failing_rank else 32
@@ -318,7 +325,7 @@ def test_a_full_disk_fails_the_save_on_every_rank(
         assert "hint: free some space" in text
     assert [name for name in names(tmp_path) if not name.endswith(".failed")] == []
 
-    monkeypatch.setattr(write, "save_file", save_file)
+    monkeypatch.setattr(write, "write_tensors", write_tensors)
     for writer, pieces in zip(two, halves(), strict=True):
         writer.save(1, pieces)
     for writer in two:
@@ -334,7 +341,7 @@ def test_poll_raises_a_failure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         failed.wait(60)
         raise OSError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(write, "save_file", fail)
+    monkeypatch.setattr(write, "write_tensors", fail)
     [writer] = writers(tmp_path, 1)
     writer.save(1, pieces_of("w", W))
     writer.poll()
@@ -473,14 +480,14 @@ writer = Writer(run_dir, rank=0, world_size=1, attempt="first")
 writer.save(1, pieces_of("w", torch.ones(4)))
 writer.wait()
 
-def half(tensors, path, metadata=None):
+def half(path, sources):
     path.write_bytes(b"half a file")
     print("writing", flush=True)
     threading.Event().wait(60 if how == "stuck" else 0.2)
-    save_file(tensors, path, metadata)
+    return write_tensors(path, sources)
 
 if how != "lonely":
-    save_file, write.save_file = write.save_file, half
+    write_tensors, write.write_tensors = write.write_tensors, half
     write.EXIT_WAIT_S = 0.5 if how == "stuck" else 30.0
 else:
     writer = Writer(run_dir, rank=0, world_size=2, attempt="first")
@@ -500,6 +507,46 @@ def test_kill_in_the_middle_of_a_save(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 1
     Writer(tmp_path, rank=0, world_size=1, attempt="second")
     assert names(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(tmp_path: Path, kills: int) -> None:
+    """What a process had saved when it was killed is there, and the newest checkpoint is whole, whatever its step."""
+    source, committed, span_s = random.Random(0), 0, 0.02
+    for _ in range(kills):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _save_for_ever(tmp_path, committed, writing)
+        os.close(writing)
+        with os.fdopen(reading) as told:
+            told.readline()  # it has begun
+            threading.Event().wait(source.uniform(0, span_s))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            saved = [*map(int, told.read().split())]
+        span_s *= 0.8 if saved else 1.5  # about as long as a save takes on this machine
+        committed = max([committed, *saved])
+        if committed:
+            newest = newest_checkpoint(tmp_path, accept=lambda _: None, warn=pytest.fail)
+            assert newest is not None and newest.step >= committed
+            assert torch.equal(newest.read("w"), torch.full((5000,), float(newest.step)))
+            committed = newest.step
+    assert committed
+
+
+def _save_for_ever(run_dir: Path, step: int, writing: int) -> NoReturn:
+    """Save step after step until this process is killed. Each step that is committed is told."""
+    try:
+        os.write(writing, b"begun\n")
+        writer = Writer(run_dir, rank=0, world_size=1, attempt=str(os.getpid()))
+        while True:
+            step += 1
+            writer.save(step, pieces_of("w", torch.full((5000,), float(step))), {"step": step})
+            writer.wait()
+            os.write(writing, b"%d\n" % step)
+    finally:
+        os._exit(1)
 
 
 @pytest.mark.parametrize("how", ["lonely", "writing", "stuck"])
@@ -586,16 +633,70 @@ def test_complex_numbers_are_written_as_pairs(tmp_path: Path) -> None:
 
 def test_without_a_snapshot_nothing_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that is waited for is written from the tensors themselves, but for what a file can't hold as it is."""
-    copies: list[tuple[int, ...]] = []
-    copied = write._copied
-    monkeypatch.setattr(write, "_copied", lambda tensor: copies.append(tuple(tensor.shape)) or copied(tensor))
+    copied = shapes_of_copies(monkeypatch)
     [writer] = writers(tmp_path, 1)
     tensors = {"w": W, "turned": torch.ones(2, 5).T, "tied": W[1:2]}
     writer.save(1, [piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)], snapshot=False)
     writer.wait()
     found = open_checkpoint(tmp_path / "checkpoints" / "step-1")
     assert all(torch.equal(found.read(name), tensor) for name, tensor in tensors.items())
-    assert sorted(copies) == [(1, *W.shape[1:]), (5, 2)]
+    assert copied == [(5, 2)]
+
+
+def shapes_of_copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of what is copied from now on."""
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(target: torch.Tensor, source: torch.Tensor) -> None:
+        shapes.append(tuple(source.shape))
+        copy(target, source)
+
+    monkeypatch.setattr(files, "copy", noted)
+    return shapes
+
+
+@given(st.lists(st.integers(0, 40), max_size=6), st.sampled_from([4096, 8192]), st.booleans())
+def test_files_are_alike_past_the_cache_and_through_it(sizes: list[int], buffer_bytes: int, is_refused: bool) -> None:
+    """Of any sizes, from memory and from a snapshot; and where the file system refuses a write past its cache."""
+    tensors = {f"t{number}": torch.rand(100 * size) for number, size in enumerate(sizes)}
+    snapshot = Snapshot()
+    snapshot.begin()
+
+    def refuse(descriptor: int, data: memoryview, offset: int, pwrite: Any = os.pwrite) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(descriptor, data[:5000], offset)
+
+    copies = {name: snapshot.copy(tensor) for name, tensor in tensors.items()}
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(files, "BUFFER_BYTES", buffer_bytes)
+        if is_refused:
+            patch.setattr(files.os, "pwrite", refuse)
+        for sources in ({name: files.TensorSource(tensor) for name, tensor in tensors.items()}, copies):
+            path = Path(folder, "part.safetensors")
+            summary = write_tensors(path, sources)
+            assert summary == {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+            loaded = load_file(path)
+            assert loaded.keys() == tensors.keys()
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_memory_of_a_snapshot_is_kept_and_can_be_taken_before(tmp_path: Path) -> None:
+    """The first save finds it there, the second one uses it again, and a rank does not count it as its own."""
+    [writer] = writers(tmp_path, 1)
+    tensor = torch.rand(2**22)
+    writer.prepare(pieces_of("w", tensor))
+    for thread in threading.enumerate():
+        if thread.name == "snapshot-memory":
+            thread.join(60)
+    assert writer._snapshot is not None
+    taken_bytes = [os.fstat(writer._snapshot._descriptor).st_blocks * 512]
+    for step in (1, 2):
+        writer.save(step, pieces_of("w", tensor + step))
+        writer.wait()
+        taken_bytes.append(os.fstat(writer._snapshot._descriptor).st_blocks * 512)
+    assert taken_bytes == [tensor.nbytes] * 3
+    assert torch.equal(open_checkpoint(tmp_path / "checkpoints" / "step-2").read("w"), tensor + 2)
 
 
 def test_write_json_in_one_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -619,12 +720,12 @@ def block_saves(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threa
     """The first event is set when a file is about to be written; that goes on only once the second is set."""
     started, released = threading.Event(), threading.Event()
 
-    def save_later(*args: Any, **kwargs: Any) -> None:
+    def write_later(*args: Any) -> Any:
         started.set()
         assert released.wait(60)
-        save_file(*args, **kwargs)
+        return write_tensors(*args)
 
-    monkeypatch.setattr(write, "save_file", save_later)
+    monkeypatch.setattr(write, "write_tensors", write_later)
     return started, released
 
 

@@ -23,14 +23,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from paceline.errors import CheckpointError
-from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, as_stored, in_file, metadata
-from paceline.runtime.checkpoint.pieces import Region, TensorPiece, copy, uncovered
+from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, metadata
+from paceline.runtime.checkpoint.files import (
+    ByteSource,
+    Kind,
+    TensorSource,
+    bytes_of,
+    header,
+    num_bytes,
+    plain,
+    write_tensors,
+)
+from paceline.runtime.checkpoint.pieces import Region, TensorPiece, uncovered
+from paceline.runtime.checkpoint.snapshot import Snapshot, be_nice
 from paceline.runtime.checkpoint.staging import Staging
-from paceline.strategies.spill import give_back_freed
 
 FORMAT = "paceline-checkpoint"
 VERSION = 1
@@ -48,7 +56,7 @@ def write_json(path: Path, document: Any) -> None:
 _RUN_BYTES = 16 * 2**20  # of a large tensor that is read and written at a time
 
 
-def write_model(path: Path, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+def write_model(path: Path, kinds: Mapping[str, Kind],
                 read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]) -> None:
     """Write whole tensors by name to one safetensors file, one after the other, in one move; see `load_tensors`.
 
@@ -62,29 +70,20 @@ def write_model(path: Path, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ..
     """
     path = Path(path)
     temp = _temp_beside(path)
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in kinds.items()}
     try:
-        ordered = sorted(kinds, key=lambda name: -kinds[name][0].itemsize)  # so that each is aligned
-        header: dict[str, Any] = {"__metadata__": metadata({name: dtype for name, (dtype, _) in kinds.items()})}
-        start = 0
-        for name in ordered:
-            dtype, shape = in_file(*kinds[name])
-            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape),
-                            "data_offsets": [start, start + sizes[name]]}
-            start += sizes[name]
-        text = json.dumps(header).encode()
-        text += b" " * (-(8 + len(text)) % 16)  # as complex128 wants it, where the file is mapped
+        first, ordered = header(kinds, metadata=metadata({name: dtype for name, (dtype, _) in kinds.items()}))
         with temp.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(first)
             for name in ordered:
                 for offsets, shape in _runs(*kinds[name]):
-                    file.write(_bytes_of(read(name, offsets, shape)))
+                    file.write(bytes_of(read(name, offsets, shape)))
             file.flush()
             os.fsync(file.fileno())
         temp.replace(path)
         _fsync(path.parent)
     except Exception as error:
-        raise _explained(error, "could not write the model", path, sum(sizes.values())) from error
+        raise _explained(error, "could not write the model", path,
+                         sum(map(num_bytes, kinds.values()))) from error
     finally:
         _remove(temp)
 
@@ -121,9 +120,16 @@ class Writer:
         self.timeout_s = timeout_s
         self._num_saves = 0
         self._save: _Save | None = None
+        self._snapshot: Snapshot | None = None
         self._staging: Staging | None = None
         if rank == 0:
             self._remove_leftovers()
+
+    def prepare(self, pieces: Iterable[TensorPiece]) -> None:
+        """Begin to take the memory for a snapshot of these pieces: the first save need not wait for it then."""
+        num_bytes = sum(piece.tensor.nbytes for piece in pieces if not piece.tensor.is_cuda)
+        self._snapshot = self._snapshot or Snapshot()
+        threading.Thread(target=self._snapshot.reserve, args=(num_bytes,), name="snapshot-memory", daemon=True).start()
 
     def save(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None = None, *,
              snapshot: bool = True, is_for_updates: Callable[[str], bool] = lambda name: False,
@@ -162,17 +168,20 @@ class Writer:
             self._staging.before_update()
 
     def _copies(self, pieces: Iterable[TensorPiece], *,
-                is_for_updates: Callable[[str], bool]) -> Iterator[tuple[TensorPiece, torch.Tensor]]:
+                is_for_updates: Callable[[str], bool]) -> Iterator[tuple[TensorPiece, ByteSource]]:
         """Every piece with a copy of its tensor; those on a GPU come last, and are here once `_staged` has returned."""
+        self._snapshot = self._snapshot or Snapshot()
+        self._snapshot.begin()
         on_gpu = []
         for piece in pieces:
             if piece.tensor.is_cuda:
                 on_gpu.append(piece)
             else:
-                yield piece, _copied(piece.tensor)
+                yield piece, self._snapshot.copy(piece.tensor)
         if on_gpu:
             self._staging = self._staging or Staging(on_gpu[0].tensor.device)
-            yield from zip(on_gpu, self._staging.copy(on_gpu, is_for_updates=is_for_updates), strict=True)
+            staged = self._staging.copy(on_gpu, is_for_updates=is_for_updates)
+            yield from zip(on_gpu, map(TensorSource, staged), strict=True)
 
     def _staged(self) -> None:
         if self._staging is not None:
@@ -220,10 +229,11 @@ class _Save:
         # Until the end is reached, so that nothing unforeseen can pass for a commit.
         self.error: CheckpointError | None = CheckpointError(f"rank {self.rank}'s save of step {step} never ended")
         self._staged = writer._staged
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._sources: dict[str, ByteSource] = {}
         self._entries: dict[str, dict[str, Any]] = {}
         self._document = "{}"
         self._needed_bytes = 0
+        self._is_waited_for = True
         self._exiting = threading.Event()
         # A daemon, as Python joins other threads before it lets us know that the process ends.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-step-{step}", daemon=True)
@@ -233,14 +243,19 @@ class _Save:
         return self._thread.is_alive()
 
     def start(self, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, *,
-              copies: Callable[[Iterable[TensorPiece]], Iterable[tuple[TensorPiece, torch.Tensor]]] | None) -> None:
-        """Take the snapshot, or what it would be of, and begin to write it. copies: Makes it."""
+              copies: Callable[[Iterable[TensorPiece]], Iterable[tuple[TensorPiece, ByteSource]]] | None) -> None:
+        """Take the snapshot, or what it would be of, and begin to write it. copies: Makes it; without it, the run waits
+        for the writing."""
         try:
             if self.rank == 0 and document is not None:
                 self._document = json.dumps(document, indent=1)
-            for piece, copied in ((piece, piece.tensor) for piece in pieces) if copies is None else copies(pieces):
-                self._take(piece, copied)
-            self._tensors = _apart(self._tensors)
+            if copies is None:
+                for piece in pieces:
+                    self._take(piece, TensorSource(plain(piece.tensor)))
+            else:
+                for piece, source in copies(pieces):
+                    self._take(piece, source)
+                self._is_waited_for = False
         except Exception as error:
             raise self._give_up(error) from error
         atexit.register(self._leave)
@@ -250,12 +265,12 @@ class _Save:
         self._thread.join()
         atexit.unregister(self._leave)
 
-    def _take(self, piece: TensorPiece, held: torch.Tensor) -> None:
+    def _take(self, piece: TensorPiece, source: ByteSource) -> None:
         key = piece.name
-        while key in self._tensors or key == "__metadata__":  # the one key that safetensors keeps for itself
+        while key in self._sources or key == "__metadata__":  # the one key that safetensors keeps for itself
             key += "+"
-        self._tensors[key] = held
-        self._needed_bytes += self._tensors[key].nbytes
+        self._sources[key] = source
+        self._needed_bytes += num_bytes(source.kind)
         entry = {"shape": list(piece.shape), "dtype": DTYPE_NAMES[piece.tensor.dtype], "pieces": []}
         self._entries.setdefault(piece.name, entry)["pieces"].append({
             "file": _part_name(self.rank, "safetensors"), "key": key,
@@ -265,6 +280,8 @@ class _Save:
     def _run(self) -> None:
         try:
             self._check_peers()
+            if not self._is_waited_for:
+                be_nice()
             self._staged()
             self._write_part()
             if self.rank == 0:
@@ -286,12 +303,11 @@ class _Save:
         if _disk_of(self.temp / COMMIT)[1] < self._needed_bytes:  # found now, no other file of the disk is cut short
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.temp))
         path = self.temp / _part_name(self.rank, "safetensors")
-        _write_tensors(path, self._tensors)
-        self._tensors.clear()
-        give_back_freed()
+        summary = write_tensors(path, self._sources)
+        self._sources.clear()
         if self._exiting.is_set():
             raise _Exiting
-        write_json(self.temp / _part_name(self.rank, "json"), {**_summary(path), "tensors": self._entries})
+        write_json(self.temp / _part_name(self.rank, "json"), {**summary, "tensors": self._entries})
 
     def _commit(self) -> None:
         """Rank 0: index, document, COMMIT; then the folder gets its name."""
@@ -353,7 +369,7 @@ class _Save:
 
     def _give_up(self, error: Exception) -> CheckpointError:
         """Explain the failure, leave word of it to the other ranks and remove what was written."""
-        self._tensors.clear()
+        self._sources.clear()
         if isinstance(error, CheckpointError):
             explained = error
         else:
@@ -386,34 +402,6 @@ class _Exiting(Exception):
 
 def _part_name(rank: int, suffix: str) -> str:
     return f"rank-{rank:05d}.{suffix}"
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy in CPU memory, with nothing lazy about it (conjugation, negation)."""
-    target = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    copy(target, tensor.detach())
-    return target
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's elements as they lie in a file; copied only if they don't lie in memory like that."""
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy
-    plain = tensor.detach() if is_plain else _copied(tensor)
-    return plain.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as safetensors wants them: contiguous, and no two in one storage. Copied only where they aren't."""
-    apart: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        is_lazy = tensor.is_conj() or tensor.is_neg()
-        is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy
-        apart[name] = tensor.detach() if is_plain and storage not in storages else _copied(tensor)
-        storages.add(storage)
-    return apart
 
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -476,20 +464,6 @@ def _remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink()
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file and force it to the disk."""
-    path.touch()
-    mode = path.stat().st_mode  # as the user's umask has it: safetensors makes its file private (0600)
-    try:
-        save_file({name: as_stored(tensor) for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:
-        if code := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
-        raise
-    path.chmod(mode)
-    _fsync(path)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,0 +1,41 @@
+"""Files without a name that lie in memory: a process shares them with its forks, and the kernel frees them with the
+last process that has them open. They are written and read by calls and never mapped, so that they do not count as
+memory of a process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+
+def memory_file(name: str) -> int:
+    """A descriptor of an empty file in memory, which forks share. name: for /proc alone."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:  # macOS: in the system's cache, as far as that has room
+        return os.dup(file.fileno())
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> int:
+    """Write all of the data. Returns where it ends.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+    return offset
+
+
+def read_at(descriptor: int, target: memoryview, offset: int) -> None:
+    """Fill the target from a place in the file on.
+
+    Raises:
+        EOFError: the file ends before the target is full.
+    """
+    while target:
+        count = os.preadv(descriptor, [target], offset)
+        if not count:
+            raise EOFError(f"the file in memory ends at byte {offset}")
+        target, offset = target[count:], offset + count

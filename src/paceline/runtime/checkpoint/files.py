@@ -1,0 +1,194 @@
+"""Writes safetensors files from their beginning to their end: past the system's cache, and hashed on the way.
+
+On machines of 2 cores a GB written through the system's cache took 2.2 s of CPU time, in the kernel's threads too, and
+past it 0.03 s (ext4 on a virtual disk).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from paceline.launch.memory_files import read_at
+from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, in_file
+from paceline.runtime.checkpoint.pieces import copy
+
+BUFFER_BYTES = 8 * 2**20  # written at a time: 2.2 GB/s for 1 and 4 MiB, 3.1 GB/s for 16 MiB on the disk named above
+_BLOCK_BYTES = 4096  # that sizes of writes past the cache are multiples of; more than any disk's own block
+
+Kind = tuple[torch.dtype, tuple[int, ...]]  # a tensor's dtype and shape
+
+
+class ByteSource(Protocol):
+    """Where the bytes of a tensor come from when its file is written."""
+
+    @property
+    def kind(self) -> Kind: ...
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Fill the target with the tensor's bytes from this one on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A tensor in CPU memory. It stays as it is until it is written."""
+
+    tensor: torch.Tensor
+
+    @property
+    def kind(self) -> Kind:
+        return self.tensor.dtype, tuple(self.tensor.shape)
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        # By a call that leaves the interpreter free: assigning a slice of a memoryview would hold it.
+        address = ctypes.addressof(ctypes.c_char.from_buffer(target))
+        ctypes.memmove(address, self.tensor.data_ptr() + start, len(target))
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedSource:
+    """A tensor's bytes in a file in memory, from an offset on."""
+
+    kind: Kind
+    descriptor: int
+    offset: int
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        read_at(self.descriptor, target, self.offset + start)
+
+
+def num_bytes(kind: Kind) -> int:
+    """
+    >>> num_bytes((torch.float32, (3, 2)))
+    24
+    """
+    return math.prod(kind[1]) * kind[0].itemsize
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose elements lie in CPU memory as they lie in a file; copied only if they don't lie so."""
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy:
+        return tensor.detach()
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    copy(target, tensor.detach())
+    return target
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's elements as they lie in a file; copied only if they don't lie in memory like that."""
+    elements: Any = plain(tensor).reshape(-1).view(torch.uint8).numpy()
+    return memoryview(elements)
+
+
+def header(kinds: Mapping[str, Kind], *, metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[str]]:
+    """The beginning of a safetensors file, and the order in which the tensors' bytes follow.
+
+    Widest dtypes come first, so that each tensor is aligned, for complex128 too if the file is mapped.
+    """
+    ordered = sorted(kinds, key=lambda name: -kinds[name][0].itemsize)
+    document: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    start = 0
+    for name in ordered:
+        dtype, shape = in_file(*kinds[name])
+        end = start + num_bytes(kinds[name])
+        document[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(document).encode()
+    text += b" " * (-(8 + len(text)) % 16)
+    return len(text).to_bytes(8, "little") + text, ordered
+
+
+def write_tensors(path: Path, sources: Mapping[str, ByteSource]) -> dict[str, Any]:
+    """Write a safetensors file and force it to the disk. Returns what COMMIT says of it.
+
+    Raises:
+        OSError: it can't be written; what was written of it stays.
+    """
+    first, ordered = header({name: source.kind for name, source in sources.items()})
+    with NewFile(path) as file:
+        file.write(first)
+        for name in ordered:
+            file.write_from(sources[name], num_bytes(sources[name].kind))
+        return file.finish()
+
+
+class NewFile:
+    """A file that is written from its beginning to its end, past the system's cache where the file system allows it.
+
+    num_bytes: written so far, or waiting in the buffer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.num_bytes = path, 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        self._direct = getattr(os, "O_DIRECT", 0)
+        try:
+            self._descriptor = os.open(path, flags | self._direct, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._direct = 0
+            self._descriptor = os.open(path, flags, 0o666)
+        self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # aligned, as writes past the cache want it
+        self._waiting = 0  # bytes in the buffer
+        self._sum = hashlib.sha256()
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        os.close(self._descriptor)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append a few bytes, such as a header."""
+        self.write_from(TensorSource(torch.frombuffer(bytearray(data), dtype=torch.uint8)), len(data))
+
+    def write_from(self, source: ByteSource, num_bytes: int) -> None:
+        """Append all bytes of a source."""
+        start = 0
+        while start < num_bytes:
+            count = min(num_bytes - start, BUFFER_BYTES - self._waiting)
+            source.read_into(self._buffer[self._waiting:self._waiting + count], start)
+            self._waiting, start = self._waiting + count, start + count
+            if self._waiting == BUFFER_BYTES:
+                self._empty()
+
+    def finish(self) -> dict[str, Any]:
+        """Force the file to the disk. Returns its size and sha256."""
+        self._empty()
+        os.ftruncate(self._descriptor, self.num_bytes)
+        os.fsync(self._descriptor)
+        return {"bytes": self.num_bytes, "sha256": self._sum.hexdigest()}
+
+    def _empty(self) -> None:
+        """Write what waits in the buffer. The last block of a file is filled up, and cut to its length at the end."""
+        self._sum.update(self._buffer[:self._waiting])
+        block = _BLOCK_BYTES if self._direct else 1
+        data, offset = self._buffer[:-(-self._waiting // block) * block], self.num_bytes
+        self.num_bytes, self._waiting = self.num_bytes + self._waiting, 0
+        while data:
+            try:
+                count = os.pwrite(self._descriptor, data, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                # This file system opens a file like that and does not write it, or in other blocks.
+                self._direct = 0
+                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, 0)
+                continue
+            data, offset = data[count:], offset + count
