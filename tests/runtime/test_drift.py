@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.utils.data import TensorDataset
 from paceline.errors import DriftError
 from paceline.job import Job
 from paceline.plans import Plan
+from paceline.runtime.checkpoint import open_checkpoint
 from paceline.runtime.drift import check_replicas, fingerprint
 from paceline.runtime.loop import Settings, train_rank
 from paceline.strategies.compose import load
@@ -85,7 +88,7 @@ def test_the_rank_that_differs_is_named(run_ranks: Any, odd: int):
 
 def test_initial_weights_are_spoken_of_as_such(run_ranks: Any):
     """Before the first step the cause is another than after it."""
-    assert "replicas differ before the first step: 'b' on rank 1" in \
+    assert "replicas differ before the first step: 'b' differs between rank 0 and rank 1, and nothing shows" in \
         differing(run_ranks, {"data": 2, "shard": 1}, {1: 0}, step=0)[0]
 
 
@@ -93,7 +96,7 @@ def test_shards_are_compared_with_the_same_shards(run_ranks: Any):
     """Ranks that hold other shards may hold other values; only ranks along the data axis are replicas."""
     assert differing(run_ranks, {"data": 2, "shard": 2}, {1: 0, 3: 0}) == ["", "", "", ""]
     said = differing(run_ranks, {"data": 2, "shard": 2}, {3: 0})
-    assert ["on rank 3" in text for text in said] == [False, True, False, True]
+    assert ["between rank 1 and rank 3" in text for text in said] == [False, True, False, True]
 
 
 def test_no_replicas_nothing_to_compare(run_ranks: Any):
@@ -101,11 +104,12 @@ def test_no_replicas_nothing_to_compare(run_ranks: Any):
     assert differing(run_ranks, {"data": 1, "shard": 2}, {1: 0}) == ["", ""]
 
 
-def reported(run_ranks: Callable[..., Any], disturb: Callable[[Any, int, int], None]) -> str:
+def reported(run_ranks: Callable[..., Any], disturb: Callable[[Any, int, int], None], *, steps: int = 3,
+             settings: Settings | None = None) -> str:
     """What a run of two replicas ends with in which `disturb(stepper, step, rank)` is called after each update."""
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
     job = Job(model=lambda: torch.nn.Linear(4, 4), data=TensorDataset(x, x), loss=torch.nn.functional.mse_loss,
-              optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=8, steps=3)
+              optimizer=lambda named: torch.optim.AdamW(named, lr=0.1), batch=8, steps=steps)
 
     class Disturbing:
         def initial(self, stepper: Any) -> None: ...
@@ -120,7 +124,8 @@ def reported(run_ranks: Callable[..., Any], disturb: Callable[[Any, int, int], N
 
     def body(context: Any) -> str:
         try:
-            train_rank(context, job, Plan.parse("data=2"), Settings(None, (1, 1), observer=Disturbing()))
+            train_rank(context, job, Plan.parse("data=2"),
+                       replace(settings or Settings(None, (1, 1)), observer=Disturbing()))
         except DriftError as error:
             return str(error)
         return ""
@@ -131,6 +136,18 @@ def reported(run_ranks: Callable[..., Any], disturb: Callable[[Any, int, int], N
     return first
 
 
+def test_no_checkpoint_holds_what_replicas_do_not_agree_on(run_ranks: Any, tmp_path: Path):
+    """A bit of the optimizer's state that flips before a save is found by it, though no weight has changed yet."""
+    def disturb(stepper: Any, step: int, rank: int) -> None:
+        if rank == 0 and step == 3:
+            stepper.optimizer.state[stepper.model.weight]["exp_avg"].view(torch.int32)[1, 2] ^= 1
+
+    said = reported(run_ranks, disturb, steps=6, settings=Settings(tmp_path, (1, 1), save_every=2))
+    assert "replicas differ after step 4: 'optimizer/weight/exp_avg' differs between rank 0 and rank 1" in said
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
+    assert open_checkpoint(tmp_path / "checkpoints" / "step-2").document["compared"] == 2
+
+
 def test_a_write_between_steps_is_blamed(run_ranks: Any):
     """With the rank that made it."""
     def disturb(stepper: Any, step: int, rank: int) -> None:
@@ -138,7 +155,7 @@ def test_a_write_between_steps_is_blamed(run_ranks: Any):
             stepper.model.weight.add_(1)
 
     said = reported(run_ranks, disturb)
-    assert "after step 3: 'weight' on rank 1" in said
+    assert "after step 3: 'weight' differs between rank 0 and rank 1" in said
     assert "written to between an update and the next forward on rank 1" in said
 
 

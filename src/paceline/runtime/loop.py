@@ -155,6 +155,7 @@ class _Run:
     is_copied: whether it goes on from a copy in memory.
     ended: why a callback or the observer ended the run, if one did. epoch: of the last step. ended_epochs: that
         callbacks are to hear of. evaluated_step: of the last evaluation.
+    compared_step: after which replicas were last found to hold the same.
     """
 
     context: RankContext
@@ -184,6 +185,7 @@ class _Run:
     epoch: int = 0
     ended_epochs: list[int] = field(default_factory=list)
     evaluated_step: int | None = None
+    compared_step: int | None = None
     saved_step: int | None = None
     num_exports: int = 0
     blocked_s: float = 0.0
@@ -535,10 +537,14 @@ def _do_what_is_due(run: _Run) -> None:
 
 
 def _compare(run: _Run) -> None:
+    """Compare what replicas hold, if that has not been done after this step. Collective."""
+    if run.compared_step == run.step:
+        return
     stepper = run.stepper
     stepper.step_sync.drain()
     drift.check_replicas(drift.replicated(stepper), mesh=run.mesh, step=run.step, edited=stepper.edits.names,
-                         outside=stepper.edits.outside)
+                         outside=stepper.edits.outside, more=partial(state.alike_along, stepper))
+    run.compared_step = run.step
 
 
 def _copy(run: _Run) -> None:
@@ -572,22 +578,25 @@ def _save(run: _Run, *, last: bool = False) -> None:
     if run.writer is None:
         return
     run.context.beat("save")
+    began_s = time.monotonic()
+    run.writer.wait()  # the save before is not lost if replicas differ now
     if run.saved_step == run.step:
-        run.writer.wait()
         return
+    _compare(run)  # what is saved is what all replicas hold
     run.stepper.step_sync.drain()
     document = state.document(run.stepper, step=run.step, samples=run.samples)
+    document["compared"] = run.mesh.num_copies
     answer: Mapping[str, Any] = {}
     if run.control is not None and run.control.has("state_dict"):
         answer = run.control.ask({"event": "state", "step": run.step})
         document["callbacks"] = answer.get("callbacks")  # rank 0 alone knows, and its document counts
     run.saved_step = run.step
-    blocked_s = run.writer.save(run.step, state.pieces(run.stepper), document, snapshot=not last,
-                                is_for_updates=partial(state.is_for_updates, run.stepper),
-                                before_commit=run.journal.sync)
+    run.writer.save(run.step, state.pieces(run.stepper), document, snapshot=not last,
+                    is_for_updates=partial(state.is_for_updates, run.stepper), before_commit=run.journal.sync)
     if last:
         run.writer.wait()
     _prune(run)
+    blocked_s = time.monotonic() - began_s
     run.blocked_s += blocked_s
     run.record(saved=True, blocked_s=blocked_s)
     if run.control is not None and run.control.has("on_save"):

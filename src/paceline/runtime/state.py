@@ -112,6 +112,13 @@ def pieces(stepper: StateOwner) -> Iterator[TensorPiece]:
                 yield TensorPiece(kept.name, piece.shape, piece.offsets, kept.tensor)
 
 
+def alike_along(stepper: StateOwner, axis: str) -> dict[str, torch.Tensor]:
+    """Tensors of the optimizer's state that ranks along an axis of copies should hold alike, by name."""
+    return {name: tensor for name, tensor, alike, _ in _tensors(stepper)
+            if name.startswith("optimizer/") and not name.endswith("/.values")
+            and axis in alike and axis not in axes_cut(tensor)}
+
+
 def weights_of(pieces: Iterable[TensorPiece]) -> Iterator[TensorPiece]:
     """Those of the model alone, without what belongs to its training."""
     return (piece for piece in pieces if piece.name.startswith(("parameters/", "buffers/", "attributes/")))
