@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import paceline as pl
+from paceline.launch.logs import logger
 from paceline.launch.state_copies import StateCopies
 from paceline.runtime.checkpoint.pieces import TensorPiece
-from paceline.runtime.copies import Copier, open_copy
+from paceline.runtime.copies import Copier, open_copy, open_newest
+from paceline.runtime.drift import fingerprints
+from paceline.strategies.mesh import Mesh
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -114,6 +118,29 @@ def test_copies_are_read_as_a_checkpoint_is():
     for name, expected in (("rows", whole), ("scalar", scalar), ("flags", flags), ("empty", empty), ("pair", pair)):
         assert torch.equal(copied.read(name), expected)
     assert torch.equal(copied.read("rows", (2, 1), (2, 2)), whole[2:4, 1:3])
+    copies.close()
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_copies_of_replicas_that_differ_are_passed_over(tmp_path: Path, flipped: bool, monkeypatch: pytest.MonkeyPatch):
+    """Else all ranks would go on from a flipped bit and then agree on it."""
+    copies, said = StateCopies(2), list[str]()
+    monkeypatch.setattr(logger, "warning", said.append)
+    for rank in range(2):
+        weight, state = torch.ones(1000), torch.zeros(1000)
+        if flipped and rank == 0:
+            state.view(torch.int32)[7] ^= 1 << 20
+        stepper: Any = SimpleNamespace(
+            mesh=Mesh({"data": 2}, rank), held={"w": weight}, model=torch.nn.Module(),
+            buffers=SimpleNamespace(unlike=set()), step_sync=SimpleNamespace(global_weights=lambda held: held))
+        rows = fingerprints(stepper, lambda axis, state=state: {"optimizer/w/exp_avg": state})
+        owned = [TensorPiece("parameters/w", (1000,), (0,), weight)] if rank == 0 else []
+        Copier(_Context(rank), copies).copy(5, [*owned, *rows], {"step": 5} if rank == 0 else None)
+    context: Any = SimpleNamespace(rank=0, copies=copies, num_starts=2, store=None)
+    newest = open_newest(context, tmp_path)
+    assert (newest is None) == flipped
+    assert said == (["the copies in memory of step 5 are passed over: the state differs between rank 0 and rank 1, and "
+                     "nothing shows which of them is right"] if flipped else [])
     copies.close()
 
 

@@ -249,6 +249,22 @@ def test_a_checkpoint_holds_the_weights_of_its_step(shop: Workshop, tmp_path: Pa
     assert _reads(found) == _reads(without)
 
 
+@pytest.mark.parametrize("plan", ["data=2", *(pytest.param(plan, marks=pytest.mark.slow) for plan in (
+    "shard=2", "pipeline=2", "tensor=2", "data=2 compress=topk", "data=2 local=2 outer=diloco"))])
+def test_a_killed_rank_of_gpus_goes_on_from_copies(shop: Workshop, plan: str):
+    """The host reads nothing of the device to make them, and no update writes to what is being copied."""
+    found = shop.train("blocks", plan, on("cuda", plan), killed={"rank": 1, "step": 2})
+    assert_alike(found, shop.train("blocks", plan, on("cpu", plan)))
+    launches = [line for line in map(json.loads, (found.run / "journal.jsonl").read_text().splitlines())
+                if "after" in line]
+    assert [line["after"] for line in launches][:1] == [0] and len(launches) == 2 and launches[1]["after"] > 0
+    assert len(found.measured) == Plan.parse(plan).world_size
+    for rank in found.measured:
+        assert rank["copies"] and rank["updates_beside_copies"] == 0
+        for counts in rank["copies"]:
+            assert counts["reads"] == counts["blocking_uploads"] == counts["pageable_uploads"] == 0, counts
+
+
 def _reads(trained: Trained) -> list[list[int]]:
     return [[step["reads"] for step in rank["steps"]] for rank in trained.measured]
 

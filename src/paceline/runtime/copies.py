@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,16 @@ import psutil
 import torch
 
 from paceline.launch.context import RankContext
-from paceline.launch.state_copies import SLOTS, StateCopies
+from paceline.launch.logs import logger
+from paceline.launch.state_copies import SLOTS, TIME_SHARE, StateCopies
 from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, DTYPES
+from paceline.runtime.checkpoint.files import bytes_of
 from paceline.runtime.checkpoint.pieces import Region, TensorPiece
 from paceline.runtime.checkpoint.read import Checkpoint, StoredPiece, TensorEntry, newest_saved_step
+from paceline.runtime.checkpoint.staging import Staging
+from paceline.runtime.drift import disagreement
 from paceline.waiting import waiting
 
-# Of a run's time, spent on copies. Watching, hashing and the journal have the rest of 1 %.
-BUDGET = 0.007
 MEMORY_SHARE = 0.5  # of this host's free memory that the copies of all its ranks may take
 
 
@@ -45,55 +48,98 @@ class Copier:
     num_copies: int = 0
     num_bytes: int = 0
     _last_s: float = field(default=0.0, repr=False)
+    _staging: Staging | None = field(default=None, repr=False)
+    _thread: threading.Thread | None = field(default=None, repr=False)
+    _error: Exception | None = field(default=None, repr=False)
 
     def begin(self, step: int, *, is_copied: bool) -> None:
         """The run goes on from this step. is_copied: from the copies of it, which are kept, as they stand."""
         self.copies.keep(self.context.rank, step=step if is_copied else None)
         self.next_step = step + 1
 
-    def copy(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None) -> None:
+    def copy(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, *,
+             is_for_updates: Callable[[str], bool] = lambda name: False) -> None:
         """Copy the pieces that this rank owns, and on rank 0 the document.
+
+        From a GPU they are copied while this goes on: see `before_update`. The copy is there once another thread has
+        put it into its place.
+
+        Args:
+            is_for_updates: Whether nothing but an update of the optimizer writes to the tensor of this name.
+
+        Raises:
+            OSError: this host has no memory for it, or had none for the copy before.
+        """
+        began_s = time.perf_counter()
+        self.wait()
+        pieces = list(pieces)
+        self.num_bytes = sum(piece.tensor.nbytes for piece in pieces)
+        index = _index(pieces, document)
+        if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
+            self._staging = self._staging or Staging(on_gpu[0].tensor.device)
+            staged = iter(self._staging.copy(on_gpu, is_for_updates=is_for_updates))
+            tensors = [next(staged) if piece.tensor.is_cuda else piece.tensor.clone() for piece in pieces]
+            self._thread = threading.Thread(target=self._write_staged, args=(step, tensors, index, began_s),
+                                            name=f"copy-step-{step}", daemon=True)
+            self._thread.start()
+        else:
+            self._write(step, [piece.tensor for piece in pieces], index, began_s)
+        self.next_step, self.num_copies = step + self.every, self.num_copies + 1
+        self.blocked_s += time.perf_counter() - began_s
+
+    def before_update(self) -> None:
+        """What is launched on a GPU from now on may write to tensors that only updates write to: let it wait for the
+        copies of them. The host does not wait."""
+        if self._staging is not None:
+            self._staging.before_update()
+
+    def wait(self) -> None:
+        """Return when the last copy is in its place.
 
         Raises:
             OSError: this host has no memory for it.
         """
-        began_s = time.perf_counter()
-        tensors: dict[str, dict[str, Any]] = {}
-        parts, offset = [], 0
-        for piece in pieces:
-            data = _bytes_of(piece.tensor)
-            entry = tensors.setdefault(piece.name, {"shape": piece.shape, "dtype": DTYPE_NAMES[piece.tensor.dtype],
-                                                    "pieces": []})
-            entry["pieces"].append((offset, piece.offsets, tuple(piece.tensor.shape)))
-            parts.append(data)
-            offset += len(data)
-        index = json.dumps({"document": document, "tensors": tensors}).encode()
-        self.copies.write(self.context.rank, step, parts, index)
-        self.next_step = step + self.every
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def _write_staged(self, step: int, tensors: Sequence[torch.Tensor], index: bytes, began_s: float) -> None:
+        assert self._staging is not None
+        try:
+            self._staging.wait()
+            self._write(step, tensors, index, began_s)
+        except Exception as error:
+            self._error = error
+
+    def _write(self, step: int, tensors: Sequence[torch.Tensor], index: bytes, began_s: float) -> None:
+        self.copies.write(self.context.rank, step, [bytes_of(tensor) for tensor in tensors], index)
         self._last_s = time.perf_counter() - began_s
-        self.blocked_s, self.num_copies, self.num_bytes = self.blocked_s + self._last_s, self.num_copies + 1, offset
 
     def affordable_every(self, step_s: float) -> int:
-        """Steps from copy to copy that keep the last one's time within the budget. step_s: of one step."""
-        return max(1, math.ceil(self._last_s / (BUDGET * step_s))) if step_s > 0 else 1
+        """Steps from copy to copy that keep the last one's time within the budget, that beside steps included.
+        step_s: of one step."""
+        return max(1, math.ceil(self._last_s / (TIME_SHARE * step_s))) if step_s > 0 else 1
 
     def fits(self) -> bool:
         """Whether copies of all ranks of this host, each as large as this rank's, fit into its memory; some are made
-        already."""
+        already. What is on a GPU is copied to pinned memory first."""
         free_bytes = psutil.virtual_memory().available + self.num_bytes
-        return SLOTS * self.num_bytes * self.context.local_world_size <= MEMORY_SHARE * free_bytes
+        num_times = SLOTS + (self._staging is not None)
+        return num_times * self.num_bytes * self.context.local_world_size <= MEMORY_SHARE * free_bytes
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's elements as they lie in memory; a copy of them where they don't lie in a row on the CPU."""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return _view(flat)
-
-
-def _view(flat: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    elements: Any = flat.view(torch.uint8).numpy()
-    return memoryview(elements)
+def _index(pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None) -> bytes:
+    """What lies where in a copy that holds the pieces one after the other."""
+    tensors: dict[str, dict[str, Any]] = {}
+    offset = 0
+    for piece in pieces:
+        entry = tensors.setdefault(piece.name, {"shape": piece.shape, "dtype": DTYPE_NAMES[piece.tensor.dtype],
+                                                "pieces": []})
+        entry["pieces"].append((offset, piece.offsets, tuple(piece.tensor.shape)))
+        offset += piece.tensor.nbytes
+    return json.dumps({"document": document, "tensors": tensors}).encode()
 
 
 @dataclass(frozen=True)
@@ -115,7 +161,7 @@ class _RankCopy:
 
     def read(self, piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
         flat = torch.empty(piece.region.numel, dtype=dtype, device="cpu")
-        self.copies.read_into(self.rank, self.step, int(piece.key), _view(flat))
+        self.copies.read_into(self.rank, self.step, int(piece.key), bytes_of(flat))
         return flat.reshape(piece.region.shape)[part]
 
 
@@ -135,13 +181,16 @@ def open_copy(copies: StateCopies, step: int) -> CopiedState:
 
 
 def open_newest(context: RankContext, run_dir: Path) -> CopiedState | None:
-    """The newest copy that all ranks of an earlier start have left, if it is newer than what the run folder has. Rank 0
-    chooses for all ranks."""
+    """The newest copy that all ranks of an earlier start have left, if it is newer than what the run folder has, and if
+    replicas held the same. Rank 0 chooses for all ranks."""
     if context.copies is None or context.num_starts == 1:
         return None
     if context.rank == 0:
         step = context.copies.newest()
         if step is not None and step < newest_saved_step(run_dir):
+            step = None
+        if step is not None and (difference := disagreement(open_copy(context.copies, step))) is not None:
+            logger.warning(f"the copies in memory of step {step} are passed over: {difference}")
             step = None
         if context.store is not None:
             context.store.set("copy", json.dumps(step))

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ from paceline.strategies.mesh import Mesh
 
 WARM_UP_STEPS = 10  # of a launch, left out of its speed
 REMEMBERED_STEPS = 1000  # whose times are kept
+_NEVER = 2**62  # steps from copy to copy
 
 
 class Observer(Protocol):
@@ -414,8 +416,7 @@ def _steps(run: _Run) -> bool:
         return context.stop_signal is not None or (run.control is not None and run.control.wants_attention)
 
     def ahead() -> None:
-        if run.writer is not None:
-            run.writer.before_update()
+        _before_update(run)
         if feed.copies is not None:
             beat("input")
             feed.ahead()
@@ -557,14 +558,24 @@ def _copy(run: _Run) -> None:
     document = None
     if run.context.rank == 0:
         document = state.document(run.stepper, step=run.step, samples=run.samples) | {"figures": run.figures()}
-    copier.copy(run.step, state.pieces(run.stepper), document)
+    alike = drift.fingerprints(run.stepper, partial(state.alike_along, run.stepper))
+    copier.copy(run.step, chain(state.pieces(run.stepper), alike), document,
+                is_for_updates=partial(state.is_for_updates, run.stepper))
     if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies, on all ranks alike
-        if _greatest(run, int(not copier.fits())):
+        copier.wait()
+        every = copier.affordable_every(statistics.median(run.speed.latest_s)) if copier.fits() else _NEVER
+        copier.every = _greatest(run, every)
+        if copier.every == _NEVER:
             run.copier = None
             run.display.say("this host's memory has no room for copies of the state: if a rank is lost, the run goes "
                             "on from the last checkpoint")
-            return
-        copier.every = _greatest(run, copier.affordable_every(statistics.median(run.speed.latest_s)))
+
+
+def _before_update(run: _Run) -> None:
+    """What follows may write to what is being copied from a GPU."""
+    for copying in (run.writer, run.copier):
+        if copying is not None:
+            copying.before_update()
 
 
 def predicted_step_s(settings: Settings) -> float | None:
@@ -625,8 +636,7 @@ def _evaluate(run: _Run) -> None:
         return
     run.evaluated_step = run.step
     stepper, part = run.stepper, part_of(run.plan, run.mesh, run.settings.shares)
-    if run.writer is not None:
-        run.writer.before_update()  # replicas may have shared weights put in place of their own
+    _before_update(run)  # replicas may have shared weights put in place of their own
     stepper.step_sync.drain()
     own_part = evaluated_part(run.job.validation, batch=run.job.batch, part=part)
     with stepper.step_sync.global_weights_in_place(), stepper.evaluating(own_part, step=run.step):
@@ -663,8 +673,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
     if run.step == 0:
         raise JobError("there was nothing to train on: no step was taken" if run.ended is None else
                        f"a callback stopped the run before its first step: {run.ended}")
-    if run.writer is not None:
-        run.writer.before_update()
+    _before_update(run)
     run.stepper.layout.module.zero_grad()  # their memory is free for evaluating, saving and exporting
     settled = run.stepper.settle(run.step)
     if settled is not None:
@@ -682,6 +691,8 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
             _save_trained(run)
     if run.control is not None:
         _heed(run, run.control.ask({"event": "end", "step": run.step}))
+    if run.copier is not None:
+        run.copier.wait()
     run.context.beat("end")
     logs = run.settings.run_dir / "logs" if run.settings.run_dir is not None else None
     if run.stepper.trace is not None and logs is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -26,12 +27,14 @@ from paceline.launch import process
 from paceline.launch.fork import in_a_fork
 from paceline.profile import device as rates
 from paceline.runtime.checkpoint.staging import Staging
+from paceline.runtime.copies import Copier
 from paceline.runtime.stepper import Stepper
 from pretended_cuda import checks
 from pretended_cuda.jobs import JOBS
 
 _measured: dict[str, Any] = {}
 _notes_collectives = False  # whether ranks note those of CPU tensors in each step
+_killed: dict[str, int] = {}  # a rank's number and the step after which it is killed, the first time it is started
 
 
 class _OfCpuTensors(TorchDispatchMode):
@@ -57,7 +60,7 @@ def _measure(device: Any) -> None:
         build(stepper, *args, **options)
         if stepper.device.type == "cuda":
             stats = torch.cuda.memory_stats(stepper.device)
-            _measured.update(built_peak_bytes=stats["requested_bytes.all.peak"], steps=[], backwards=[],
+            _measured.update(built_peak_bytes=stats["requested_bytes.all.peak"], steps=[], backwards=[], copies=[],
                              updates_beside_copies=0,
                              built_bytes=stats["requested_bytes.all.current"],
                              devices=sorted({str(p.device) for p in stepper.held.values() if p.device.type != "meta"}))
@@ -78,6 +81,17 @@ def _measure(device: Any) -> None:
             _measured["backwards"].append({name: count - before[name] for name, count in device.counts().items()})
         return result
 
+    copy = Copier.copy
+
+    def copied(copier: Copier, step: int, *args: Any, **options: Any) -> None:
+        before = device.counts()
+        copy(copier, step, *args, **options)
+        if "copies" in _measured:
+            _measured["copies"].append({name: count - before[name] for name, count in device.counts().items()})
+        if _killed == {"rank": copier.context.rank, "step": step} and copier.context.num_starts == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Copier.copy = copied  # type: ignore[method-assign]
     make, update, stagings = Staging.__init__, Stepper.update, list[Staging]()
 
     def made(staging: Staging, *args: Any, **options: Any) -> None:
@@ -127,6 +141,8 @@ def _train(request: dict[str, Any], device: Any) -> dict[str, Any]:
     global _notes_collectives
     run = Path(request["run"])
     _notes_collectives = request["options"].pop("notes_collectives", False)
+    _killed.clear()
+    _killed.update(request["options"].pop("killed", {}))
     try:
         with _written(run.parent, device):
             summary = paceline.train(JOBS[request["job"]](), request["plan"], devices=request["devices"], run=run,
