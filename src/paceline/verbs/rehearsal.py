@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
@@ -48,7 +47,8 @@ class Rehearsal:
     ended: whether it reached its last step. messages: the first line of what each launch ended with, but of the last
     one, which ended well; exit_codes likewise, of all; negative for a launch that was killed.
     weights: how the final weights compare with those of the undisturbed run: "equal" bit by bit, or not; None if there
-    are none. difference: the greatest one of a weight. undisturbed_s, disturbed_s: of both runs, with their starts.
+    are none. difference: the greatest one of a weight. undisturbed_s, disturbed_s: from where each run's first launch
+    begins to train to its last step, with what starting again took in between.
     """
 
     plan: str
@@ -70,7 +70,8 @@ class Rehearsal:
 
     @property
     def goodput(self) -> float:
-        """The undisturbed run's time by the disturbed one's."""
+        """The undisturbed run's time by the disturbed one's. Neither has the first start in it, whose time depends on
+        what the machine has read before."""
         return self.undisturbed_s / self.disturbed_s if self.ended else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,28 +151,33 @@ def rehearse(job: Job | JobFile, plan: str | Plan | None = None, faults: Sequenc
             raise UsageError(f"'{fault}' names rank {fault.rank}, and the plan {asked.asked.plan} has {world_size} "
                              f"ranks, from 0")
     where = Path(run) if run is not None else folder.fresh_name(f"rehearse-{source.path.stem if source else 'job'}")
-    began_s = time.monotonic()
     code, message = _launch(asked, where / "undisturbed", options)
-    undisturbed_s = time.monotonic() - began_s
     if code:
         raise PacelineError(f"the undisturbed run failed: {message}")
-    return _disturbed(asked, where, script, options, undisturbed_s)
+    return _disturbed(asked, where, script, options)
 
 
-def _disturbed(asked: TrainRequest, where: Path, faults: Sequence[Fault], options: dict[str, Any],
-               undisturbed_s: float) -> Rehearsal:
+def _disturbed(asked: TrainRequest, where: Path, faults: Sequence[Fault], options: dict[str, Any]) -> Rehearsal:
     """The run under faults, resumed until it ends, or until no fault is left that could have ended it."""
     run_dir, codes, messages = where / "disturbed", list[int](), list[str]()
-    began_s = time.monotonic()
     while not codes or (codes[-1] and len(codes) <= len(faults)):
         code, message = _launch(asked, run_dir, {**options, "faults": tuple(faults), "resume": bool(codes)})
         codes.append(code)
         if code:
             messages.append(message)
-    disturbed_s = time.monotonic() - began_s
     weights, difference = _compared(where / "undisturbed", run_dir)
     return Rehearsal(str(asked.asked.plan), asked.asked.plan.relaxed is None, not codes[-1], _effects(run_dir, faults),
-                     tuple(codes), tuple(messages), audit(run_dir), weights, difference, undisturbed_s, disturbed_s)
+                     tuple(codes), tuple(messages), audit(run_dir), weights, difference,
+                     _trained_s(where / "undisturbed"), _trained_s(run_dir))
+
+
+def _trained_s(run_dir: Path) -> float:
+    """From where the first launch begins to train to the last step; 0 if there was none."""
+    from paceline.runtime.journal import Launch, read
+
+    steps = _recorded(run_dir)
+    launches = (record.time for _, record in read(run_dir / folder.JOURNAL) if isinstance(record, Launch))
+    return steps[-1][1] - next(launches) if steps else 0.0
 
 
 def _launch(asked: TrainRequest, run_dir: Path, options: dict[str, Any]) -> tuple[int, str]:
