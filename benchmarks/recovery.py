@@ -47,7 +47,7 @@ class Run:
     has_equal_weights: bool | None
 
 
-def _ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
     """Process numbers of the ranks: the children of a launcher's only child with children, or the launcher's own."""
     children = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
     for child in children:
@@ -68,7 +68,7 @@ def _killed(command: Sequence[str], metrics: Path, *, after: int, log: Path) -> 
                     raise ContenderFailed(log.read_text()[-500:])
                 time.sleep(0.002)
             killed_s = time.time()
-            os.kill(_ranks_of(process)[-1], signal.SIGKILL)
+            os.kill(ranks_of(process)[-1], signal.SIGKILL)
             if process.wait(LIMIT_S):
                 raise ContenderFailed(log.read_text()[-500:])
         except subprocess.TimeoutExpired as error:

@@ -209,6 +209,12 @@ def test_failures_are_reckoned_with():
     assert found["mtbf_s"] == pytest.approx(1000 * 3600 / 4)
     assert found["goodput"] == pytest.approx(found["simulated_goodput"], rel=0.01) and 0.99 < found["goodput"] < 1
     assert "with a failure every 10.4 days: a checkpoint every" in answer.describe().replace("\n    ", " ")
+    ways = found["survival"]
+    assert list(ways) == ["copies", "checkpoint", "resume"]  # a lost host takes the copies and the launcher with it
+    assert ways["copies"]["goodput"] > 0.99 and ways["checkpoint"]["goodput"] > found["goodput"]
+    assert ways["resume"]["goodput"] == found["goodput"]
+    on_two = paceline.plan(_job(), "2x8xH100", mtbf_hours=1000.0).to_dict()["failures"]
+    assert list(on_two["survival"]) == ["resume"]
     assert paceline.plan(_job(), "4xH100").to_dict()["failures"] is None
     for wrong in ({"mtbf_hours": 0.0}, {"mtbf_hours": 1.0, "checkpoint_bytes_per_s": -1.0}, {"price_per_hour": 0.0}):
         with pytest.raises(UsageError, match="must be a number above 0"):

@@ -27,6 +27,21 @@ def test_formula_and_simulation_agree(mtbf_s: float, write_s: float, restart_s: 
     assert simulated_goodput(failures, interval_s, seed=1) == pytest.approx(goodput(failures, interval_s), rel=0.03)
 
 
+@pytest.mark.parametrize("mtbf_s", [1 * HOUR_S, 10 * HOUR_S])
+@pytest.mark.parametrize("write_s", [60.0, 300.0])
+def test_formula_and_simulation_agree_on_saves_beside_training(mtbf_s: float, write_s: float):
+    """Training waits for a part of a save, and a failure during the rest goes back to the save before."""
+    failures = Failures(mtbf_s, write_s, 30.0, blocked_s=0.1 * write_s)
+    interval_s = daly_interval_s(failures)
+    assert interval_s >= 0.9 * write_s
+    found = goodput(failures, interval_s)
+    assert simulated_goodput(failures, interval_s, seed=1) == pytest.approx(found, rel=0.03)
+    waits = Failures(mtbf_s, write_s, 30.0)
+    assert goodput(waits, daly_interval_s(waits)) < found
+    with pytest.raises(ValueError, match="waits no longer"):
+        Failures(mtbf_s, write_s, 30.0, blocked_s=2 * write_s)
+
+
 @pytest.mark.parametrize("write_s", [5.0, 60.0, 600.0, 2000.0])
 def test_the_interval_is_the_best(write_s: float):
     """Of any other, half a per cent of goodput at most is to be had; Young's is as good while writing is short."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from paceline.errors import UsageError
+from paceline.launch.state_copies import TIME_SHARE
 from paceline.planner.rank import Candidate, amount
 from paceline.profile.profile import Profile
 from paceline.simulate.failures import (
@@ -21,43 +22,93 @@ from paceline.simulate.failures import (
 HOUR_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Goodput:
-    """What failures cost a plan.
+SurvivalName = Literal["copies", "checkpoint", "resume"]
+_IN_WORDS: dict[SurvivalName, str] = {
+    "copies": "ranks are replaced on their host and go on from copies in memory",
+    "checkpoint": "ranks are replaced on their host and go on from the newest checkpoint",
+    "resume": "the run ends (--restarts 0, or a host is lost) and is resumed from the newest checkpoint",
+}
+# Until the ranks of one host are replaced and compute again: forks of a warm process, a process group, a small model.
+# The slowest plan's median, python -m benchmarks.recovery on two cores.
+REPLACED_S = 0.7
+COPIED_BYTES_PER_S = 6.5e9  # by one core, to memory that it has used before; measured on two cores
 
-    failures: of all its devices. state_bytes: of a checkpoint. bytes_per_s: at which all devices together write it.
-    interval_s: of work between checkpoints. goodput: the part of the time that lasts, by formula; and as played.
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """How a run outlives failures, and what they cost it then.
+
+    interval_s: of work between copies or checkpoints. goodput: the part of the time that lasts, by formula; and as
+    played.
     """
 
+    name: SurvivalName
     failures: Failures
-    state_bytes: int
-    bytes_per_s: float
     interval_s: float
     goodput: float
     simulated_goodput: float
 
+    @classmethod
+    def of(cls, name: SurvivalName, failures: Failures, interval_s: float) -> Survival:
+        lasting = goodput(failures, interval_s)
+        played = simulated_goodput(failures, interval_s, intervals=2000) if lasting > 0.01 else 0.0
+        return cls(name, failures, interval_s, lasting, played)
+
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
-        return {"mtbf_s": self.failures.mtbf_s, "checkpoint_bytes": self.state_bytes,
-                "checkpoint_bytes_per_s": self.bytes_per_s, "checkpoint_write_s": self.failures.write_s,
-                "restart_s": self.failures.restart_s, "checkpoint_interval_s": self.interval_s,
-                "young_interval_s": young_interval_s(self.failures), "goodput": self.goodput,
+        return {"restart_s": self.failures.restart_s, "blocked_s": self.failures.waited_s,
+                "write_s": self.failures.write_s, "interval_s": self.interval_s, "goodput": self.goodput,
                 "simulated_goodput": self.simulated_goodput}
 
     def describe(self) -> str:
-        failures = self.failures
-        return (f"with a failure every {_hours(failures.mtbf_s)}: a checkpoint every {_hours(self.interval_s)}, and "
-                f"{100 * self.goodput:.1f} % of the time is progress ({100 * self.simulated_goodput:.1f} % as played); "
-                f"{amount(self.state_bytes)} are written in {failures.write_s:.3g} s at {self.bytes_per_s / 1e9:.3g} "
-                f"GB/s, and a restart takes {failures.restart_s:.3g} s")
+        return (f"{_IN_WORDS[self.name]}: {100 * self.goodput:.1f} % is progress "
+                f"({100 * self.simulated_goodput:.1f} % as played), going back to at most {_hours(self.interval_s)} "
+                f"of work, {self.failures.restart_s:.3g} s after the failure")
 
 
-def outlook(profile: Profile, chosen: Candidate, *, mtbf_hours: float,
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """What failures cost a plan.
+
+    state_bytes: of a checkpoint. bytes_per_s: at which all devices together write it.
+    survivals: those that exist under the plan on the cluster; the last one resumes the run.
+    """
+
+    state_bytes: int
+    bytes_per_s: float
+    survivals: tuple[Survival, ...]
+
+    @property
+    def resumed(self) -> Survival:
+        """The way that outlives any failure."""
+        return self.survivals[-1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        failures, resumed = self.resumed.failures, self.resumed
+        return {"mtbf_s": failures.mtbf_s, "checkpoint_bytes": self.state_bytes,
+                "checkpoint_bytes_per_s": self.bytes_per_s, "checkpoint_write_s": failures.write_s,
+                "restart_s": failures.restart_s, "checkpoint_interval_s": resumed.interval_s,
+                "young_interval_s": young_interval_s(failures), "goodput": resumed.goodput,
+                "simulated_goodput": resumed.simulated_goodput,
+                "survival": {survival.name: survival.to_dict() for survival in self.survivals}}
+
+    def describe(self) -> str:
+        failures = self.resumed.failures
+        interval = _hours(self.resumed.interval_s)
+        lines = [f"with a failure every {_hours(failures.mtbf_s)}: a checkpoint every {interval}; "
+                 f"{amount(self.state_bytes)} are written in {failures.write_s:.3g} s at {self.bytes_per_s / 1e9:.3g} "
+                 f"GB/s, and training waits {failures.waited_s:.2g} s of it"]
+        return "\n    ".join([*lines, *(survival.describe() for survival in self.survivals)])
+
+
+def outlook(profile: Profile, chosen: Candidate, *, mtbf_hours: float, is_one_host: bool = False,
             checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S) -> Goodput:
     """What failures cost a plan.
 
     Args:
         mtbf_hours: Mean time between failures of one device.
+        is_one_host: Whether one process starts all ranks, which then replaces those that are lost.
         checkpoint_bytes_per_s: That one device writes, and reads; all write their part at the same time.
 
     Raises:
@@ -69,13 +120,19 @@ def outlook(profile: Profile, chosen: Candidate, *, mtbf_hours: float,
     num_devices = chosen.plan.world_size
     state_bytes = sum((p.num_bytes + p.state_bytes) * p.count for p in profile.parameters)
     bytes_per_s = num_devices * checkpoint_bytes_per_s
-    write_s = max(state_bytes / bytes_per_s, 1e-3)
-    failures = Failures(mtbf_hours * HOUR_S / num_devices, write_s, RESTART_S + write_s)
-    # At least a step lies between two checkpoints.
-    interval_s = max(daly_interval_s(failures), chosen.estimate.step_s)
-    lasting = goodput(failures, interval_s)
-    played = simulated_goodput(failures, interval_s, intervals=2000) if lasting > 0.01 else 0.0
-    return Goodput(failures, state_bytes, bytes_per_s, interval_s, lasting, played)
+    copied_s = max(state_bytes / num_devices / COPIED_BYTES_PER_S, 1e-3)
+    read_s = max(state_bytes / bytes_per_s, 1e-3)
+    mtbf_s, write_s, step_s = mtbf_hours * HOUR_S / num_devices, copied_s + read_s, chosen.estimate.step_s
+    survivals = []
+    if is_one_host and not chosen.plan.num_cpu_ranks:  # plans with servers have no copies
+        copying = Failures(mtbf_s, copied_s, REPLACED_S + copied_s)
+        survivals.append(Survival.of("copies", copying, max(copied_s / TIME_SHARE, step_s)))
+    restarts_s: dict[SurvivalName, float] = {**({"checkpoint": REPLACED_S} if is_one_host else {}), "resume": RESTART_S}
+    for name, restart_s in restarts_s.items():
+        saving = Failures(mtbf_s, write_s, restart_s + read_s, blocked_s=copied_s)
+        # At least a step lies between two checkpoints.
+        survivals.append(Survival.of(name, saving, max(daly_interval_s(saving), step_s)))
+    return Goodput(state_bytes, bytes_per_s, tuple(survivals))
 
 
 def _hours(seconds: float) -> str:

@@ -199,7 +199,8 @@ def _answer(asked: Planned, where: Cluster, named: str, *, relaxed: bool, price_
                   problem.is_priced(where), remedies(problem, where, asked.smaller(where)) if chosen is None else (),
                   _advice(problem, chosen, where),
                   None if mtbf_hours is None or chosen is None else outlook(
-                      problem.profile, chosen, mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s))
+                      problem.profile, chosen, mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s,
+                      is_one_host=not where.nodes or chosen.plan.world_size <= len(where.nodes[0].devices)))
 
 
 def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> list[str]:

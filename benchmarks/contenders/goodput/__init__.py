@@ -1,0 +1,1 @@
+"""The run of `benchmarks.goodput`, by the way in which it survives."""

@@ -1,0 +1,1 @@
+"""The runs of `benchmarks.overhead`: with all that lets a run survive, and without it."""

@@ -1,0 +1,167 @@
+"""Predicted beside measured goodput of runs whose ranks are killed at random, by how they survive and how often.
+
+    python -m benchmarks.goodput [--mtbf-s 3 6 12] [--ways NAME...] [--plan data=2] [--steps 3000] [--json]
+
+Ranks are killed by SIGKILL, at times drawn from an exponential distribution. The ways: `copies` and `checkpoint` (the
+ranks are replaced and go on from copies in memory, or from the newest checkpoint) and `resume` (--restarts 0, and the
+command is run again). The prediction is the planner's formula. Its times are those of an undisturbed run, but for the
+time from a kill to the next applied step: that is the mean of the way's runs with the other rates, so no run predicts
+itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.contenders.goodput.run import COPIED
+from benchmarks.recovery import JOB, ranks_of
+from benchmarks.turns import ROOT, ContenderFailed, warn_if_busy
+from paceline.runtime import folder
+from paceline.runtime.journal import Launch, read
+from paceline.simulate.failures import Failures, goodput
+
+WAYS = ("copies", "checkpoint", "resume")
+SAVE_EVERY = 100  # steps
+LIMIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run, killed or not. trained_s: from where its first launch begins to train to its last step. restarts_s: from
+    each kill to the next applied step. every: steps from copy to copy, or from checkpoint to checkpoint. blocked_s: of
+    one of them. measured: goodput, as is predicted."""
+
+    way: str
+    mtbf_s: float
+    trained_s: float
+    restarts_s: tuple[float, ...]
+    steps_recomputed: int
+    every: float
+    blocked_s: float
+    measured: float = 1.0
+    predicted: float = 1.0
+
+
+def trained(way: str, plan: str, steps: int, *, mtbf_s: float = float("inf"), seed: int = 0) -> Run:
+    """Train, and kill ranks meanwhile. A command that ends before its time is run again."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as where:
+        run, kills = Path(where) / "run", list[float]()
+        command = [sys.executable, "-m", "benchmarks.contenders.goodput.run", way, str(JOB), plan, str(steps), str(run),
+                   str(SAVE_EVERY)]
+        draws, until_s = random.Random(seed), time.monotonic() + LIMIT_S
+        while _killed(command, run, kills, draws, mtbf_s, until_s):
+            pass
+        return _figures(way, mtbf_s, run, kills)
+
+
+def _killed(command: Sequence[str], run: Path, kills: list[float], draws: random.Random, mtbf_s: float,
+            until_s: float) -> int:
+    """Run the command to its end and note when ranks were killed. Returns its exit code."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                          start_new_session=True) as process:
+        try:
+            _wait(lambda: _num_steps(run) > 0 or process.poll() is not None, until_s)
+            while mtbf_s < float("inf") and process.poll() is None:
+                next_s = time.monotonic() + draws.expovariate(1 / mtbf_s)
+                _wait(lambda at_s=next_s: time.monotonic() >= at_s or process.poll() is not None, until_s)
+                if process.poll() is None and (ranks := ranks_of(process)):
+                    with suppress(psutil.NoSuchProcess):
+                        psutil.Process(draws.choice(ranks)).kill()
+                    kills.append(time.time())
+            return process.wait(max(1.0, until_s - time.monotonic()))
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait(is_so: Any, until_s: float) -> None:
+    while not is_so():
+        if time.monotonic() > until_s:
+            raise ContenderFailed(f"a run took longer than {LIMIT_S:g} s")
+        time.sleep(0.005)
+
+
+def _num_steps(run: Path) -> int:
+    path = run / folder.METRICS
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _figures(way: str, mtbf_s: float, run: Path, kills: Sequence[float]) -> Run:
+    lines = [json.loads(line) for line in (run / folder.METRICS).read_text().splitlines()]
+    journal = [record for _, record in read(run / folder.JOURNAL) if record is not None]
+    launches = [record for record in journal if isinstance(record, Launch)]
+    ends_s = sorted(line["time"] for line in lines if "step_s" in line)
+    num_updates = len(journal) - len(launches)
+    restarts_s = [after[0] - kill_s for kill_s in kills if (after := [end_s for end_s in ends_s if end_s > kill_s])]
+    blocked_s = [line["blocked_s"] for line in lines if line.get("saved")]
+    every: float = SAVE_EVERY
+    if way == "copies":
+        copied = [int(step) for step in (run / COPIED).read_text().split()]
+        every = statistics.median(b - a for a, b in zip(copied[len(copied) // 2:], copied[len(copied) // 2 + 1:],
+                                                        strict=False) if b > a)
+    return Run(way, mtbf_s, ends_s[-1] - launches[0].time, tuple(restarts_s), num_updates - len(ends_s), every,
+               statistics.median(blocked_s))
+
+
+def predicted(run: Run, undisturbed: Run, steps: int, others: Sequence[Run]) -> float:
+    """The planner's formula, by the times of the undisturbed run and of the way's runs with other rates."""
+    step_s = undisturbed.trained_s / steps
+    restart_s = statistics.fmean(second for other in others for second in other.restarts_s)
+    blocked_s = max(1e-6, 0.0 if run.way == "copies" else undisturbed.blocked_s)  # that of copies is in the steps
+    failures = Failures(run.mtbf_s, blocked_s, restart_s)
+    return goodput(failures, undisturbed.every * step_s)
+
+
+def main(rates_s: Sequence[float], ways: Sequence[str], plan: str, steps: int, *, as_json: bool) -> None:
+    warn_if_busy()
+    rows: list[Run] = []
+    for way in ways:
+        undisturbed = trained(way, plan, steps)
+        print(f"{way}: undisturbed {undisturbed.trained_s:.1f} s, going back to every {undisturbed.every:.0f} steps",
+              file=sys.stderr)
+        runs = []
+        for seed, mtbf_s in enumerate(rates_s):
+            run = trained(way, plan, steps, mtbf_s=mtbf_s, seed=seed)
+            runs.append(replace(run, measured=undisturbed.trained_s / run.trained_s))
+            print(f"{way}: a kill every {mtbf_s:g} s, {len(run.restarts_s)} kills, {run.trained_s:.1f} s",
+                  file=sys.stderr)
+        for run in runs:
+            others = [other for other in runs if other is not run]
+            rows.append(replace(run, predicted=predicted(run, undisturbed, steps, others)))
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+        return
+    print(f"{'way':12} mtbf s  kills  s to the next step  steps again  predicted  measured  error")
+    for row in rows:
+        restart_s = statistics.fmean(row.restarts_s or [0])
+        print(f"{row.way:12} {row.mtbf_s:6.1f}  {len(row.restarts_s):5}  {restart_s:18.2f}  "
+              f"{row.steps_recomputed:11}  {row.predicted:9.3f}  {row.measured:8.3f}  "
+              f"{100 * (row.predicted / row.measured - 1):+4.0f} %")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mtbf-s", nargs="+", type=float, default=(3.0, 6.0, 12.0))
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--plan", default="data=2")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args(sys.argv[1:])
+    main(asked.mtbf_s, asked.ways, asked.plan, asked.steps, as_json=asked.json)
