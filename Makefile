@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-cluster verify test slow corpus check bench trainers docs clean
+.PHONY: demo demo-cluster verify test slow corpus check bench trainers docs figures clean
 
-demo: $(VENV)/installed  ## Train a net on handwritten digits under the plan that is found
-	$(BIN)/paceline train examples/01_digits.py
+demo: $(VENV)/installed  ## Plan, train on all devices, prove, report: handwritten digits, in under a minute
+	VENV=$(VENV) scripts/demo
 
 demo-cluster: $(VENV)/installed  ## Four hosts with slow links, one of which is killed (Linux, as root)
 	$(BIN)/python -m benchmarks.demo_cluster
@@ -35,6 +35,9 @@ trainers: $(VENV)/bench-installed  ## Six jobs through seven trainers against on
 
 docs: $(VENV)/docs-installed  ## The documentation as a site: build/site/index.html
 	$(BIN)/mkdocs build --strict
+
+figures: $(VENV)/docs-installed  ## The pictures of the documentation, from committed tables
+	$(BIN)/python -m benchmarks.figures
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+import paceline
+from paceline import errors
 from paceline.catalogue import software, software_names
 from paceline.cli import app
 from paceline.errors import PlanError
@@ -123,6 +125,22 @@ def test_the_worked_example_gives_its_figures():
             ends_ms += [end_s * 1000 for stream, end_s in player.clock.items() if end_s != before[stream]]
     assert [float(end) for _, _, end in table] == pytest.approx(ends_ms, abs=0.05)
     assert all(float(start) + float(takes) == pytest.approx(float(end)) for start, takes, end in table)
+
+
+def test_versions_agree():
+    """The package, the changelog's newest version, and the citation."""
+    newest = re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0]
+    cited, = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest == cited == paceline.__version__
+
+
+def test_every_error_is_explained():
+    """The table of docs/errors.md has each exception with its exit code."""
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([A-Z]\w+)` \| (\d) \|", page, re.MULTILINE))
+    kinds = [kind for kind in vars(errors).values()
+             if isinstance(kind, type) and issubclass(kind, errors.PacelineError)]
+    assert rows == {kind.__name__: str(kind.exit_code) for kind in kinds}
 
 
 def test_every_plan_key_is_explained():

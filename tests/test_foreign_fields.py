@@ -32,7 +32,7 @@ PARAMETER = nn.Parameter(torch.zeros(1))
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"model": Lit()}, "model is a LightningModule"), ({"model": Lit, "loss": None}, "From Lightning"),
+    ({"model": Lit()}, "model is a LightningModule"), ({"model": Lit, "loss": None}, "from-lightning.md"),
     ({"optimizer": Lit().configure_optimizers}, "configure_optimizers knows a model's own"),
     ({"optimizer": torch.optim.AdamW([PARAMETER])}, "such as lambda named: AdamW(named, lr=1e-3), not the AdamW"),
     ({"optimizer": [max, min]}, "optimizer must be a function of the (name, parameter) pairs, got a list"),
@@ -52,7 +52,7 @@ def test_what_to_write_instead(changes: dict[str, Any], message: str):
 
 
 @pytest.mark.parametrize(("returned", "message"), [
-    (of_keras("Adam")(), "torch.optim.Adam(named"), ([1, 2], "parameter groups"), (Lit(), "From Lightning"),
+    (of_keras("Adam")(), "torch.optim.Adam(named"), ([1, 2], "parameter groups"), (Lit(), "from-lightning.md"),
     (None, "return one of torch.optim")])
 def test_an_optimizer_function_that_returns_something_else(returned: Any, message: str):
     """The hint says what the function is to return."""

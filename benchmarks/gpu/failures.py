@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.gpu import command
 
-# What happens, the function of jobs.py, the plan, and the exit code that docs/running.md names.
+# What happens, the function of jobs.py, the plan, and the exit code that docs/errors.md names.
 CASES = (("a forward wants more memory than the GPU has", "too_large", "single", 3),
          ("one rank of two is killed in a step", "killed", "data=2", 4))
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.verbs.train import train
     from paceline.verbs.verify import verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where each public name lives; loaded when first used, so that `import paceline` stays fast.
 _HOMES = {

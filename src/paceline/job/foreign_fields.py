@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-LIGHTNING = "docs/from-a-training-loop.md, 'From Lightning', shows both side by side"
+LIGHTNING = "docs/from-lightning.md shows both side by side"
 _OPTIMIZER = "optimizer must be a function of the (name, parameter) pairs"
 
 

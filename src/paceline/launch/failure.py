@@ -72,7 +72,7 @@ class Failure:
         return _snake(self.kind) if hasattr(errors, self.kind) else "exception"
 
     def to_dict(self) -> dict[str, Any]:
-        """For programs; see docs/running.md."""
+        """For programs; see docs/errors.md."""
         message, _, hint = self.message.partition("\n\nhint: ")
         return {"reason": self.reason, "exit_code": self.exit_code, "rank": self.rank, "host": self.host,
                 "step": self.step, "phase": self.phase, "where": self.where or None, "error": self.kind,

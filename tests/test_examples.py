@@ -1,0 +1,94 @@
+"""Each file of `examples/` runs, in a form that takes a second: the longer ones are checked by hand."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paceline as pl
+from paceline.choices import choosing
+from paceline.errors import PlanError
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+# The plan that an example is about, and settings that make it small.
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "01_digits.py": ("data=2", {"width": 4}),
+    "02_gpt_bytes.py": ("data=2", {"width": 16, "layers": 1, "sequence": 16, "batch": 4}),
+    "03_diabetes.py": ("data=2", {"width": 8}),
+    "04_stdlib_lines.py": ("server=2 workers=2 staleness=inf", {"buckets": 256, "modules": 2, "per_module": 20}),
+    "06_own_step.py": ("data=2", {}),
+    "09_too_large.py": ("pipeline=4", {"width": 32, "layers": 6}),
+    "10_two_towers.py": ("place=auto parts=2", {"width": 8, "batch": 64}),
+    "11_diloco.py": ("data=2 local=2 outer=diloco compress=int8", {"width": 8, "batch": 16}),
+}
+ELSEWHERE = {"05_search.py", "07_keras.py", "08_transformers.py", "12_architecture_search.py", "13_plan_a_cluster.py"}
+
+
+def test_every_example_is_run_and_numbered():
+    """Without a gap, and each says in its docstring how to run it."""
+    files = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert files == sorted({*JOBS, *ELSEWHERE})
+    assert [int(name[:2]) for name in files] == list(range(1, len(files) + 1))
+    for name in files:
+        text = (EXAMPLES / name).read_text(encoding="utf-8")
+        assert f"examples/{name}" in text.split('"""')[1]
+        assert len(text.splitlines()) <= 90
+        assert f"| `{name}` |" in (EXAMPLES.parent / "docs" / "examples.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_an_example_trains_under_its_plan(name: str, tmp_path: Path):
+    """Two steps, and the plan is the one of its docstring."""
+    pytest.importorskip("sklearn")
+    plan, settings = JOBS[name]
+    docstring = (EXAMPLES / name).read_text(encoding="utf-8").split('"""')[1]
+    assert set(re.findall(r"[a-z]+=", plan)) <= set(re.findall(r"[a-z]+=", docstring))
+    figures = pl.train(pl.load(str(EXAMPLES / name), settings), plan, steps=2, run=tmp_path / "run", table=False)
+    assert figures["steps"] == 2
+
+
+@pytest.mark.slow
+def test_what_is_too_large_is_refused_on_one_device(tmp_path: Path):
+    """The example's own sizes and limit: nothing starts."""
+    with pytest.raises(PlanError, match="pipeline=4"):
+        pl.train(pl.load(str(EXAMPLES / "09_too_large.py")), "single", memory="192MiB", run=tmp_path / "run")
+
+
+def test_the_cluster_that_nobody_owns_is_planned_for():
+    """A small form of the model, on described GPUs."""
+    job = pl.load(str(EXAMPLES / "13_plan_a_cluster.py"), {"width": 128, "layers": 2, "sequence": 16, "batch": 16})
+    assert pl.plan(job, "2xH100").chosen is not None
+
+
+def test_architectures_differ_by_their_choices():
+    """The net consists of what is chosen."""
+    pytest.importorskip("sklearn")
+    net = runpy.run_path(str(EXAMPLES / "12_architecture_search.py"))["net"]
+    last_of = {"net.blocks": 3}
+    with choosing(lambda name, options: last_of.get(name, options[-1])):
+        assert len(net(4)) == 7 and isinstance(net(4)[3].operation, torch.nn.Identity)
+    assert len(net(4)) == 6 and isinstance(net(4)[1].operation, torch.nn.Conv2d)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["07_keras.py", "08_transformers.py"])
+def test_a_script_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """As `python FILE` does."""
+    pytest.importorskip({"07_keras.py": "keras", "08_transformers.py": "peft"}[name])
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Keras about numpy
+def test_the_script_of_keras_equals_one_process(capsys: pytest.CaptureFixture[str]):
+    """A small form: the same history on two ranks as on one."""
+    pytest.importorskip("keras")
+    main = runpy.run_path(str(EXAMPLES / "07_keras.py"))["main"]
+    (_, one), (_, two) = main("data=1", epochs=1, samples=100), main("data=2", epochs=1, samples=100)
+    assert two.history["val_loss"] == pytest.approx(one.history["val_loss"], rel=1e-4)
