@@ -39,8 +39,13 @@ docs: $(VENV)/docs-installed  ## The documentation as a site: build/site/index.h
 figures: $(VENV)/docs-installed  ## The pictures of the documentation, from committed tables
 	$(BIN)/python -m benchmarks.figures
 
+dist: $(VENV)/installed  ## Wheel and source archive, checked: dist/
+	$(BIN)/python -m pip install --quiet build twine
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -54,7 +54,7 @@ def _sections(answer: Mapping[str, Any]) -> Iterator[Section]:
     yield Section("Plans", head=("plan", "s/step", "80 % of cases", "samples/s", "MiB", "why not"), rows=[
         (f"{'~' if row['relaxed'] else ''}{row['plan']}", f"{row['step_s']:.3g}",
          f"{row['step_s_low']:.3g} to {row['step_s_high']:.3g}", f"{row['samples_per_s']:,.4g}",
-         f"{row['memory_bytes'] / MIB:,.0f}", "" if row["plan"] == answer["chosen"] else row["reason"])
+         f"{row['memory_bytes'] / MIB:,.0f}", "chosen" if row["plan"] == answer["chosen"] else row["reason"])
         for row in answer["plans"]])
     if answer["flips"]:
         yield Section("What would change the choice", rows=[(each["change"], each["plan"]) for each in answer["flips"]])
