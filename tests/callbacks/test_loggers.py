@@ -136,7 +136,12 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     expected = train(tmp_path / "run", "wandb:project")
-    found = [record for path in sorted((tmp_path / "run").rglob("*.wandb")) for record in records(path)]
+    deadline_s = time.monotonic() + 20
+    while True:  # its own process writes the last of a run's file after the client has closed it
+        found = [record for path in sorted((tmp_path / "run").rglob("*.wandb")) for record in records(path)]
+        if sum(record.WhichOneof("record_type") == "exit" for record in found) == 2 or time.monotonic() > deadline_s:
+            break
+        time.sleep(0.05)
     runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
     assert {(run.project, run.display_name) for run in runs} == {("project", "run")}
     assert len({run.run_id for run in runs}) == 1 and [record.exit.exit_code for record in found

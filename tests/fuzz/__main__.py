@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,7 @@ def main() -> int:
                                    str(kept), "--minutes", str(args.minutes / len(names))],
                                   capture_output=True, text=True, errors="replace")
             (kept / "log.txt").write_text(done.stdout + done.stderr)
-            runs = [line.split()[0] for line in done.stderr.splitlines() if line.startswith("#")]
+            runs = [match[1] for match in re.finditer(r"^#(\d+)\t", done.stderr, re.M)]
             print(f"{name:55} {time.monotonic() - began_s:6.0f} s {runs[-1] if runs else '':>10} "
                   f"{'passed' if done.returncode == 0 else f'FAILED: {kept}/log.txt'}", flush=True)
             failed += [name] * (done.returncode != 0)
