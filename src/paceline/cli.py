@@ -387,8 +387,8 @@ def audit(run: RunFolder, as_json: Json = False) -> None:
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def launch(
-    kind: Annotated[Literal["slurm", "k8s", "sky", "docker"], typer.Argument(
-        help="Slurm, Kubeflow Trainer, SkyPilot, or Docker.")],
+    kind: Annotated[Literal["slurm", "k8s", "sky", "ray", "docker"], typer.Argument(
+        help="Slurm, Kubeflow Trainer, SkyPilot, KubeRay, or Docker.")],
     command: Annotated[list[str], typer.Argument(metavar="-- train FILE ...", help="What every host runs.")],
     hosts: Annotated[int, typer.Option(metavar="N", min=1, help="Hosts.")] = 1,
     gpus: Annotated[str, typer.Option(metavar="[NAME:]N", help="Of a host; SkyPilot needs the name: H100:8.")] = "0",

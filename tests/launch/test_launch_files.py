@@ -57,6 +57,20 @@ def test_skypilot():
     assert task["run"].endswith("--run '/runs/a b' --resume")
 
 
+def test_ray():
+    """The head runs the command and no rank; each host is a pod with its GPUs."""
+    job = document("ray", num_hosts=2, gpus="8", image="p:1", volumes={"runs": "/runs"})
+    cluster = job["spec"]["rayClusterSpec"]
+    assert job["spec"]["entrypoint"].endswith("--run '/runs/a b' --resume --on ray")
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+    [hosts] = cluster["workerGroupSpecs"]
+    [container] = hosts["template"]["spec"]["containers"]
+    assert (hosts["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (2, 8)
+    assert container["volumeMounts"] == [{"name": "runs", "mountPath": "/runs"}]
+    with pytest.raises(UsageError, match="evaluate has no --on ray"):
+        text("ray", LaunchRequest(["evaluate", "/runs/a"]))
+
+
 def test_docker():
     """Each host knows its place and has its own GPUs; folders are no volumes."""
     file = document("docker", num_hosts=2, gpus="8", image="p:1", volumes={"runs": "/runs", "./jobs": "/job"})

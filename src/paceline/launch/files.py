@@ -1,4 +1,4 @@
-"""Files that start a Paceline command on a cluster: Slurm, Kubeflow Trainer, SkyPilot, or containers of Docker's."""
+"""Files that start a Paceline command on a cluster: of Slurm, Kubeflow Trainer, SkyPilot, KubeRay, and Docker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.plans import Plan
 
 NOTICE_S = 120  # before a time limit, in which a run finishes its step and saves
 IMAGE = "paceline"  # that the Dockerfile of this project is built as
-KINDS = ("slurm", "k8s", "sky", "docker")
+KINDS = ("slurm", "k8s", "sky", "ray", "docker")
 PORT = 29500  # where containers meet: torchrun's own default
 
 
@@ -93,7 +93,7 @@ def text(kind: str, request: LaunchRequest) -> str:
     if kind not in KINDS:
         raise UsageError(f"'{kind}' is no kind of cluster that files are written for", hint=", ".join(KINDS))
     writers: dict[str, Callable[[LaunchRequest], str]] = {"slurm": slurm, "k8s": kubernetes, "sky": skypilot,
-                                                             "docker": compose}
+                                                             "ray": ray_job, "docker": compose}
     return writers[kind](request)
 
 
@@ -138,6 +138,34 @@ def skypilot(request: LaunchRequest) -> str:
     return _yaml({"name": request.name, "num_nodes": request.num_hosts,
                   **({"resources": resources} if resources else {}), "workdir": ".", **mounts,
                   "setup": "pip install paceline", "run": shlex.join(request.resumed)})
+
+
+def ray_job(request: LaunchRequest) -> str:
+    """A RayJob of KubeRay, v1: a head that runs the command and no ranks, and a pod a host. A host that is lost is
+    replaced by the operator, and the run goes on when it is back.
+
+    Raises:
+        UsageError: the command is not train.
+    """
+    if request.command[0] != "train":
+        raise UsageError(f"{request.command[0]} has no --on ray", hint="a RayJob is for train")
+    words = request.resumed if "--on" in request.command else [*request.resumed, "--on", "ray"]
+    volumes = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in request.volumes]
+    mounts = [{"name": name, "mountPath": path} for name, path in request.volumes.items()]
+
+    def pod(name: str, limits: Mapping[str, Any]) -> dict[str, Any]:
+        container = {"name": name, "image": request.image, "resources": {"limits": limits, "requests": limits},
+                     **({"volumeMounts": mounts} if mounts else {})}
+        return {"spec": {"containers": [container], **({"volumes": volumes} if volumes else {})}}
+
+    cpus = {"cpu": str(max(1, request.num_ranks))}
+    hosts = {"groupName": "hosts", "replicas": request.num_hosts, "minReplicas": request.num_hosts,
+             "maxReplicas": request.num_hosts, "rayStartParams": {},
+             "template": pod("host", {**cpus, **({"nvidia.com/gpu": request.num_gpus} if request.num_gpus else {})})}
+    head = {"rayStartParams": {"num-cpus": "0"}, "template": pod("head", {"cpu": "1"})}
+    return _yaml({"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": request.name},
+                  "spec": {"entrypoint": shlex.join(words), "shutdownAfterJobFinishes": True,
+                           "rayClusterSpec": {"headGroupSpec": head, "workerGroupSpecs": [hosts]}}})
 
 
 def compose(request: LaunchRequest) -> str:
