@@ -105,6 +105,12 @@ def test_train_hands_every_option_on(verb: Any, job_file: str):
                              "log": ["tensorboard"], "table": False}
 
 
+def test_hosts_that_come_and_go_are_not_those_of_ray(verb: Any, job_file: str):
+    verb("train", Summary(FIGURES))
+    result = call("train", job_file, "--on", "ray", "--hosts", "2:4")
+    assert result.exit_code == 2 and "leave --hosts out" in result.stderr
+
+
 def test_train_without_options_leaves_the_defaults_to_the_function(verb: Any, job_file: str):
     """What isn't given is passed as the function's own default."""
     train = verb("train", Summary(FIGURES))

@@ -97,6 +97,9 @@ def train(
 ) -> None:
     """Train a job on one device or many."""
     with _reported():
+        if on is not None and hosts is not None:
+            raise UsageError(f"--hosts {hosts} is about a command that each host runs; with --on {on} Ray starts ranks",
+                             hint="leave --hosts out: ranks of a lost node start again where there is room")
         place = launch_hosts.host(hosts=hosts) if on is None else None
         if place is not None and not place.is_elastic:
             _on_every_host(plan, procs)
