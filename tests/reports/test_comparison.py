@@ -51,6 +51,16 @@ def test_other_work_on_the_machine_is_no_slowdown(busy: int):
     assert not compare(*runs, [Condition("step_s", 0.05), Condition("samples_per_s", 0.05)]).failed
 
 
+def test_work_beside_the_whole_of_a_run_is_no_slowdown():
+    """All its steps take twice as long, and its ranks had no core for half of the time; it is one without waiting."""
+    starved = run(2, step_s=0.02)
+    starved.summary.update(wall_s=4.0, core_wait_s=2.1)  # type: ignore[attr-defined]
+    limit = [Condition("step_s", 0.05)]
+    assert not compare(run(1), starved, limit).failed
+    starved.summary.update(core_wait_s=0.1)  # type: ignore[attr-defined]
+    assert compare(run(1), starved, limit).failed
+
+
 def test_a_figure_that_is_no_time_has_no_chance():
     """Memory is compared as it stands."""
     larger = run(1)

@@ -20,6 +20,7 @@ _LESS_IS_BETTER = {"step_s": True, "samples_per_s": False, "final_loss": True, "
 _WARM_UP_STEPS = 10  # of a run, that its figures leave out too
 NUM_PARTS = 8  # of a run, whose step times are compared: fewer can't show what chance alone does
 _SPEEDS = ("step_s", "samples_per_s")
+_MOST_WAITED = 0.99  # of a run's time; more explains any slowdown
 _CONDITION = re.compile(r"([a-z_0-9]+)\s*>\s*(\d+(?:\.\d+)?)\s*%")
 
 
@@ -128,19 +129,27 @@ def _worse(first: float, second: float, *, less_is_better: bool) -> float | None
 def _slower(first: RunRecord, second: RunRecord, *, by_sample: bool) -> tuple[float, float]:
     """The part by which the second run's steps take longer, and the part that chance explains.
 
-    Other work on the machine makes steps longer, never shorter, and for a while. So the second quietest eighth of each
+    Other work on the machine makes steps longer, never shorter, and often for a while. So the quietest eighth of each
     run, by its median step, is compared with that of the other. What chance explains is three times the standard error
     of the ratio of both runs' means, from the spread of their eighths: steps near each other are slow together, so
-    single steps say too little.
+    single steps say too little. Work that lasted as long as the second run shows in no spread; the part of the time in
+    which a rank of it waited for a core is added.
     """
     before, after = _part_medians_s(first), _part_medians_s(second)
     if not before or not after:
         return 0.0, math.inf
-    ratio = sorted(after)[1] / sorted(before)[1]
+    ratio = min(after) / min(before)
     if by_sample:
         ratio *= _samples_a_step(first) / _samples_a_step(second)
-    return ratio - 1, 3 * math.hypot(*(stdev(medians) / math.sqrt(NUM_PARTS) / mean(medians)
-                                       for medians in (before, after)))
+    spread = math.hypot(*(stdev(medians) / math.sqrt(NUM_PARTS) / mean(medians) for medians in (before, after)))
+    waited = min(_core_wait(second), _MOST_WAITED)
+    return ratio - 1, 3 * spread + waited / (1 - waited)
+
+
+def _core_wait(record: RunRecord) -> float:
+    """The part of a run's time in which a rank waited for a core, at most."""
+    wall_s = record.summary.get("wall_s") or 0.0
+    return (record.summary.get("core_wait_s") or 0.0) / wall_s if wall_s else 0.0
 
 
 def _part_medians_s(record: RunRecord) -> list[float]:

@@ -60,6 +60,7 @@ class SummaryDocument(TypedDict, total=False):
     later_step_s: Real | None
     input_s: Real | None
     wall_s: Real | None
+    core_wait_s: Real | None
     save_blocked_s: Real | None
     final_loss: Real | None
     validation_loss: Real | None

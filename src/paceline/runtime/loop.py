@@ -30,6 +30,7 @@ from paceline.runtime.checkpoint.prune import prune
 from paceline.runtime.checkpoint.write import Writer, write_json, write_text
 from paceline.runtime.control import Controlling, RunControl
 from paceline.runtime.copies import Copier, open_newest
+from paceline.runtime.cores import CoreWait
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import evaluate, evaluate_step
 from paceline.runtime.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
@@ -192,6 +193,7 @@ class _Run:
     num_exports: int = 0
     blocked_s: float = 0.0
     speed: Speed = field(default_factory=Speed)
+    core_wait: CoreWait = field(default_factory=CoreWait)
 
     def figures(self) -> dict[str, Any]:
         """What a run that goes on from a copy knows beside its state."""
@@ -699,6 +701,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         run.stepper.trace.write(logs)
     scaling = run.stepper.scaling
     peak_bytes = _greatest(run, run.memory.bytes())  # every rank has written its trace when this is known
+    core_wait_s = 1e-9 * _greatest(run, run.core_wait.ns)
     if run.stepper.trace is not None and logs is not None and run.context.rank == 0:
         trace.bring_together(logs, logs.parent, run.context.world_size)
     return {
@@ -714,6 +717,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "validation_loss": run.evaluated.get("validation_loss"),
         "metrics": {name: value for name, value in run.evaluated.items() if name != "validation_loss"},
         "wall_s": time.monotonic() - started_s,
+        "core_wait_s": core_wait_s,
         "peak_memory_bytes": peak_bytes,
         "save_blocked_s": run.blocked_s,
         "copy_blocked_s": run.copier.blocked_s if run.copier is not None else 0.0,
