@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.random.seed_generator import global_seed_generator
 
 _PLAIN = (bool, int, float, str, type(None))
 # What Keras's own loop writes between steps, and no step reads.
@@ -23,9 +25,9 @@ def optimizers(model: Any) -> list[Any]:
 
 
 def variables(model: Any) -> list[Any]:
-    """Of the layers, the metrics and the optimizers, in an order that is equal on every rank."""
+    """Of the layers, the metrics, the optimizers and Keras's global seed, in an order that is equal on every rank."""
     return _distinct(variable for variable in [*model.variables, *model.metrics_variables, *(
-        variable for optimizer in optimizers(model) for variable in optimizer.variables)]
+        variable for optimizer in optimizers(model) for variable in optimizer.variables), global_seed_generator().state]
         if variable._value is not None)
 
 
@@ -61,15 +63,22 @@ def checksums(kept: Iterable[Any]) -> torch.Tensor:
 
 
 def random_state(device: str) -> dict[str, Any]:
-    """Of the global generators of torch, of this device's and of numpy, as `set_random_state` takes it."""
+    """Of the global generators of torch, of this device's, of numpy and of Python, as `set_random_state` takes it.
+
+    Python seeds its own anew in every fork.
+    """
+    version, words, next_gauss = random.getstate()
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {"torch": torch.get_rng_state(), "numpy": torch.as_tensor(np.asarray(keys).astype(np.int64)),
             "place": [int(position), int(has_gauss), float(gauss)],
+            "python": [version, torch.tensor(words), next_gauss],
             "cuda": torch.cuda.get_rng_state(device) if device.startswith("cuda") else None}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
+    version, words, next_gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), next_gauss))
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], torch.cuda.current_device())
     np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), *state["place"]))
