@@ -356,6 +356,10 @@ def test_what_is_refused_before_a_rank_starts(monkeypatch):
             environment.setenv(name, value)
         with pytest.raises(UsageError, match="torchrun started 2 processes"):
             pl.keras.fit(model, X, Y, plan="data=2")
+    with keras.device("mps"):  # Keras's own choice on a Mac
+        for plan in ("data=2", "tensor=2"):
+            with pytest.raises(UsageError, match=r"on 'mps'(?s:.*)KERAS_TORCH_DEVICE=cpu"):
+                pl.keras.fit(model, X, Y, plan=plan)
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     with pytest.raises(UsageError, match="KERAS_BACKEND"):
         pl.keras.fit(model, X, Y, plan="data=2")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -11,12 +11,23 @@ import torch
 from keras.src.backend.torch.core import get_device
 
 from paceline.cluster import Device
+from paceline.errors import UsageError
 from paceline.keras.state import variables
 
 
 def name_of(device: Device) -> str:
     """As torch and Keras have it."""
     return str(device) if device.kind == "cuda" else device.kind
+
+
+def refuse_other_kinds() -> None:
+    """
+    Raises:
+        UsageError: Keras has its tensors on a device on which no rank computes, such as a Mac's GPU.
+    """
+    if (kind := torch.device(get_device()).type) not in ("cpu", "cuda"):
+        raise UsageError(f"Keras has its tensors on {kind!r}, on which ranks don't compute, and forks of a process "
+                         "that uses it may fail", hint="set KERAS_TORCH_DEVICE=cpu before keras is imported")
 
 
 @contextmanager
@@ -27,11 +38,11 @@ def on_device(model: Any, device: str) -> Iterator[None]:
         if device.startswith("cuda"):
             scopes.enter_context(torch.cuda.device(device))
         scopes.enter_context(keras.device(device))
-        move(model, device)
+        _move_model(model, device)
         try:
             yield
         finally:
-            move(model, home)
+            _move_model(model, home)
 
 
 def where(tensor: torch.Tensor) -> AbstractContextManager[Any]:
@@ -40,9 +51,14 @@ def where(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if device == str(get_device()) else keras.device(device)
 
 
-def move(model: Any, device: str) -> None:
+def move(kept: Iterable[keras.Variable], device: torch.device) -> None:
+    """Bring variables to the device."""
+    for variable in kept:
+        if variable._value.device != device:
+            variable._value.data = variable._value.data.to(device)
+
+
+def _move_model(model: Any, device: str) -> None:
     """The model's parameters and buffers, its metrics and its optimizers' variables."""
     model.to(device)
-    for variable in variables(model):
-        if variable._value.device != torch.device(device):
-            variable._value.data = variable._value.data.to(device)
+    move(variables(model), torch.device(device))

@@ -9,7 +9,7 @@ import keras
 import torch
 from torch import nn
 
-from paceline.keras.devices import where
+from paceline.keras.devices import move, where
 
 _LEARNING_RATE = "lr"
 _NOT_STATE = ("_variables", "_trainable_variables", "_learning_rate")
@@ -84,7 +84,9 @@ class _Rule:
                 state[parameter][name] = variable._value.detach().clone()
 
     def _adopt(self, used: list[nn.Parameter], state: Any) -> None:
-        """Go on with the state that is there, which may be a checkpoint's."""
+        """Go on with the state that is there, which may be a checkpoint's, where the parameters are by now."""
+        move((*self.shared.values(), *(slot for parameter in used for slot in self.kept[
+            id(self.variables[id(parameter)])].values())), used[0].device)
         for parameter in used:
             variable = self.variables[id(parameter)]
             variable._value = parameter

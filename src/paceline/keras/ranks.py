@@ -24,7 +24,7 @@ from paceline.cluster import Device
 from paceline.errors import DriftError, UsageError
 from paceline.keras import first_step
 from paceline.keras.computation import KINDS, Computation, joined, rows_of
-from paceline.keras.devices import name_of, on_device
+from paceline.keras.devices import name_of, on_device, refuse_other_kinds
 from paceline.keras.forks import Fork, Forks, ForkServer, OwnForks
 from paceline.keras.group import RankGroup
 from paceline.keras.part import Part
@@ -63,6 +63,7 @@ class Ranks:
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the model's functions for batches are those of the ranks."""
+        refuse_other_kinds()
         functions = {f"{kind}_function": getattr(self.model, f"{kind}_function") for kind in KINDS}
         threads = torch.get_num_threads()
         is_on_cpu = self.devices[0] == "cpu"

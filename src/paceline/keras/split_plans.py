@@ -16,7 +16,7 @@ import torch
 from paceline.callbacks.callback import Callback, EpochReport
 from paceline.errors import UsageError
 from paceline.keras.as_job import job, load, load_weights
-from paceline.keras.devices import on_device
+from paceline.keras.devices import on_device, refuse_other_kinds
 from paceline.keras.elsewhere import train_elsewhere
 from paceline.launch.fork import forks_can_use_cuda
 from paceline.plans import Plan
@@ -37,6 +37,7 @@ def fit(model: Any, x: Any, y: Any, plan: Plan, devices: str | None, arguments: 
     """
     if unknown := sorted(name for name, value in arguments.items() if name not in _TAKEN and value is not None):
         raise UsageError(f"fit under '{plan}' does not take {', '.join(unknown)}", hint="plan='data=N' takes them all")
+    refuse_other_kinds()
     epochs = arguments.get("epochs", 1)
     callbacks = keras.callbacks.CallbackList(
         arguments.get("callbacks"), add_history=True, add_progbar=False, model=model, epochs=epochs)
