@@ -16,7 +16,7 @@ import paceline as pl
 def digits_model():
     return keras.Sequential([
         keras.Input((8, 8, 1)),
-        keras.layers.Conv2D(16, 3, padding="same"),
+        keras.layers.Conv2D(16, 3, padding="same", use_bias=False),
         keras.layers.BatchNormalization(momentum=0.9),  # of the whole batch, also on two ranks
         keras.layers.ReLU(),
         keras.layers.MaxPooling2D(),

@@ -1,6 +1,6 @@
 """Which operations should a small net consist of? Choices inside the model are parameters of a search.
 
-    paceline search examples/12_architecture_search.py --trials 24 --sampler evolution --objective validation_loss \\
+    paceline search examples/12_architecture_search.py --trials 24 --sampler nsga2 --objective validation_loss \\
         --objective parameters
 """
 
