@@ -69,7 +69,8 @@ def start(made: Sequence[Host], *command: str) -> list[subprocess.Popen[str]]:
     for number, process in enumerate(started):
         for stream in (process.stdout, process.stderr):
             assert stream is not None
-            threading.Thread(target=read, args=(stream, sys.stdout if number == 0 else None), daemon=True).start()
+            threading.Thread(target=read, args=(stream, sys.stdout if number == 0 else None),
+                             name=f"{process.pid}", daemon=True).start()
     return started
 
 
@@ -90,8 +91,11 @@ def wait_for(path: Path, started: Sequence[subprocess.Popen[str]], *, timeout_s:
 
 
 def ended(started: Sequence[subprocess.Popen[str]]) -> None:
-    """Wait for all."""
+    """Wait for all, and for what they printed."""
     codes = [process.wait(timeout=180) for process in started]
+    names = {str(process.pid) for process in started}
+    for reader in [thread for thread in threading.enumerate() if thread.name in names]:
+        reader.join(timeout=5)
     if any(codes):
         sys.exit(f"a host ended with exit code {max(codes)}")
 
