@@ -58,7 +58,10 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
 
 def _killed(command: Sequence[str], metrics: Path, *, after: int, log: Path) -> tuple[float, int]:
     """Run a command and kill its last rank after so many steps. Returns when, and the last step until then."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    # Without the last one, gloo under torchrun (torch 2.13) reads the addresses of the ranks before it started them
+    # again, from a store that both share, and gives up.
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1",
+                   "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with log.open("wb") as output, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output,
                                                     start_new_session=True) as process:
         try:
