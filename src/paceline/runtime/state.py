@@ -18,6 +18,7 @@ from paceline.job.phases import ChangingBatch
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
 from paceline.runtime.attributes import ChangingAttributes, restore_attributes
+from paceline.runtime.checkpoint.owners import Owners
 from paceline.runtime.checkpoint.pieces import TensorPiece, pieces_of
 from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
 from paceline.runtime.checkpoint.values import from_text_tensor, pack, text_tensor, unpack
@@ -95,21 +96,28 @@ def is_for_updates(stepper: Stepper, name: str) -> bool:
 
 
 def pieces(stepper: StateOwner) -> Iterator[TensorPiece]:
-    """What this rank writes of what it owns: its part of a tensor, if it is the first of those that hold that part."""
+    """What this rank writes of what it owns: its part of a tensor, if it is the one that does so of those that hold
+    that part. Each of these writes about as many bytes."""
+    owners = Owners(stepper.mesh)
     for name, tensor, alike, extent in _tensors(stepper):
         cut_along = axes_cut(tensor)
-        if stepper.mesh.is_first(axis for axis in alike if axis not in cut_along):
+        if owners.owns(tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(tensor)):
             yield from pieces_of(name, tensor.detach(), extent)
     for kept in stepper.kept():
         cut_along = axes_cut(stepper.held[kept.like]) if kept.like else ()
         alike = stepper.mesh.part_axes if kept.replica else stepper.mesh.alike_axes
-        if not stepper.mesh.is_first(axis for axis in alike if axis not in cut_along):
+        if not owners.owns(tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(kept.tensor)):
             continue
         if not kept.like:
             yield from pieces_of(kept.name, kept.tensor)
         elif kept.like in stepper.layout.owned:
             for piece in pieces_of(kept.like, stepper.held[kept.like].detach()):
                 yield TensorPiece(kept.name, piece.shape, piece.offsets, kept.tensor)
+
+
+def _whole_bytes(tensor: torch.Tensor) -> int:
+    """Of a DTensor, what all of its parts have together."""
+    return tensor.numel() * tensor.element_size()
 
 
 def alike_along(stepper: StateOwner, axis: str) -> dict[str, torch.Tensor]:

@@ -130,12 +130,12 @@ class Mesh:
     @cached_property
     def replica(self) -> int:
         """Which replica this rank belongs to: replicas are numbered along the axes that cut samples."""
-        return self._number(self._names(lambda axis: axis.cuts_samples))
+        return self.number(self._names(lambda axis: axis.cuts_samples))
 
     @cached_property
     def copy(self) -> int:
         """Which copy of the model's weights this rank holds all or a part of."""
-        return self._number(self.copy_axes)
+        return self.number(self.copy_axes)
 
     @cached_property
     def num_copies(self) -> int:
@@ -145,7 +145,7 @@ class Mesh:
     def loss_number(self) -> int:
         """This rank's number among those that compute different losses: ranks with the same samples and modules share
         one, and draw the same random numbers."""
-        return self._number(self._names(lambda axis: not axis.computes_same_loss))
+        return self.number(self._names(lambda axis: not axis.computes_same_loss))
 
     @cached_property
     def is_first_of_same_loss(self) -> bool:
@@ -209,7 +209,7 @@ class Mesh:
         facts = {axis.name: axis for axis in self.axes}
         return tuple(name for name in self.sizes if has(facts[name]))
 
-    def _number(self, axes: Iterable[str]) -> int:
+    def number(self, axes: Iterable[str]) -> int:
         """This rank's place along several axes together, the first of them outermost."""
         number = 0
         for axis in axes:

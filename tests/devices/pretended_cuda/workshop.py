@@ -89,6 +89,7 @@ def _measure(device: Any) -> None:
         if "copies" in _measured:
             _measured["copies"].append({name: count - before[name] for name, count in device.counts().items()})
         if _killed == {"rank": copier.context.rank, "step": step} and copier.context.num_starts == 1:
+            copier.wait()  # else no copy may be there yet
             os.kill(os.getpid(), signal.SIGKILL)
 
     Copier.copy = copied  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.runtime.checkpoint import Region, TensorPiece, pieces_of
+from paceline.runtime.checkpoint.owners import Owners
 from paceline.runtime.checkpoint.pieces import uncovered
+from paceline.strategies.mesh import Mesh
 
 SIDE = 7
 
@@ -38,6 +41,25 @@ def test_uncovered_is_exact(region: Region, boxes: list[Region]) -> None:
         found[rest.slices((0, 0))] += 1
 
     assert torch.equal(found, expected)
+
+
+@given(st.tuples(st.integers(1, 3), st.integers(1, 3)), st.lists(st.tuples(
+    st.sampled_from([(), ("data",), ("shard",), ("data", "shard")]), st.integers(0, 50)), max_size=20))
+def test_of_ranks_that_hold_a_tensor_alike_one_writes_it(sizes: tuple[int, int], dealt: list[tuple[Any, int]]) -> None:
+    """And no rank writes more than the largest tensor beyond its equals."""
+    meshes = [Mesh({"data": sizes[0], "shard": sizes[1]}, rank) for rank in range(sizes[0] * sizes[1])]
+    owners = [Owners(mesh) for mesh in meshes]
+    written: dict[tuple[Any, int], int] = {}
+    for axes, length in dealt:
+        takers = [mesh for mesh, each in zip(meshes, owners, strict=True) if each.owns(axes, length)]
+        others = {tuple(place for axis, place in mesh.coordinates.items() if axis not in axes) for mesh in takers}
+        assert len(others) == len(takers) == len(meshes) // math.prod(meshes[0].sizes[axis] for axis in axes)
+        for mesh in takers:
+            written[axes, mesh.rank] = written.get((axes, mesh.rank), 0) + length
+    for axes in {axes for axes, _ in dealt}:
+        shared = [written.get((axes, mesh.rank), 0) for mesh in meshes if all(
+            mesh.coordinates[axis] == 0 for axis in mesh.sizes if axis not in axes)]
+        assert max(shared) - min(shared) <= 50 + len(dealt)
 
 
 def test_a_scalar_is_covered_by_a_scalar_alone() -> None:
