@@ -87,6 +87,12 @@ def test_every_strategy_has_a_page():
         assert {"When", "When not", "Limits"} <= set(re.findall(r"^## (.+)$", page, re.MULTILINE)), folder.name
 
 
+def test_every_figure_is_shown():
+    """A page shows each picture that `python -m benchmarks.figures` drew; the build of the site finds missing ones."""
+    shown = {link.rpartition("/")[2] for page in PAGES for link in LINK.findall(page.read_text(encoding="utf-8"))}
+    assert {path.name for path in (ROOT / "docs" / "figures").glob("*.svg")} <= shown
+
+
 def test_tables_of_plots_have_the_figures_of_the_results():
     """Each figure that a plot shows stands in docs/results.md or docs/memory.md."""
     pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "memory.md")]
