@@ -1,8 +1,10 @@
 """Random faults under every kind of plan: does each run end by itself, with no sample lost and the same weights?
 
-    python -m benchmarks.campaign [--runs 100] [--first 0] [--controls 30] [--flips] [--json FILE]
+    python -m benchmarks.campaign [--runs 100] [--first 0] [--controls 30] [--flips] [--cuts] [--json FILE]
 
 A run has a seed, which gives its plan and its one to four faults. A control has none, and must end without a word.
+With --cuts each rank is on a host of its own (network namespaces, as root), and the first fault of a run cuts one off,
+for good or for a while.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -21,10 +24,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.launch.faults import KINDS, draw
+from paceline.launch.faults import ON_ONE_HOST, Fault, Kind, draw
 
 PLANS = ("single", "data=2", "shard=2", "pipeline=2", "tensor=2", "place=auto parts=2", "data=2 local=3",
          "server=1 workers=2", "server=1 workers=2 staleness=2", "data=2 shard=2")
+PLANS_OF_HOSTS = ("data=3", "shard=3", "pipeline=3", "tensor=3", "data=3 local=3")
+KINDS_ON_HOSTS: tuple[Kind, ...] = ("kill", "stop", "slow", "raise", "preempt")  # beside the cut
+BACK_S = 12.0  # after which a host that is not cut off for good is back
 STEPS, SAVE_EVERY, TIMEOUT_S = 24, 6, 5.0
 
 
@@ -37,11 +43,22 @@ def job() -> pl.Job:
                   steps=STEPS, precision="float64")
 
 
-def rehearsed(seed: int, *, num_faults: int, flips: bool) -> dict[str, Any]:
+def drawn(seed: int, *, num_faults: int, flips: bool, cuts: bool) -> tuple[str, list[Fault]]:
+    """The plan and the faults of a run."""
+    plans = PLANS_OF_HOSTS if cuts else PLANS
+    plan, source = plans[seed % len(plans)], random.Random(seed)
+    kinds = KINDS_ON_HOSTS if cuts else tuple(kind for kind in ON_ONE_HOST if flips or kind != "flip")
+    if not cuts or not num_faults:
+        return plan, draw(num_faults, seed=seed, world_size=pl.Plan.parse(plan).world_size, steps=STEPS, kinds=kinds)
+    is_back = source.random() < 0.5
+    cut = Fault("cut", source.randint(1, 2), source.randint(2, STEPS - 4), heals_s=BACK_S if is_back else None)
+    rest = draw(num_faults - 1, seed=seed, world_size=2, steps=STEPS, kinds=kinds)
+    return plan, [cut, *rest]
+
+
+def rehearsed(seed: int, *, num_faults: int, flips: bool, cuts: bool) -> dict[str, Any]:
     """One run of the campaign; "named": whether each message of a launch that failed names a rank that was struck."""
-    plan = PLANS[seed % len(PLANS)]
-    kinds = tuple(kind for kind in KINDS if flips or kind != "flip")
-    faults = draw(num_faults, seed=seed, world_size=pl.Plan.parse(plan).world_size, steps=STEPS, kinds=kinds)
+    plan, faults = drawn(seed, num_faults=num_faults, flips=flips, cuts=cuts)
     with tempfile.TemporaryDirectory() as where, contextlib.redirect_stderr(sys.stdout):
         outcome = pl.rehearse(job(), plan, faults, run=Path(where) / "run", save_every=SAVE_EVERY, timeout_s=TIMEOUT_S)
     ranks = {f"rank {fault.rank}" for fault in faults}
@@ -56,13 +73,15 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--controls", type=int, default=30)
     parser.add_argument("--flips", action="store_true")
+    parser.add_argument("--cuts", action="store_true")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     found = []
     for number in range(asked.runs + asked.controls):
         seed = asked.first + number
         is_control = number >= asked.runs
-        found.append(rehearsed(seed, num_faults=0 if is_control else 1 + seed % 4, flips=asked.flips))
+        found.append(rehearsed(seed, num_faults=0 if is_control else 1 + seed % 4, flips=asked.flips,
+                               cuts=asked.cuts))
         latest = found[-1]
         waits = [effect["next_step_s"] for effect in latest["effects"] if effect["next_step_s"] is not None]
         print(f"{seed:4} {latest['plan']:34} {'passed' if latest['passed'] else 'FAILED'} "

@@ -349,6 +349,8 @@ def rehearse(
     preempt: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGTERM a rank.")] = None,
     tear: Annotated[_Texts, typer.Option(metavar=_AT, help="Damage the last save, kill the launcher.")] = None,
     kill_launcher: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGKILL what started ranks.")] = None,
+    cut: Annotated[_Texts, typer.Option(metavar="HOST@STEP[+SECONDS]",
+                                        help="A host's network; each rank has a host then.")] = None,
     random: Annotated[int, typer.Option(metavar="N", min=0, help="So many random faults more.")] = 0,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random faults.")] = 0,
     settings: Settings = None,
@@ -364,7 +366,7 @@ def rehearse(
 ) -> None:
     """Train a job undisturbed, then under faults: seconds lost, steps recomputed, samples lost, weights changed."""
     given = {"kill": kill, "stop": stop, "slow": slow, "raise": raise_, "flip": flip, "disk_full": disk_full,
-             "preempt": preempt, "tear": tear, "kill_launcher": kill_launcher}
+             "preempt": preempt, "tear": tear, "kill_launcher": kill_launcher, "cut": cut}
     with _reported():
         from paceline.launch.faults import Fault, Kind
 

@@ -10,21 +10,23 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.launch.faults import KINDS, Fault, FaultInjector, draw, struck
+from paceline.launch.faults import ON_ONE_HOST, Fault, FaultInjector, draw, struck
 
 
 def injector(run_dir: Path, *faults: str, rank: int = 0) -> FaultInjector:
     return FaultInjector([Fault.read(fault) for fault in faults], rank=rank, run_dir=run_dir, launcher_pid=1)
 
 
-@pytest.mark.parametrize("text", ["kill 2@50", "stop 1@80:save", "slow 0:3x", "disk_full 0@1:input"])
+@pytest.mark.parametrize("text", ["kill 2@50", "stop 1@80:save", "slow 0:3x", "disk_full 0@1:input", "cut 2@5",
+                                  "cut 2@5:reduce+20"])
 def test_text_is_read_as_it_is_written(text):
     assert str(Fault.read(text)) == text
 
 
 @pytest.mark.parametrize(("text", "says"), [
     ("kil 2@50", "did you mean 'kill'"), ("kill 2", "RANK@STEP"), ("kill 2@0", "begin with 1"),
-    ("kill 2@5:nap", "input"), ("slow 0@3", "RANK:TIMESx"), ("slow 0:0.5x", "at least 1x"), ("kill -1@3", "RANK@STEP")])
+    ("kill 2@5:nap", "input"), ("slow 0@3", "RANK:TIMESx"), ("slow 0:0.5x", "at least 1x"), ("kill 2@5+3", "RANK@STEP"),
+    ("cut 2@x", r"HOST@STEP:PHASE, or with \+SECONDS"), ("kill -1@3", "RANK@STEP")])
 def test_what_is_no_fault_is_refused(text, says):
     with pytest.raises(UsageError, match=says):
         Fault.read(text)
@@ -33,7 +35,7 @@ def test_what_is_no_fault_is_refused(text, says):
 def test_random_faults_follow_the_seed():
     drawn = draw(40, seed=3, world_size=4, steps=9)
     assert drawn == draw(40, seed=3, world_size=4, steps=9) != draw(40, seed=4, world_size=4, steps=9)
-    assert {fault.kind for fault in drawn} == set(KINDS) and {fault.rank for fault in drawn} == set(range(4))
+    assert {fault.kind for fault in drawn} == set(ON_ONE_HOST) and {fault.rank for fault in drawn} == set(range(4))
     assert all(2 <= fault.step <= 9 for fault in drawn if fault.kind != "slow")
 
 

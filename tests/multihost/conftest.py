@@ -7,43 +7,23 @@ import shutil
 import socket
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
+from paceline.launch.namespaces import NoNamespaces, network_hosts
 
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
     """Two namespaces, 10.78.0.1 and 10.78.0.2, joined by a bridge in a third."""
-    if os.geteuid() or not shutil.which("ip"):
-        pytest.skip("needs root and the ip command to make network namespaces")
-    tag = uuid.uuid4().hex[:6]
-    switch, names = f"pl{tag}s", [f"pl{tag}h{i}" for i in (1, 2)]
     try:
-        try:
-            _run("ip", "netns", "add", switch)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"can't make network namespaces: {error.stderr.decode().strip()}")
-        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "br0", "up")
-        for number, name in enumerate(names, 1):
-            _run("ip", "netns", "add", name)
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run("ip", "-n", switch, "link", "add", f"p{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            _run("ip", "-n", switch, "link", "set", f"p{number}", "master", "br0", "up")
-            _run("ip", "-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "eth0")
-            _run("ip", "-n", name, "link", "set", "eth0", "up")
-        yield names
-    finally:
-        for name in (*names, switch):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False, timeout=30)
+        with network_hosts(2) as made:
+            yield [host.name for host in made]
+    except NoNamespaces as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,8 @@ from typing import Any, Literal, cast
 from paceline.errors import UsageError, nearest
 
 FOLDER = "faults"
-Kind = Literal["kill", "stop", "slow", "raise", "flip", "disk_full", "preempt", "tear", "kill_launcher"]
+Kind = Literal["kill", "stop", "slow", "raise", "flip", "disk_full", "preempt", "tear", "kill_launcher",
+               "cut"]
 
 # What each does to its rank.
 KINDS: Mapping[Kind, str] = {
@@ -34,10 +36,12 @@ KINDS: Mapping[Kind, str] = {
     "preempt": "the rank gets SIGTERM, as from a scheduler",
     "tear": "a file of the newest checkpoint loses its second half, and the process that started the ranks is killed",
     "kill_launcher": "the process that started the ranks is killed",
+    "cut": "the network of the rank's host is cut, for good or for so many seconds",
 }
+ON_ONE_HOST: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "cut")
 PHASES = ("input", "forward", "backward", "reduce", "optimizer", "save")  # in which faults strike
 _OWN_WORK = ("input", "forward", "backward", "optimizer")
-_AT = re.compile(r"(\d+)@(\d+)(?::([a-z]+))?")
+_AT = re.compile(r"(\d+)@(\d+)(?::([a-z]+))?(?:\+(\d+(?:\.\d+)?))?")
 _TIMES = re.compile(r"(\d+):(\d+(?:\.\d+)?)x")
 
 
@@ -46,7 +50,8 @@ class Fault:
     """What happens to a rank in a step.
 
     step: from 1; the first of the rank's steps that is not before it counts. phase: of the step; None is its begin.
-    times: of a rank that is slow.
+    times: of a rank that is slow. heals_s: after which a network that was cut is there again; None if never. Of a cut,
+    `rank` is the host's number.
     """
 
     kind: Kind
@@ -54,27 +59,30 @@ class Fault:
     step: int = 1
     phase: str | None = None
     times: float = 1.0
+    heals_s: float | None = None
 
     @classmethod
     def parse(cls, kind: Kind, text: str) -> Fault:
-        """RANK@STEP, RANK@STEP:PHASE, or RANK:TIMESx of a rank that is slow.
+        """RANK@STEP, RANK@STEP:PHASE, either with +SECONDS for a network, or RANK:TIMESx of a rank that is slow.
 
         Raises:
             UsageError: it is none of these.
 
         >>> Fault.parse("kill", "2@50:save")
-        Fault(kind='kill', rank=2, step=50, phase='save', times=1.0)
+        Fault(kind='kill', rank=2, step=50, phase='save', times=1.0, heals_s=None)
         """
         if kind == "slow":
             if (match := _TIMES.fullmatch(text)) and float(match[2]) >= 1:
                 return cls(kind, int(match[1]), times=float(match[2]))
             raise UsageError(f"--slow {text} is not RANK:TIMESx with at least 1x", hint="--slow 0:3x")
         match = _AT.fullmatch(text)
-        if match is None or int(match[2]) < 1 or match[3] not in (None, *PHASES):
-            option = kind.replace("_", "-")
-            raise UsageError(f"--{option} {text} is not RANK@STEP or RANK@STEP:PHASE; steps begin with 1, and phases "
-                             f"are {', '.join(PHASES)}", hint=f"--{option} 1@50, or --{option} 1@50:save")
-        return cls(kind, int(match[1]), int(match[2]), match[3])
+        is_cut = kind == "cut"
+        if match is None or int(match[2]) < 1 or match[3] not in (None, *PHASES) or (match[4] and not is_cut):
+            option, who, more = kind.replace("_", "-"), "HOST" if is_cut else "RANK", "+SECONDS" if is_cut else ""
+            raise UsageError(f"--{option} {text} is not {who}@STEP or {who}@STEP:PHASE{more and f', or with {more}'}; "
+                             f"steps begin with 1, and phases are {', '.join(PHASES)}",
+                             hint=f"--{option} 1@50, or --{option} 1@50:save{more and f', or --{option} 1@50+20'}")
+        return cls(kind, int(match[1]), int(match[2]), match[3], heals_s=float(match[4]) if match[4] else None)
 
     @classmethod
     def read(cls, text: str) -> Fault:
@@ -91,10 +99,11 @@ class Fault:
     def __str__(self) -> str:
         if self.kind == "slow":
             return f"slow {self.rank}:{self.times:g}x"
-        return f"{self.kind} {self.rank}@{self.step}{f':{self.phase}' if self.phase else ''}"
+        return (f"{self.kind} {self.rank}@{self.step}{f':{self.phase}' if self.phase else ''}"
+                f"{f'+{self.heals_s:g}' if self.heals_s is not None else ''}")
 
 
-def draw(count: int, *, seed: int, world_size: int, steps: int, kinds: Sequence[Kind] = tuple(KINDS)) -> list[Fault]:
+def draw(count: int, *, seed: int, world_size: int, steps: int, kinds: Sequence[Kind] = ON_ONE_HOST) -> list[Fault]:
     """So many random faults, each of any kind, on any rank, in any phase of a step after the first."""
     source = random.Random(seed)
     drawn = []
@@ -155,6 +164,8 @@ class FaultInjector:
             raise RuntimeError(f"a scripted fault: {fault}")
         if fault.kind == "flip":
             _flip_after_update()
+        elif fault.kind == "cut":
+            _cut(fault.heals_s)
         elif fault.kind == "disk_full":
             import resource
 
@@ -195,6 +206,15 @@ def _flip_after_update() -> None:
         words[0] ^= 1 << (8 * local.element_size() - 4)
 
     handle = register_optimizer_step_post_hook(flip)
+
+
+def _cut(heals_s: float | None) -> None:
+    """Take down this host's link to the others, and have it up again after so many seconds."""
+    from paceline.launch.namespaces import NIC, ip
+
+    ip("link", "set", NIC, "down")
+    if heals_s is not None:  # this rank does not live as long
+        subprocess.Popen(["sh", "-c", f"sleep {heals_s:g}; exec ip link set {NIC} up"], start_new_session=True)
 
 
 def _tear(run_dir: Path) -> None:

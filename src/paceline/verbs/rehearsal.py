@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +18,13 @@ from paceline.jobfile import JobFile
 from paceline.launch.faults import Fault, draw, struck
 from paceline.launch.fork import die_with, end_openmp_threads
 from paceline.plans import Plan
-from paceline.runtime import folder
+from paceline.runtime import folder, journal
 from paceline.verbs.audit import Audit, audit
 from paceline.verbs.train import TrainRequest
 
 TIMEOUT_S = 10.0  # without a sign of life; a rehearsed run is a short one, and a hang is what is rehearsed
+ALLOWED = 10.0  # times the rounding, as in `verify`; see docs/verify.md
+Launch = Callable[[Path, dict[str, Any]], tuple[int, str]]  # a run folder and options to exit code and message
 SAVES = 5  # in a run, if it is not said how often
 
 
@@ -47,8 +50,10 @@ class Rehearsal:
     ended: whether it reached its last step. messages: the first line of what each launch ended with, but of the last
     one, which ended well; exit_codes likewise, of all; negative for a launch that was killed.
     weights: how the final weights compare with those of the undisturbed run: "equal" bit by bit, or not; None if there
-    are none. difference: the greatest one of a weight. undisturbed_s, disturbed_s: from where each run's first launch
-    begins to train to its last step, with what starting again took in between.
+    are none. difference: the greatest one of a weight. rounding: that of undisturbed runs under the plans that the run
+    went on with; None if it kept its plan, and then an exact plan gives equal weights.
+    undisturbed_s, disturbed_s: from where each run's first launch begins to train to its last step, with what starting
+    again took in between.
     """
 
     plan: str
@@ -62,11 +67,18 @@ class Rehearsal:
     difference: float | None
     undisturbed_s: float
     disturbed_s: float
+    rounding: float | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether the run ended with nothing lost or repeated; under an exact plan also with equal weights."""
-        return self.ended and self.audit.passed and (self.weights == "equal" or not self.is_exact)
+        """Whether the run ended with nothing lost or repeated; under an exact plan also with equal weights, or, if the
+        number of ranks changed, with weights that differ by rounding."""
+        return self.ended and self.audit.passed and (self.weights == "equal" or not self.is_exact or self._is_rounding)
+
+    @property
+    def _is_rounding(self) -> bool:
+        return self.rounding is not None and self.difference is not None and (
+            self.difference <= ALLOWED * self.rounding)
 
     @property
     def goodput(self) -> float:
@@ -80,8 +92,9 @@ class Rehearsal:
                 "effects": [asdict(effect) for effect in self.effects], "exit_codes": list(self.exit_codes),
                 "messages": list(self.messages), "recomputed_updates": self.audit.recomputed_updates,
                 "samples_lost": _samples(self.audit, "lost"), "samples_repeated": _samples(self.audit, "repeated"),
-                "weights": self.weights, "difference": self.difference, "undisturbed_s": self.undisturbed_s,
-                "disturbed_s": self.disturbed_s, "goodput": self.goodput, "audit": found}
+                "weights": self.weights, "difference": self.difference, "rounding": self.rounding,
+                "undisturbed_s": self.undisturbed_s, "disturbed_s": self.disturbed_s, "goodput": self.goodput,
+                "audit": found}
 
     def describe(self) -> str:
         """What people read: each fault, then what was lost, then the verdict."""
@@ -114,6 +127,8 @@ class Rehearsal:
         if self.weights == "equal":
             return "those of the undisturbed run, bit by bit"
         note = "" if self.is_exact else "; the plan is not exact"
+        if self.rounding is not None:
+            note += f"; another number of ranks alone makes {self.rounding:.3g}"
         return f"up to {self.difference:.3g} from those of the undisturbed run{note}"
 
 
@@ -121,6 +136,8 @@ def rehearse(job: Job | JobFile, plan: str | Plan | None = None, faults: Sequenc
              seed: int = 0, run: str | Path | None = None, save_every: int | None = None,
              timeout_s: float = TIMEOUT_S, **request: Any) -> Rehearsal:
     """Train a job undisturbed, then under faults; a launch that ends before its time is resumed as a user would.
+
+    If a fault cuts a host off, each rank of both runs has a host of its own: a network namespace (Linux, root).
 
     Args:
         plan: As in `train`.
@@ -142,42 +159,87 @@ def rehearse(job: Job | JobFile, plan: str | Plan | None = None, faults: Sequenc
                          hint="steps=N, or --steps N")
     options: dict[str, Any] = {"timeout_s": timeout_s, "restarts": request.pop("restarts", None), "check": False,
                                "save_every": save_every or max(1, loaded.total_steps // SAVES)}
-    asked = TrainRequest.of(loaded, source, plan, **request)
+
+    def ask(given: str | Plan | None) -> TrainRequest:
+        return TrainRequest.of(loaded, source, given, **request)
+
+    asked = ask(plan)
     world_size = asked.asked.plan.world_size
     script = [*(Fault.read(fault) if isinstance(fault, str) else fault for fault in faults),
               *draw(random, seed=seed, world_size=world_size, steps=loaded.total_steps)]
     for fault in script:
         if fault.rank >= world_size:
-            raise UsageError(f"'{fault}' names rank {fault.rank}, and the plan {asked.asked.plan} has {world_size} "
-                             f"ranks, from 0")
+            raise UsageError(f"'{fault}' names {'host' if fault.kind == 'cut' else 'rank'} {fault.rank}, and the plan "
+                             f"{asked.asked.plan} has {world_size} ranks, from 0")
     where = Path(run) if run is not None else folder.fresh_name(f"rehearse-{source.path.stem if source else 'job'}")
-    code, message = _launch(asked, where / "undisturbed", options)
-    if code:
-        raise PacelineError(f"the undisturbed run failed: {message}")
-    return _disturbed(asked, where, script, options)
+    cuts = any(fault.kind == "cut" for fault in script)
+    launch: Launch = partial(_launch_on_hosts, ask, asked.asked.plan) if cuts else partial(_launch, asked)
+    return _rehearsed(asked.asked.plan, launch, ask, where, script, options)
 
 
-def _disturbed(asked: TrainRequest, where: Path, faults: Sequence[Fault], options: dict[str, Any]) -> Rehearsal:
-    """The run under faults, resumed until it ends, or until no fault is left that could have ended it."""
+def _rehearsed(plan: Plan, launch: Launch, ask: Callable[[Plan], TrainRequest], where: Path, faults: Sequence[Fault],
+               options: dict[str, Any]) -> Rehearsal:
+    """Both runs, the one under faults resumed until it ends, or until no fault is left that could have ended it."""
+    _undisturbed(launch, where / "undisturbed", options)
     run_dir, codes, messages = where / "disturbed", list[int](), list[str]()
     while not codes or (codes[-1] and len(codes) <= len(faults)):
-        code, message = _launch(asked, run_dir, {**options, "faults": tuple(faults), "resume": bool(codes)})
+        code, message = launch(run_dir, {**options, "faults": tuple(faults), "resume": bool(codes)})
         codes.append(code)
         if code:
             messages.append(message)
     weights, difference = _compared(where / "undisturbed", run_dir)
-    return Rehearsal(str(asked.asked.plan), asked.asked.plan.relaxed is None, not codes[-1], _effects(run_dir, faults),
-                     tuple(codes), tuple(messages), audit(run_dir), weights, difference,
-                     _trained_s(where / "undisturbed"), _trained_s(run_dir))
+    roundings = [_rounding(ask(other), where, number, options)
+                 for number, other in enumerate(_other_plans(run_dir, plan)) if weights == "different"]
+    return Rehearsal(str(plan), plan.relaxed is None, not codes[-1], _effects(run_dir, faults), tuple(codes),
+                     tuple(messages), audit(run_dir), weights, difference, _trained_s(where / "undisturbed"),
+                     _trained_s(run_dir), max(roundings, default=None))
 
 
 def _trained_s(run_dir: Path) -> float:
     """From where the first launch begins to train to the last step; 0 if there was none."""
-    from paceline.runtime.journal import Launch, read
-
     steps = _recorded(run_dir)
-    launches = (record.time for _, record in read(run_dir / folder.JOURNAL) if isinstance(record, Launch))
-    return steps[-1][1] - next(launches) if steps else 0.0
+    return steps[-1][1] - _launches(run_dir)[0].time if steps else 0.0
+
+
+def _launches(run_dir: Path) -> list[journal.Launch]:
+    return [record for _, record in journal.read(run_dir / folder.JOURNAL) if isinstance(record, journal.Launch)]
+
+
+def _undisturbed(launch: Launch, run_dir: Path, options: dict[str, Any]) -> None:
+    """
+    Raises:
+        PacelineError: the run failed.
+    """
+    code, message = launch(run_dir, options)
+    if code:
+        raise PacelineError(f"the undisturbed run failed: {message}")
+
+
+def _other_plans(run_dir: Path, plan: Plan) -> list[Plan]:
+    """Under which the run went on, beside this one."""
+    return [Plan.parse(text) for text in dict.fromkeys(launch.plan for launch in _launches(run_dir))
+            if text != str(plan)]
+
+
+def _rounding(asked: TrainRequest, where: Path, number: int, options: dict[str, Any]) -> float:
+    """How far the weights of an undisturbed run under another plan are from those of the undisturbed run."""
+    other = where / f"other-plan-{number + 1}"
+    _undisturbed(partial(_launch, asked), other, options)
+    return _compared(where / "undisturbed", other)[1] or 0.0
+
+
+def _launch_on_hosts(ask: Callable[[Plan], TrainRequest], plan: Plan, run_dir: Path,
+                     options: dict[str, Any]) -> tuple[int, str]:
+    """Train with a host for each rank; see `_launch`."""
+    from paceline.verbs.rehearsal_on_hosts import HostsRehearsal
+
+    options = dict(options)
+    restarts, faults = options.pop("restarts"), options.pop("faults", ())
+
+    def train(resized: Plan, striking: Sequence[Fault]) -> Any:
+        return ask(resized).train(run_dir, **options, faults=tuple(striking))
+
+    return HostsRehearsal(plan, train, run_dir, faults, options["timeout_s"], restarts).launch()
 
 
 def _launch(asked: TrainRequest, run_dir: Path, options: dict[str, Any]) -> tuple[int, str]:

@@ -1,0 +1,104 @@
+"""The runs of a rehearsal whose faults cut hosts off: each rank is on a host of its own, a network namespace here."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, UsageError
+from paceline.launch.faults import Fault
+from paceline.launch.fork import die_with, end_openmp_threads
+from paceline.launch.hosts import Host
+from paceline.launch.namespaces import NetworkHost, network_hosts
+from paceline.planner.resized import resized
+from paceline.plans import Plan
+from paceline.verbs.hosts import train_on_hosts
+
+PORT = 29500  # of the meeting place, in a network of its own
+
+
+@dataclass(frozen=True)
+class HostsRehearsal:
+    """A run under this plan on as many hosts as it has ranks.
+
+    train: called in each rank with its plan and the faults that strike it.
+    """
+
+    plan: Plan
+    train: Callable[[Plan, Sequence[Fault]], Any]
+    run_dir: Path
+    faults: tuple[Fault, ...]
+    patience_s: float
+    restarts: int | None
+
+    @property
+    def lost(self) -> set[int]:
+        """Hosts that are cut off for good."""
+        return {fault.rank for fault in self.faults if fault.kind == "cut" and fault.heals_s is None}
+
+    def launch(self) -> tuple[int, str]:
+        """Train until all hosts that are not cut off have ended. Returns the worst exit code and what goes with it.
+
+        Raises:
+            NoNamespaces: there can be no hosts here. UsageError, PlanError: without these hosts the run can't go on.
+        """
+        self._refuse()
+        end_openmp_threads()
+        with network_hosts(self.plan.world_size) as hosts:
+            launched = [self._start(index, host, hosts[0].address) for index, host in enumerate(hosts)]
+            ended = [_ending(*each) for index, each in enumerate(launched) if index not in self.lost]
+            for process, _ in launched:
+                process.kill()
+                process.join()
+        return max(ended, key=lambda end: end[0])
+
+    def _refuse(self) -> None:
+        if 0 in self.lost:
+            raise UsageError("host 0 keeps the place where hosts meet, and a run can't go on without it",
+                             hint="--cut 1@STEP, or --cut 0@STEP+SECONDS, after which it is back")
+        resized(self.plan, self.plan.world_size - len(self.lost))
+
+    def _start(self, index: int, host: NetworkHost, address: str) -> tuple[Any, Connection]:
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        process: Any = multiprocessing.get_context("fork").Process(
+            target=self._be_host, args=(index, host, address, theirs, os.getpid()))
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def _be_host(self, index: int, host: NetworkHost, address: str, answer: Connection, parent_pid: int) -> None:
+        """In the host's process."""
+        die_with(parent_pid)
+        count = self.plan.world_size
+        code, message = 0, "it ended"
+        try:
+            host.enter()
+            place = Host("the rehearsal", index, count, 1, address, PORT, count - len(self.lost))
+            train_on_hosts(place, self.plan, lambda plan: self.train(plan, self._faults_of(index)), run=self.run_dir,
+                           procs=None, patience_s=self.patience_s, restarts=self.restarts)
+        except PacelineError as error:
+            code, message = error.exit_code, " ".join(str(error).splitlines()[:2])
+        answer.send_bytes(json.dumps(message).encode())
+        os._exit(code)
+
+    def _faults_of(self, index: int) -> list[Fault]:
+        """In a rank: the faults by the ranks that they strike, of which this host's may have another number by now."""
+        rank = int(os.environ["RANK"])
+        return [fault if fault.kind != "cut" else replace(fault, rank=rank if fault.rank == index else -1)
+                for fault in self.faults]
+
+
+def _ending(process: Any, answer: Connection) -> tuple[int, str]:
+    """A process's exit code, and what it ended with."""
+    try:
+        message: str = json.loads(answer.recv_bytes())
+    except EOFError:
+        message = ""
+    process.join()
+    return process.exitcode, message or f"it was ended by signal {-process.exitcode}"
