@@ -10,6 +10,7 @@ import torch
 
 from paceline.errors import TrainingError
 from paceline.job.batches import collated, describe, mapped
+from paceline.runtime.feed import MicroBatch
 
 
 @dataclass
@@ -70,3 +71,57 @@ def test_describe():
     """Shapes and types of a sample, in a line."""
     sample = ({"a": torch.zeros(2, 3), "b": 1.5}, [torch.tensor(1), "x"])
     assert describe(sample) == "({a: 2x3, b: float}, (scalar, str))"
+
+
+@dataclass
+class Graphs:
+    """A batch of graphs, as an argument of its own."""
+
+    nodes: Any
+    edges: Any
+
+
+class Applying:
+    """As torch_geometric's batches are."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def to(self, device: Any) -> Applying:
+        return self.apply(lambda tensor: tensor.to(device))
+
+    def apply(self, function: Any) -> Applying:
+        self.x = function(self.x)
+        return self
+
+
+def test_a_dataclass_inside_of_an_input_stays_one():
+    graphs = Graphs(torch.zeros(5, 2), torch.zeros(2, 7, dtype=torch.long))
+
+    (argument,), target = collated([0, 1], lambda samples: ((graphs,), torch.ones(2)))
+    moved = MicroBatch((argument,), target, 2).to(torch.device("cpu"), torch.float64)
+
+    assert argument is graphs
+    assert moved.input[0].nodes.dtype is torch.float64 and moved.input[0].edges.dtype is torch.long
+    assert graphs.nodes.dtype is torch.float32
+    assert set(collated([0], lambda samples: (graphs, torch.ones(1)))[0]) == {"nodes", "edges"}
+
+
+def test_packed_sequences_and_batches_of_graphs_are_moved():
+    """Lengths of packed sequences stay on the CPU."""
+    packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(2, 3), torch.zeros(4, 3)], enforce_sorted=False)
+    graphs = Applying(torch.zeros(2))
+
+    moved = MicroBatch((packed, graphs), None, 2).to(torch.device("meta"), torch.float64)
+
+    assert moved.input[0].data.is_meta and moved.input[0].data.dtype is torch.float64
+    assert moved.input[0].batch_sizes.device.type == "cpu" and moved.input[0].sorted_indices.is_meta
+    assert moved.input[1].x.is_meta and not graphs.x.is_meta
+
+
+def test_a_sequence_as_an_argument_is_told_of_a_tuple():
+    """`tuple(zip(*batch))`, as detection's own scripts collate."""
+    with pytest.raises(TypeError) as caught:
+        MicroBatch((1, 2, 3), None, 3).call(lambda images: images)
+
+    assert "passed as 3 arguments" in caught.value.__notes__[0]

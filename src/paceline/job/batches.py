@@ -62,6 +62,13 @@ def _plain(item: Any) -> Any:
     return item
 
 
+def _fields(value: Any) -> Any:
+    """A dataclass as the mapping of its fields, which stay as they are."""
+    if not _is_record(value):
+        return value
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
 def as_pair(batch: Any) -> tuple[Any, Any]:
     """A batch that is no pair is an input alone; a sequence of one is what it holds."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
@@ -79,7 +86,7 @@ def _made(collate: Collate, items: list[Any], names: Sequence[Any]) -> Any:
             guilty = list(names)
         shown = f"the samples {in_short(guilty)}" if len(guilty) > 1 else f"sample {guilty[0]}"
         raise TrainingError(f"collate failed on {shown}: {type(error).__name__}: {error}") from error
-    batch = _plain(batch)
+    batch = type(batch)(map(_fields, batch)) if type(batch) in (tuple, list) and len(batch) < 3 else _fields(batch)
     if batch is None or (isinstance(batch, tuple | list) and len(batch) not in (1, 2)):
         kind = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
         raise TrainingError(f"collate returned a {kind} and not (input, target)",

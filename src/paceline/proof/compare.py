@@ -337,7 +337,8 @@ def _evaluation_difference(reference: Mapping[str, Any], ranks: Sequence[Mapping
         if not off <= allowed:
             what = "loss" if name == "loss" else f"metric '{name}'"
             return (f"the {what} of the evaluation after the last step is {value:.6g} and "
-                    f"{reference['evaluation'][name]:.6g} on one device; {allowed:.3g} is allowed")
+                    f"{reference['evaluation'][name]:.6g} on one device; {allowed:.3g} is allowed. It must be "
+                    "a mean over its samples or (sum, count): a root or a logarithm of a mean is neither")
     return None
 
 

@@ -6,7 +6,9 @@ It follows the contract (docs/tour.md, "The order of data") with whole numbers a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 
 from paceline.capture.randomness import drawing
 from paceline.job import Job
-from paceline.job.batches import collated
+from paceline.job.batches import Collate, collated
 from paceline.job.groups import DrawnGroups
 from paceline.job.phases import value_at
 from paceline.proof.device import one_device
@@ -91,24 +93,58 @@ def _drawn(job: Job, epoch: int) -> list[Any]:
         return [int(index) for index in job.sampler]
 
 
+@dataclass(frozen=True, slots=True)
+class CollatedBatch(MicroBatch):
+    """A batch that the job's `collate` made, and that is cut as plans cut it: by collating some of its samples.
+
+    picked: Makes the batch of the samples at these places in it.
+    """
+
+    picked: Callable[[Sequence[int]], MicroBatch] = lambda places: MicroBatch(None, None, 0)
+
+    def mapped(self, function: Any) -> CollatedBatch:
+        """With every tensor replaced, here and in what is picked."""
+        made = MicroBatch.mapped(self, function)
+        return CollatedBatch(made.input, made.target, made.samples,
+                             picked=lambda places: self.picked(places).mapped(function))
+
+
+def _batch(names: Sequence[Any], collate: Collate | None, items: Callable[[Sequence[int]], list[Any]]) -> MicroBatch:
+    """The batch of all samples. names: of them. items: those at these places."""
+    def picked(places: Sequence[int]) -> MicroBatch:
+        with kept_streams():
+            return _batch([names[place] for place in places], collate,
+                          lambda some: items([places[place] for place in some]))
+
+    inputs, targets = collated(items(range(len(names))), collate, names=names)
+    return (MicroBatch(inputs, targets, len(names)) if collate is None
+            else CollatedBatch(inputs, targets, len(names), picked=picked))
+
+
 def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
     """The first windows of the job on the proof's one device, each as one batch; fewer if a stream ends."""
     dtype = torch.float64 if job.precision == "float64" else None
-    for inputs, targets, count in islice(_stream(job) if is_stream(job.data) else _indexed(job), steps):
-        yield MicroBatch(inputs, targets, count).to(one_device(), dtype)
+    for batch in islice(_stream(job) if is_stream(job.data) else _indexed(job), steps):
+        yield batch.to(one_device(), dtype)
 
 
-def _indexed(job: Job) -> Iterator[tuple[Any, Any, int]]:
+def _indexed(job: Job) -> Iterator[MicroBatch]:
     for step, (epoch, positions, indices) in enumerate(windows(job)):
-        items = []
-        for position, index in zip(positions, indices, strict=True):
-            seed_sample(key_to_seed(job.seed, "sample", epoch), position)
-            items.append(job.data[index])
-        inputs, targets = collated(items, value_at(job.collate, step, epoch), names=indices)
-        yield inputs, targets, len(items)
+        seed = key_to_seed(job.seed, "sample", epoch)
+        yield _batch(indices, value_at(job.collate, step, epoch),
+                     partial(_items, job.data, seed, positions, indices))
 
 
-def _stream(job: Job) -> Iterator[tuple[Any, Any, int]]:
+def _items(data: Any, seed: int, positions: Sequence[int], indices: Sequence[int], places: Sequence[int]) -> list[Any]:
+    """The samples at these places of a window, each drawn from its own stream."""
+    items = []
+    for place in places:
+        seed_sample(seed, positions[place])
+        items.append(data[indices[place]])
+    return items
+
+
+def _stream(job: Job) -> Iterator[MicroBatch]:
     epoch, step = 0, 0
     while job.epochs is None or epoch < job.epochs:
         if hasattr(job.data, "set_epoch"):
@@ -120,13 +156,16 @@ def _stream(job: Job) -> Iterator[tuple[Any, Any, int]]:
             size = value_at(job.batch, step, epoch)
             taken = list(islice(items, size))
             if len(taken) == size or (taken and not job.drop_last):
-                inputs, targets = collated(taken, value_at(job.collate, step, epoch))
-                yield inputs, targets, len(taken)
+                yield _batch(range(len(taken)), value_at(job.collate, step, epoch), partial(_taken, taken))
                 step += 1
             start += len(taken)
             if len(taken) < size:
                 break
         epoch += 1
+
+
+def _taken(taken: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    return [taken[place] for place in places]
 
 
 def order_difference(job: Job, *, steps: int) -> str | None:

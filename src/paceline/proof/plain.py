@@ -28,7 +28,7 @@ from paceline.job import AUTOCAST, Job
 from paceline.job.batches import collated
 from paceline.proof.device import kept, one_device
 from paceline.proof.initial import load_plainly
-from paceline.proof.order import whole_batches, windows
+from paceline.proof.order import CollatedBatch, whole_batches, windows
 from paceline.proof.own_step import PlainEvaluation, PlainStep
 from paceline.runtime.feed import MicroBatch, map_tensors
 from paceline.runtime.freezing import frozen_names
@@ -256,7 +256,7 @@ class PlainRun:
         self.model.eval()
         for start in range(0, len(data), self.job.batch):
             batch = self._evaluation_batch(data, range(start, min(start + self.job.batch, len(data))))
-            context = PlainEvaluation(self.model)
+            context = PlainEvaluation(self.model, self.job.precision)
             with torch.no_grad(), autocast(self.job), context.makes_on:
                 values = validate(context, StepBatch([batch]))
             for name, value in (values if isinstance(values, Mapping) else {"loss": values}).items():
@@ -331,6 +331,8 @@ def as_planned(batch: MicroBatch, shares: Sequence[int], microbatches: int) -> l
 def permuted(batch: MicroBatch, draws: torch.Generator) -> MicroBatch:
     """The batch with its samples in another order."""
     order = torch.randperm(batch.samples, generator=draws)
+    if isinstance(batch, CollatedBatch):
+        return batch.picked(order.tolist())
     change = lambda t: t[order.to(t.device)] if t.ndim and t.shape[0] == batch.samples else t  # noqa: E731
     return batch.mapped(change)
 
@@ -342,6 +344,8 @@ def unspoilt(batch: MicroBatch) -> MicroBatch:
 
 def part_of_batch(batch: MicroBatch, part: range) -> MicroBatch:
     """Some samples of a batch."""
+    if isinstance(batch, CollatedBatch):
+        return batch.picked(part)
     return MicroBatch(rows(batch.input, part, batch.samples), rows(batch.target, part, batch.samples), len(part))
 
 

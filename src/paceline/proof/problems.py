@@ -32,6 +32,7 @@ from paceline.proof.plain import (
     distance,
     gradients_of,
     greatest,
+    part_of_batch,
     rows,
     unspoilt,
     update,
@@ -175,14 +176,14 @@ def _no_mean(job: Job, output: Any, batch: MicroBatch, *, loss: Any) -> Problem 
     """
     with torch.no_grad(), autocast(job):
         value = job.criterion(output, batch.target)
-        if isinstance(value, tuple | list):
+        if isinstance(value, tuple | list) or not any(_has_rows(t, batch.samples) for t in _tensors(output)):
             return None
     # A mean of values in float32 is that exact, however many; class weights can move it by no more than a thousandth.
     exact = min(EXACT[job.precision], _MEAN_IN_FLOAT32) if job.precision == "float32" else EXACT[job.precision]
     third = max(1, batch.samples // 3)
     # One cut may part what counts evenly by chance; the next one then does not, unless each sample counts alike.
     for first in sorted({third, min(batch.samples - 1, third + 1)}):
-        parts = [(rows(output, part, batch.samples), rows(batch.target, part, batch.samples))
+        parts = [(rows(output, part, batch.samples), _targets(batch, part))
                  for part in (range(first), range(first, batch.samples))]
         with torch.no_grad(), autocast(job):
             means = [float(job.criterion(*part)) for part in parts]
@@ -193,6 +194,13 @@ def _no_mean(job: Job, output: Any, batch: MicroBatch, *, loss: Any) -> Problem 
                            "parts; ignored targets or weights do this",
                            f"return (sum, count) instead of a scalar{_as_pair(job, loss, output, batch, parts)}")
     return None
+
+
+def _targets(batch: MicroBatch, part: range) -> Any:
+    """Of some samples; collated again where they don't lie along dim 0, as lists of boxes don't."""
+    if all(_has_rows(leaf, batch.samples) for leaf in tree_leaves(batch.target)):
+        return rows(batch.target, part, batch.samples)
+    return part_of_batch(batch, part).target
 
 
 def _as_pair(job: Job, loss: Any, output: Any, batch: MicroBatch, parts: list[tuple[Any, Any]]) -> str:
@@ -243,7 +251,8 @@ def _described(job: Job, model: nn.Module, batch: MicroBatch, seen: str) -> Prob
     coupled = f"the job couples the samples of a batch: {seen}"
     if mixing is None:
         return Problem("samples", (), f"{coupled}, and no layer's output shows where",
-                       f"look for a loss or a hook that mixes samples; {UNCUT}")
+                       "look for a loss or a hook that mixes samples, or a scalar loss that divides by something else "
+                       f"than samples (nodes, boxes, tokens): it returns (sum, count). {UNCUT[:1].upper()}{UNCUT[1:]}")
     layer = model.get_submodule(mixing)
     norms = [path for path, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if mixing in norms:
@@ -295,7 +304,11 @@ def _first_difference(job: Job, model: nn.Module, whole: Sequence[tuple[str, lis
 
 
 def _by_sample(tensor: torch.Tensor, samples: int) -> bool:
-    return tensor.is_floating_point() and tensor.ndim > 0 and tensor.shape[0] == samples
+    return tensor.is_floating_point() and _has_rows(tensor, samples)
+
+
+def _has_rows(value: Any, samples: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == samples
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

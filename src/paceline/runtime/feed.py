@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import count, islice
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from paceline.errors import JobError, PacelineError, TrainingError
@@ -56,7 +57,13 @@ class MicroBatch:
     def call(self, model: Any) -> Any:
         """The model's output: a tuple or list input is passed as *args, a mapping as **kwargs."""
         args, kwargs = self.arguments()
-        return model(*args, **kwargs)
+        try:
+            return model(*args, **kwargs)
+        except TypeError as error:
+            if len(args) > 1 and "positional argument" in str(error):
+                error.add_note(f"the input is a {type(self.input).__name__} of {len(args)}, which is passed as "
+                               f"{len(args)} arguments; one that is a sequence itself goes into a tuple: (images,)")
+            raise
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model is called with."""
@@ -66,7 +73,7 @@ class MicroBatch:
 
 
 def map_tensors(function: Any, value: Any) -> Any:
-    """The value with every tensor in its tuples, lists and mappings replaced."""
+    """The value with every tensor in its tuples, lists, mappings and dataclasses replaced."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -74,9 +81,20 @@ def map_tensors(function: Any, value: Any) -> Any:
         for key, item in value.items():
             twin[key] = map_tensors(function, item)
         return twin
+    if isinstance(value, PackedSequence):  # its lengths stay on the CPU
+        return value._replace(data=function(value.data), **{
+            name: function(places) for name in ("sorted_indices", "unsorted_indices")
+            if (places := getattr(value, name)) is not None})
     if isinstance(value, tuple | list):
         mapped = [map_tensors(function, item) for item in value]
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(twin, field.name, map_tensors(function, getattr(value, field.name)))
+        return twin
+    if hasattr(value, "apply") and hasattr(value, "to") and not isinstance(value, torch.nn.Module):
+        return copy.copy(value).apply(function)  # a batch of graphs (torch_geometric)
     return value
 
 
