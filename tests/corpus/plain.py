@@ -81,7 +81,7 @@ def run_by_hand(job: Job, step: Callable[..., Tensor]) -> Outcome:
     for number, items in enumerate(islice(_windows(job), job.total_steps)):
         given, target = _batch(job, items)
         with WindowDraws(rows=len(items), first=0, count=len(items), key=(job.seed, "own step", number),
-                         device=torch.device("cpu")):
+                         device=torch.device("cpu"), precision=job.precision):
             outcome.losses.append(float(step(models, optimizers, given, target)))
     outcome.state = {f"{name}.{key}": value.detach().clone() for name, model in models.items()
                      for key, value in model.state_dict().items()}

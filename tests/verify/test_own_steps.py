@@ -255,6 +255,29 @@ def test_a_batch_is_cut_as_it_was_made() -> None:
         batch.cut(torch.ones(5), "what it is")
 
 
+def test_a_list_with_an_item_for_each_sample_is_cut_and_joined() -> None:
+    """Such as boxes, of which images have different numbers, and words."""
+    target = [{"boxes": torch.ones(count, 4)} for count in (2, 3, 1)]
+    words = ["a", "b", "c"]
+    batch = StepBatch([MicroBatch(torch.zeros(2, 1), target[:2], 2), MicroBatch(torch.zeros(1, 1), target[2:], 1)])
+
+    assert [len(each["boxes"]) for each in batch.target] == [2, 3, 1]
+    assert [[len(each["boxes"]) for each in part] for part in batch.cut(batch.target, "boxes")] == [[2, 3], [1]]
+    assert batch.cut({"words": words}, "words") == [{"words": ["a", "b"]}, {"words": ["c"]}]
+    pair = StepBatch([MicroBatch((torch.zeros(2), torch.ones(2)), None, 2)] * 2)
+    assert [part.tolist() for part in pair.input] == [[0] * 4, [1] * 4]
+
+
+def test_a_step_draws_in_the_precision_of_the_job_and_by_no_generator_of_its_own() -> None:
+    with WindowDraws(rows=3, first=0, count=3, key=(0,), device=torch.device("cpu"), precision="float64") as draws:
+        assert torch.randn(3).dtype is torch.zeros(2).dtype is torch.float64
+        with draws.makes_on.paused():
+            assert torch.zeros(2).dtype is torch.float32
+        with pytest.raises(paceline.PacelineError, match="generator of its own"):
+            torch.randn(3, generator=torch.Generator().manual_seed(0))
+    assert torch.zeros(2).dtype is torch.float32
+
+
 def test_what_a_rank_gathers_and_runs_alike() -> None:
     """And the messages of what does not fit."""
     pieces = [MicroBatch(torch.zeros(2, 3), torch.zeros(2), 2)]

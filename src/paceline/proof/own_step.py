@@ -48,7 +48,7 @@ class PlainStep:
         self.samples = sum(piece.samples for piece in pieces)
         device = next(models.parameters()).device
         self.draws = WindowDraws(rows=self.samples, first=0, count=self.samples, key=(job.seed, "own step", step),
-                                 device=device)
+                                 device=device, precision=job.precision)
         self.number, self.in_loss, self.loss = 0, False, 0.0
         self.gradients: dict[str, torch.Tensor] = {}
         self._buffers = _BuffersOfReplicas(models, [sum(p.samples for p in replica) / self.samples
@@ -190,8 +190,8 @@ class PlainStep:
 class PlainEvaluation:
     """The context of `validate` on one device: models run, nothing is trained."""
 
-    def __init__(self, models: nn.Module) -> None:
-        self.models, self.makes_on = models, MakesOn(next(models.parameters()).device)
+    def __init__(self, models: nn.Module, precision: str) -> None:
+        self.models, self.makes_on = models, MakesOn(next(models.parameters()).device, precision)
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
         given = inputs.input if isinstance(inputs, StepBatch) else inputs

@@ -49,7 +49,7 @@ def step_sums(models: torch.nn.Module, parts: Mapping[str, ModelPart], job: Job,
             beat("evaluate")
             moved = batch.to(device, torch.float64 if job.precision == "float64" else None)
             with autocast(job, device):
-                values = _validated(job, _Validation(parts, mesh, device, batch.samples), moved)
+                values = _validated(job, _Validation(parts, mesh, device, batch.samples, job.precision), moved)
             for name, value in values.items():
                 row = sums.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
                 if batch.samples and counts_here:
@@ -74,9 +74,10 @@ def _validated(job: Job, context: _Validation, batch: MicroBatch) -> Mapping[str
 class _Validation:
     """The context of `validate` on a rank: models run, nothing is trained; see `StepContext`."""
 
-    def __init__(self, parts: Mapping[str, ModelPart], mesh: Mesh, device: torch.device, samples: int) -> None:
+    def __init__(self, parts: Mapping[str, ModelPart], mesh: Mesh, device: torch.device, samples: int,
+                 precision: str) -> None:
         self.parts, self.mesh, self.device, self.samples = parts, mesh, device, samples
-        self.makes_on = MakesOn(device)
+        self.makes_on = MakesOn(device, precision)
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
         """A model's output. Collective where the plan's forwards are."""

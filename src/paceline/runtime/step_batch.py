@@ -10,6 +10,7 @@ import torch
 
 from paceline.errors import TrainingError
 from paceline.runtime.feed import MicroBatch, map_tensors
+from paceline.strategies.layout import tensors_in
 
 
 class StepBatch:
@@ -26,14 +27,14 @@ class StepBatch:
     @cached_property
     def input(self) -> Any:
         """Of all samples, stacked along dim 0."""
-        return joined([piece.input for piece in self._real])
+        return joined([piece.input for piece in self._real], self.rows)
 
     @cached_property
     def target(self) -> Any:
         """Of all samples, stacked along dim 0."""
         if all(piece.target is piece.input for piece in self._real):
             return self.input
-        return joined([piece.target for piece in self._real])
+        return joined([piece.target for piece in self._real], self.rows)
 
     def __len__(self) -> int:
         """Rows of its tensors."""
@@ -58,8 +59,16 @@ class StepBatch:
         starts = [sum(self.rows[:number]) for number in range(len(self.rows))]
         real = iter([(start, start + rows) for start, rows in zip(starts, self.rows, strict=True)])
         places = [next(real) if piece.samples else (0, 1) for piece in self.pieces]
-        return [map_tensors(lambda t, start=start, end=end: self._rows_of(t, start, end, what), value)
-                for start, end in places]
+        return [self._part_of(value, start, end, what) for start, end in places]
+
+    def _part_of(self, value: Any, start: int, end: int, what: str) -> Any:
+        if is_list_of_samples(value, len(self)):
+            return value[start:end]
+        if isinstance(value, Mapping):
+            return {key: self._part_of(item, start, end, what) for key, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self._part_of(item, start, end, what) for item in value)
+        return map_tensors(lambda t: self._rows_of(t, start, end, what), value)
 
     def _rows_of(self, tensor: torch.Tensor, start: int, end: int, what: str) -> torch.Tensor:
         if tensor.ndim and len(tensor) != len(self):
@@ -70,8 +79,18 @@ class StepBatch:
         return tensor[start:end] if tensor.ndim else tensor
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """Outputs, inputs or targets of micro-batches as of one batch: tensors are joined along dim 0.
+def is_list_of_samples(value: Any, samples: int) -> bool:
+    """Whether this is a list with an item for each sample, such as the boxes of each image, and not one of tensors that
+    have all samples along dim 0."""
+    if type(value) not in (tuple, list) or len(value) != samples:
+        return False
+    tensors = list(tensors_in(value))
+    return not tensors or not all(tensor.ndim and len(tensor) == samples for tensor in tensors)
+
+
+def joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Outputs, inputs or targets of micro-batches as of one batch: tensors are joined along dim 0, and lists with an
+    item for each sample end to end. rows: samples of each.
 
     Raises:
         TrainingError: their shapes differ beyond dim 0.
@@ -90,8 +109,10 @@ def joined(parts: Sequence[Any]) -> Any:
                                 hint="give ctx.run and ctx.backward the batch itself, which they run micro-batch by "
                                      "micro-batch, or pad all samples to one length") from error
     if isinstance(first, Mapping):
-        return {key: joined([part[key] for part in parts]) for key in first}
+        return {key: joined([part[key] for part in parts], rows) for key in first}
     if isinstance(first, tuple | list):
-        columns = [joined(column) for column in zip(*parts, strict=True)]
+        if [len(part) for part in parts] == list(rows) and any(map(is_list_of_samples, parts, rows)):
+            return type(first)(item for part in parts for item in part)
+        columns = [joined(column, rows) for column in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     return first

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils._pytree import tree_map
 
 from paceline.capture.randomness import drawing
+from paceline.errors import TrainingError
 from paceline.runtime.streams import key_to_seed, seed_streams
 
 # What draws more or fewer numbers for one element than for another: each row has a stream of its own.
@@ -23,16 +24,22 @@ _BY_VALUE = ("_sample_dirichlet", "_standard_gamma", "binomial", "poisson")
 
 
 class MakesOn:
-    """While this is entered, torch.zeros(3) and the like are on the device."""
+    """While this is entered, torch.zeros(3) and the like are on the device, and float64 in a job of that precision."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, precision: str) -> None:
         self._context = None if device.type == "cpu" else DeviceContext(device)
+        self._dtype, self._outside = torch.float64 if precision == "float64" else None, torch.get_default_dtype()
 
     def __enter__(self) -> None:
         if self._context is not None:
             self._context.__enter__()
+        if self._dtype is not None:
+            self._outside = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
 
     def __exit__(self, *error: Any) -> None:
+        if self._dtype is not None:
+            torch.set_default_dtype(self._outside)
         if self._context is not None:
             self._context.__exit__(*error)
 
@@ -50,13 +57,17 @@ class WindowDraws(TorchDispatchMode):
     """While this is entered, random operators draw for the window, and what makes a tensor makes it on the device.
 
     rows: of this rank's tensors. first: place of the first of them in the window. count: samples of the window.
-    key: of the step.
+    key: of the step. precision: of the job.
+
+    Raises:
+        TrainingError: an operator is given a generator.
     """
 
-    def __init__(self, *, rows: int, first: int, count: int, key: Sequence[int | str], device: torch.device) -> None:
+    def __init__(self, *, rows: int, first: int, count: int, key: Sequence[int | str], device: torch.device,
+                 precision: str = "float32") -> None:
         super().__init__()
         self.rows, self.first, self.count, self.key, self.number = rows, first, count, tuple(key), 0
-        self.makes_on = MakesOn(device)
+        self.makes_on = MakesOn(device, precision)
         seed_streams(*self.key)  # Python's and NumPy's, too
 
     def __enter__(self) -> WindowDraws:
@@ -77,8 +88,13 @@ class WindowDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            raise TrainingError(f"the step draws from a generator of its own ({func.overloadpacket.__name__}): each "
+                                "rank would draw other numbers, and a resumed run others again",
+                                hint="leave generator= out: what a step draws is fixed by the seed and the step, and a "
+                                     "sample gets the same numbers under every plan")
         self._seed()
         self.number += 1
         with drawing():

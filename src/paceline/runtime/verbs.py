@@ -55,7 +55,8 @@ class Verbs:
         self.batch = StepBatch([batch.to(stepper.device, dtype) for batch in batches])
         self.first = min(stepper.part.cuts(window.count)[0].start, window.count - 1)  # place of the first sample here
         self.draws = WindowDraws(rows=len(self.batch), first=self.first, count=window.count,
-                                 key=(stepper.job.seed, "own step", step), device=stepper.device)
+                                 key=(stepper.job.seed, "own step", step), device=stepper.device,
+                                 precision=stepper.job.precision)
         self.number = 0  # of verbs so far: keys their random streams
         self.in_loss = False
         self.loss, self.agreed = 0.0, list[_Agreed]()
@@ -176,7 +177,7 @@ class Verbs:
         return self.stepper.shared_outputs(part, [output])[0]
 
     def _run_without_gradients(self, part: ModelPart, inputs: Any) -> Any:
-        outputs = []
+        outputs, rows = [], []
         has_samples = any(piece.samples for piece in self.batch.pieces)
         for number, (piece, given) in enumerate(zip(self.batch.pieces, self.batch.cut(
                 inputs, f"what '{part.name}' is run with"), strict=True)):
@@ -188,7 +189,8 @@ class Verbs:
                 output = part.layout.forward(MicroBatch(given, None, piece.samples))
             if is_needed:
                 outputs.append(output)
-        return joined(self.stepper.shared_outputs(part, outputs))
+                rows.append(max(piece.samples, 1))
+        return joined(self.stepper.shared_outputs(part, outputs), rows)
 
     def _run_in_loss(self, part: ModelPart, inputs: Any, *, grad: bool) -> Any:
         given = inputs.input if isinstance(inputs, StepBatch) else inputs
