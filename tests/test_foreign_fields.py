@@ -43,6 +43,11 @@ PARAMETER = nn.Parameter(torch.zeros(1))
     ({"metrics": {"f1": of_keras("F1Score")()}, "validation": [(0, 0)]}, "metric 'f1' is one of Keras"),
     ({"data": SimpleNamespace(train_dataloader=list)}, "data=module.train_dataloader()"),
     ({"validation": SimpleNamespace(val_dataloader=list)}, "validation=module.val_dataloader()"),
+    ({"batch_size": 4}, "'batch_size': it is called batch= here"), ({"lr": 0.1}, "learning rate is the optimizer's"),
+    ({"gradient_accumulation_steps": 4}, "accumulate=4"), ({"optimiser": None}, "did you mean 'optimizer'"),
+    ({"precision": torch.float16}, "it is called 'fp16' here"), ({"precision": "bf16-mixed"}, "'bf16' here"),
+    ({"model": [nn.Identity]}, "model is a list"), ({"loss": nn.MSELoss}, "give MSELoss()"),
+    ({"data": iter([1, 2])}, "can be read once"),
 ])
 def test_what_to_write_instead(changes: dict[str, Any], message: str):
     """A job that is made says the field and the replacement."""

@@ -2,11 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
+from paceline.errors import JobError, nearest
+
 LIGHTNING = "docs/from-lightning.md shows both side by side"
+_RATE = "the learning rate is the optimizer's: optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
+_PIECES = "batch is what an optimizer step takes, and a plan says in how many pieces: \"data=2 accumulate=4\""
+_WHERE = "a job knows no devices: pl.train(job, \"data=2\", devices=\"cuda:0-1\")"
+# What fields are called in Transformers, Lightning, Keras, Accelerate and training scripts; or where they belong.
+_MEANT = {
+    **dict.fromkeys(("batch_size", "global_batch_size", "per_device_train_batch_size", "train_batch_size"), "batch="),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs", "n_epochs"), "epochs="),
+    **dict.fromkeys(("max_steps", "num_steps", "iterations", "total_steps"), "steps="),
+    **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "clip_grad_norm", "grad_clip"), "clip="),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "schedule"), "lr_schedule="),
+    **dict.fromkeys(("dataset", "train_dataset", "train_data", "dataloader", "train_dataloader"), "data="),
+    **dict.fromkeys(("eval_dataset", "val_dataset", "val_data", "valid_data", "validation_data", "val_dataloader",
+                     "test_dataset"), "validation="),
+    **dict.fromkeys(("collate_fn", "data_collator"), "collate="),
+    **dict.fromkeys(("criterion", "loss_fn", "compute_loss_func"), "loss="),
+    **dict.fromkeys(("compute_metrics", "metric"), "metrics={name: function}"),
+    **dict.fromkeys(("fp16", "bf16", "mixed_precision", "amp"), "precision=\"fp16\" or \"bf16\""),
+    **dict.fromkeys(("pretrained", "checkpoint", "weights_path", "state_dict"), "init="),
+    **dict.fromkeys(("lr", "learning_rate"), _RATE), "weight_decay": _RATE.replace("lr=1e-3", "weight_decay=0.1"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "accumulate", "accumulation_steps"),
+                    _PIECES),
+    **dict.fromkeys(("devices", "gpus", "accelerator", "strategy", "plan", "device", "num_nodes"), _WHERE),
+    "shuffle": "samples are shuffled; sampler=torch.utils.data.SequentialSampler(data) keeps their order",
+    "num_workers": "pl.train(job, loader_workers=4), or a DataLoader as data=",
+}
+_PRECISIONS = {"16": "fp16", "16-mixed": "fp16", "16-true": "fp16", "float16": "fp16", "half": "fp16",
+               "bfloat16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16", "32": "float32", "32-true": "float32",
+               "fp32": "float32", "float": "float32", "64": "float64", "64-true": "float64", "double": "float64"}
 _OPTIMIZER = "optimizer must be a function of the (name, parameter) pairs"
+
+
+def explained(init: Callable[..., None], fields: list[str]) -> Callable[..., None]:
+    """The constructor of a job, which says what to write in the place of a field that it doesn't have.
+
+    Raises:
+        JobError: it is given one.
+    """
+    @wraps(init)
+    def explaining(job: Any, *args: Any, **given: Any) -> None:
+        if unknown := [name for name in given if name not in fields]:
+            raise JobError("; ".join(f"a job has no field '{name}': {_said(name, fields)}" for name in unknown))
+        init(job, *args, **given)
+
+    return explaining
+
+
+def _said(name: str, fields: list[str]) -> str:
+    meant = _MEANT.get(name)
+    if meant is None:
+        return nearest(name, fields)
+    return f"it is called {meant} here" if meant.endswith("=") else meant
+
+
+def meant_precision(given: object) -> str | None:
+    """What another tool's name of a precision, or a dtype of torch, is called in a job."""
+    return _PRECISIONS.get(str(given).removeprefix("torch."))
 
 
 def problems(job: Any) -> Iterator[str]:
@@ -23,6 +81,15 @@ def problems(job: Any) -> Iterator[str]:
         yield f"{_OPTIMIZER}, got a {type(job.optimizer).__name__}; {_SEVERAL}"
     elif of_keras(job.optimizer):
         yield f"{_OPTIMIZER}: {keras_optimizer(job.optimizer)}"
+    if isinstance(job.model, list | tuple | dict):
+        yield f"model is a {type(job.model).__name__}: {_MODELS}"
+    if isinstance(job.loss, type) and hasattr(job.loss, "named_parameters") and not of_keras(job.loss):
+        name = job.loss.__name__
+        yield f"loss must be a function (output, target), and {name} is a class: give {name}()"
+    for name in ("data", "validation", "test"):
+        if hasattr(getattr(job, name), "__next__"):
+            yield (f"{name} can be read once ({type(getattr(job, name)).__name__}), and each epoch and rank reads it: "
+                   "give an object whose __iter__ begins again, such as a torch IterableDataset")
     if of_keras(job.loss):
         yield ("loss is one of Keras, which takes (target, output), and a job's takes (output, target): give "
                "loss=lambda output, target: keras_loss(target, output)")
@@ -53,9 +120,10 @@ def model_hint(returned: object) -> str:
         return "the function must return the module that it builds"
     if isinstance(returned, type):
         return f"call it: model=lambda: {returned.__name__}(...)"
-    return "model= builds one module; several by name are models={...} with a step of your own, see docs/own-step.md"
+    return _MODELS
 
 
+_MODELS = "model= builds one module; several by name are models={...} with a step of your own, see docs/own-step.md"
 _SEVERAL = ("a job has one optimizer of torch, whose parameter groups may differ in learning rate and weight decay; "
             "several by name: models={\"net\": build} and optimizers={...}, see docs/own-step.md")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -182,6 +182,10 @@ class Job:
         return self.batch.windows(self.num_samples, drop_last=self.drop_last)
 
 
+Job.__init__ = foreign_fields.explained(  # type: ignore[method-assign]
+    Job.__init__, [each.name for each in fields(Job) if each.init])
+
+
 def _phase_problems(job: Job) -> Iterator[str]:
     if isinstance(job.batch, Phases):
         wrong = [value for value in job.batch.values
@@ -245,7 +249,8 @@ def _problems(job: Job) -> Iterator[str]:
     yield from foreign_fields.problems(job)
     for name, may_be_none in (("model", False), ("loss", True), ("optimizer", False), ("collate", True),
                               ("validation_collate", True)):
-        if not callable(value := getattr(job, name)) and not (may_be_none and value is None):
+        if not callable(value := getattr(job, name)) and not (may_be_none and value is None) and not (
+                name in ("model", "optimizer") and isinstance(value, tuple | list | dict)):
             yield f"{name} must be callable, got {type(value).__name__}"
     if not isinstance(job.model, type) and hasattr(job.model, "named_parameters"):
         yield "model must be a function that builds the module (lambda: Net()), not the module itself"
@@ -260,7 +265,9 @@ def _problems(job: Job) -> Iterator[str]:
         given = "both" if job.epochs is not None else "neither"
         yield f"give either epochs or steps, got {given}"
     if job.precision not in get_args(Precision):
-        yield f"precision {job.precision!r}: {nearest(str(job.precision), get_args(Precision))}"
+        meant = foreign_fields.meant_precision(job.precision)
+        yield (f"precision {job.precision!r}: " + (f"it is called {meant!r} here" if meant else
+                                                   nearest(str(job.precision), get_args(Precision))))
     if job.clip is not None and (isinstance(job.clip, bool) or not isinstance(job.clip, int | float)
                                  or not 0 < job.clip < math.inf):
         yield f"clip must be a positive number, got {job.clip!r}"
