@@ -122,6 +122,17 @@ class PlainRun:
 
     def step(self, batch: MicroBatch) -> StepRecord:
         """Forward, backward, clipping, update and schedule for one batch."""
+        try:
+            return self._step(batch)
+        except Exception as error:
+            if self.variation.cuts > 1 or len(self.shares) * self.microbatches > 1:
+                error.add_note("one device computed the batch in parts here, as plans do. What a model keeps of the "
+                               "batch before, such as a hidden state, has as many samples as that had. In a step of "
+                               "one's own, ctx.gather and ctx.places keep it for each sample; plans that don't cut "
+                               "the batch (tensor=N, place=auto parts=N) run the model as it is")
+            raise
+
+    def _step(self, batch: MicroBatch) -> StepRecord:
         if self.job.models:
             return self._own_step(batch)
         loss = self.backward(batch)
