@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,13 @@ from tests.corpus import own_steps
 from tests.corpus.own_steps import adam, fields, small
 
 JOBS = ("gan_with_penalty", "distillation", "self_distillation", "muon_beside_adamw", "actor_critic", "masked_tokens")
+
+
+@dataclass
+class Record:
+    """What a model may return."""
+
+    rows: torch.Tensor
 
 
 def certificate(name: str, plan: str, *, steps: int = 3) -> Any:
@@ -266,6 +274,8 @@ def test_a_list_with_an_item_for_each_sample_is_cut_and_joined() -> None:
     assert batch.cut({"words": words}, "words") == [{"words": ["a", "b"]}, {"words": ["c"]}]
     pair = StepBatch([MicroBatch((torch.zeros(2), torch.ones(2)), None, 2)] * 2)
     assert [part.tolist() for part in pair.input] == [[0] * 4, [1] * 4]
+    record = StepBatch([MicroBatch(Record(torch.zeros(2)), None, 2), MicroBatch(Record(torch.ones(1)), None, 1)])
+    assert record.input.rows.tolist() == [0, 0, 1]
 
 
 def test_a_step_draws_in_the_precision_of_the_job_and_by_no_generator_of_its_own() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -115,4 +117,9 @@ def joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
             return type(first)(item for part in parts for item in part)
         columns = [joined(column, rows) for column in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    if is_dataclass(first) and not isinstance(first, type):
+        whole = copy.copy(first)
+        for field in fields(first):
+            object.__setattr__(whole, field.name, joined([getattr(part, field.name) for part in parts], rows))
+        return whole
     return first
