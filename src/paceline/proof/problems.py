@@ -109,7 +109,8 @@ def _step_problem(job: Job, *, steps: int) -> Problem | None:
             return Problem("samples", tuple(norms), f"the step couples the samples of a batch{layers}: cutting the "
                            f"batch of step {step + 1} in two moves the gradient of '{name}' by {moved[name]:.2g} on "
                            "one device already", "a scalar loss is the mean over its samples, anything else "
-                           f"(sum, count), and no layer mixes samples; {UNCUT}")
+                           "(sum, count), and no layer mixes samples; what all samples of the step share is gathered "
+                           f"(ctx.gather); {UNCUT}")
     return None
 
 
@@ -166,7 +167,8 @@ def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
         return None
     return Problem("samples", ("the loss",), "the job couples the samples of a batch: the loss compares them, for the "
                    "gradient of some changes with the outputs of others",
-                   f"let an item of the data hold all samples that are compared; {UNCUT}")
+                   "let an item of the data hold all samples that are compared, or gather them in a step of your own "
+                   f"(ctx.gather); {UNCUT}")
 
 
 def _no_mean(job: Job, output: Any, batch: MicroBatch, *, loss: Any) -> Problem | None:
