@@ -14,7 +14,7 @@ from pretended_cuda.build import CannotBuild, build
 
 pytest.importorskip("keras")
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 _DEVICES = Path(__file__).parent
 _SITE = """
 import os
@@ -117,7 +117,7 @@ def test_a_model_trains_on_gpus_as_on_one_cpu(plan: str, devices: str, how: str,
     (tmp_path / "sitecustomize.py").write_text(_SITE)
     (tmp_path / "script.py").write_text(_SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), plan, devices, how], check=True, timeout=250,
+        [sys.executable, str(tmp_path / "script.py"), plan, devices, how], check=True, timeout=550,
         stdout=subprocess.PIPE, text=True, env=os.environ | {
             "PYTHONPATH": os.pathsep.join([str(_DEVICES.parent.parent / "src"), str(tmp_path), str(_DEVICES)]),
             "PRETENDED_CUDA_LIBRARY": str(library), "PRETENDED_CUDA_DEVICES": "3", "OMP_NUM_THREADS": "1",

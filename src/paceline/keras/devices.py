@@ -37,7 +37,7 @@ def on_device(model: Any, device: str) -> Iterator[None]:
     with ExitStack() as scopes:
         if device.startswith("cuda"):
             scopes.enter_context(torch.cuda.device(device))
-        scopes.enter_context(keras.device(device))
+        scopes.enter_context(keras.device(torch.device(device).type))  # Keras asks for "cuda", without a number
         _move_model(model, device)
         try:
             yield
@@ -46,8 +46,8 @@ def on_device(model: Any, device: str) -> Iterator[None]:
 
 
 def where(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """While Keras makes its tensors where this one is."""
-    device = str(tensor.device) if tensor.is_cuda else "cpu"
+    """While Keras makes its tensors where this one is: on the CPU or this process's GPU."""
+    device = "cuda" if tensor.is_cuda else "cpu"
     return nullcontext() if device == str(get_device()) else keras.device(device)
 
 

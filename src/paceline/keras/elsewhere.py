@@ -14,11 +14,9 @@ import torch
 
 from paceline.callbacks.callback import Callback, EpochReport, EvaluationReport
 from paceline.callbacks.handle import RunHandle
-from paceline.job import Job
-from paceline.keras.copies import packed, unpacked
+from paceline.keras.copies import unpacked
 from paceline.keras.wire import receive, send
 from paceline.launch.fresh import in_a_fresh_process
-from paceline.plans import Plan
 from paceline.verbs.train import train
 
 
@@ -29,17 +27,15 @@ class HearsEpochs(Protocol):
         """As that of a `Callback`; `run` has `state_dict` and `stop` alone."""
 
 
-def train_elsewhere(job: Job, plan: Plan, callback: HearsEpochs, **options: Any) -> None:
-    """Train the job in a new process, where CUDA is not in use yet.
+def train_elsewhere(data: bytes, callback: HearsEpochs) -> None:
+    """Train a job in a new process, where CUDA is not in use yet.
 
     Args:
-        job: With all its tensors on the CPU.
+        data: A job with all its tensors on the CPU, a plan and options of `train`, packed.
         callback: Hears of epochs on this thread. What it raises ends the run, and is raised here.
-        options: Of `train`.
     """
     ours, theirs = multiprocessing.Pipe()
     errors: list[BaseException] = []
-    data = packed((job, plan, options))
 
     def run() -> None:
         try:

@@ -173,7 +173,7 @@ def _be_sent(data: bytes, device: str, connection: Connection, control: Connecti
     def live(connection: Connection) -> None:
         if device.startswith("cuda"):
             torch.cuda.set_device(torch.device(device))
-        with keras.device(device):
+        with keras.device(torch.device(device).type):
             unpacked(data)(connection)
 
     _be_fork(live, connection, [control], parent_pid)

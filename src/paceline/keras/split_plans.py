@@ -16,6 +16,7 @@ import torch
 from paceline.callbacks.callback import Callback, EpochReport
 from paceline.errors import UsageError
 from paceline.keras.as_job import job, load, load_weights
+from paceline.keras.copies import packed
 from paceline.keras.devices import on_device, refuse_other_kinds
 from paceline.keras.elsewhere import train_elsewhere
 from paceline.launch.fork import forks_can_use_cuda
@@ -63,8 +64,8 @@ def fit(model: Any, x: Any, y: Any, plan: Plan, devices: str | None, arguments: 
             train(job(model, x, y, callbacks=[told], **fields), plan, **options)
         else:
             with on_device(model, "cpu"):
-                asked = job(model, x, y, **fields)
-            train_elsewhere(asked, plan, told, **options)
+                data = packed((job(model, x, y, **fields), plan, options))
+            train_elsewhere(data, told)
         if not told.has_weights:
             load(model, run)
     callbacks.on_train_end(told.logs)
