@@ -502,6 +502,14 @@ def test_an_epoch_is_drawn_as_accelerate_draws_it(tmp_path: Path):
         drawn = [index for batch in loader.batch_sampler for index in batch]
         assert list(sampler) == drawn == list(sampler)
         assert len(drawn) == len(sampler) == 36
+    grouped = _trainer(Trainer, tmp_path, _model(), arguments={
+        "train_sampling_strategy": "group_by_length", "data_seed": 5})
+    grouped.create_optimizer()
+    loader = grouped.get_train_dataloader()
+    torch.manual_seed(grouped.args.seed)
+    torch.empty((), dtype=torch.int64).random_()
+    drawn = list(loader.batch_sampler.sampler)
+    assert list(job_of(grouped, loader, steps=4).sampler) == drawn
 
 
 def test_values_travel_without_pickle():

@@ -28,8 +28,7 @@ def job_of(trainer: Any, loader: Any, *, steps: int) -> Job:
     is_stream = isinstance(loader.dataset, IterableDataset)
     if not is_stream:
         drawn, batch = _sampler(loader), args.per_device_train_batch_size
-        sampler = EpochSampler(drawn, len(loader) * batch if args.dataloader_drop_last else len(drawn),
-                               seed=args.seed if args.data_seed is None else args.data_seed)
+        sampler = EpochSampler(drawn, len(loader) * batch if args.dataloader_drop_last else len(drawn), seed=args.seed)
     prefix = OwnLossModel.PREFIX if computes_own_loss(trainer) else ""
     return Job(
         **_parts(trainer, loader), sampler=sampler, steps=steps,
@@ -127,10 +126,10 @@ class CountedStream(IterableDataset[Any]):
 class EpochSampler:
     """A sampler of torch, drawn for each epoch as Trainer draws it on one device.
 
-    Accelerate seeds random samplers by the epoch. Others draw from torch's global generator; here it is seeded once,
-    and epochs before are drawn again, which equals Trainer as long as nothing else draws.
+    Accelerate seeds random samplers by the epoch and `data_seed`. Others draw from torch's global generator; here it
+    is seeded once, and epochs before are drawn again, which equals Trainer as long as nothing else draws.
 
-    length: of an epoch, without what a last short batch would leave out.
+    length: of an epoch, without what a last short batch would leave out. seed: that Trainer gives the generator.
     """
 
     def __init__(self, sampler: Any, length: int, *, seed: int) -> None:
