@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import ClusterError, JobError
+from paceline.errors import ClusterError, JobError, UsageError
 from paceline.job import Job
-from paceline.jobfile import JobFile, load
+from paceline.jobfile import JobFile, load, open_job
 
 BODY = "return pl.Job(model=lambda: given, data=[(0, 0)], loss=max, optimizer=list, batch=1, steps=1)"
 
@@ -82,7 +82,8 @@ def test_a_missing_file_names_the_nearest(write: Write, tmp_path: Path):
     assert "there is no file" in message and "did you mean digits.py?" in message
 
 
-@pytest.mark.parametrize(("name", "part"), [("notes.txt", "is not a Python file"), ("folder/x.py", "there is no file")])
+@pytest.mark.parametrize(("name", "part"), [("notes.txt", "is not a Python file"), ("folder/x.py", "there is no file"),
+                                           ("x" * 300, "File name too long")])
 def test_what_is_not_a_python_file_is_refused(write: Write, tmp_path: Path, name: str, part: str):
     """Text files and files in folders that don't exist are named as such."""
     write("notes.txt", "hello")
@@ -448,3 +449,12 @@ def test_a_setting_that_json_can_not_keep_is_named(write: Write):
     """A run can't remember an object; it says so before it starts."""
     with pytest.raises(JobError, match="setting x=<object"):
         JobFile.parse(write(), {"x": object()}).to_dict()
+
+
+def test_verbs_take_the_name_of_a_file(write: Write, tmp_path: Path):
+    """As the command line does; and say what a job is where they get something else."""
+    assert open_job(write("digits.py"))[0] == JobFile(tmp_path / "digits.py")
+    with pytest.raises(UsageError, match="a Python file that makes one, got dict"):
+        open_job({})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="call the function"):
+        open_job(lambda: None)  # type: ignore[arg-type]

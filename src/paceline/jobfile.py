@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from paceline.choices import chosen
-from paceline.errors import JobError, PacelineError, nearest
+from paceline.errors import JobError, PacelineError, UsageError, nearest
 from paceline.job import Job
 
 DEFAULT_FUNCTION = "job"
@@ -107,6 +107,26 @@ class JobFile:
         return cls(Path(document["path"]), document["function"], dict(document["settings"]))
 
 
+AnyJob = Job | JobFile | str | Path  # a text names a file, as on the command line
+
+
+def open_job(job: AnyJob) -> tuple[JobFile | None, Job]:
+    """The file that a job comes from, if it comes from one, and the job. A text is read as on the command line.
+
+    Raises:
+        JobError: the file or its function can't be used.
+        UsageError: this is no job at all.
+    """
+    if isinstance(job, str | Path):
+        job = JobFile.parse(str(job))
+    if isinstance(job, JobFile):
+        return job, job.load()
+    if not isinstance(job, Job):
+        raise UsageError(f"a job is a paceline.Job or a Python file that makes one, got {type(job).__name__}",
+                         hint="docs/job.md shows one" if not callable(job) else "call the function: it returns the Job")
+    return None, job
+
+
 @dataclass(frozen=True)
 class JobFunction:
     """A function that returns a job, found in a file that has been run.
@@ -168,9 +188,13 @@ def load(source: str, settings: Mapping[str, Any] = {}) -> Job:
 
 
 def _check_file(path: Path, given: str) -> None:
-    if path.is_file() and path.suffix == ".py":
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # a name that no file can have
+        raise JobError(f"can't look for the job file {given[:80]}...: {error.strerror}") from error
+    if is_file and path.suffix == ".py":
         return
-    if path.is_file():
+    if is_file:
         raise JobError(f"{given} is not a Python file", hint="a job is a function in a file that ends in .py")
     if path.is_dir():
         raise JobError(f"{given} is a folder", hint=_python_files(path))

@@ -13,7 +13,7 @@ from paceline.cluster import Cluster
 from paceline.document import strict
 from paceline.errors import PlanError, UsageError
 from paceline.job import Job, Precision
-from paceline.jobfile import JobFile
+from paceline.jobfile import AnyJob, open_job
 from paceline.launch.fork import in_a_fork
 from paceline.planner.estimate import Estimate, NotPriced
 from paceline.planner.fit import set_aside, taken
@@ -43,11 +43,11 @@ class Planned:
     smaller: Callable[[Cluster], Sequence[Sequence[Attempt]]] = lambda cluster: ()
 
     @classmethod
-    def of(cls, job: Job | JobFile | FineTuning) -> Planned:
+    def of(cls, job: AnyJob | FineTuning) -> Planned:
         """The job, loaded or made if it has to be."""
         if isinstance(job, FineTuning):
             return cls(job.job(), job.smaller)
-        return cls(job.load() if isinstance(job, JobFile) else job)
+        return cls(open_job(job)[1])
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Answer:
         return write(strict(self.to_dict()), Path(to), command=command)
 
 
-def plan(job: Job | JobFile | FineTuning, cluster: Cluster | str = "local", *, relaxed: bool = False,
+def plan(job: AnyJob | FineTuning, cluster: Cluster | str = "local", *, relaxed: bool = False,
          price_per_hour: float | None = None, mtbf_hours: float | None = None,
          checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S, calibrate_s: float = CALIBRATE_S) -> Answer:
     """Rank the plans that a job allows on a cluster by predicted speed, or by cost.

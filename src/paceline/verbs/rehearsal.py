@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import PacelineError, UsageError
-from paceline.job import Job
-from paceline.jobfile import JobFile
+from paceline.jobfile import AnyJob, open_job
 from paceline.launch.faults import Fault, draw, struck
 from paceline.launch.fork import die_with, end_openmp_threads
 from paceline.plans import Plan
@@ -132,7 +131,7 @@ class Rehearsal:
         return f"up to {self.difference:.3g} from those of the undisturbed run{note}"
 
 
-def rehearse(job: Job | JobFile, plan: str | Plan | None = None, faults: Sequence[Fault | str] = (), *, random: int = 0,
+def rehearse(job: AnyJob, plan: str | Plan | None = None, faults: Sequence[Fault | str] = (), *, random: int = 0,
              seed: int = 0, run: str | Path | None = None, save_every: int | None = None,
              timeout_s: float = TIMEOUT_S, **request: Any) -> Rehearsal:
     """Train a job undisturbed, then under faults; a launch that ends before its time is resumed as a user would.
@@ -151,7 +150,7 @@ def rehearse(job: Job | JobFile, plan: str | Plan | None = None, faults: Sequenc
     Raises:
         UsageError: the request makes no sense. RankFailed: the undisturbed run failed.
     """
-    source, loaded = (job, job.load()) if isinstance(job, JobFile) else (None, job)
+    source, loaded = open_job(job)
     if (steps := request.pop("steps", None)) is not None:
         loaded = replace(loaded, steps=steps, epochs=None)
     if loaded.total_steps is None:

@@ -11,8 +11,7 @@ from typing import Any
 
 from paceline.cluster import Cluster
 from paceline.errors import ClusterError, MissingPackage, PacelineError, UsageError
-from paceline.job import Job
-from paceline.jobfile import JobFile
+from paceline.jobfile import AnyJob, open_job
 from paceline.launch.fork import apart_from_cuda
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank import Candidate, amount
@@ -106,7 +105,7 @@ class Scaling:
         return draw(self, Path(path))
 
 
-def scale(job: Job | JobFile, cluster: Cluster | str, counts: str = "1..1024", *, relaxed: bool = False) -> Scaling:
+def scale(job: AnyJob, cluster: Cluster | str, counts: str = "1..1024", *, relaxed: bool = False) -> Scaling:
     """The best plan on each of several numbers of devices, with the global batch of the job.
 
     Args:
@@ -122,7 +121,7 @@ def scale(job: Job | JobFile, cluster: Cluster | str, counts: str = "1..1024", *
     numbers = parse_counts(counts)
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     where.resized(1)
-    loaded = job.load() if isinstance(job, JobFile) else job
+    _, loaded = open_job(job)
 
     def points() -> tuple[Point, ...]:
         problem = PlanningProblem.of(loaded, device=where.first_here)

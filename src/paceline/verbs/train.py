@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.callbacks.loggers import loggers_of, of_cluster
 from paceline.errors import OutOfMemory, UsageError
 from paceline.job import Job
-from paceline.jobfile import JobFile
+from paceline.jobfile import AnyJob, JobFile, open_job
 from paceline.launch.environment import current
 from paceline.launch.failure import RankFailed
 from paceline.launch.faults import FaultInjector
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Follow = Callable[["RankContext", Path], "Observer"]
 
 
-def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | None = None,
+def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = None,
           on: str | None = None, procs: int | None = None, memory: str | None = None, steps: int | None = None,
           save_every: int | None = None, keep: int | None = None, trace: int = 0, run: str | Path | None = None,
           resume: bool = False, loader_workers: int | None = None, timeout_s: float = 300.0,
@@ -83,7 +83,7 @@ def train(job: Job | JobFile, plan: str | Plan | None = None, *, devices: str | 
     if resume and run is None:
         raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
     loggers = loggers_of(log)
-    source, loaded = (job, job.load()) if isinstance(job, JobFile) else (None, job)
+    source, loaded = open_job(job)
     if steps is not None:
         loaded = replace(loaded, steps=steps, epochs=None)
     given = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from paceline.errors import NotDeterministic, PlanError, PlanRefused, UsageError, nearest
 from paceline.job import Job, Precision
-from paceline.jobfile import JobFile
+from paceline.jobfile import AnyJob, JobFile, open_job
 from paceline.launch.temporary import temporary_folder
 from paceline.plans import Plan
 from paceline.proof import certificate
@@ -116,7 +116,7 @@ def _where(furthest: Furthest) -> dict[str, Any]:
             "tolerance": furthest.allowed}
 
 
-def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int = 4, run: str | Path | None = None,
+def verify(job: AnyJob, plans: Sequence[str | Plan] = (), *, steps: int = 4, run: str | Path | None = None,
            resume: Resume = "short", devices: str | None = None, timeout_s: float = 120.0) -> list[Certificate]:
     """Run the job for some steps on one device and under each plan, and compare what they compute and keep.
 
@@ -141,8 +141,8 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
     from paceline.proof.ranks import Proof, reference_of
     from paceline.strategies.compose import load
 
-    source = job.to_dict() if run is not None and isinstance(job, JobFile) else None
-    loaded = job.load() if isinstance(job, JobFile) else job
+    file, loaded = open_job(job)
+    source = file.to_dict() if run is not None and file is not None else None
     _check(steps, resume)
     named = _devices_here(devices)
     chosen = [Plan.read(plan) for plan in plans] or _plans_that_fit(loaded, named)
@@ -160,8 +160,8 @@ def verify(job: Job | JobFile, plans: Sequence[str | Plan] = (), *, steps: int =
         hops = _hopping(chosen) if resume == "short" and not plans else set(range(len(chosen)))
         certificates = list(_certificates(proof, chosen, reference, hops=hops if saved_step else set(),
                                           asked_for=bool(plans)))
-    if isinstance(job, JobFile):
-        _remember(job, loaded, certificates, named)
+    if file is not None:
+        _remember(file, loaded, certificates, named)
     if written is not None:
         certificate.write(written, _document(loaded, source, reference, certificates, num_samples, named))
     return certificates
