@@ -131,3 +131,22 @@ def test_timed_operators_count_and_others_are_priced_by_what_they_move():
     event = Compute(operators=3, calls=((PRODUCT, 2.0), (OperatorCall("", num_bytes=2e6), 1.0)))
 
     assert rates.seconds(event, "float32")[0] == pytest.approx(IN_A_STEP * (1.0 + 2.0) + 3 * 0.2)
+
+
+def test_few_calls_are_repeated_until_the_fastest_is_no_accident(monkeypatch):
+    """A slow operator is called twice; where both calls were disturbed, up to five times."""
+    clock = [0.0]
+    monkeypatch.setattr(operators.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(operators.time, "perf_counter", lambda: clock[0])
+
+    def timed(*seconds: float) -> tuple[float, int]:
+        left = list(seconds)
+
+        def again() -> None:
+            clock[0] += left.pop(0)
+
+        return operators._seconds(again, 1), len(seconds) - len(left)
+
+    assert timed(1.0, 1.01, 9.0) == (pytest.approx(1.0), 2)
+    assert timed(3.0, 2.0, 1.0, 1.02, 9.0) == (pytest.approx(1.0), 4)
+    assert timed(5.0, 4.0, 3.0, 2.0, 1.0, 0.5) == (pytest.approx(1.0), 5)

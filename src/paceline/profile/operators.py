@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MEASURED_S = 0.004  # of an operator's calls
 FEWEST, MOST = 5, 200  # of them
+ALIKE = 0.05  # by which the two fastest calls may differ, as a part, where nothing disturbs them
 SLOW_S, LONGEST_S = 0.03, 0.15  # of an operator's calls on one thread, and on several, which are disturbed more easily
 LARGEST_BYTES = 2**30  # of an operator's operands
 BUDGET_S = 20.0  # of a session; what is left is priced by what it computes and moves
@@ -241,8 +242,9 @@ def _set_up(threads: int, *, keeps_heap: bool) -> Arena:
 
 
 def _seconds(again: Callable[[], object], threads: int) -> float:
-    """Of some calls, as a quarter of them take at most: others that use the machine make the rest slower. On one thread
-    what the thread itself was busy counts; several are never slower than one, but where others are in their way."""
+    """Of some calls, as a quarter of them take at most: others that use the machine make the rest slower. Of few calls
+    the fastest counts, once another one is nearly as fast. On one thread what the thread itself was busy counts;
+    several are never slower than one, but where others are in their way."""
     import torch
 
     alone_s = math.inf
@@ -261,9 +263,16 @@ def _seconds(again: Callable[[], object], threads: int) -> float:
     times = [once()]
     until = time.perf_counter() + (LONGEST_S if threads > 1 else SLOW_S)
     count = max(FEWEST, min(MOST, math.ceil(MEASURED_S / times[0])))
-    while len(times) < 2 or (len(times) < count and time.perf_counter() < until):
+    while len(times) < 2 or (len(times) < count and time.perf_counter() < until) or (
+            len(times) < FEWEST and not _are_alike(times)):
         times.append(once())
     return min(alone_s, statistics.quantiles(times, n=4)[0] if len(times) > FEWEST else min(times))
+
+
+def _are_alike(times: Sequence[float]) -> bool:
+    """Whether two calls are as fast as each other, and no call is faster."""
+    fastest, next_s = sorted(times)[:2]
+    return next_s <= (1 + ALIKE) * fastest
 
 
 class Arena:
