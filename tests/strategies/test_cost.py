@@ -201,12 +201,18 @@ def test_a_unit_is_gathered_before_it_is_recomputed():
     ("shard=2 zero=1", 1, 1, 1), ("shard=2 zero=1", 3, 1, 1),
 ])
 def test_stages_gather_and_reduce_as_often_as_they_say(text, microbatches, gathers, reductions):
-    """Each unit and the root, so many times a step."""
+    """Each unit and the root, so many times a step; gloo reduces the whole of it on every rank."""
     found = collectives(text, *[1.0] * microbatches)
 
     for size, owners in ((UNIT, 2), (ROOT, 1)):
         assert found.count(("all_gather", size, 2)) == gathers * owners
-        assert found.count(("reduce_scatter", size, 2)) == reductions * owners
+        assert found.count(("all_reduce", size, 2)) == reductions * owners
+    assert "all_reduce" not in {kind for kind, size, _ in collectives(text, kind="cuda") if size in (UNIT, ROOT)}
+
+
+def test_gloo_gathers_and_reduces_in_buffers_of_its_own():
+    """A unit twice while it is gathered on a CPU, and twice and a half while it is reduced."""
+    assert highest("shard=2", 1.0)["communication"] == UNIT + UNIT + UNIT / 2
 
 
 def test_stages_hold_less_from_one_to_three():
@@ -234,13 +240,14 @@ def test_a_parameter_with_a_sparse_gradient_stays_whole(text, samples, kind):
     """It is not gathered, and its gradient is summed at the end, at most as a dense one."""
     profile = replace(PROFILE, parameters=tuple(replace(p, is_sparse=p.name == "a") for p in PROFILE.parameters))
     events = step_program(profile, Plan.parse(text), kind, samples)
-    found = [(e.kind, e.num_bytes) for e in events if isinstance(e, Collective) and e.name not in ("meet", "roll")]
+    found = [(e.kind if e.name else "sparse", e.num_bytes) for e in events
+             if isinstance(e, Collective) and e.name not in ("meet", "roll")]
     held: dict[str, float] = {}
     for event in events:
         if isinstance(event, Allocate):
             held[event.ledger] = held.get(event.ledger, 0) + event.num_bytes
 
-    assert found.count(("all_reduce", UNIT)) == 1
+    assert found.count(("sparse", UNIT)) == 1
     assert sum(name == "all_gather" and size == UNIT for name, size in found) == sum(
         name == "all_gather" and size == ROOT for name, size in found) > 0  # of the other unit alone
     assert (held["parameters"], held["gradients"]) == (UNIT + (UNIT + ROOT) / 2,) * 2

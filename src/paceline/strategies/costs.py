@@ -35,7 +35,7 @@ from paceline.profile.calls import OperatorCalls
 from paceline.profile.profile import Product, Profile, Segment, Work
 from paceline.simulate.allocator import ROUNDED_BYTES, ROUNDED_PART, Allocator, CpuHeap, CudaCaching
 from paceline.simulate.kept import KeptByIdentity
-from paceline.simulate.program import Compute, Event, Part
+from paceline.simulate.program import CollectiveName, Compute, Event, Part
 from paceline.software import PACELINE, Software
 
 # NCCL keeps buffers for each channel of each connection that
@@ -165,6 +165,16 @@ def compute(work: Work, samples: float, *, part: Part = "compute") -> Compute:
 def _grow(products: tuple[Product, ...], samples: float) -> tuple[Product, ...]:
     sides = [{p.grows: getattr(p, p.grows) * samples} for p in products]
     return tuple(replace(p, **side) for p, side in zip(products, sides, strict=True))
+
+
+def reduce_scatter_on(kind: DeviceKind) -> CollectiveName:
+    """What a reduce-scatter is on a kind of device. gloo copies the whole tensor, sums all of it on every rank, and
+    each keeps its part.
+
+    Source: `reduce_scatter_tensor_coalesced` in torch's ProcessGroupGloo.cpp; on two ranks of torch 2.13 it sends as
+    many bytes as an all-reduce, and a gathering half of them.
+    """
+    return "all_reduce" if kind == "cpu" else "reduce_scatter"
 
 
 _of_samples = KeptByIdentity(_grow)

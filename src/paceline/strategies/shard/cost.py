@@ -11,12 +11,9 @@ from dataclasses import replace
 from paceline.plans import Plan
 from paceline.profile.profile import Parameter, Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event, free
-from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step
+from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step, reduce_scatter_on
 
-# What an operator on a sharded tensor costs above one on a plain tensor, in Python: it is looked up and unwrapped.
-# Measured on AdamW's operators, one core; see docs/formulas.md.
-DTENSOR_OPERATOR_S = 25e-6
-# What FSDP2's hooks cost around one gathering or reduction of a unit, in Python. Measured likewise.
+# What FSDP2's hooks cost around one gathering or reduction of a unit, in Python. Measured; see docs/formulas.md.
 HOOK_S = 800e-6
 # What a CPU rank's resident size grows by for FSDP2's own pages and objects. Measured likewise.
 CPU_RUNTIME_BYTES = 12 * 2**20
@@ -157,14 +154,13 @@ class _Sharding:
             yield Compute(after=(REDUCED,))
 
     def update(self, at: HookPoint) -> Iterable[Event]:
-        yield Compute(fixed_s=self.step.profile.update.operators * DTENSOR_OPERATOR_S, part="optimizer")
         if self.kept_whole:
             yield Collective("all_gather", self._kept_bytes(), self.ranks, name="gather", stream=COMPUTE,
                              stride=self.stride)
 
     def _issue(self, unit: str) -> Iterable[Event]:
         whole, local = self._gathered_bytes(unit)
-        yield Allocate("communication", whole + local)
+        yield Allocate("communication", self._gathering_bytes(whole, local))
         yield Collective("all_gather", whole, self.ranks, name=f"gather {unit}", stream=self.stream,
                          stride=self.stride)
 
@@ -173,8 +169,14 @@ class _Sharding:
         yield Allocate("parameters", whole)
         parts = (self._part_gathered(p) * p.num_bytes for p in _sharded(self.step, unit))
         yield Compute(moved_bytes=2 * (whole + local), fixed_s=self.hook_s, after=(f"gather {unit}",),
-                      new_blocks=(whole, *parts) if self.on_cpu else ())
-        yield free("communication", whole + local)
+                      new_blocks=(whole, whole, *parts) if self.on_cpu else ())
+        yield free("communication", self._gathering_bytes(whole, local))
+
+    def _gathering_bytes(self, whole: float, local: float) -> float:
+        """Of what the unit is gathered in. On a CPU a rank's part has its place in there, and gloo gathers into a
+        buffer of its own before it copies (`AsyncAllgatherWork` in torch's ProcessGroupGloo.cpp; as many new pages as
+        the tensor has, torch 2.13)."""
+        return 2 * whole if self.on_cpu else whole + local
 
     def _gather(self, unit: str) -> Iterable[Event]:
         if self._gathered_bytes(unit)[0]:
@@ -194,12 +196,15 @@ class _Sharding:
         if not whole or not (self.zero > 1 or self.step.is_last(at)):
             return
         sent = whole * self.step.profile.reduced_part
-        yield Allocate("communication", sent + local)
-        yield Compute(moved_bytes=2 * sent, fixed_s=self.hook_s, new_blocks=(sent, local) if self.on_cpu else ())
+        copied = sent if self.on_cpu else 0.0  # see `reduce_scatter_on`
+        yield Allocate("communication", sent + copied + local)
+        yield Compute(moved_bytes=2 * (sent + copied), fixed_s=self.hook_s,
+                      new_blocks=(sent, copied, local) if self.on_cpu else ())
         name = f"reduce {unit}" if self.on_cpu else REDUCED
-        yield Collective("reduce_scatter", sent, self.ranks, name=name, stream=self.stream, stride=self.stride)
+        yield Collective(reduce_scatter_on(self.step.device_kind), sent, self.ranks, name=name, stream=self.stream,
+                         stride=self.stride)
         yield Compute(moved_bytes=3 * local, after=(name,) if self.on_cpu else ())
-        yield free("communication", sent + local)
+        yield free("communication", sent + copied + local)
         if at.microbatch == 0 or self.zero == 1:  # the first reduction of the window
             yield free("gradients", whole - local)
 

@@ -17,7 +17,7 @@ from paceline.plans import Plan
 from paceline.profile.profile import Affine, Core, Parameter, Product, Profile, Segment, TensorCut, Work
 from paceline.simulate.program import COMPUTE, Collective, CollectiveName, Event
 from paceline.software import Software
-from paceline.strategies.costs import HookPoint, Hooks, Step
+from paceline.strategies.costs import HookPoint, Hooks, Step, reduce_scatter_on
 
 # Of what a layer keeps that its products don't divide, the part that are inputs of products: the results of two norms,
 # beside the inputs of the norms. They are gathered for products by columns.
@@ -103,7 +103,9 @@ def enter(step: Step) -> Hooks:
 
     def exchanges(cut: TensorCut, samples: float, *, ahead: bool) -> Iterable[Event]:
         if cut.counted is not None:
-            yield from (sent(one.kind, one.num_bytes, 1) for one in cut.counted[0 if ahead else 1])
+            for one in cut.counted[0 if ahead else 1]:
+                is_scattered = one.kind == "reduce_scatter"
+                yield sent(reduce_scatter_on(step.device_kind) if is_scattered else one.kind, one.num_bytes, 1)
         elif times := cut.forward_exchanges if ahead else cut.backward_exchanges:
             yield sent("all_reduce", cut.exchanged_bytes.at(samples), times)
 
