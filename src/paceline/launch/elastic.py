@@ -366,8 +366,10 @@ class _Agent(SimpleElasticAgent):
             left = self._remaining_restarts - 1
             if cause.trace:
                 print(cause.describe(), file=sys.stderr)
-            print(f"rank {cause.rank} on {cause.host}: {cause.message.partition(chr(10))[0]}; all ranks start again "
-                  f"({left} restart{'s' * (left != 1)} left)", file=sys.stderr, flush=True)
+            who = "" if cause.heard else f"rank {cause.rank} on {cause.host}: "  # who only heard names the other
+            why = cause.message.partition("\n")[0]
+            print(f"{who}{why}; all ranks start again ({left} restart{'s' * (left != 1)} left)", file=sys.stderr,
+                  flush=True)
         return RunResult(WorkerState.FAILED)
 
     def _stopped(self) -> RunResult:
