@@ -35,6 +35,19 @@ def test_a_rank_may_have_begun_the_next_step():
     assert 10 < len(table.of(1, 1)) < 1000 and set(table.of(1, 1)) == {"update a long name"}
 
 
+def test_ranks_that_somebody_else_started_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each opens it; none is left behind, and what they opened goes on."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tables = [VerbTable.of_launch("abc", 2) for _ in range(2)]
+    for rank, (table, verb) in enumerate(zip(tables, ("update a", "update b"), strict=True)):
+        table.note(rank, 3, verb)
+    for table in tables:
+        table.remove()
+
+    assert "rank 1 came to update b and rank 0 to update a" in tables[0].mismatch(1, 3)
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.timeout(120)
 def test_a_condition_on_a_rank_s_own_samples(tmp_path: Path):
     """It holds on one rank alone. gloo aborts a rank then, which says nothing of the step; the run ends there."""

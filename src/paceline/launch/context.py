@@ -42,6 +42,7 @@ class RankContext:
     faults: that strike this rank, in a run that is rehearsed.
     copies: memory for copies of the run's state, for ranks that are started again; None without restarts.
     is_watched: whether the process that started it looks for hangs.
+    verb_row: its row in the table of verbs; the slot if it is None.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class RankContext:
     faults: FaultInjector | None = None
     copies: StateCopies | None = None
     is_watched: bool = False
+    verb_row: int | None = None
 
     def beat(self, phase: str) -> None:
         """A sign of life."""
@@ -77,7 +79,7 @@ class RankContext:
 
     def note_verb(self, step: int, verb: str) -> None:
         """A verb of a step of one's own begins; step: counted from 1."""
-        self.board.verbs.note(self.slot, step, verb)
+        self.board.verbs.note(self.slot if self.verb_row is None else self.verb_row, step, verb)
 
     @property
     def sign(self) -> Heartbeat:

@@ -19,11 +19,12 @@ from paceline.errors import ClusterError, PacelineError, PeerLost
 from paceline.launch import hosted
 from paceline.launch.context import RankContext
 from paceline.launch.environment import Environment, address_towards, interface_towards
-from paceline.launch.failure import Failure, RankFailed
+from paceline.launch.failure import Failure, RankFailed, different_verbs
 from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.heartbeats import HeartbeatTable, signs_of_life
 from paceline.launch.liveness import Hub, Liveness, Spoke
 from paceline.launch.process import Body, run_rank, set_up_device
+from paceline.launch.verb_table import VerbTable
 from paceline.launch.watchdog import within
 from paceline.waiting import waiting
 
@@ -130,7 +131,7 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
         _tell_elastic_agent(failure)
 
     def report_end(failure: Failure) -> None:
-        report(failure)
+        report(failure := _explained(failure, context))
         if here is not None:
             return
         is_told = (_cause_elsewhere(store, environment, _HEARD_S) if failure.heard
@@ -147,17 +148,20 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
     liveness = _join_liveness(store, environment, attempt, secret.encode(), timeout_s) if need_each_other else None
     board, slot = (here.board, here.slot) if here is not None else (HeartbeatTable(1), 0)
     board.write(slot, 0, "build")  # it is watched from here on
+    if shares_verbs := here is None and environment.local_world_size > 1:
+        board.verbs = VerbTable.of_launch(attempt, environment.world_size)
     context = RankContext(
         environment.rank, environment.world_size, environment.local_world_size,
         set_up_device(device, environment.local_world_size), None, board, slot, attempt, timeout_s=timeout_s,
         secret=secret.encode(), host=address_towards(environment.master_address) or "127.0.0.1",
         num_starts=environment.num_starts, deaths=(0,) * environment.world_size,
         lost=liveness.lost if liveness else [], unreachable=liveness.unreachable if liveness else [],
-        hosts=_hosts_of_ranks(store, environment, attempt))
+        hosts=_hosts_of_ranks(store, environment, attempt), verb_row=environment.rank if shares_verbs else None)
     result, failure, log = run_rank(body, context, device, make_store=lambda: store, run_dir=run_dir,
                                     report=report_end, fault_policy=fault_policy)
     if failure is not None:
-        report(failure)
+        report(failure := _explained(failure, context))
+    board.verbs.remove()
     if liveness:
         liveness.close(farewell=failure is None or failure.is_stop)
     if failure is None:
@@ -167,6 +171,14 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
     if failure.heard and _cause_elsewhere(store, environment, _HEARD_S):
         sys.exit(failure.exit_code)
     raise RankFailed(failure, log)
+
+
+def _explained(failure: Failure, context: RankContext) -> Failure:
+    """What a rank that fell with others can say of the cause, where ranks called different verbs."""
+    if context.verb_row is None or not failure.heard:
+        return failure
+    mismatch = context.board.verbs.mismatch(context.rank, failure.step)
+    return different_verbs(context.rank, mismatch, context.sign) if mismatch else failure
 
 
 def _join_liveness(store: Any, environment: Environment, attempt: str, secret: bytes,

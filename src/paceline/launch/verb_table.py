@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
+import tempfile
+from pathlib import Path
 
 _STEPS = 2  # of each rank that are kept: a rank may have begun the next one when another fails
 _STEP_BYTES, _TEXT_BYTES = 8, 1016  # of an entry: its step, and its verbs; more verbs than fit are left out
@@ -14,9 +17,33 @@ class VerbTable:
     A verb is noted before its collectives, so a rank that fails on another's message finds that rank's verb here.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self._memory = mmap.mmap(-1, num_ranks * _STEPS * (_STEP_BYTES + _TEXT_BYTES))
+    def __init__(self, num_ranks: int, path: Path | None = None) -> None:
+        """
+        Args:
+            path: Of a file that the ranks share; without one, those that are forked from this process share its memory.
+        """
+        self.num_ranks, self.path = num_ranks, path
+        size = num_ranks * _STEPS * (_STEP_BYTES + _TEXT_BYTES)
+        if path is None:
+            self._memory = mmap.mmap(-1, size)
+            return
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            os.ftruncate(file, size)
+            self._memory = mmap.mmap(file, size)
+        finally:
+            os.close(file)
+
+    @classmethod
+    def of_launch(cls, attempt: str, num_ranks: int) -> VerbTable:
+        """The table of ranks that somebody else started on this host; each of them opens it, and `remove`s it at its
+        end. attempt: names their launch."""
+        return cls(num_ranks, Path(tempfile.gettempdir()) / f"paceline-verbs-{attempt}")
+
+    def remove(self) -> None:
+        """Take the file away; who has opened it still reads and writes the table."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
     def note(self, rank: int, step: int, verb: str) -> None:
         """Rank `rank` calls `verb` in step `step`, counted from 1."""
