@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -181,12 +182,22 @@ def _answer(work: Callable[[], Any], writing: int, parent_pid: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if "torch" in sys.modules:
             _renew_thread_pool(sys.modules["torch"])
-        answer = answer_of(work)
+        answer = _in_a_thread(lambda: answer_of(work))
         code = int("value" not in answer)
         with open(writing, "wb") as pipe:
             pipe.write(json.dumps(answer).encode())
     finally:
         os._exit(code)
+
+
+def _in_a_thread(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """libgomp keeps the threads of a parallel loop for the thread that began it. In a fork they are gone, and that
+    thread waits for them for ever in its next loop; another thread gets threads of its own."""
+    answers: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: answers.append(work()))
+    thread.start()
+    thread.join()
+    return answers[0]
 
 
 def _renew_thread_pool(torch: Any) -> None:
