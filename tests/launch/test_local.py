@@ -78,12 +78,12 @@ def test_all_ranks_of_a_launch_share_its_name(run_ranks: Callable[..., Any]):
 
 def test_cores_are_cut_over_the_ranks(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     """Ranks share the cores evenly, one thread at least; OMP_NUM_THREADS wins."""
-    monkeypatch.setattr("paceline.launch.process.usable_cores", lambda: 5)
+    monkeypatch.setattr("paceline.cluster.usable_cores", lambda: 5)
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert run_ranks(lambda context: torch.get_num_threads(), 2) == [2, 2]
     assert run_ranks(lambda context: torch.get_num_threads(), 6) == [1] * 6
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert run_ranks(lambda context: torch.get_num_threads(), 2) == [torch.get_num_threads()] * 2
+    assert run_ranks(lambda context: torch.get_num_threads(), 2) == [3, 3]
 
 
 def test_ranks_of_a_parent_that_used_threads(run_ranks: Callable[..., Any]):

@@ -97,7 +97,7 @@ def test_reading_documents(tmp_path: Path):
             folder.read_document(tmp_path, folder.PLAN)
     with pytest.raises(UsageError, match=r"does not say which job it is of"):
         folder.read_document(tmp_path, folder.JOB)
-    with pytest.raises(UsageError, match=r"is not the folder of a run: can't read job\.json"):
+    with pytest.raises(UsageError, match=r"is not the folder of a run: it has no job\.json"):
         folder.read_document(tmp_path / "nothing", folder.JOB)
 
 

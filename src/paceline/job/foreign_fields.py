@@ -86,10 +86,6 @@ def problems(job: Any) -> Iterator[str]:
     if isinstance(job.loss, type) and hasattr(job.loss, "named_parameters") and not of_keras(job.loss):
         name = job.loss.__name__
         yield f"loss must be a function (output, target), and {name} is a class: give {name}()"
-    for name in ("data", "validation", "test"):
-        if hasattr(getattr(job, name), "__next__"):
-            yield (f"{name} can be read once ({type(getattr(job, name)).__name__}), and each epoch and rank reads it: "
-                   "give an object whose __iter__ begins again, such as a torch IterableDataset")
     if of_keras(job.loss):
         yield ("loss is one of Keras, which takes (target, output), and a job's takes (output, target): give "
                "loss=lambda output, target: keras_loss(target, output)")

@@ -199,7 +199,7 @@ def checked(document: Any, kind: Any, where: Any) -> dict[str, Any]:
     """
     try:
         msgspec.convert(document, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # JSON can name half of a character
         raise UsageError(f"{where} is damaged: {error}") from error
     whole: dict[str, Any] = document
     return whole
