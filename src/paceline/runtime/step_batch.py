@@ -111,7 +111,10 @@ def joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
                                 hint="give ctx.run and ctx.backward the batch itself, which they run micro-batch by "
                                      "micro-batch, or pad all samples to one length") from error
     if isinstance(first, Mapping):
-        return {key: joined([part[key] for part in parts], rows) for key in first}
+        whole: Any = {} if type(first) is dict else copy.copy(first)  # a model's output may be more than its items
+        for key in first:
+            whole[key] = joined([part[key] for part in parts], rows)
+        return whole
     if isinstance(first, tuple | list):
         if [len(part) for part in parts] == list(rows) and any(map(is_list_of_samples, parts, rows)):
             return type(first)(item for part in parts for item in part)

@@ -272,6 +272,56 @@ def distillation() -> paceline.Job:
                         data=numbers(48), batch=12, steps=4, precision="float64")
 
 
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0,
+        attn_implementation="eager"))  # before "sdpa" Transformers reads twice in a forward whether anything is padded
+
+
+def padded(samples: list[list[int]]) -> dict[str, Tensor]:
+    """Lists of tokens as long as the longest; padding has no label and is not looked at."""
+    width = max(map(len, samples))
+    filled = {fill: torch.tensor([sample + [fill] * (width - len(sample)) for sample in samples]) for fill in (0, -100)}
+    return {"input_ids": filled[0], "labels": filled[-100], "attention_mask": (filled[-100] >= 0).long()}
+
+
+def padded_llama() -> paceline.Job:
+    """A model of Transformers on lists of tokens, with given weights, two optimizers, an average and callbacks."""
+    def of_tokens(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+        ahead = labels[:, 1:]
+        return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ahead.flatten(), reduction="sum"), (
+            ahead != -100).sum()
+
+    def step(ctx: paceline.StepContext, batch: Any) -> None:
+        ctx.backward("llama", batch, lambda output, batch: of_tokens(output, batch.input["labels"]))
+        ctx.update("matrices")
+        ctx.update("rest")
+
+    def validate(ctx: paceline.StepContext, batch: Any) -> Any:
+        return {"loss": of_tokens(ctx.run("llama", batch), batch.input["labels"])}
+
+    draws = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(3, 32, (length,), generator=draws).tolist()
+              for length in torch.randint(3, 9, (26,), generator=draws).tolist()]
+
+    def weights() -> dict[str, Tensor]:  # on the ranks: Transformers asks for GPUs
+        draws = torch.Generator().manual_seed(2)
+        return {name: torch.randn(value.shape, generator=draws) * 0.1 for name, value in llama().state_dict().items()}
+
+    return paceline.Job(
+        models={"llama": llama}, step=step, validate=validate, init={"llama": weights},
+        optimizers={
+            "matrices": paceline.Optimizer(lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+                                           parameters=lambda name, p: p.ndim == 2, clip=0.5),
+            "rest": paceline.Optimizer(lambda named: torch.optim.AdamW(named, lr=1e-2),
+                                       parameters=lambda name, p: p.ndim != 2)},
+        followers={"average": paceline.ema("llama", 0.9)}, data=tokens, validation=tokens[:7], collate=padded,
+        batch=8, epochs=1, precision="float64", callbacks=[Watcher(), paceline.KeepBest("validation_loss")])
+
+
 def plateau(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
 
@@ -295,6 +345,7 @@ class Watcher(paceline.Callback):
 JOBS: dict[str, Callable[[], paceline.Job]] = {
     "gan": gan,
     "distillation": distillation,
+    "padded llama": padded_llama,
     "begun": lambda: regression(Blocks, init={name: torch.linspace(-0.2, 0.2, value.numel()).view_as(value)
                                               for name, value in Blocks().state_dict().items()}),
     "phases": lambda: regression(Blocks, batch=paceline.by_step({0: 12, 2: 6}), steps=6,

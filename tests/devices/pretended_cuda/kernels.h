@@ -156,6 +156,7 @@ inline Tensor& set_empty_(Tensor& self) {
 
 // --- Copies ---------------------------------------------------------------------------------------------------------
 inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  if (!self.numel()) return self;  // as on CUDA, which copies nothing then
   ++counters.kernels;
   if (source.is_cuda() && !self.is_cuda() && !(non_blocking && is_pinned(self.const_data_ptr()))) ++counters.reads;
   if (!source.is_cuda() && self.is_cuda()) {

@@ -28,7 +28,7 @@ CHANCE = ("server=1 workers=2 staleness=1", "server=1 workers=1 staleness=2", "s
 FEATURES = (("clip and validation", "data=2"), ("reused", "data=2"), ("statistics", "data=2"),
             ("attention", "tensor=2"), ("recurrent", "shard=2"),
             ("gan", "data=2"), ("gan", "shard=2"), ("distillation", "pipeline=2"), ("begun", "shard=2"),
-            ("phases", "data=2"), ("watched", "data=2"))
+            ("phases", "data=2"), ("watched", "data=2"), ("padded llama", "pipeline=2"))
 MORE_FEATURES = tuple((job, plan) for job in ("clip and validation", "attention", "recurrent")
                       for plan in ("single", "data=2", "shard=2", "tensor=2", "pipeline=2", "place=auto parts=2")
                       if (job, plan) not in FEATURES) + tuple(
@@ -39,5 +39,6 @@ MORE_FEATURES = tuple((job, plan) for job in ("clip and validation", "attention"
     "distillation": ("single", "data=2", "shard=2", "tensor=2", "data=2 pipeline=2", "data=2 accumulate=2"),
     "begun": ("data=2", "tensor=2", "pipeline=2", "place=auto parts=2", "server=1 workers=2"),
     "phases": ("single", "shard=2", "tensor=2", "pipeline=2", "data=2 accumulate=2"),
+    "padded llama": ("single", "data=2", "shard=2", "tensor=2", "single accumulate=3"),
     "plateau": ("data=2", "shard=2", "pipeline=2"),
     "watched": ("single", "shard=2", "tensor=2", "pipeline=2")}.items() for plan in plans)
