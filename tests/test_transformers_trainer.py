@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from paceline.errors import CheckpointError, UsageError
+from paceline.launch.failure import RankFailed
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -222,6 +225,26 @@ def test_a_plateau_and_a_compute_loss_go_on_under_another_plan(tmp_path: Path):
     assert resumed.lr_scheduler.get_last_lr() == plain.lr_scheduler.get_last_lr() != rates[-1:]
     _equal_logs(resumed.state.log_history[:-1], plain.state.log_history[:-1])
     _equal_weights(resumed.model, plain.model)
+
+
+@pytest.mark.timeout(45)
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_callback_that_fails_and_a_rank_that_dies_end_the_training(kills: bool, tmp_path: Path):
+    """Nothing is started again that the script would have to serve anew, and no process stays."""
+    from paceline.transformers import Trainer
+
+    class Fails(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if kills:
+                rank, = psutil.Process(multiprocessing.active_children()[0].pid).children()
+                rank.kill()
+            else:
+                raise ValueError("no")
+
+    error, words = (RankFailed, "SIGKILL") if kills else (ValueError, "no")
+    with pytest.raises(error, match=words):
+        _trainer(Trainer, tmp_path, _model(), callbacks=[Fails()], plan="single").train()
+    assert multiprocessing.active_children() == []
 
 
 def _translator(kind: Any, folder: Path, *, arguments: dict[str, Any] | None = None, **options: Any) -> Any:

@@ -146,7 +146,7 @@ class PlannedTraining(_AnyTrainer):
         with self._at_work(Session(
                 self, lambda follow: request.train(
                     run_dir, follow=follow, resume=resume_from_checkpoint is not None, keep=lambda: False,
-                    loader_workers=workers),
+                    loader_workers=workers, restarts=0),  # new ranks would ask the script for what it has said
                 shares=request.asked.shares, world_size=request.asked.plan.world_size, step=step)):
             yield
 
