@@ -111,6 +111,14 @@ def test_pages_that_the_code_names_are_there():
     assert {name for name in named if not (ROOT / "docs" / name).exists()} <= {page.name for page in GENERATED}
 
 
+def test_tests_that_the_pages_name_are_there():
+    """A page that says which test shows something names one that exists."""
+    named = {(page.name, name) for page in PAGES
+             for name in re.findall(r"`(tests/[\w/]+(?:\.py)?)/?(?:::\w+)?`", page.read_text(encoding="utf-8"))}
+    assert len(named) > 10
+    assert {(page, name) for page, name in named if not (ROOT / name).exists()} == set()
+
+
 def test_the_worked_example_gives_its_figures():
     """The code in docs/prediction.md prints what the page says, and its table has the simulator's times."""
     page = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
