@@ -162,6 +162,17 @@ def test_a_rank_alone_is_told_of(run_ranks: Any, capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().err.count("did not go on for 1 s") == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel says what a process does in /proc")
+def test_a_rank_alone_that_is_stopped_is_ended(run_ranks: Any):
+    """It can't go on by itself, so the run would never end."""
+    def body(context: Any) -> None:
+        context.beat("input")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(RankFailed, match=r"rank 0 gave no sign of life for 1 s \(its process is stopped"):
+        run_ranks(body, 1, timeout_s=1.0)
+
+
 def test_a_rank_without_a_core_is_not_stuck(monkeypatch: pytest.MonkeyPatch):
     """What it waited for a core doesn't count."""
     board, delays_s = HeartbeatTable(1), {"1": 5.0}

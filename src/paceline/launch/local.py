@@ -24,7 +24,7 @@ from paceline.launch.fault_policy import ALL_NEEDED, FRUITLESS_RESTARTS, FaultPo
 from paceline.launch.fork import refuse_used_cuda
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.messages import Line, Message, RanksGone
-from paceline.launch.outside_watch import OutsideWatch
+from paceline.launch.outside_watch import OutsideWatch, is_stopped
 from paceline.launch.process import Body, run_rank, set_up_device
 from paceline.launch.state_copies import StateCopies
 from paceline.launch.supervisor import Supervisor
@@ -282,14 +282,14 @@ class _Ranks:
 
     def _hang(self) -> Failure | None:
         """The report of a hang, once there is one. A rank alone is waited for by nobody: what it does is told, and it
-        goes on. Ranks that the others go on without are looked at elsewhere."""
+        goes on, but not if it is stopped. Ranks that the others go on without are looked at elsewhere."""
         optional = self.launch.fault_policy.optional_ranks
         pids = {number: pid for number, rank in enumerate(self.of) if not rank.finished and number not in optional
                 and (pid := self.processes.pid(number)) is not None}
         hang = self.launch.watch.look(pids)
         if hang is None or self._cause() is not None:
             return None
-        if len(self.of) > 1:
+        if len(self.of) > 1 or is_stopped(pids[hang.rank]):
             self.of[hang.rank].failure = hang
             return hang
         if self.told_of != (hang.step, hang.phase):

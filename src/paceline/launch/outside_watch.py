@@ -160,11 +160,20 @@ def _delays_s(pid: int) -> dict[str, float]:
     return delays_s
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process does nothing until another one lets it go on."""
+    return _state_letter(pid) == "T"
+
+
 def _state(pid: int) -> str:
     """What the kernel says of a process that doesn't react."""
+    return {"T": "its process is stopped, by SIGSTOP for example", "t": "a debugger holds its process",
+            "D": "its process waits in the kernel, for a disk for example",
+            "Z": "its process has ended"}.get(_state_letter(pid), "")
+
+
+def _state_letter(pid: int) -> str:
+    """Of a process, as proc_pid_stat(5) has it; nothing where no kernel says."""
     with suppress(OSError, IndexError):
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return {"T": "its process is stopped, by SIGSTOP for example", "t": "a debugger holds its process",
-                "D": "its process waits in the kernel, for a disk for example",
-                "Z": "its process has ended"}.get(letter, "")
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
