@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,14 +62,18 @@ def test_a_bit_of_the_next_update_flips(tmp_path):
 
 
 def test_the_newest_checkpoint_is_torn(tmp_path, monkeypatch):
+    """Once there is an older one, from which the run can go on."""
+    signals: list[Any] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
+    faults = injector(tmp_path, "tear 0@1")
     for step in (5, 10):
+        faults.strike(step, "input")
+        assert not signals
         folder = tmp_path / "checkpoints" / f"step-{step}"
         folder.mkdir(parents=True)
         (folder / "COMMIT").write_text("{}")
         (folder / "rank-00000.safetensors").write_bytes(bytes(100))
-    signals = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
-    injector(tmp_path, "tear 0@1").strike(1, "input")
+    faults.strike(11, "input")
     sizes = [(tmp_path / "checkpoints" / f"step-{step}" / "rank-00000.safetensors").stat().st_size for step in (5, 10)]
     assert sizes == [100, 50] and signals == [(1, signal.SIGKILL)]
 

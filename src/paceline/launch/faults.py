@@ -34,7 +34,8 @@ KINDS: Mapping[Kind, str] = {
     "flip": "a bit of a weight flips after the rank's update",
     "disk_full": "the rank can write to no file any more",
     "preempt": "the rank gets SIGTERM, as from a scheduler",
-    "tear": "a file of the newest checkpoint loses its second half, and the process that started the ranks is killed",
+    "tear": "a file of the newest checkpoint loses its second half, if there is an older one, and the process that "
+            "started the ranks is killed",
     "kill_launcher": "the process that started the ranks is killed",
     "cut": "the network of the rank's host is cut, for good or for so many seconds",
 }
@@ -136,7 +137,8 @@ class FaultInjector:
         for number, fault in list(self._waiting.items()):
             if fault.kind == "slow":
                 self._slow_down(number, fault, step, phase)
-            elif step >= fault.step and fault.phase in (None, phase):
+            elif step >= fault.step and fault.phase in (None, phase) and (
+                    fault.kind != "tear" or len(_complete(self.run_dir)) > 1):  # one is left to go on from
                 del self._waiting[number]
                 if self._note(number, fault, step, phase):
                     self._do(fault)
@@ -218,9 +220,12 @@ def _cut(heals_s: float | None) -> None:
 
 
 def _tear(run_dir: Path) -> None:
-    """Cut the largest file of the newest complete checkpoint in half; nothing if there is none."""
-    complete = sorted((path.parent for path in run_dir.glob("checkpoints/step-*/COMMIT")),
-                      key=lambda folder: int(folder.name.removeprefix("step-")))
-    if complete:
-        largest = max((path for path in complete[-1].iterdir()), key=lambda path: path.stat().st_size)
-        os.truncate(largest, largest.stat().st_size // 2)
+    """Cut the largest file of the newest complete checkpoint in half."""
+    largest = max(_complete(run_dir)[-1].iterdir(), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+
+
+def _complete(run_dir: Path) -> list[Path]:
+    """Checkpoints that are complete, the newest last."""
+    return sorted((path.parent for path in run_dir.glob("checkpoints/step-*/COMMIT")),
+                  key=lambda folder: int(folder.name.removeprefix("step-")))
