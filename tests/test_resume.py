@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.strategies.server.ranks.roles import RankTask
+from paceline.strategies.server.ranks.worker import Worker
 
 SAMPLES, BATCH, STEPS = 53, 12, 15  # three epochs with a short last batch of 5
 
@@ -195,3 +197,22 @@ def steps_of(record: Path, plan: str, *, first: int = 0, last: int = STEPS) -> l
                       for part in split(len(shares[rank]), [1] * cuts) if len(part)
                       for index in next(lines[rank])])
     return steps
+
+
+@pytest.mark.parametrize("plan", ["single", "server=1 workers=2"])
+def test_a_run_that_has_no_step_left_is_resumed(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after the death of whoever started it, between the last checkpoint and the summary. It has its last loss, and
+    its servers wait for a worker that comes late."""
+    begin = Worker.__init__
+
+    def begin_late(self: Worker, task: RankTask, *, number: int) -> None:
+        time.sleep(number)
+        begin(self, task, number=number)
+
+    job = replace(make_job(dropout=False), steps=3, epochs=None)
+    first = paceline.train(job, plan, run=tmp_path, check=False)
+    (tmp_path / "summary.json").unlink()
+    monkeypatch.setattr(Worker, "__init__", begin_late)
+    again = paceline.train(job, plan, run=tmp_path, resume=True, restarts=0, check=False)
+    assert again["final_loss"] == first["final_loss"] and again["steps"] == 3
+    assert paceline.audit(tmp_path).passed

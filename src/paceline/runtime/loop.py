@@ -313,6 +313,7 @@ def _restore(run: _Run) -> None:
         run.copier.begin(run.step, is_copied=copied is not None)
     if run.metrics is not None:
         cut_metrics(run.metrics, run.step)
+        run.loss = recorded_loss(run.metrics)  # there may be no step left
 
 
 def append_metrics(path: Path, figures: Mapping[str, Any]) -> None:
@@ -336,6 +337,13 @@ def cut_metrics(path: Path, step: int) -> None:
         while lines and json.loads(lines[-1])["step"] > step:
             del lines[-1]
         write_text(path, "".join(lines))
+
+
+def recorded_loss(path: Path) -> float:
+    """The last finite loss that a run recorded of a step; NaN if there is none."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    losses = (json.loads(line).get("loss") for line in reversed(lines))
+    return next((loss for loss in losses if loss is not None), math.nan)
 
 
 # --- Callbacks ---------------------------------------------------------------------------------------------------
@@ -713,7 +721,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "step_s": run.speed.step_s,
         "later_step_s": run.speed.later_step_s,
         "input_s": run.speed.input_s / max(run.speed.steps, 1),
-        "final_loss": run.loss,
+        "final_loss": run.loss if math.isfinite(run.loss) else None,
         "validation_loss": run.evaluated.get("validation_loss"),
         "metrics": {name: value for name, value in run.evaluated.items() if name != "validation_loss"},
         "wall_s": time.monotonic() - started_s,

@@ -21,7 +21,14 @@ from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
 from paceline.runtime.folder import CHECKPOINTS, EVENTS, JOURNAL, METRICS
 from paceline.runtime.journal import Journal
-from paceline.runtime.loop import Speed, append_metrics, cut_metrics, learning_rate, predicted_step_s
+from paceline.runtime.loop import (
+    Speed,
+    append_metrics,
+    cut_metrics,
+    learning_rate,
+    predicted_step_s,
+    recorded_loss,
+)
 from paceline.runtime.optimizers.schedule import check_monitored, waits_for_evaluations
 from paceline.runtime.order import split
 from paceline.runtime.refusals import check_loss, check_used
@@ -140,6 +147,7 @@ class Coordinator(Server):
         if self.metrics is not None:
             cut_metrics(self.metrics, self.step)
             self.staleness.update(staleness_of(self.metrics))
+            self.loss = recorded_loss(self.metrics)  # there may be no step left
 
     def _note_restart(self) -> None:
         """All ranks started again, as one of them died; what was made since the checkpoint is made again."""
@@ -150,6 +158,11 @@ class Coordinator(Server):
         updates = updates_after(self.metrics, self.step)
         self.losses.note("rolled_back", step=self.step, updates=updates)
         self.display.say(f"{updates} updates were lost and are made again")
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether all workers are here that the run needs: else it could end before one of them has come."""
+        return self._is_stale or len(self.workers) == servers_of(self.plan).workers
 
     @property
     def _is_stale(self) -> bool:
@@ -415,7 +428,7 @@ class Coordinator(Server):
         if self._is_asked_to_stop or (self.control is not None and self.control.wants_attention):
             begun = self.turns.begun(max(self.clock.cursor, self.clock.version))
             self.clock.end = min(self.clock.end, self.turns.before(begun))
-        if self.clock.is_drained and self.evaluation is None:
+        if self.clock.is_drained and self.evaluation is None and self._is_complete:
             self._stop_here()
         if self.evaluation is None and not self.over:
             for _ in range(LEASES):  # everybody's first, then the next ones
@@ -721,7 +734,7 @@ class Coordinator(Server):
             "samples_per_s": self.speed.samples_per_s,
             "step_s": self.speed.step_s,
             "later_step_s": self.speed.later_step_s,
-            "final_loss": self.loss,
+            "final_loss": self.loss if math.isfinite(self.loss) else None,
             "validation_loss": self.evaluated.get("validation_loss"),
             "metrics": {name: value for name, value in self.evaluated.items() if name != "validation_loss"},
             "wall_s": time.monotonic() - self.started_s,
