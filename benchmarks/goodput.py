@@ -1,18 +1,19 @@
 """Predicted beside measured goodput of runs whose ranks are killed at random, by how they survive and how often.
 
-    python -m benchmarks.goodput [--mtbf-s 3 6 12] [--ways NAME...] [--plan data=2] [--steps 3000] [--json]
+    python -m benchmarks.goodput [--mtbf-s 6 12 24] [--ways NAME...] [--plan data=2] [--steps 9000] [--json]
 
-Ranks are killed by SIGKILL, at times drawn from an exponential distribution. The ways: `copies` and `checkpoint` (the
-ranks are replaced and go on from copies in memory, or from the newest checkpoint) and `resume` (--restarts 0, and the
-command is run again). The prediction is the planner's formula. Its times are those of an undisturbed run, but for the
-time from a kill to the next applied step: that is the mean of the way's runs with the other rates, so no run predicts
-itself.
+Ranks are killed by SIGKILL, at times drawn from an exponential distribution, also while they start again. The ways:
+`copies` and `checkpoint` (the ranks are replaced and go on from copies in memory, or from the newest checkpoint) and
+`resume` (--restarts 0, and the command is run again; while it has no ranks yet, it is killed itself). The prediction is
+the planner's formula. Its times are those of an undisturbed run, but for the time from a kill to the next applied step,
+where no other kill comes before it: that is the mean of the way's runs with the other rates, so no run predicts itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,14 @@ LIMIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run, killed or not. trained_s: from where its first launch begins to train to its last step. restarts_s: from
-    each kill to the next applied step. every: steps from copy to copy, or from checkpoint to checkpoint. blocked_s: of
-    one of them. measured: goodput, as is predicted."""
+    """A run, killed or not. trained_s: from where its first launch begins to train to its last step. num_kills: until
+    then. restarts_s: from a kill to the next applied step, where no other kill came before it. every: steps from copy
+    to copy, or from checkpoint to checkpoint. blocked_s: of one of them. measured: goodput, as is predicted."""
 
     way: str
     mtbf_s: float
     trained_s: float
+    num_kills: int
     restarts_s: tuple[float, ...]
     steps_recomputed: int
     every: float
@@ -58,34 +60,60 @@ class Run:
     predicted: float = 1.0
 
 
-def trained(way: str, plan: str, steps: int, *, mtbf_s: float = float("inf"), seed: int = 0) -> Run:
+@dataclass
+class Killer:
+    """Kills ranks of a run, by whichever process it is trained just then. kills_s: when it did."""
+
+    mtbf_s: float
+    draws: random.Random
+    kills_launcher: bool
+    kills_s: list[float] = field(default_factory=list)
+    next_s: float = math.inf
+
+    def draw(self) -> None:
+        """When the next failure comes."""
+        self.next_s = time.monotonic() + self.draws.expovariate(1 / self.mtbf_s)
+
+    def look(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill a rank if it is time; where there is none, the process that is about to start them, or the next one."""
+        if time.monotonic() < self.next_s or process.poll() is not None:
+            return
+        ranks = ranks_of(process)
+        if not ranks and not self.kills_launcher:
+            return
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(self.draws.choice(ranks) if ranks else process.pid).kill()
+        self.kills_s.append(time.time())
+        self.draw()
+
+
+def trained(way: str, plan: str, steps: int, *, mtbf_s: float = math.inf, seed: int = 0) -> Run:
     """Train, and kill ranks meanwhile. A command that ends before its time is run again."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as where:
-        run, kills = Path(where) / "run", list[float]()
+        run, killer = Path(where) / "run", Killer(mtbf_s, random.Random(seed), kills_launcher=way == "resume")
         command = [sys.executable, "-m", "benchmarks.contenders.goodput.run", way, str(JOB), plan, str(steps), str(run),
                    str(SAVE_EVERY)]
-        draws, until_s = random.Random(seed), time.monotonic() + LIMIT_S
-        while _killed(command, run, kills, draws, mtbf_s, until_s):
+        until_s = time.monotonic() + LIMIT_S
+        while _launched(command, run, killer, until_s):
             pass
-        return _figures(way, mtbf_s, run, kills)
+        return _figures(way, mtbf_s, run, killer.kills_s)
 
 
-def _killed(command: Sequence[str], run: Path, kills: list[float], draws: random.Random, mtbf_s: float,
-            until_s: float) -> int:
-    """Run the command to its end and note when ranks were killed. Returns its exit code."""
+def _launched(command: Sequence[str], run: Path, killer: Killer, until_s: float) -> int:
+    """Run the command to its end, with kills from the first step of the run on. Returns its exit code."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                           start_new_session=True) as process:
         try:
             _wait(lambda: _num_steps(run) > 0 or process.poll() is not None, until_s)
-            while mtbf_s < float("inf") and process.poll() is None:
-                next_s = time.monotonic() + draws.expovariate(1 / mtbf_s)
-                _wait(lambda at_s=next_s: time.monotonic() >= at_s or process.poll() is not None, until_s)
-                if process.poll() is None and (ranks := ranks_of(process)):
-                    with suppress(psutil.NoSuchProcess):
-                        psutil.Process(draws.choice(ranks)).kill()
-                    kills.append(time.time())
-            return process.wait(max(1.0, until_s - time.monotonic()))
+            if killer.mtbf_s < math.inf and killer.next_s == math.inf:
+                killer.draw()
+            while process.poll() is None:
+                killer.look(process)
+                if time.monotonic() > until_s:
+                    raise ContenderFailed(f"a run took longer than {LIMIT_S:g} s")
+                time.sleep(0.005)
+            return process.returncode
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -109,14 +137,17 @@ def _figures(way: str, mtbf_s: float, run: Path, kills: Sequence[float]) -> Run:
     launches = [record for record in journal if isinstance(record, Launch)]
     ends_s = sorted(line["time"] for line in lines if "step_s" in line)
     num_updates = len(journal) - len(launches)
-    restarts_s = [after[0] - kill_s for kill_s in kills if (after := [end_s for end_s in ends_s if end_s > kill_s])]
+    kills = [kill_s for kill_s in kills if kill_s < ends_s[-1]]
+    restarts_s = [next(end_s for end_s in ends_s if end_s > kill_s) - kill_s for kill_s in kills]
+    lone_s = [restart_s for kill_s, restart_s, later_s in zip(kills, restarts_s, [*kills[1:], math.inf], strict=True)
+              if kill_s + restart_s < later_s]
     blocked_s = [line["blocked_s"] for line in lines if line.get("saved")]
     every: float = SAVE_EVERY
     if way == "copies":
         copied = [int(step) for step in (run / COPIED).read_text().split()]
         every = statistics.median(b - a for a, b in zip(copied[len(copied) // 2:], copied[len(copied) // 2 + 1:],
                                                         strict=False) if b > a)
-    return Run(way, mtbf_s, ends_s[-1] - launches[0].time, tuple(restarts_s), num_updates - len(ends_s), every,
+    return Run(way, mtbf_s, ends_s[-1] - launches[0].time, len(kills), tuple(lone_s), num_updates - len(ends_s), every,
                statistics.median(blocked_s))
 
 
@@ -140,7 +171,7 @@ def main(rates_s: Sequence[float], ways: Sequence[str], plan: str, steps: int, *
         for seed, mtbf_s in enumerate(rates_s):
             run = trained(way, plan, steps, mtbf_s=mtbf_s, seed=seed)
             runs.append(replace(run, measured=undisturbed.trained_s / run.trained_s))
-            print(f"{way}: a kill every {mtbf_s:g} s, {len(run.restarts_s)} kills, {run.trained_s:.1f} s",
+            print(f"{way}: a kill every {mtbf_s:g} s, {run.num_kills} kills, {run.trained_s:.1f} s",
                   file=sys.stderr)
         for run in runs:
             others = [other for other in runs if other is not run]
@@ -151,17 +182,17 @@ def main(rates_s: Sequence[float], ways: Sequence[str], plan: str, steps: int, *
     print(f"{'way':12} mtbf s  kills  s to the next step  steps again  predicted  measured  error")
     for row in rows:
         restart_s = statistics.fmean(row.restarts_s or [0])
-        print(f"{row.way:12} {row.mtbf_s:6.1f}  {len(row.restarts_s):5}  {restart_s:18.2f}  "
+        print(f"{row.way:12} {row.mtbf_s:6.1f}  {row.num_kills:5}  {restart_s:18.2f}  "
               f"{row.steps_recomputed:11}  {row.predicted:9.3f}  {row.measured:8.3f}  "
               f"{100 * (row.predicted / row.measured - 1):+4.0f} %")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mtbf-s", nargs="+", type=float, default=(3.0, 6.0, 12.0))
+    parser.add_argument("--mtbf-s", nargs="+", type=float, default=(6.0, 12.0, 24.0))
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--plan", default="data=2")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=9000)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(sys.argv[1:])
     main(asked.mtbf_s, asked.ways, asked.plan, asked.steps, as_json=asked.json)
