@@ -1,10 +1,12 @@
 """Random faults under every kind of plan: does each run end by itself, with no sample lost and the same weights?
 
-    python -m benchmarks.campaign [--runs 100] [--first 0] [--controls 30] [--flips] [--cuts] [--json FILE]
+    python -m benchmarks.campaign [--runs 100] [--first 0] [--controls 30] [--cuts] [--json FILE]
+    python -m benchmarks.campaign --read FILE...
 
-A run has a seed, which gives its plan and its one to four faults. A control has none, and must end without a word.
-With --cuts each rank is on a host of its own (network namespaces, as root), and the first fault of a run cuts one off,
-for good or for a while.
+A run has a seed, which gives its plan and its one to four faults. Bits flip under plans whose replicas find that. A
+control has no fault, and must end without a word. With --cuts each rank is on a host of its own (network namespaces, as
+root), and the first fault of a run cuts one off, for good or for a while. --read prints the table of what earlier
+commands wrote with --json.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import argparse
 import contextlib
 import json
 import random
+import re
 import statistics
 import sys
 import tempfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ from paceline.launch.faults import ON_ONE_HOST, Fault, Kind, draw
 PLANS = ("single", "data=2", "shard=2", "pipeline=2", "tensor=2", "place=auto parts=2", "data=2 local=3",
          "server=1 workers=2", "server=1 workers=2 staleness=2", "data=2 shard=2")
 PLANS_OF_HOSTS = ("data=3", "shard=3", "pipeline=3", "tensor=3", "data=3 local=3")
+FLIPS_ARE_FOUND = ("data=2", "data=2 shard=2")
 KINDS_ON_HOSTS: tuple[Kind, ...] = ("kill", "stop", "slow", "raise", "preempt")  # beside the cut
 BACK_S = 12.0  # after which a host that is not cut off for good is back
 STEPS, SAVE_EVERY, TIMEOUT_S = 24, 6, 5.0
@@ -43,11 +48,12 @@ def job() -> pl.Job:
                   steps=STEPS, precision="float64")
 
 
-def drawn(seed: int, *, num_faults: int, flips: bool, cuts: bool) -> tuple[str, list[Fault]]:
+def drawn(seed: int, *, num_faults: int, cuts: bool) -> tuple[str, list[Fault]]:
     """The plan and the faults of a run."""
     plans = PLANS_OF_HOSTS if cuts else PLANS
     plan, source = plans[seed % len(plans)], random.Random(seed)
-    kinds = KINDS_ON_HOSTS if cuts else tuple(kind for kind in ON_ONE_HOST if flips or kind != "flip")
+    kinds = KINDS_ON_HOSTS if cuts else tuple(
+        kind for kind in ON_ONE_HOST if plan in FLIPS_ARE_FOUND or kind != "flip")
     if not cuts or not num_faults:
         return plan, draw(num_faults, seed=seed, world_size=pl.Plan.parse(plan).world_size, steps=STEPS, kinds=kinds)
     is_back = source.random() < 0.5
@@ -56,15 +62,52 @@ def drawn(seed: int, *, num_faults: int, flips: bool, cuts: bool) -> tuple[str, 
     return plan, [cut, *rest]
 
 
-def rehearsed(seed: int, *, num_faults: int, flips: bool, cuts: bool) -> dict[str, Any]:
+def rehearsed(seed: int, *, num_faults: int, cuts: bool) -> dict[str, Any]:
     """One run of the campaign; "named": whether each message of a launch that failed names a rank that was struck."""
-    plan, faults = drawn(seed, num_faults=num_faults, flips=flips, cuts=cuts)
+    plan, faults = drawn(seed, num_faults=num_faults, cuts=cuts)
     with tempfile.TemporaryDirectory() as where, contextlib.redirect_stderr(sys.stdout):
         outcome = pl.rehearse(job(), plan, faults, run=Path(where) / "run", save_every=SAVE_EVERY, timeout_s=TIMEOUT_S)
-    ranks = {f"rank {fault.rank}" for fault in faults}
+    ranks = {fault.rank for fault in faults}
     told = [message for message in outcome.messages if not message.startswith(("it was ended", "stopped by"))]
     return {"seed": seed, "faults": [str(fault) for fault in faults], **outcome.to_dict(),
-            "named": all(any(rank in message for rank in ranks) for message in told)}
+            "named": all(names(message, ranks) for message in told)}
+
+
+def names(message: str, ranks: Collection[int]) -> bool:
+    """Whether the first rank in a message is one of these; where two replicas differ, whether one of them is."""
+    named = [int(number) for number in re.findall(r"rank (\d+)", message)]
+    return not set(named if "differs between" in message else named[:1]).isdisjoint(ranks)
+
+
+def tables(found: Sequence[dict[str, Any]]) -> str:
+    """What came of all runs, by plan and by the kind of the faults that struck, in Markdown."""
+    runs = [run for run in found if run["faults"]]
+    controls = [run for run in found if not run["faults"]]
+    waits: dict[str, list[float]] = {}
+    for effect in (effect for run in runs for effect in run["effects"] if effect["step"] is not None):
+        waits.setdefault(effect["fault"].split()[0], []).append(effect["next_step_s"])
+    lines = ["| plan | runs | passed | culprit named | launches | steps again |", "|---|---|---|---|---|---|"]
+    for plan in dict.fromkeys(run["plan"] for run in sorted(runs, key=lambda run: run["seed"])):
+        of_plan = [run for run in runs if run["plan"] == plan]
+        lines.append(f"| `{plan}` | {len(of_plan)} | {sum(run['passed'] for run in of_plan)} | "
+                     f"{sum(run['named'] for run in of_plan)} | {sum(len(run['exit_codes']) for run in of_plan)} | "
+                     f"{sum(run['recomputed_updates'] for run in of_plan)} |")
+    lines += ["", "| fault | struck | next applied step, s: median | most |", "|---|---|---|---|"]
+    for kind, seconds in sorted(waits.items()):
+        known = [second for second in seconds if second is not None] or [0.0]
+        lines.append(f"| `{kind}` | {len(seconds)} | {statistics.median(known):.2f} | {max(known):.2f} |")
+    failed = ", ".join(str(run["seed"]) for run in found if not (run["passed"] and run["named"]))
+    lost = sum(run["samples_lost"] + run["samples_repeated"] for run in found)
+    lines += ["", f"{len(runs)} runs, {sum(run['passed'] for run in runs)} passed, "
+              f"{sum(run['named'] for run in runs)} named the culprit, {lost} samples lost or repeated; "
+              f"{len(controls)} controls, {sum(is_silent(run) for run in controls)} without an alarm; "
+              f"failed: {failed or 'none'}"]
+    return "\n".join(lines)
+
+
+def is_silent(control: dict[str, Any]) -> bool:
+    """Whether an undisturbed run ended in one launch, without a restart."""
+    return bool(control["passed"] and control["exit_codes"] == [0] and control["audit"]["launches"] == 1)
 
 
 def main() -> None:
@@ -72,16 +115,18 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--controls", type=int, default=30)
-    parser.add_argument("--flips", action="store_true")
     parser.add_argument("--cuts", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--read", type=Path, nargs="+")
     asked = parser.parse_args()
-    found = []
+    if asked.read is not None:
+        print(tables([run for path in asked.read for run in json.loads(path.read_text())]))
+        return
+    found: list[dict[str, Any]] = []
     for number in range(asked.runs + asked.controls):
         seed = asked.first + number
         is_control = number >= asked.runs
-        found.append(rehearsed(seed, num_faults=0 if is_control else 1 + seed % 4, flips=asked.flips,
-                               cuts=asked.cuts))
+        found.append(rehearsed(seed, num_faults=0 if is_control else 1 + seed % 4, cuts=asked.cuts))
         latest = found[-1]
         waits = [effect["next_step_s"] for effect in latest["effects"] if effect["next_step_s"] is not None]
         print(f"{seed:4} {latest['plan']:34} {'passed' if latest['passed'] else 'FAILED'} "
@@ -89,10 +134,7 @@ def main() -> None:
               f"{latest['recomputed_updates']:3} again  {', '.join(latest['faults'])}", flush=True)
         if asked.json is not None:
             asked.json.write_text(json.dumps(found, indent=1))
-    waits = [effect["next_step_s"] for each in found for effect in each["effects"] if effect["next_step_s"] is not None]
-    print(f"{sum(each['passed'] for each in found)} of {len(found)} passed, {sum(each['named'] for each in found)} "
-          f"named the culprit; next applied step after {statistics.median(waits or [0]):.2f} s in the median, "
-          f"{max(waits, default=0):.2f} s at most")
+    print(tables(found))
 
 
 if __name__ == "__main__":
