@@ -53,18 +53,20 @@ class Fatal:
         return SAMPLES[index]
 
 
-def train(run: Path, plan: str, *, mark: Path | None = None, samples: int = 0, **options: Any) -> Any:
-    """Train for a few steps. mark, samples: the first process to read more samples than that is killed and makes
-    this file."""
+def job_of(mark: Path | None, samples: int) -> pl.Job:
+    """A few steps. mark, samples: the first process to read more samples than that is killed and makes this file."""
     def net() -> torch.nn.Module:
         return torch.nn.Sequential(
             *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Dropout(0.2)) for _ in range(4)),
             torch.nn.Linear(8, 1))
 
-    job = pl.Job(model=net, data=Fatal(mark, samples), loss=F.mse_loss, batch=8, steps=STEPS, precision="float64",
-                 optimizer=lambda named: torch.optim.AdamW(named, lr=0.03), clip=1.0,
-                 lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20))
-    return pl.train(job, plan, run=run, check=False, table=False, **options)
+    return pl.Job(model=net, data=Fatal(mark, samples), loss=F.mse_loss, batch=8, steps=STEPS, precision="float64",
+                  optimizer=lambda named: torch.optim.AdamW(named, lr=0.03), clip=1.0,
+                  lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20))
+
+
+def train(run: Path, plan: str, *, mark: Path | None = None, samples: int = 0, **options: Any) -> Any:
+    return pl.train(job_of(mark, samples), plan, run=run, check=False, table=False, **options)
 
 
 def steps_of(run: Path) -> list[int]:
@@ -90,6 +92,20 @@ def test_a_run_outlives_the_death_of_a_rank(tmp_path: Path, plan: str, capfd: py
     assert "all ranks start again" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("plan", "server"), [
+    ("server=2 workers=2", 1), ("server=2 workers=2 staleness=2", 0),
+    pytest.param("server=2 workers=3 staleness=inf", 1, marks=pytest.mark.slow),
+    pytest.param("server=2 workers=2 colocate=yes", 1, marks=pytest.mark.slow),
+    pytest.param("server=2 workers=2 staleness=2 colocate=yes", 0, marks=pytest.mark.slow)])
+def test_servers_go_on_from_copies(tmp_path: Path, plan: str, server: int, paceline_rehearse: Any,
+                                   monkeypatch: pytest.MonkeyPatch):
+    """Also in the middle of a step, where updates of parts of it are made; without a checkpoint. Copies are made as
+    often as can be."""
+    monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s: 1)
+    outcome = paceline_rehearse(job_of(None, 0), plan, f"kill {server}@9", save_every=STEPS)
+    assert outcome.audit.recomputed_updates <= 4 and outcome.audit.launches == 2
+
+
 def piece(name: str, tensor: torch.Tensor, rows: int, first: int) -> TensorPiece:
     return TensorPiece(name, (rows, *tensor.shape[1:]), (first, *(0 for _ in tensor.shape[1:])), tensor)
 
@@ -112,8 +128,8 @@ def test_copies_are_read_as_a_checkpoint_is():
         if rank == 0:
             pieces += [TensorPiece("scalar", (), (), scalar), TensorPiece("flags", (2,), (0,), flags),
                        TensorPiece("empty", (0, 3), (0, 0), empty), TensorPiece("pair", (2,), (0,), pair)]
-        Copier(_Context(rank), copies).copy(7, pieces, {"step": 7} if rank == 0 else None)
-    copied = open_copy(copies, 7)
+        Copier(_Context(rank), copies, 2).copy(7, pieces, {"step": 7} if rank == 0 else None)
+    copied = open_copy(copies, 7, range(2))
     assert copied.document == {"step": 7} and copied.step == 7
     for name, expected in (("rows", whole), ("scalar", scalar), ("flags", flags), ("empty", empty), ("pair", pair)):
         assert torch.equal(copied.read(name), expected)
@@ -135,9 +151,9 @@ def test_copies_of_replicas_that_differ_are_passed_over(tmp_path: Path, flipped:
             buffers=SimpleNamespace(unlike=set()), step_sync=SimpleNamespace(global_weights=lambda held: held))
         rows = fingerprints(stepper, lambda axis, state=state: {"optimizer/w/exp_avg": state})
         owned = [TensorPiece("parameters/w", (1000,), (0,), weight)] if rank == 0 else []
-        Copier(_Context(rank), copies).copy(5, [*owned, *rows], {"step": 5} if rank == 0 else None)
+        Copier(_Context(rank), copies, 2).copy(5, [*owned, *rows], {"step": 5} if rank == 0 else None)
     context: Any = SimpleNamespace(rank=0, copies=copies, num_starts=2, store=None)
-    newest = open_newest(context, tmp_path)
+    newest = open_newest(context, tmp_path, num_ranks=2)
     assert (newest is None) == flipped
     assert said == (["the copies in memory of step 5 are passed over: the state differs between rank 0 and rank 1, and "
                      "nothing shows which of them is right"] if flipped else [])
@@ -147,17 +163,17 @@ def test_copies_of_replicas_that_differ_are_passed_over(tmp_path: Path, flipped:
 def test_the_newest_copy_is_the_last_that_all_ranks_made():
     """A rank that dies in a copy leaves the one before it; what others had copied since is forgotten."""
     copies = StateCopies(2)
-    assert copies.newest() is None
+    assert copies.newest(range(2)) is None
     for step in (4, 5):
         for rank in range(2):
             copies.write(rank, step, [memoryview(b"%d" % step)], b"{}")
     copies.write(0, 6, [memoryview(b"6")], b"{}")
     with pytest.raises(TypeError):
         copies.write(1, 6, [memoryview(b"6"), "no bytes"], b"{}")  # type: ignore[list-item]
-    assert (copies.newest(), set(copies.steps(1))) == (5, {5})
+    assert (copies.newest(range(2)), set(copies.steps(1))) == (5, {5})
     for rank in range(2):
         copies.keep(rank, step=5)
     assert set(copies.steps(0)) == {5}
     copies.write(0, 6, [memoryview(b"6")], b"[0]")
-    assert copies.index(0, 6) == b"[0]" and copies.index(0, 5) == b"{}" and copies.newest() == 5
+    assert copies.index(0, 6) == b"[0]" and copies.index(0, 5) == b"{}" and copies.newest(range(2)) == 5
     copies.close()

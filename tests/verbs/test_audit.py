@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,27 @@ def test_a_writer_of_an_earlier_launch_is_fenced_out(tmp_path):
     with open(tmp_path / JOURNAL, "a") as file:
         file.write(late)
     assert [finding.kind for finding in audit(tmp_path).findings] == ["outdated writer"]
+
+
+@pytest.mark.parametrize(("also", "kinds"), [([(3, 1)], []), ([(2, 0), (3, 1)], ["repeated"]), ([(4, 0)], ["lost"])])
+def test_parts_of_later_steps_may_be_kept(tmp_path, also, kinds):
+    """A launch that goes on from a copy says which parts of steps it has beside whole steps."""
+    made = job()
+    order = Order.of(made)
+
+    def note(journal: Journal, step: int, part: int) -> None:
+        whole = order.window(step - 1)
+        half = replace(whole, start=whole.start + part * whole.count // 2, count=whole.count // 2)
+        journal.note(step, half, part=part)
+        journal.settle(digest(half.epoch, half.positions, order.indices(half.epoch, half.positions)))
+
+    for after, kept, parts in ((0, [], [(1, 0), (1, 1), (2, 0), (3, 1), (2, 1)]), (1, also, [(2, 0), (2, 1), (3, 0)])):
+        journal = Journal(tmp_path / JOURNAL)
+        journal.begin(made, plan="server=1 workers=2 staleness=2", world_size=3, after=after, also=kept)
+        for step, part in parts:
+            note(journal, step, part)
+        journal.close()
+    assert [finding.kind for finding in audit(tmp_path).findings] == kinds
 
 
 def test_a_gap_between_launches_and_another_seed_are_found(tmp_path):

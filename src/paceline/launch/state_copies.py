@@ -1,4 +1,4 @@
-"""Memory that outlives the ranks of a launch: each rank leaves copies of its state there, and their successors read it.
+"""Memory that outlives the ranks of a launch: ranks leave copies of their state there, and their successors read it.
 
 The memory belongs to files without a name (`memory_files.py`), which the launching process makes before it forks. The
 kernel frees them with the last process of the launch, however that ends.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paceline.launch.memory_files import memory_file, read_at, write_at
 
@@ -38,9 +38,9 @@ class StateCopies:
         steps = {self._words[_WORDS * slot]: slot for slot in range(SLOTS * rank, SLOTS * (rank + 1))}
         return {step: slot for step, slot in steps.items() if step != _NOTHING}
 
-    def newest(self) -> int | None:
-        """The last step of which every rank has a copy; None if there is none."""
-        common = set.intersection(*(set(self.steps(rank)) for rank in range(self.num_ranks)))
+    def newest(self, ranks: Iterable[int]) -> int | None:
+        """The last step of which each of these ranks has a copy; None if there is none."""
+        common = set.intersection(*(set(self.steps(rank)) for rank in ranks))
         return max(common, default=None)
 
     def write(self, rank: int, step: int, parts: Sequence[memoryview], index: bytes) -> None:

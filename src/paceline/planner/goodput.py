@@ -70,7 +70,7 @@ class Survival:
 class Goodput:
     """What failures cost a plan.
 
-    state_bytes: of a checkpoint. bytes_per_s: at which all devices together write it.
+    state_bytes: of a checkpoint. bytes_per_s: at which all that hold it together write it.
     survivals: those that exist under the plan on the cluster; the last one resumes the run.
     """
 
@@ -117,14 +117,14 @@ def outlook(profile: Profile, chosen: Candidate, *, mtbf_hours: float, is_one_ho
     for name, value in (("mtbf_hours", mtbf_hours), ("checkpoint_bytes_per_s", checkpoint_bytes_per_s)):
         if not 0 < value < float("inf"):
             raise UsageError(f"{name} must be a number above 0, got {value}")
-    num_devices = chosen.plan.world_size
+    num_devices, num_savers = chosen.plan.world_size, chosen.plan.sync.num_savers(chosen.plan.axes)
     state_bytes = sum((p.num_bytes + p.state_bytes) * p.count for p in profile.parameters)
-    bytes_per_s = num_devices * checkpoint_bytes_per_s
-    copied_s = max(state_bytes / num_devices / COPIED_BYTES_PER_S, 1e-3)
+    bytes_per_s = num_savers * checkpoint_bytes_per_s
+    copied_s = max(state_bytes / num_savers / COPIED_BYTES_PER_S, 1e-3)
     read_s = max(state_bytes / bytes_per_s, 1e-3)
     mtbf_s, write_s, step_s = mtbf_hours * HOUR_S / num_devices, copied_s + read_s, chosen.estimate.step_s
     survivals = []
-    if is_one_host and not chosen.plan.num_cpu_ranks:  # plans with servers have no copies
+    if is_one_host:
         copying = Failures(mtbf_s, copied_s, REPLACED_S + copied_s)
         survivals.append(Survival.of("copies", copying, max(copied_s / TIME_SHARE, step_s)))
     restarts_s: dict[SurvivalName, float] = {**({"checkpoint": REPLACED_S} if is_one_host else {}), "resume": RESTART_S}

@@ -1,7 +1,8 @@
 """Copies of the run's state in memory that outlives the ranks, for those that take their place.
 
-A copy holds what a checkpoint would: each rank's pieces, in memory of this host. Ranks that start again after one of
-them was lost read the newest step of which all have a copy, and so lose no step that is older.
+A copy holds what a checkpoint would: the pieces of each rank that writes checkpoints, in memory of this host. Ranks
+that start again after one of them was lost read the newest step of which all these have a copy, and so lose no step
+that is older. Where a step is several updates, copies count updates in place of steps.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ MEMORY_SHARE = 0.5  # of this host's free memory that the copies of all its rank
 class Copier:
     """Makes one rank's copies, every so many steps.
 
-    every: steps from copy to copy. next_step: after which to copy next; both alike on all ranks.
-    blocked_s: time that the run spent on copies.
+    num_ranks: of this host that copy. every: steps from copy to copy. next_step: after which to copy next; both alike
+    on all ranks. blocked_s: time that the run spent on copies.
     """
 
     context: RankContext
     copies: StateCopies
+    num_ranks: int
     every: int = 1
     next_step: int = 1
     blocked_s: float = 0.0
@@ -127,7 +129,7 @@ class Copier:
         already. What is on a GPU is copied to pinned memory first."""
         free_bytes = psutil.virtual_memory().available + self.num_bytes
         num_times = SLOTS + (self._staging is not None)
-        return num_times * self.num_bytes * self.context.local_world_size <= MEMORY_SHARE * free_bytes
+        return num_times * self.num_bytes * self.num_ranks <= MEMORY_SHARE * free_bytes
 
 
 def _index(pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None) -> bytes:
@@ -165,11 +167,11 @@ class _RankCopy:
         return flat.reshape(piece.region.shape)[part]
 
 
-def open_copy(copies: StateCopies, step: int) -> CopiedState:
-    """What all ranks have copied after this step."""
+def open_copy(copies: StateCopies, step: int, ranks: Iterable[int]) -> CopiedState:
+    """What these ranks have copied after this step, which together is the run's state."""
     document: dict[str, Any] = {}
     tensors: dict[str, TensorEntry] = {}
-    for rank in range(copies.num_ranks):
+    for rank in ranks:
         index = json.loads(copies.index(rank, step))
         document = index["document"] or document
         for name, entry in index["tensors"].items():
@@ -180,16 +182,23 @@ def open_copy(copies: StateCopies, step: int) -> CopiedState:
     return CopiedState(Path(f"copy-{step}"), step, document, tensors, copies)
 
 
-def open_newest(context: RankContext, run_dir: Path) -> CopiedState | None:
-    """The newest copy that all ranks of an earlier start have left, if it is newer than what the run folder has, and if
-    replicas held the same. Rank 0 chooses for all ranks."""
+def open_newest(context: RankContext, run_dir: Path, *, num_ranks: int,
+                before: Callable[[int], int] = lambda step: step) -> CopiedState | None:
+    """The newest copy that the first ranks of an earlier start have left, if it is newer than what the run folder has,
+    and if replicas held the same. Rank 0 chooses for all ranks.
+
+    Args:
+        num_ranks: Those that copy.
+        before: What copies count up to the end of a step: updates, if not steps.
+    """
     if context.copies is None or context.num_starts == 1:
         return None
+    ranks = range(num_ranks)
     if context.rank == 0:
-        step = context.copies.newest()
-        if step is not None and step < newest_saved_step(run_dir):
+        step = context.copies.newest(ranks)
+        if step is not None and step < before(newest_saved_step(run_dir)):
             step = None
-        if step is not None and (difference := disagreement(open_copy(context.copies, step))) is not None:
+        if step is not None and (difference := disagreement(open_copy(context.copies, step, ranks))) is not None:
             logger.warning(f"the copies in memory of step {step} are passed over: {difference}")
             step = None
         if context.store is not None:
@@ -198,4 +207,4 @@ def open_newest(context: RankContext, run_dir: Path) -> CopiedState | None:
         assert context.store is not None
         with waiting:
             step = json.loads(context.store.get("copy"))
-    return None if step is None else open_copy(context.copies, step)
+    return None if step is None else open_copy(context.copies, step, ranks)

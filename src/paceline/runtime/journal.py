@@ -35,8 +35,9 @@ OrderKind = Literal["shuffle", "sampler", "stream"]
 class Launch:
     """A launch begins: what later lines say is of this one, until the next begins.
 
-    launch: its number, from 1. after: the updates up to this one are in the weights, and no others. num_samples: of an
-    epoch; None for a stream. seed, order: what fixes which index is at a position of an epoch.
+    launch: its number, from 1. after: the updates of the steps up to this one are in the weights. also: beside them,
+    parts of later steps, as (step, part); no others. num_samples: of an epoch; None for a stream. seed, order: what
+    fixes which index is at a position of an epoch.
     """
 
     launch: int
@@ -48,6 +49,11 @@ class Launch:
     num_samples: int | None = None
     drop_last: bool = False
     time: float = 0.0
+    also: tuple[tuple[int, int], ...] = ()
+
+    def keeps(self, update: Update) -> bool:
+        """Whether an update that an earlier launch wrote down is in the weights."""
+        return update.step <= self.after or (update.step, update.part) in self.also
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +100,8 @@ class Journal:
         self._descriptor: int | None = None
         self._lock = threading.Lock()  # a checkpoint is completed on another thread
 
-    def begin(self, job: Job, *, plan: str, world_size: int, after: int) -> None:
-        """Go on after the update that the restored state is of.
+    def begin(self, job: Job, *, plan: str, world_size: int, after: int, also: Sequence[tuple[int, int]] = ()) -> None:
+        """Go on after the updates that the restored state is of; see `Launch`.
 
         Raises:
             CheckpointError: the file can't be written.
@@ -105,7 +111,7 @@ class Journal:
         self.launch = self._open() + 1
         self._append([Launch(launch=self.launch, after=after, plan=plan, world_size=world_size, seed=job.seed,
                              order=order_of(job), num_samples=job.num_samples, drop_last=job.drop_last,
-                             time=round(time.time(), 3))])
+                             time=round(time.time(), 3), also=tuple(also))])
 
     def note(self, step: int, window: Window, *, part: int | None = None, skipped: bool = False) -> None:
         """An update was applied on this rank."""
@@ -187,7 +193,8 @@ def parse(line: bytes) -> Record:
     kind: Any = Launch if "after" in document else Update
     record: Record = msgspec.convert(document, kind)  # a ValidationError is a ValueError
     if isinstance(record, Launch):
-        numbers: tuple[int, ...] = record.launch, record.after, record.num_samples or 0
+        numbers: tuple[int, ...] = (record.launch, record.after, record.num_samples or 0,
+                                    *(number for each in record.also for number in each))
     else:
         numbers = record.launch, record.step - 1, record.epoch, record.start
         if not 0 <= record.count <= MOST_SAMPLES:

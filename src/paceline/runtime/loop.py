@@ -266,8 +266,8 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
         state.refuse_unsaveable(stepper)  # now, not after an hour
     run = _Run(context, job, plan, settings, mesh, stepper, memory,
                Display(shown=context.rank == 0 and settings.observer is None), writer,
-               Copier(context, context.copies) if context.copies is not None else None, metrics,
-               journal)
+               Copier(context, context.copies, context.local_world_size) if context.copies is not None else None,
+               metrics, journal)
     _tell(run)
     return run
 
@@ -296,7 +296,7 @@ def _restore(run: _Run) -> None:
     if not run.settings.resume or run.settings.run_dir is None:
         return
     run.context.beat("restore")
-    copied = open_newest(run.context, run.settings.run_dir)
+    copied = open_newest(run.context, run.settings.run_dir, num_ranks=run.context.world_size)
     checkpoint = copied or state.choose_checkpoint(run.context, run.settings.run_dir,
                                                    accept=lambda saved: state.mismatch(run.stepper, saved))
     if checkpoint is None:

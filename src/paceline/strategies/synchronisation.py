@@ -34,6 +34,10 @@ class Synchronisation:
         """Ranks that compute gradients."""
         return self.num_ranks(axes)
 
+    def num_savers(self, axes: Axes) -> int:
+        """Ranks that the state of a run is divided over when it is saved or copied."""
+        return self.num_ranks(axes)
+
     @property
     def num_cpu_ranks(self) -> int:
         """Ranks, the first ones, that compute on the CPU also where the others have GPUs."""

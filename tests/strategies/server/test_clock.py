@@ -92,6 +92,22 @@ def test_any_order_of_events(data: st.DataObject, num_workers: int, num_servers:
         assert play.made == list(range(9))
 
 
+@given(st.data(), st.integers(0, 3), st.sets(st.integers(1, 4)), st.sampled_from([1, 3, None]))
+def test_the_updates_that_a_copy_lacks_are_made(data: st.DataObject, first: int, ahead: set[int],
+                                                staleness: int | None):
+    """A clock that goes on from a copy gives out the turns that are missing in it, and no other."""
+    later = {first + turn for turn in ahead}
+    clock = Clock(num_workers=2, num_servers=1, staleness=staleness, first=first, later=later, end=9)
+    play = Play(clock, 2)
+    for _ in range(600):
+        moves = play.moves()
+        if clock.is_drained:
+            break
+        picked = data.draw(st.integers(0, len(moves) - 1))
+        assert any(play.do(move) for move in (*moves[picked:], *moves[:picked])), "everybody waits"
+    assert clock.is_drained and sorted([*play.made, *later, *range(first)]) == list(range(9))
+
+
 @given(st.data(), st.sampled_from([1, 2, None]))
 def test_the_steps_of_the_dead_are_made_by_others(data: st.DataObject, staleness: int | None):
     """Two of three die at any moments: no step is lost and none made twice."""

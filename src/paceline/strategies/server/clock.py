@@ -14,6 +14,7 @@ one meanwhile.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 LEASES = 2  # that a worker has at most
@@ -63,21 +64,22 @@ class Clock:
 
     Args:
         staleness: Turns that a worker may be ahead of the slowest; None for no bound.
-        first: The first turn.
+        first: The first turn that is not done.
+        later: Turns after it that are.
     """
 
     def __init__(self, *, num_workers: int, num_servers: int, staleness: int | None, first: int = 0,
-                 end: int = 0) -> None:
+                 later: Collection[int] = (), end: int = 0) -> None:
         self.num_workers, self.num_servers, self.staleness = num_workers, num_servers, staleness
         self.parts = num_workers if staleness == 0 else 1
-        self.version = self.cursor = first
+        self.version, self.cursor = first + len(later), max(later, default=first - 1) + 1
         self.end = end
         self.workers: dict[int, _Worker] = {}
         self.updates: dict[int, _Update] = {}
-        self.returned: list[int] = []
+        self.returned = [turn for turn in range(first, self.cursor) if turn not in later]  # sorted lists are heaps
         self.next_update = 0
         self._slowest = 0  # turns that every worker has finished; kept while there is none
-        self._versions = {0: first}  # when the slowest worker had finished so many
+        self._versions = {0: self.version}  # when the slowest worker had finished so many
 
     def join(self, worker: int) -> None:
         """A worker is there: as far as the slowest."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class History:
     """The turns whose updates were applied.
@@ -9,9 +11,14 @@ class History:
     first: all before it were. later: those after it that were; no more than are computed at the same time.
     """
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, later: Iterable[int] = ()) -> None:
         self.first = first
-        self.later: set[int] = set()
+        self.later: set[int] = set(later)
+
+    @property
+    def num_updates(self) -> int:
+        """That were applied."""
+        return self.first + len(self.later)
 
     def add(self, turn: int) -> None:
         """An update is about to be applied.

@@ -53,6 +53,9 @@ class Servers(Synchronisation):
     def num_workers(self, axes: Axes) -> int:
         return self.workers
 
+    def num_savers(self, axes: Axes) -> int:
+        return self.server
+
     @property
     def num_cpu_ranks(self) -> int:
         """Servers with a rank of their own, which come first."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import queue
 import signal
+import statistics
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch
 from paceline.errors import CallbackError, JobError, PeerLost, Preempted
 from paceline.runtime import state
 from paceline.runtime.checkpoint.prune import prune
+from paceline.runtime.checkpoint.read import newest_saved_step
 from paceline.runtime.control import Requests, RunControl
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
@@ -44,6 +47,7 @@ from paceline.strategies.server.shards import Shard
 from paceline.waiting import waiting
 
 _LOOK_S = 0.5  # between looks for a request to stop
+_MOST_LATER = 64  # updates after one that is missing, with which a copy is made: a line of the journal lists them
 
 
 @dataclass
@@ -101,6 +105,7 @@ class Coordinator(Server):
         self.requests = Requests()
         self.told_epoch = -1
         self.epoch = 0
+        self.copying: set[int] = set()  # followers that have yet to copy what they were told to
         self.exported: set[int] = set()  # followers that have written their part of the weights
         self.num_exports = 0
         self.over = False
@@ -124,8 +129,10 @@ class Coordinator(Server):
         self.samples = int(self.checkpoint.document["samples"]) if self.checkpoint is not None else 0
         if settings.resume:
             self._note_resume()
+        if self.is_copied:
+            self._take_figures()
         self.journal = Journal(settings.run_dir / JOURNAL if settings.run_dir is not None else None)
-        self.journal.begin(job, plan=str(plan), world_size=context.world_size, after=self.step)
+        self._begin_journal()
         assert job.total_steps is not None
         self.total_steps = job.total_steps
         sync = servers_of(plan)
@@ -135,27 +142,84 @@ class Coordinator(Server):
                                       self._keep_alive)
         self.meetings = Meetings.of(job.optimizers, shards, num_workers=sync.workers,
                                     number=self.version) if job.models else None
+        self.clock = self._begin_clock()
+
+    def _begin_clock(self) -> Clock:
+        sync = servers_of(self.plan)
+        end = self.turns.before(self._next_stop())
+        if self.is_copied and self.version and self.history.is_exactly(self.turns.before(self.step)):
+            end = self.version  # what the coordinator before this one had not ended here
         # What servers hold of a step of the job's own is known when each of its updates is made.
-        self.clock = Clock(num_workers=sync.workers, num_servers=0 if job.models else sync.server, first=self.version,
-                           end=self.turns.before(self._next_stop()),
-                           staleness=None if sync.staleness == "inf" else sync.staleness)
+        return Clock(num_workers=sync.workers, num_servers=0 if self.job.models else sync.server,
+                     first=self.history.first, later=self.history.later, end=end,
+                     staleness=None if sync.staleness == "inf" else sync.staleness)
 
     def _note_resume(self) -> None:
         """The run goes on; what was recorded after the checkpoint is made again."""
         self.display.say(f"resumed from {self.checkpoint.path.name}" if self.checkpoint is not None else
                          "no checkpoint to resume from: starting at step 0")
         if self.metrics is not None:
-            cut_metrics(self.metrics, self.step)
+            if self.is_copied:
+                os.truncate(self.metrics, self._figures["metrics_bytes"])
+            else:
+                cut_metrics(self.metrics, self.step)
             self.staleness.update(staleness_of(self.metrics))
             self.loss = recorded_loss(self.metrics)  # there may be no step left
 
+    @property
+    def _figures(self) -> dict[str, Any]:
+        """What a coordinator that goes on from a copy knows beside its state."""
+        assert self.checkpoint is not None
+        figures: dict[str, Any] = self.checkpoint.document["figures"]
+        return figures
+
+    def _take_figures(self) -> None:
+        """Know what a coordinator knew at its last copy. A save that was begun then and did not end is made again."""
+        figures = self._figures
+        self.completed, self.loss, self.epoch, self.told_epoch, self.evaluated, self.evaluated_step = (
+            figures[name] for name in ("completed", "loss", "epoch", "told_epoch", "evaluated", "evaluated_step"))
+        self.begun = {step: _Step(*values) for step, *values in figures["begun"]}
+        assert self.settings.run_dir is not None
+        if newest_saved_step(self.settings.run_dir) == self.step:
+            self.saved_step = self.step
+
+    def _copy(self) -> None:
+        """Have all servers copy their parts, if it is time; while nothing is applied that comes later. Two copies of
+        each are kept, so the last one is waited for: all servers then have one of the same version."""
+        copier, is_due = self.copier, self.copier is not None and self.version >= self.copier.next_step
+        if copier is None or not is_due or self.copying or self.metrics is None or (
+                len(self.history.later) > _MOST_LATER):
+            return
+        self.copying = set(self.followers)
+        for connection in self.followers.values():
+            connection.send_message({"copy": self.version})
+        self.context.beat("copy")
+        self.copy({"samples": self.samples, "completed": self.completed, "loss": self.loss, "epoch": self.epoch,
+                   "told_epoch": self.told_epoch, "evaluated": self.evaluated, "evaluated_step": self.evaluated_step,
+                   "begun": [(step, *astuple(begun)) for step, begun in self.begun.items()],
+                   "metrics_bytes": self.metrics.stat().st_size})
+        if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies
+            copier.every = copier.affordable_every(statistics.median(self.speed.latest_s or [0]) / self.turns.width)
+            if not copier.fits():
+                self.copier = None
+                self.display.say("this host's memory has no room for copies of the state: if a server is lost, the run "
+                                 "goes on from the last checkpoint")
+
+    def _begin_journal(self) -> None:
+        first, later = self.history.first, self.history.later
+        after = self.turns.steps(first)
+        places = [self.turns.place(turn) for turn in (*range(self.turns.before(after), first), *sorted(later))]
+        self.journal.begin(self.job, plan=str(self.plan), world_size=self.context.world_size, after=after,
+                           also=[(step + 1, part) for step, part in places])
+
     def _note_restart(self) -> None:
-        """All ranks started again, as one of them died; what was made since the checkpoint is made again."""
+        """All ranks started again, as one of them died; what was made since what they go on from is made again."""
         for rank, deaths in enumerate(self.context.deaths):
             if (server := Roles.of(self.plan, rank).server) is not None:
                 self.losses.note_deaths("server", server, deaths)
         assert self.metrics is not None
-        updates = updates_after(self.metrics, self.step)
+        updates = updates_after(self.metrics, -1, offset=self._figures["metrics_bytes"]) if self.is_copied else (
+            updates_after(self.metrics, self.step))
         self.losses.note("rolled_back", step=self.step, updates=updates)
         self.display.say(f"{updates} updates were lost and are made again")
 
@@ -209,7 +273,7 @@ class Coordinator(Server):
         try:
             if self.control is not None:
                 document = self.checkpoint.document if self.checkpoint is not None else {}
-                self._ask("start", callbacks=document.get("callbacks"))
+                self._ask("start", callbacks=document.get("callbacks"), keeps=self.is_copied)
             while not self.over:
                 self._hear(self.inbox, timeout_s=_LOOK_S)
                 self.stop_asked |= self.context.stop_signal is not None
@@ -282,6 +346,8 @@ class Coordinator(Server):
                 self.clock.held(peer.number, update)
         elif "lost" in message and not self.over:
             self._lose(Peer(Role.CONTROL, message["lost"], message["incarnation"]), WireError(message["why"]))
+        elif "copied" in message:
+            self.copying.discard(peer.number)
         elif "exported" in message:
             self.exported.add(peer.number)
         elif "left" in message:
@@ -424,12 +490,14 @@ class Coordinator(Server):
             return
         for update in self.clock.ready():
             self._make_update(update)
-        self._open_next()
         if self._is_asked_to_stop or (self.control is not None and self.control.wants_attention):
             begun = self.turns.begun(max(self.clock.cursor, self.clock.version))
             self.clock.end = min(self.clock.end, self.turns.before(begun))
         if self.clock.is_drained and self.evaluation is None and self._is_complete:
             self._stop_here()
+        if not self.clock.is_drained:
+            self._copy()
+        self._open_next()
         if self.evaluation is None and not self.over:
             for _ in range(LEASES):  # everybody's first, then the next ones
                 for number, worker in list(self.workers.items()):

@@ -59,9 +59,10 @@ class Losses:
                 "servers_lost": named("server_lost", "server"), "updates_lost": sum(named("rolled_back", "updates"))}
 
 
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file whose last may have been cut off."""
-    return (json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+def _whole_lines(path: Path, offset: int = 0) -> Iterator[dict[str, Any]]:
+    """The lines of a file whose last may have been cut off, from an offset on."""
+    text = path.read_bytes()[offset:].decode()
+    return (json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n"))
 
 
 def staleness_of(metrics: Path) -> list[int]:
@@ -69,9 +70,9 @@ def staleness_of(metrics: Path) -> list[int]:
     return [line["staleness"] for line in _whole_lines(metrics) if "staleness" in line] if metrics.exists() else []
 
 
-def updates_after(metrics: Path, step: int) -> int:
-    """How many updates a run recorded after a step."""
+def updates_after(metrics: Path, step: int, *, offset: int = 0) -> int:
+    """How many updates a run recorded after a step, in what is written from an offset in bytes on."""
     if not metrics.exists():
         return 0
-    lines: Iterator[Mapping[str, Any]] = _whole_lines(metrics)
+    lines: Iterator[Mapping[str, Any]] = _whole_lines(metrics, offset)
     return sum(("loss" in line or "staleness" in line) and line["step"] > step for line in lines)

@@ -44,6 +44,7 @@ _SHAPES: Mapping[Role, Mapping[str, Mapping[str, Any]]] = {
         "held": {"held": _Count, "squares": float},
         "lost": {"lost": _Count, "incarnation": _Count, "why": str},
         "alive": {"alive": _True},
+        "copied": {"copied": _Count},
         "exported": {"exported": _Count},
         "left": {"left": _ServerLeft},
     },

@@ -16,6 +16,7 @@ from paceline.job.own_step import spec
 from paceline.runtime import state
 from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.checkpoint.write import Writer
+from paceline.runtime.copies import CopiedState, Copier, open_newest
 from paceline.runtime.follow import follow
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.optimizers.schedule import check_monitored, step_by_metrics
@@ -66,9 +67,12 @@ class Server:
         if settings.run_dir is not None:
             self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt)
             state.refuse_unsaveable(self.shelf)  # now, not after an hour
-        self.version = self.turns.before(self._restore())  # turns whose updates are made
+        self.copier: Copier | None = None
+        if context.copies is not None:
+            self.copier = Copier(context, context.copies, num_ranks=min(sync.server, context.local_world_size))
+        self.history = self._restore()
+        self.version = self.history.num_updates
         self.exchange.begin_at(self.version)
-        self.history = History(self.version)
         self.gradients: dict[str, torch.Tensor] = {}  # of a step of the job's own so far, for whoever looks on
         self.door = Acceptor(listen(context.host), self.welcome, secret=context.secret, layout=self.layout,
                              check=self.check)
@@ -118,6 +122,9 @@ class Server:
             step_by_metrics(self.shelf.schedule, self.job, order["metrics"])
         elif "save" in order:
             self.save(order["save"], last=order["last"])
+        elif "copy" in order:
+            self.copy()
+            self.tell({"copied": order["copy"]})
         elif "export" in order:
             self._export(Path(order["export"]))
 
@@ -132,6 +139,16 @@ class Server:
         if self.callback_states is not None:
             document["callbacks"] = self.callback_states
         return self.writer.save(self.step, state.pieces(self.shelf), document, snapshot=not last)
+
+    def copy(self, figures: Mapping[str, Any] | None = None) -> None:
+        """Leave a copy of this server's part where the next ranks find it if one of these is lost. figures: what server
+        0 knows of the run beside its state."""
+        assert self.copier is not None
+        document = None
+        if figures is not None:
+            document = state.document(self.shelf, step=self.step, samples=figures["samples"]) | {
+                "figures": figures, "history": [self.history.first, sorted(self.history.later)]}
+        self.copier.copy(self.version, state.pieces(self.shelf), document)
 
     def _export(self, folder: Path) -> None:
         """Write this server's part of the weights alone, and say so when all parts are there."""
@@ -208,17 +225,29 @@ class Server:
         if self.writer is not None:
             self.writer.poll()
 
-    def _restore(self) -> int:
-        """Where the run goes on."""
+    def _restore(self) -> History:
+        """Where the run goes on: from a copy, a checkpoint, or the begin."""
         self.checkpoint: Checkpoint | None = None
         if self.settings.resume and self.settings.run_dir is not None:
             self.context.beat("restore")
-            self.checkpoint = state.choose_checkpoint(self.context, self.settings.run_dir,
-                                                      accept=lambda checkpoint: state.mismatch(self.shelf, checkpoint))
+            self.checkpoint = open_newest(
+                self.context, self.settings.run_dir, num_ranks=servers_of(self.plan).server, before=self.turns.before,
+            ) or state.choose_checkpoint(self.context, self.settings.run_dir,
+                                         accept=lambda checkpoint: state.mismatch(self.shelf, checkpoint))
         if self.checkpoint is None:
-            return 0
-        state.restore(self.shelf, self.checkpoint)
-        return int(self.checkpoint.document["step"])
+            history = History(0)
+        else:
+            state.restore(self.shelf, self.checkpoint)
+            history = History(*self.checkpoint.document["history"]) if self.is_copied else History(
+                self.turns.before(int(self.checkpoint.document["step"])))
+        if self.copier is not None:
+            self.copier.begin(history.num_updates, is_copied=self.is_copied)
+        return history
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether this server went on from a copy in memory."""
+        return isinstance(self.checkpoint, CopiedState)
 
     def _ready(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
         self.shelf.update_slices(gradients, scale)

@@ -18,6 +18,7 @@ from paceline.capture.written import SeenValue
 from paceline.errors import JobError, PlanRefused
 from paceline.launch.logs import logger
 from paceline.runtime.checkpoint.read import open_checkpoint
+from paceline.runtime.copies import open_copy
 from paceline.runtime.evaluate import evaluation_sums, step_sums
 from paceline.runtime.feed import DataShard, MicroBatch, training_feed
 from paceline.runtime.folder import CHECKPOINTS
@@ -186,12 +187,16 @@ class Worker:
 
     def _begin_at(self, version: int) -> None:
         """The weights after so many steps of the job's own: servers send those that they update, and followers, which
-        each rank moves by itself, come from the checkpoint."""
+        each rank moves by itself, come from what the servers went on from."""
         assert self.served is not None
         self.context.beat("restore")
         self.served.begin_at(version)
         if version and self.settings.run_dir is not None:
-            checkpoint = open_checkpoint(self.settings.run_dir / CHECKPOINTS / f"step-{version}")
+            copies, servers = self.context.copies, range(servers_of(self.plan).server)
+            # The servers' next copies are of updates that this worker has a part in.
+            checkpoint = open_copy(copies, version, servers) if copies is not None and (
+                copies.newest(servers) == version) else open_checkpoint(
+                    self.settings.run_dir / CHECKPOINTS / f"step-{version}")
             for name in followed(self.job.followers, self.stepper.held):
                 checkpoint.read_into(f"parameters/{name}", self.stepper.held[name].data)
 
