@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,8 +30,7 @@ MOST_SAMPLES = 2**24  # of an update: whoever audits makes a list of them
 OrderKind = Literal["shuffle", "sampler", "stream"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class Launch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A launch begins: what later lines say is of this one, until the next begins.
 
     launch: its number, from 1. after: the updates of the steps up to this one are in the weights. also: beside them,
@@ -56,8 +54,7 @@ class Launch:
         return update.step <= self.after or (update.step, update.part) in self.also
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An applied update consumed `count` positions of an epoch, from `start` on.
 
     step: counted from 1 over the job. part: of the step's window, where each part is an update of its own.
@@ -80,7 +77,7 @@ class Update:
 
 
 Record = Launch | Update
-_DEFAULTS = {kind: {field.name: field.default for field in fields(kind)} for kind in (Launch, Update)}
+_JSON = msgspec.json.Encoder()
 
 
 def order_of(job: Job) -> OrderKind:
@@ -127,7 +124,7 @@ class Journal:
         if not self._noted:
             return
         *before, last = self._noted
-        self._append([*before, replace(last, digest=digest)])
+        self._append([*before, msgspec.structs.replace(last, digest=digest)])
         self._noted = []
 
     def sync(self) -> None:
@@ -163,7 +160,7 @@ class Journal:
     def _append(self, records: Sequence[Record]) -> None:
         if self._descriptor is None or not records:
             return
-        data = b"".join(map(_line, records))
+        data = b"".join(_JSON.encode(record) + b"\n" for record in records)
         try:
             if os.write(self._descriptor, data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -173,12 +170,6 @@ class Journal:
     def _unwritable(self, error: OSError) -> CheckpointError:
         return CheckpointError(f"can't write the journal {self.path}: {error.strerror}",
                                hint="--resume goes on from the last checkpoint when there is space again")
-
-
-def _line(record: Record) -> bytes:
-    document = {name: value for name, default in _DEFAULTS[type(record)].items()
-                if (value := getattr(record, name)) != default}
-    return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
 
 def parse(line: bytes) -> Record:
