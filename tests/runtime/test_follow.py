@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import paceline as pl
+from paceline.errors import TrainingError
 from paceline.runtime.follow import follow
 
 
@@ -23,3 +25,22 @@ def test_followers_move_after_the_steps_that_they_name():
         assert held["copy.w"].tolist() == [copied] * 2
         assert held["still.w"].tolist() == [0.0] * 2
         assert [int(buffers[f"{name}.count"]) for name in followers] == [step, copied, 0]
+
+
+def test_a_momentum_may_be_a_function_of_the_step():
+    """The mean of the weights after the third step and every second one that follows; before, nothing moves."""
+    def momentum(step: int) -> float:
+        return 1.0 if step < 2 or step % 2 else (step - 2) / step
+
+    followers = {"mean": pl.ema("net", momentum)}
+    held = {f"{name}.w": torch.zeros(1, dtype=torch.float64) for name in ("net", "mean")}
+    moved = []
+    for step in range(1, 8):
+        held["net.w"].fill_(step)
+        follow(followers, held, {}, step)
+        moved.append(held["mean.w"].item())
+    assert moved == [0, 0, 3, 3, 4, 4, 5]
+    assert pl.Job(models={"net": torch.nn.Module}, optimizers={"net": torch.optim.SGD}, followers=followers,
+                  step=lambda ctx, batch: None, data=[torch.zeros(1)], batch=1, steps=1)
+    with pytest.raises(TrainingError, match=r"a follower of 'net' .* returned 1.5 for step 3"):
+        follow({"mean": pl.ema("net", lambda step: step / 2)}, held, {}, 4)

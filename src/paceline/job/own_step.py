@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.errors import nearest
+from paceline.errors import TrainingError, nearest
 from paceline.job.pretrained import Weights
 
 if TYPE_CHECKING:
@@ -48,17 +48,44 @@ class FollowerModel:
     buffers as they are where it moves.
 
     source: name of a model, or a function that builds a frozen one.
-    momentum: what it keeps of itself in a move; 1.0 for one that never moves. every: steps between moves.
+    momentum: what it keeps of itself in a move; 1.0 for one that never moves; or a function of the step, from 0.
+    every: steps between moves.
     """
 
     source: str | Callable[[], Any]
-    momentum: float
+    momentum: float | Callable[[int], float]
     every: int = 1
 
 
-def ema(source: str, momentum: float) -> FollowerModel:
+    @property
+    def is_moving(self) -> bool:
+        """Whether it moves after some step."""
+        return callable(self.momentum) or self.momentum != 1.0
+
+    def momentum_after(self, step: int) -> float:
+        """What it keeps of itself after a step, counted from 0; 1.0 where it does not move.
+        Raises:
+            TrainingError: the job's function returns no number from 0 to 1.
+        """
+        if (step + 1) % self.every:
+            return 1.0
+        if not callable(self.momentum):
+            return self.momentum
+        momentum = self.momentum(step)
+        if not isinstance(momentum, int | float) or not 0 <= momentum <= 1:
+            raise TrainingError(f"the momentum of a follower of {self.source!r} must be a number from 0 to 1, and its "
+                                f"function returned {momentum!r} for step {step}")
+        return float(momentum)
+
+
+def ema(source: str, momentum: float | Callable[[int], float]) -> FollowerModel:
     """The exponential moving average of a model's weights: `momentum * itself + (1 - momentum) * source` after each
-    step."""
+    step.
+
+    momentum: From 0 to 1, or a function of the number of the step, from 0, that returns it: `lambda step: step /
+        (step + 1)` is the mean of the weights after every step. Every rank calls it, so it must depend on the step
+        alone.
+    """
     return FollowerModel(source, momentum)
 
 
@@ -276,7 +303,9 @@ def _follower_problems(job: Job, name: str, follower: Any) -> Iterator[str]:
         return
     if isinstance(follower.source, str) and follower.source not in job.models:
         yield f"the follower '{name}' follows {follower.source!r}: {nearest(follower.source, job.models)}"
-    if not isinstance(follower.momentum, int | float) or not 0 <= follower.momentum <= 1:
-        yield f"the momentum of the follower '{name}' must be from 0 to 1, got {follower.momentum!r}"
+    if not callable(follower.momentum) and not (isinstance(follower.momentum, int | float)
+                                                and 0 <= follower.momentum <= 1):
+        yield (f"the momentum of the follower '{name}' must be from 0 to 1 or a function of the step, got "
+               f"{follower.momentum!r}")
     if not isinstance(follower.every, int) or follower.every < 1:
         yield f"the follower '{name}' must be copied every 1 step or more, got {follower.every!r}"

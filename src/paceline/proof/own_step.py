@@ -177,12 +177,13 @@ class PlainStep:
     @torch.no_grad()
     def _follow(self) -> None:
         for name, follower in self.job.followers.items():
-            if follower.momentum == 1.0 or (self.step + 1) % follower.every:
+            momentum = follower.momentum_after(self.step)
+            if momentum == 1.0:
                 continue
             theirs = self.models.get_submodule(follower.source)
             mine = self.models.get_submodule(name)
             for p, source in zip(mine.parameters(), theirs.parameters(), strict=True):
-                p.copy_(follower.momentum * p + (1 - follower.momentum) * source)
+                p.copy_(momentum * p + (1 - momentum) * source)
             for buffer, source in zip(mine.buffers(), theirs.buffers(), strict=True):
                 buffer.copy_(source)
 

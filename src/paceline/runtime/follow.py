@@ -20,7 +20,7 @@ def follow(followers: Mapping[str, FollowerModel], held: Mapping[str, torch.Tens
     held, buffers: of all models, by name.
     """
     for mine, source in followed(followers, held, step).items():
-        _move(held[mine], held[source], followers[mine.partition(".")[0]].momentum)
+        _move(held[mine], held[source], followers[mine.partition(".")[0]].momentum_after(step - 1))
     for mine, source in followed(followers, buffers, step).items():
         buffers[mine].copy_(buffers[source])
 
@@ -29,7 +29,7 @@ def followed(followers: Mapping[str, FollowerModel], names: Iterable[str], step:
     """Which of these names of parameters or buffers are of followers that move after `step`, each with the one that it
     follows; of all that ever move for step 0."""
     moving = {name: follower.source for name, follower in followers.items()
-              if follower.momentum != 1.0 and not step % follower.every}
+              if (follower.momentum_after(step - 1) != 1.0 if step else follower.is_moving)}
     return {name: f"{moving[model]}.{rest}" for name in names
             for model, _, rest in [name.partition(".")] if model in moving}
 
