@@ -252,6 +252,36 @@ def test_a_rank_draws_the_rows_of_its_samples() -> None:
     assert torch.equal(part[-1], whole[-1])
 
 
+def test_what_is_drawn_for_all_samples_is_drawn_whole() -> None:
+    """For what `gather` returns, of which a rank takes its places; a permutation of a rank's samples is refused."""
+    def drawn(rows: int, first: int) -> list[torch.Tensor]:
+        with WindowDraws(rows=rows, first=first, count=12, key=(0, "own step", 3), device=torch.device("cpu")):
+            return [torch.randperm(12), torch.randn(12, 2), torch.rand_like(torch.ones(12))]
+
+    whole, part = drawn(12, 0), drawn(5, 7)
+
+    assert all(torch.equal(mine, all_of_it) for mine, all_of_it in zip(part, whole, strict=True))
+    with (WindowDraws(rows=5, first=7, count=12, key=(0,), device=torch.device("cpu")),
+          pytest.raises(paceline.PacelineError, match=r"torch.randperm\(5\) where it has 5 of the step's 12")):
+        torch.randperm(5)
+
+
+def test_what_is_no_sample_is_drawn_alike_whatever_its_shape() -> None:
+    """Also where a rank has as many samples as it has rows."""
+    def drawn(rows: int, first: int) -> list[torch.Tensor]:
+        draws = WindowDraws(rows=rows, first=first, count=12, key=(0, "own step", 3), device=torch.device("cpu"))
+        with draws:
+            with draws.alike():
+                alike = [torch.rand(5), torch.randperm(5), torch.poisson(torch.ones(5)), torch.rand(1, 3)]
+            return [*alike, torch.rand(rows)]
+
+    *whole, of_all = drawn(12, 0)
+    for rows, first in ((5, 7), (1, 2)):
+        *part, own = drawn(rows, first)
+        assert all(torch.equal(mine, all_of_it) for mine, all_of_it in zip(part, whole, strict=True))
+        assert torch.equal(own, of_all[first:first + rows])
+
+
 def test_a_batch_is_cut_as_it_was_made() -> None:
     """Micro-batches without samples hold one that counts nothing."""
     x = torch.arange(6.0)
@@ -308,7 +338,7 @@ def test_what_a_rank_gathers_and_runs_alike() -> None:
     verbs.in_loss = True
     with pytest.raises(paceline.PacelineError, match="inside a loss"):
         verbs.gather(torch.zeros(2))
-    with pytest.raises(AttributeError, match="no 'models': it has backward, gather"):
+    with pytest.raises(AttributeError, match="no 'models': it has alike, backward"):
         verbs.models  # noqa: B018
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,7 +57,6 @@ class FollowerModel:
     momentum: float | Callable[[int], float]
     every: int = 1
 
-
     @property
     def is_moving(self) -> bool:
         """Whether it moves after some step."""
@@ -64,6 +64,7 @@ class FollowerModel:
 
     def momentum_after(self, step: int) -> float:
         """What it keeps of itself after a step, counted from 0; 1.0 where it does not move.
+
         Raises:
             TrainingError: the job's function returns no number from 0 to 1.
         """
@@ -112,6 +113,10 @@ class StepContext(Protocol):
     def places(self) -> torch.Tensor:
         """Where this process's samples are among all of the step: whole numbers, (samples,); on one device 0, 1, 2, ...
         They are the rows that are its own of what `gather` returns."""
+
+    def alike(self) -> AbstractContextManager[None]:
+        """`with ctx.alike():` draws random numbers that are not of samples: the same on every rank, whatever the shape.
+        Elsewhere a tensor with as many rows as this process has samples is taken for one of samples."""
 
     def gather(self, value: Any) -> Any:
         """Of tensors with a row for each sample of this process, the rows of all samples of the step, alike on every

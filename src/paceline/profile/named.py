@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.errors import JobError
 from paceline.job import Job
 from paceline.job.named_models import NamedModels
 from paceline.launch.fork import in_a_fork
@@ -33,12 +34,12 @@ def priced(job: Job) -> Job:
         from paceline.runtime.recorded import recorded
 
         seen = recorded(job, SAMPLES)
-        return ({name: _described(value) for name, value in seen.inputs.items()}, sorted(seen.in_losses),
-                sorted(seen.bare))
+        return ({name: _described(value, is_cut=name not in seen.uncut) for name, value in seen.inputs.items()},
+                sorted(seen.in_losses), sorted(seen.bare))
 
     described, in_losses, bare = in_a_fork(shapes, timeout_s=TIMEOUT_S)
     samples = job.num_samples or job.batch
-    return Job(model=lambda: _Together(job), data=_Shaped(described, samples, job, in_losses, bare),
+    return Job(model=lambda: _Together(job, described), data=_Shaped(described, samples, job, in_losses, bare),
                loss=_of_every_output, optimizer=job.optimizer, batch=job.batch, steps=job.total_steps or 1,
                precision=job.precision, seed=job.seed)
 
@@ -52,8 +53,9 @@ def step_of(job: Job) -> _Shaped | None:
 class _Together(nn.Module):
     """All models and followers, under their names, each run on inputs of its own."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, described: Mapping[str, Any]) -> None:
         super().__init__()
+        self.described = described
         models = NamedModels.of(job.models, job.followers, job.seed)
         self.names, self.frozen = models.names, set(job.followers)
         for name in self.names:
@@ -62,7 +64,7 @@ class _Together(nn.Module):
     def forward(self, **inputs: Any) -> list[Any]:
         outputs = []
         for name in self.names:
-            given, model = inputs[f"for_{name}"], self.get_submodule(name)
+            given, model = _given(self.described[name], inputs[f"for_{name}"]), self.get_submodule(name)
             args = () if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else (given,)
             with torch.set_grad_enabled(name not in self.frozen):
                 outputs.append(model(*args, **(given if isinstance(given, Mapping) else {})))
@@ -87,21 +89,42 @@ class _Shaped:
         return {f"for_{name}": _made(entry) for name, entry in self.described.items()}
 
 
-def _described(value: Any) -> Any:
-    """Of one sample, as JSON holds it."""
+def _described(value: Any, *, is_cut: bool) -> Any:
+    """As JSON holds it. Of tensors that are cut the shape is of one sample.
+
+    Raises:
+        JobError: it holds something else than tensors, numbers and text.
+    """
     if isinstance(value, torch.Tensor):
-        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape[1:])}
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape[is_cut:]), "cut": is_cut}
     if isinstance(value, Mapping):
-        return {"items": {key: _described(item) for key, item in value.items()}}
-    return {"parts": [_described(item) for item in value]}
+        return {"items": {key: _described(item, is_cut=is_cut) for key, item in value.items()}}
+    if isinstance(value, tuple | list):
+        return {"parts": [_described(item, is_cut=is_cut) for item in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    raise JobError(f"the step runs a model with a {type(value).__name__}, of which no plan can be priced",
+                   hint="name the plan: --plan data=2; or give the model tensors, numbers and text")
 
 
 def _made(entry: Any) -> Any:
+    """A sample of what a model is given, as samples can be stacked."""
     if "dtype" in entry:
         return torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
     if "items" in entry:
         return {key: _made(item) for key, item in entry["items"].items()}
-    return tuple(_made(item) for item in entry["parts"])
+    return tuple(_made(item) for item in entry["parts"]) if "parts" in entry else 0
+
+
+def _given(entry: Any, stacked: Any) -> Any:
+    """What a model is given, of stacked samples."""
+    if "dtype" in entry:
+        return stacked if entry["cut"] else stacked[0]
+    if "items" in entry:
+        return {key: _given(item, stacked[key]) for key, item in entry["items"].items()}
+    if "parts" in entry:
+        return tuple(_given(*pair) for pair in zip(entry["parts"], stacked, strict=True))
+    return entry["value"]
 
 
 def _of_every_output(outputs: Any, target: Any) -> torch.Tensor:

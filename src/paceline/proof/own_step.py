@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -65,6 +65,9 @@ class PlainStep:
     @property
     def places(self) -> torch.Tensor:
         return torch.arange(self.samples, device=next(self.models.parameters()).device)
+
+    def alike(self) -> AbstractContextManager[None]:
+        return self.draws.alike()
 
     def gather(self, value: Any) -> Any:
         return map_tensors(lambda t: t.detach().clone(), value.input if isinstance(value, StepBatch) else value)

@@ -181,16 +181,16 @@ class _Trial:
 
 
 class _Inputs:
-    """Samples of what a step calls a model with."""
+    """What a step calls a model with, for any number of samples: all of it where it is not of samples."""
 
     def __init__(self, trial: _Trial, name: str) -> None:
         self.trial, self.name = trial, name
 
-    def __len__(self) -> int:
-        return TRIED_SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return map_tensors(lambda tensor: tensor[index], self.trial.seen.inputs[self.name]), 0
+    def __call__(self, places: Sequence[int]) -> tuple[Any, torch.Tensor]:
+        seen = self.trial.seen
+        rows = torch.tensor(places)
+        given = seen.inputs[self.name]
+        return given if self.name in seen.uncut else map_tensors(lambda tensor: tensor[rows], given), rows
 
 
 def job_of(job: Job, name: str, trial: _Trial) -> Job:
@@ -202,8 +202,8 @@ def job_of(job: Job, name: str, trial: _Trial) -> Job:
         return NamedOptimizers.of({key: spec(each) for key, each in job.optimizers.items()}, given, job.models,
                                   of_all=False)
 
-    return Job(model=_OnlyModel(job, name), data=_Inputs(trial, name), loss=_of_every_output, optimizer=build,
-               batch=job.batch, steps=1, precision=job.precision, seed=job.seed)
+    return Job(model=_OnlyModel(job, name), data=range(TRIED_SAMPLES), collate=_Inputs(trial, name),
+               loss=_of_every_output, optimizer=build, batch=job.batch, steps=1, precision=job.precision, seed=job.seed)
 
 
 def _of_every_output(output: Any, target: Any) -> torch.Tensor:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from paceline.errors import JobError, PlanRefused, nearest
+from paceline.errors import JobError, PacelineError, PlanRefused, TrainingError, nearest
 from paceline.job import Job
 from paceline.job.named_models import NamedModels
 from paceline.plans import Plan
 from paceline.runtime.feed import MicroBatch, example_batch, map_tensors
 from paceline.runtime.step_batch import StepBatch
+from paceline.runtime.step_draws import MakesOn
 from paceline.runtime.streams import kept_streams
 
 _TRIED_STEPS = (*range(10), 99, 999)  # and the last one, where the job's step depends on its number
@@ -23,13 +25,15 @@ _TRIED_STEPS = (*range(10), 99, 999)  # and the last one, where the job's step d
 class Recorded:
     """What a step was seen to do.
 
-    inputs: of the first call of each model and follower. in_losses: models and followers that a loss runs.
-    bare: models without parameters.
+    inputs: of the first call of each model and follower, with samples along dim 0 if some call has them.
+    in_losses: models and followers that a loss runs. bare: models without parameters. uncut: models and followers whose
+    inputs are not of samples (`cut=False`).
     """
 
     inputs: dict[str, Any]
     in_losses: set[str]
     bare: set[str]
+    uncut: set[str]
 
 
 def recorded(job: Job, samples: int) -> Recorded:
@@ -37,26 +41,40 @@ def recorded(job: Job, samples: int) -> Recorded:
 
     Raises:
         JobError: a step never calls one of the models.
+        TrainingError: the step failed.
     """
     assert job.own_step is not None
     dtype = torch.float64 if job.precision == "float64" else None
     with kept_streams():
         models = NamedModels.of(job.models, job.followers, job.seed)
         batch = example_batch(job, samples).to(torch.device("cpu"), dtype)
-        recorder = _Recorder(models.to(dtype) if dtype else models, StepBatch([batch]))
+        recorder = _Recorder(models.to(dtype) if dtype else models, StepBatch([batch]), job.precision)
         for step in _TRIED_STEPS if job.total_steps is None else sorted(
                 {step for step in _TRIED_STEPS if step < job.total_steps} | {job.total_steps - 1}):
             recorder.number = step
-            job.own_step(recorder, recorder.batch)
+            _take(job, recorder)
             if not recorder.asks_for_step:  # all steps are alike
                 break
     for name, follower in job.followers.items():  # a follower that is only kept runs as its source does
         if isinstance(follower.source, str) and follower.source in recorder.inputs:
             recorder.inputs.setdefault(name, recorder.inputs[follower.source])
+            recorder.uncut |= {name} if follower.source in recorder.uncut else set()
     if never := [name for name in models.names if name not in recorder.inputs]:
         raise JobError(f"the step never runs '{never[0]}'", hint="leave the model out, or run it")
     bare = {name for name in job.models if next(models.get_submodule(name).parameters(), None) is None}
-    return Recorded(recorder.inputs, recorder.in_losses, bare)
+    return Recorded(recorder.inputs, recorder.in_losses, bare, recorder.uncut)
+
+
+def _take(job: Job, recorder: _Recorder) -> None:
+    assert job.own_step is not None
+    try:
+        with recorder.makes_on:
+            job.own_step(recorder, recorder.batch)
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise TrainingError(f"the job's step was tried on {len(recorder.batch)} samples, to see what it runs, and "
+                            f"failed: {type(error).__name__}: {error}") from error
 
 
 def refuse_to_split(job: Job, plan: Plan, *, in_losses: Iterable[str], bare: Iterable[str]) -> None:
@@ -86,8 +104,9 @@ class _Recorder:
     number: of the step. asks_for_step: whether the job's step looked at it.
     """
 
-    def __init__(self, models: NamedModels, batch: StepBatch) -> None:
-        self.models, self.batch, self.inputs = models, batch, dict[str, Any]()
+    def __init__(self, models: NamedModels, batch: StepBatch, precision: str) -> None:
+        self.models, self.batch, self.inputs, self.uncut = models, batch, dict[str, Any](), set[str]()
+        self.makes_on = MakesOn(torch.device("cpu"), precision)
         self.in_losses, self.is_in_loss = set[str](), False
         self.number, self.asks_for_step = 0, False
 
@@ -100,6 +119,9 @@ class _Recorder:
     def places(self) -> torch.Tensor:
         return torch.arange(len(self.batch))
 
+    def alike(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def gather(self, value: Any) -> Any:
         """All samples are here."""
         return _without_graph(value.input if isinstance(value, StepBatch) else value)
@@ -110,8 +132,11 @@ class _Recorder:
         if self.is_in_loss:
             self.in_losses.add(model)
         whole = inputs.input if isinstance(inputs, StepBatch) else inputs
-        self.inputs.setdefault(model, _without_graph(whole))
-        return MicroBatch(whole, None, len(self.batch)).call(self.models.get_submodule(model))
+        if model not in self.inputs or (cut and model in self.uncut):
+            self.inputs[model] = _without_graph(whole)
+            self.uncut = self.uncut - {model} if cut else self.uncut | {model}
+        with self.makes_on.paused():
+            return MicroBatch(whole, None, len(self.batch)).call(self.models.get_submodule(model))
 
     def backward(self, model: str | tuple[str, ...], inputs: Any, loss: Callable[..., Any], *more: Any) -> None:
         output = self.run(model if isinstance(model, str) else model[0], inputs)

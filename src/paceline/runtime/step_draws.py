@@ -67,6 +67,7 @@ class WindowDraws(TorchDispatchMode):
                  precision: str = "float32") -> None:
         super().__init__()
         self.rows, self.first, self.count, self.key, self.number = rows, first, count, tuple(key), 0
+        self.is_alike = False
         self.makes_on = MakesOn(device, precision)
         seed_streams(*self.key)  # Python's and NumPy's, too
 
@@ -86,6 +87,15 @@ class WindowDraws(TorchDispatchMode):
             assert mode is self, "a mode that the step entered is left before a verb"
             yield
 
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Meanwhile no tensor is taken for one of samples: all ranks draw the same numbers, whatever their shape."""
+        before, self.is_alike = self.is_alike, True
+        try:
+            yield
+        finally:
+            self.is_alike = before
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -95,12 +105,18 @@ class WindowDraws(TorchDispatchMode):
                                 "rank would draw other numbers, and a resumed run others again",
                                 hint="leave generator= out: what a step draws is fixed by the seed and the step, and a "
                                      "sample gets the same numbers under every plan")
+        is_cut = self.rows != self.count and not self.is_alike
+        if func.overloadpacket.__name__ == "randperm" and is_cut and args[0] == self.rows:
+            raise TrainingError(f"the step draws torch.randperm({self.rows}) where it has {self.rows} of the step's "
+                                f"{self.count} samples: other samples would meet than on one device",
+                                hint="everyone = ctx.gather(x), then everyone[torch.randperm(len(everyone))[ctx."
+                                     "places]]; what are no samples is permuted in `with ctx.alike():`")
         self._seed()
         self.number += 1
         with drawing():
-            if func.overloadpacket.__name__ in _BY_VALUE and self._has_rows(args[0]):
+            if func.overloadpacket.__name__ in _BY_VALUE and not self.is_alike and self._has_rows(args[0]):
                 return torch.cat([self._drawn_row(func, row, args, kwargs) for row in range(self.rows)])
-            return self._drawn(func, args, kwargs) if self.rows != self.count else func(*args, **kwargs)
+            return self._drawn(func, args, kwargs) if is_cut else func(*args, **kwargs)
 
     def _seed(self, *more: int) -> None:
         seed = key_to_seed(*self.key, self.number, *more)
@@ -137,7 +153,8 @@ class WindowDraws(TorchDispatchMode):
 
         sized = [[self.count, *argument[1:]] if _is_size(argument) and argument[0] == self.rows else argument
                  for argument in args]
-        return tree_map(own, func(*tree_map(whole, sized), **tree_map(whole, kwargs)))
+        drawn = func(*tree_map(whole, sized), **tree_map(whole, kwargs))
+        return tree_map(own, drawn) if written or sized != list(args) else drawn
 
 
 def _is_size(argument: Any) -> bool:

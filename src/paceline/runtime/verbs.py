@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -118,9 +118,9 @@ class Verbs:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a step's context has no '{name}': it has backward, gather, places, run, step and update. Models are run "
-            "by name, ctx.run('generator', x); what needs their weights, such as an inner loop of gradient steps, "
-            "belongs in a model's forward")
+            f"a step's context has no '{name}': it has alike, backward, gather, places, run, step and update. Models "
+            "are run by name, ctx.run('generator', x); what needs their weights, such as an inner loop of gradient "
+            "steps, belongs in a model's forward")
 
     # --- Running -----------------------------------------------------------------------------------------------
 
@@ -129,6 +129,10 @@ class Verbs:
         """See `StepContext`; of a replica that takes steps of its own, among its own samples."""
         first = 0 if self.stepper.step_sync.has_own_steps else self.first
         return torch.arange(first, first + len(self.batch), device=self.stepper.device)
+
+    def alike(self) -> AbstractContextManager[None]:
+        """See `StepContext`."""
+        return self.draws.alike()
 
     def gather(self, value: Any) -> Any:
         """See `StepContext`. Collective; a replica that takes steps of its own has all samples of them."""
