@@ -4,9 +4,13 @@
 
 Ranks are killed by SIGKILL, at times drawn from an exponential distribution, also while they start again. The ways:
 `copies` and `checkpoint` (the ranks are replaced and go on from copies in memory, or from the newest checkpoint) and
-`resume` (--restarts 0, and the command is run again; while it has no ranks yet, it is killed itself). The prediction is
-the planner's formula. Its times are those of an undisturbed run, but for the time from a kill to the next applied step,
-where no other kill comes before it: that is the mean of the way's runs with the other rates, so no run predicts itself.
+`resume` (--restarts 0, and the command is run again; while it has no ranks yet, it is killed itself).
+
+The measured goodput is the time of the steps that lasted, as long as they took in that run, by the time from the run's
+begin to its last step. So a machine whose speed changes from run to run does not change it. The prediction is the
+planner's formula: how far it goes back is that of an undisturbed run in steps, and the time from a kill to the next
+applied step, where no other kill comes before it, is the mean of the way's runs with the other rates, so that no run
+predicts itself.
 """
 
 from __future__ import annotations
@@ -22,9 +26,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +50,15 @@ LIMIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run, killed or not. trained_s: from where its first launch begins to train to its last step. num_kills: until
+    """A run, killed or not. trained_s: from where its first launch begins to train to its last step. useful_s: of that,
+    the time of steps that lasted. num_kills: until
     then. restarts_s: from a kill to the next applied step, where no other kill came before it. every: steps from copy
     to copy, or from checkpoint to checkpoint. blocked_s: of one of them. measured: goodput, as is predicted."""
 
     way: str
     mtbf_s: float
     trained_s: float
+    useful_s: float
     num_kills: int
     restarts_s: tuple[float, ...]
     steps_recomputed: int
@@ -139,7 +147,7 @@ def _figures(way: str, mtbf_s: float, run: Path, kills: Sequence[float]) -> Run:
     num_updates = len(journal) - len(launches)
     kills = [kill_s for kill_s in kills if kill_s < ends_s[-1]]
     restarts_s = [next(end_s for end_s in ends_s if end_s > kill_s) - kill_s for kill_s in kills]
-    lone_s = [restart_s for kill_s, restart_s, later_s in zip(kills, restarts_s, [*kills[1:], math.inf], strict=True)
+    lone_s = [restart_s for kill_s, restart_s, later_s in zip(kills, restarts_s, [*kills, math.inf][1:], strict=True)
               if kill_s + restart_s < later_s]
     blocked_s = [line["blocked_s"] for line in lines if line.get("saved")]
     every: float = SAVE_EVERY
@@ -147,13 +155,21 @@ def _figures(way: str, mtbf_s: float, run: Path, kills: Sequence[float]) -> Run:
         copied = [int(step) for step in (run / COPIED).read_text().split()]
         every = statistics.median(b - a for a, b in zip(copied[len(copied) // 2:], copied[len(copied) // 2 + 1:],
                                                         strict=False) if b > a)
-    return Run(way, mtbf_s, ends_s[-1] - launches[0].time, len(kills), tuple(lone_s), num_updates - len(ends_s), every,
-               statistics.median(blocked_s))
+    began_s = launches[0].time
+    useful_s = _useful_s([began_s, *ends_s], [launch.time for launch in launches[1:]])
+    return Run(way, mtbf_s, ends_s[-1] - began_s, useful_s, len(kills), tuple(lone_s), num_updates - len(ends_s), every,
+               statistics.median(blocked_s), useful_s / (ends_s[-1] - began_s))
+
+
+def _useful_s(ends_s: Sequence[float], launches_s: Sequence[float]) -> float:
+    """The time of the steps that ended then. A step before which ranks were started again took as long as most."""
+    took_s = [b - a for a, b in pairwise(ends_s) if bisect(launches_s, a) == bisect(launches_s, b)]
+    return sum(took_s) + (len(ends_s) - 1 - len(took_s)) * statistics.median(took_s)
 
 
 def predicted(run: Run, undisturbed: Run, steps: int, others: Sequence[Run]) -> float:
-    """The planner's formula, by the times of the undisturbed run and of the way's runs with other rates."""
-    step_s = undisturbed.trained_s / steps
+    """The planner's formula, by how far the undisturbed run goes back and by the way's runs with other rates."""
+    step_s = run.useful_s / steps
     restart_s = statistics.fmean(second for other in others for second in other.restarts_s)
     blocked_s = max(1e-6, 0.0 if run.way == "copies" else undisturbed.blocked_s)  # that of copies is in the steps
     failures = Failures(run.mtbf_s, blocked_s, restart_s)
@@ -170,7 +186,7 @@ def main(rates_s: Sequence[float], ways: Sequence[str], plan: str, steps: int, *
         runs = []
         for seed, mtbf_s in enumerate(rates_s):
             run = trained(way, plan, steps, mtbf_s=mtbf_s, seed=seed)
-            runs.append(replace(run, measured=undisturbed.trained_s / run.trained_s))
+            runs.append(run)
             print(f"{way}: a kill every {mtbf_s:g} s, {run.num_kills} kills, {run.trained_s:.1f} s",
                   file=sys.stderr)
         for run in runs:
