@@ -187,6 +187,18 @@ def test_a_rank_without_a_core_is_not_stuck(monkeypatch: pytest.MonkeyPatch):
     watch.close()
 
 
+def test_a_run_that_was_paused_as_a_whole_is_not_stuck(monkeypatch: pytest.MonkeyPatch):
+    """After Ctrl-Z and fg, ranks have the whole patience again."""
+    board = HeartbeatTable(1)
+    watch = OutsideWatch(board, 1, patience_s=2.0)
+    sign_s = board.read(0).time_s
+    for passed_s, silent_s in ((1.0, 1.0), (100.0, 0.0), (101.5, 1.5)):
+        monkeypatch.setattr(time, "monotonic", lambda passed_s=passed_s: sign_s + passed_s)
+        watch.look({})
+        assert watch._silent_s(0, os.getpid()) == pytest.approx(silent_s, abs=0.1)
+    watch.close()
+
+
 def test_slow_is_not_stuck(run_ranks: Any):
     """A rank that gives signs of life may be far slower than the timeout."""
     def body(context: Any) -> int:

@@ -27,6 +27,7 @@ from paceline.launch.watchdog import COLLECTIVES, FRAMES_OF_A_COLLECTIVE, hang_f
 # Not the schedulers' SIGUSR1 and SIGUSR2. Realtime signals are Linux's; macOS ignores SIGINFO where nobody asks for it.
 STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGINFO  # type: ignore[attr-defined]
 _STACK_S, _STACK_POLL_S = 0.5, 0.01  # how long to wait for the stacks
+_AWAY_S = 5.0  # without a look, of which there are two a second
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
@@ -51,6 +52,7 @@ class OutsideWatch:
         self._first_rank = 0
         self._stacks = [memory_file("paceline-stack") for _ in range(num_ranks)]
         self._silences: dict[int, _Silence] = {}
+        self._looked_s, self._awake_s = time.monotonic(), 0.0
 
     def close(self) -> None:
         for descriptor in self._stacks:
@@ -67,8 +69,13 @@ class OutsideWatch:
     def look(self, pids: dict[int, int]) -> Failure | None:
         """The report of a hang, in the culprit's name; None while there is none. pids: of the ranks that are watched.
 
-        A hang is found if a rank that doesn't wait for others was silent for the patience, or all ranks wait.
+        A hang is found if a rank that doesn't wait for others was silent for the patience, or all ranks wait. If nobody
+        has looked for long, this process was stopped, and the ranks may have been, by Ctrl-Z for example: what they
+        were silent until now does not count.
         """
+        if time.monotonic() - self._looked_s > _AWAY_S:
+            self._awake_s = time.monotonic()
+        self._looked_s = time.monotonic()
         silent = [rank for rank, pid in pids.items() if self._silent_s(rank, pid) > self.patience_s]
         if not silent:
             return None
@@ -97,7 +104,7 @@ class OutsideWatch:
     def _silent_s(self, rank: int, pid: int) -> float:
         """How long a rank has given no sign of life without the machine's being the reason."""
         sign = self.board.read(rank)
-        silent_s = time.monotonic() - sign.time_s
+        silent_s = time.monotonic() - max(sign.time_s, self._awake_s)
         if silent_s < self.patience_s / 8:  # as good as all the time
             return silent_s
         silence = self._silences.get(rank)
