@@ -47,7 +47,7 @@ from paceline.strategies.server.shards import Shard
 from paceline.waiting import waiting
 
 _LOOK_S = 0.5  # between looks for a request to stop
-_MOST_LATER = 64  # updates after one that is missing, with which a copy is made: a line of the journal lists them
+_MOST_ALSO = 64  # updates that a copy may have beside whole steps from the first on: a line of the journal lists them
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Coordinator(Server):
                          "no checkpoint to resume from: starting at step 0")
         if self.metrics is not None:
             if self.is_copied:
-                os.truncate(self.metrics, self._figures["metrics_bytes"])
+                os.truncate(self.metrics, min(self._figures["metrics_bytes"], self.metrics.stat().st_size))
             else:
                 cut_metrics(self.metrics, self.step)
             self.staleness.update(staleness_of(self.metrics))
@@ -184,11 +184,12 @@ class Coordinator(Server):
             self.saved_step = self.step
 
     def _copy(self) -> None:
-        """Have all servers copy their parts, if it is time; while nothing is applied that comes later. Two copies of
-        each are kept, so the last one is waited for: all servers then have one of the same version."""
+        """Have all servers copy their parts, if it is time, right after an update: nothing is applied yet that comes
+        later. Two copies of each are kept, so the last one is waited for: all servers then have one of the same
+        version."""
         copier, is_due = self.copier, self.copier is not None and self.version >= self.copier.next_step
         if copier is None or not is_due or self.copying or self.metrics is None or (
-                len(self.history.later) > _MOST_LATER):
+                self.version - self.turns.before(self.turns.steps(self.history.first)) > _MOST_ALSO):
             return
         self.copying = set(self.followers)
         for connection in self.followers.values():
@@ -488,14 +489,15 @@ class Coordinator(Server):
         """Make what is complete, stop where something is due, and give idle workers something to do."""
         if len(self.followers) < servers_of(self.plan).server - 1:
             return
-        for update in self.clock.ready():
+        ready = self.clock.ready()
+        for update in ready:
             self._make_update(update)
         if self._is_asked_to_stop or (self.control is not None and self.control.wants_attention):
             begun = self.turns.begun(max(self.clock.cursor, self.clock.version))
             self.clock.end = min(self.clock.end, self.turns.before(begun))
         if self.clock.is_drained and self.evaluation is None and self._is_complete:
             self._stop_here()
-        if not self.clock.is_drained:
+        if ready and not self.clock.is_drained:
             self._copy()
         self._open_next()
         if self.evaluation is None and not self.over:
