@@ -175,6 +175,24 @@ def test_what_a_change_leaves_alone_is_not_priced_again():
         assert counts[1][1] < counts[0][1]
 
 
+@pytest.mark.parametrize("message_s", [30.0, 0.31])
+def test_what_can_not_be_better_under_a_change_is_not_priced(message_s: float):
+    """With slower links a step takes at least what it takes now: plans that are slower already are left out."""
+    limits, priced = Limits(64, layers=8, tensor=4), []
+
+    def slower(plan: Plan) -> Estimate:
+        priced.append(plan)
+        return price(plan, message_s=message_s)
+
+    found, counts = search(price, limits, EIGHT), []
+    for least_s in (lambda estimate: 0.0, lambda estimate: estimate.step_s):
+        priced.clear()
+        change = Change("slower links", slower, has_same_memory=True, least_s=least_s)
+        counts.append((flips(found, [change], limits, EIGHT), len(priced)))
+    assert counts[0][0] == counts[1][0] and bool(counts[0][0]) == (message_s > 1)
+    assert counts[1][1] < counts[0][1] / (1 if message_s > 1 else 3)
+
+
 def test_kinds_are_without_numbers():
     assert kind_of(Plan.parse("pipeline=2 data=4 microbatches=8")) == "pipeline data"
     assert kind_of(Plan.parse("single recompute=full")) == "single"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -15,6 +15,7 @@ from paceline.planner.rank import Candidate, Change, RankedPlans, Rent, flips, s
 from paceline.planner.space import DeviceCounts, Limits
 from paceline.plans import Plan
 from paceline.profile.profile import Profile, folded
+from paceline.software import PACELINE
 from paceline.strategies import conflicts
 from paceline.strategies.registry import active
 
@@ -145,8 +146,8 @@ class PlanningProblem:
                           partial(self.least_missing_bytes, cluster=changed),
                           has_same_memory=name != MORE_MEMORY,
                           # A cut for devices that are here follows from their memory.
-                          has_same_speed=name == MORE_MEMORY and bool(cluster.nodes))
-                   for name, changed in _changes(cluster)]
+                          has_same_speed=name == MORE_MEMORY and bool(cluster.nodes), least_s=least_s)
+                   for name, changed, least_s in _changes(cluster)]
         return flips(ranking, changes, self.limits(cluster), self.shape(cluster), rent=self.rent(cluster))
 
 
@@ -168,17 +169,24 @@ def check_step(job: Job, plan: Plan) -> None:
         refuse_to_split(step.job, plan, in_losses=step.in_losses, bare=step.bare)
 
 
-def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    """The cluster with other links, and with other memory."""
+def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster, Callable[[Estimate], float]]]:
+    """The cluster with other links, and with other memory. Each with what a step takes at least then, of what it takes
+    without the change."""
     if len(cluster.devices) == 1:
         return
-    for name, times in ((f"links {TIMES} times as fast", TIMES), (f"links a {_PART} as fast", 1 / TIMES)):
-        yield name, _with_links(cluster, times)
+    yield f"links {TIMES} times as fast", _with_links(cluster, TIMES), _busy_s
+    yield f"links a {_PART} as fast", _with_links(cluster, 1 / TIMES), lambda estimate: estimate.step_s
     if cluster.nodes:
-        yield MORE_MEMORY, replace(cluster, nodes=tuple(with_memory(kind, 2) for kind in cluster.nodes))
+        more = replace(cluster, nodes=tuple(with_memory(kind, 2) for kind in cluster.nodes))
     else:
-        yield MORE_MEMORY, replace(cluster, devices=tuple(
+        more = replace(cluster, devices=tuple(
             replace(device, memory_bytes=2 * device.memory_bytes) for device in cluster.devices))
+    yield MORE_MEMORY, more, lambda estimate: 0.0
+
+
+def _busy_s(estimate: Estimate) -> float:
+    """Of a step, what no link takes: computing, without what collectives beside it may have made it longer."""
+    return estimate.breakdown["compute"] / (1 + PACELINE.slowdown) + estimate.breakdown["optimizer"]
 
 
 def _with_links(cluster: Cluster, times: float) -> Cluster:

@@ -69,6 +69,7 @@ class RankedPlans:
     ranked: plans that fit, the fastest first; exact and relaxed ones. too_large: the nearest ones that don't.
     refused: why plans could not be priced, by their kind. num_tried: plans that were priced.
     may_relax: whether a relaxed plan may be chosen.
+    ways: exact plans that fit, of every way to split the first that does.
     fitting, over: plans that fit with their prices, before any was tried, and those that don't or have no price.
     compiling: what compiled blocks bring to the best plan by their price; empty where none was asked for.
     """
@@ -78,6 +79,7 @@ class RankedPlans:
     refused: dict[str, str] = field(default_factory=dict)
     num_tried: int = 0
     may_relax: bool = False
+    ways: tuple[Plan, ...] = ()
     fitting: dict[Plan, Candidate] = field(default_factory=dict)
     over: tuple[Plan, ...] = ()
     compiling: str = ""
@@ -134,6 +136,7 @@ def search(price: Price, limits: Limits, shape: DeviceCounts, least: Least = _no
         cuts.setdefault(one.plan.model_cut, one.plan)
     for plan in list(cuts.values())[:most_refined]:
         _refine(asked, plan, limits)
+    ranking.ways = tuple(one.plan for one in first if one.plan.relaxed is None)
     ranking.compiling = _compile(asked, limits)
     ranking.fitting, ranking.over = asked.fitting, tuple(asked.over)
     ranking.ranked = sorted(asked.fitting.values(), key=_cost)
@@ -327,6 +330,7 @@ class Change:
 
     least: see `search`; under it. has_same_memory: whether the same plans fit. has_same_speed: whether plans that fit
     without it do so with it, and take as long.
+    least_s: seconds that a step takes at least under it, of the estimate without it, where the same plans fit.
     """
 
     name: str
@@ -334,6 +338,7 @@ class Change:
     least: Least = _nothing_is_sure
     has_same_memory: bool = False
     has_same_speed: bool = False
+    least_s: Callable[[Estimate], float] = lambda estimate: 0.0
 
 
 def flips(ranking: RankedPlans, changes: Sequence[Change], limits: Limits, shape: DeviceCounts, *,
@@ -351,10 +356,29 @@ def flips(ranking: RankedPlans, changes: Sequence[Change], limits: Limits, shape
         asked = _Asked(change.price, RankedPlans(), change.least, rent, wants_nearest=False)
         asked.over |= set(ranking.over) if change.has_same_memory else set()
         asked.fitting |= ranking.fitting if change.has_same_speed else {}
-        again = _first(asked, (*splits(limits, shape), *served(limits, shape)), limits)
-        best = min([*again, *(one for one in map(asked, known) if one is not None)], key=_cost, default=None)
+        ways: Iterable[Plan] = ranking.ways
+        if not change.has_same_memory:
+            ways = [one.plan for one in _first(asked, (*splits(limits, shape), *served(limits, shape)), limits)]
         own = asked(chosen.plan)
+        best = _fastest(asked, dict.fromkeys((*ways, *known)), ranking, change, own)
         if best is not None and best.kind != chosen.kind and (
                 own is None or best.step_cost < (1 - TIE) * own.step_cost):
             flipped.append((change.name, best))
     return flipped
+
+
+def _fastest(asked: _Asked, plans: Iterable[Plan], ranking: RankedPlans, change: Change,
+             own: Candidate | None) -> Candidate | None:
+    """The best of some plans under a change. Those that can't be better than `own`, or another one, are not priced."""
+    def least_cost(plan: Plan) -> float:
+        known = ranking.fitting.get(plan)
+        return 0.0 if known is None or not change.has_same_memory else (
+            change.least_s(known.estimate) * asked.rent(plan))
+
+    best = own
+    for least, _, plan in sorted((least_cost(plan), str(plan), plan) for plan in plans):
+        if best is not None and least > best.step_cost:
+            break
+        if (one := asked(plan)) is not None:
+            best = one if best is None else min(best, one, key=_cost)
+    return best
