@@ -116,12 +116,12 @@ def examine_hosts(place: HostPlace, *, timeout_s: float) -> list[Finding]:
 
 
 def _examined(place: HostPlace, store: Any, meets_at: str, timeout_s: float) -> list[Finding]:
-    own = _report(place, meets_at)
+    own_report = _report(place, meets_at)
     token = secrets.token_bytes(_TOKEN_BYTES)
-    listener = socket.create_server((own.address or "", 0))
+    listener = socket.create_server((own_report.address or "", 0))
     with closing(listener):
         threading.Thread(target=_answer_all, args=(listener, token), daemon=True).start()
-        store.set(f"at/{place.index}", json.dumps([own.address, listener.getsockname()[1], token.hex()]))
+        store.set(f"at/{place.index}", json.dumps([own_report.address, listener.getsockname()[1], token.hex()]))
         everyone = range(place.num_hosts)
         _await(store, [f"at/{index}" for index in everyone], timeout_s)
         doors = {index: json.loads(store.get(f"at/{index}")) for index in everyone}
@@ -130,7 +130,7 @@ def _examined(place: HostPlace, store: Any, meets_at: str, timeout_s: float) -> 
             links += [measured(second, *doors[second]) for first, second in pairs if first == place.index]
             store.set(f"round {number}/{place.index}", "over")
             _await(store, [f"round {number}/{index}" for index in everyone], timeout_s)
-        report = HostReport(**{**vars(own), "links": tuple(links)})
+        report = HostReport(**{**vars(own_report), "links": tuple(links)})
         store.set(f"report/{place.index}", json.dumps(asdict(report)))
         reports = [report]
         if place.index == 0:

@@ -31,8 +31,8 @@ class CardProcess:
     num_bytes: int | None
 
     def __str__(self) -> str:
-        held = "" if self.num_bytes is None else f", {self.num_bytes / 2**30:.1f} GiB"
-        return f"process {self.pid}{self.name and f' ({self.name})'}{held}"
+        memory = "" if self.num_bytes is None else f", {self.num_bytes / 2**30:.1f} GiB"
+        return f"process {self.pid}{self.name and f' ({self.name})'}{memory}"
 
 
 @dataclass(frozen=True, slots=True)

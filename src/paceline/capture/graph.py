@@ -396,17 +396,17 @@ class _Reader:
     def _piece(self, number: int, key: str, nodes: list[fx.Node], owner: Mapping[fx.Node, int],
                returned: set[fx.Node], aliases: Mapping[fx.Node, fx.Node]) -> Piece:
         used = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes)
-        own = set(nodes)
+        inside = set(nodes)
         whole = {node: self.calls[node.args[1]] for node in nodes if _is_opaque(node)}  # type: ignore[index]
-        held: dict[str, dict[str, None]] = {"parameter": {}, "buffer": {}}
+        tensors: dict[str, dict[str, None]] = {"parameter": {}, "buffer": {}}
         for n in used:
             kind, name = self.tensors.get(n.name, ("", ""))
             if kind:
-                held[kind][name] = None
+                tensors[kind][name] = None
         for call in whole.values():
-            held["parameter"] |= dict.fromkeys(call.parameters)
-            held["buffer"] |= dict.fromkeys(call.buffers)
-        inputs = [n for n in used if n not in own and n.op != "get_attr" and n.name not in self.tensors
+            tensors["parameter"] |= dict.fromkeys(call.parameters)
+            tensors["buffer"] |= dict.fromkeys(call.buffers)
+        inputs = [n for n in used if n not in inside and n.op != "get_attr" and n.name not in self.tensors
                   and n.name not in self.constants]
         outputs = [n for n in nodes if n not in self.of_weights and (
             n in returned or any(owner.get(user, number) != number for user in n.users))]
@@ -414,7 +414,7 @@ class _Reader:
         mutates = [base.name for base in edited if owner.get(base, number) != number]
         changed = {aliases[arg].name for node in nodes for arg in (*mutated(node), *statistics(node))}
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        placeholders = {name: graph.placeholder(f"{kind}_{number}") for kind, names in held.items()
+        placeholders = {name: graph.placeholder(f"{kind}_{number}") for kind, names in tensors.items()
                         for number, name in enumerate(names)}
         copies |= {n: placeholders[self.tensors[n.name][1]] for n in used if n.name in self.tensors}
         for node in inputs:
@@ -438,7 +438,7 @@ class _Reader:
         path = key.partition("@")[0]
         return Piece(
             key, "" if path.endswith("+") else path,
-            tuple(held["parameter"]), tuple(held["buffer"]),
+            tuple(tensors["parameter"]), tuple(tensors["buffer"]),
             tuple(n.name for n in inputs), tuple(n.name for n in outputs), tuple(mutates), frozenset(),
             frozenset(self.tensors[name][1] for name in changed if name in self.tensors),
             tuple(dict.fromkeys(call.path for call in whole.values() if call.path)),

@@ -36,19 +36,19 @@ def kept_bytes(piece: Piece, values: Mapping[str, Value], parameters: Mapping[st
     # A graph makes tensors of its own (positions, masks) on the device that it was captured on.
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     with cuda_left_alone(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), device:
-        held = [torch.empty(parameters[name].shape, dtype=parameters[name].dtype,
-                            requires_grad=parameters[name].requires_grad) for name in piece.parameters]
+        weights = [torch.empty(parameters[name].shape, dtype=parameters[name].dtype,
+                               requires_grad=parameters[name].requires_grad) for name in piece.parameters]
         also = [torch.empty(buffers[name].shape, dtype=buffers[name].dtype) for name in piece.buffers]
         given = [torch.empty(values[name].shape, dtype=values[name].dtype, requires_grad=values[name].differentiable)
                  for name in piece.inputs]
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                outputs = piece.run(*held, *also, *given)
+                outputs = piece.run(*weights, *also, *given)
         except Exception:  # a function that looks at values
             return _guessed_bytes(piece, values)
         for tensor in outputs:
             pack(tensor)
-        elsewhere = {tensor.untyped_storage()._cdata for tensor in (*held, *also, *given)}
+        elsewhere = {tensor.untyped_storage()._cdata for tensor in (*weights, *also, *given)}
         return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in elsewhere)
 
 

@@ -56,9 +56,9 @@ def limited_by_norm(model: nn.Module) -> frozenset[str]:
 
 def sparsely_trained(model: nn.Module) -> frozenset[str]:
     """Names of trainable parameters whose modules make sparse gradients, as `nn.Embedding(sparse=True)` does."""
-    own = {id(p) for module in model.modules() if getattr(module, "sparse", False) is True
-           for p in module._parameters.values() if p is not None}
-    return frozenset(name for name, p in model.named_parameters() if id(p) in own and p.requires_grad)
+    sparse = {id(p) for module in model.modules() if getattr(module, "sparse", False) is True
+              for p in module._parameters.values() if p is not None}
+    return frozenset(name for name, p in model.named_parameters() if id(p) in sparse and p.requires_grad)
 
 
 def has_own_code(model: nn.Module) -> bool:

@@ -209,8 +209,8 @@ def _by_output(given: Any, outputs: Ports) -> dict[str, Any]:
 
 
 def _loss(loss: Any) -> Any:
-    found = keras.losses.get(loss)
-    return found if isinstance(found, keras.Loss) else LossFunctionWrapper(found)
+    known = keras.losses.get(loss)
+    return known if isinstance(known, keras.Loss) else LossFunctionWrapper(known)
 
 
 def _problems(model: Any) -> Iterator[str]:

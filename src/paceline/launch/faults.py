@@ -187,11 +187,11 @@ def _path(run_dir: Path, number: int) -> Path:
 
 def struck(run_dir: Path) -> dict[int, dict[str, Any]]:
     """By number, the faults that struck a run, with the "step", "phase" and "time" of it."""
-    found = {}
+    faults = {}
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         with suppress(ValueError, OSError):
-            found[int(path.stem)] = json.loads(path.read_text())
-    return found
+            faults[int(path.stem)] = json.loads(path.read_text())
+    return faults
 
 
 def _flip_after_update() -> None:

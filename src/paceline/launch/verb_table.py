@@ -63,9 +63,9 @@ class VerbTable:
 
     def mismatch(self, rank: int, step: int) -> str:
         """Which other verb another rank called in the place of this rank's, in words; "" if none did."""
-        own = self.of(rank, step)
+        verbs = self.of(rank, step)
         for other in range(self.num_ranks):
-            for number, (mine, theirs) in enumerate(zip(own, self.of(other, step), strict=False), start=1):
+            for number, (mine, theirs) in enumerate(zip(verbs, self.of(other, step), strict=False), start=1):
                 if mine != theirs:
                     return (f"ranks call different verbs in step {step}: as number {number}, rank {rank} came to "
                             f"{mine} and rank {other} to {theirs}")

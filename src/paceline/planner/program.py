@@ -106,12 +106,12 @@ def fill(profile: Profile, plan: Plan, device_kind: DeviceKind, microbatch_sampl
     rooms = [strategy.cost for strategy in active(plan) if strategy.cost]
     for room in rooms:
         profile = room.narrow(profile, plan, software)
-    held = Footprint({p.name: p.num_bytes for p in profile.parameters},
-                     {p.name: p.gradient_bytes for p in profile.parameters},
-                     {p.name: p.state_bytes for p in profile.parameters})
+    footprint = Footprint({p.name: p.num_bytes for p in profile.parameters},
+                          {p.name: p.gradient_bytes for p in profile.parameters},
+                          {p.name: p.state_bytes for p in profile.parameters})
     for room in rooms:
-        held = room.hold(held, plan, profile)
-    step = Step(profile, plan, device_kind, tuple(microbatch_samples), held, software)
+        footprint = room.hold(footprint, plan, profile)
+    step = Step(profile, plan, device_kind, tuple(microbatch_samples), footprint, software)
     entered = (_OneDevice(step).hooks(), *(room.enter(step) for room in rooms))
     return LoweredStep(step, {name: _in_order(name, entered) for name in get_args(MomentName)
                               if snapshot or name != "save"})
@@ -145,7 +145,7 @@ class _OneDevice:
     """The work that every plan has in common, with what this rank holds."""
 
     def __init__(self, step: Step) -> None:
-        self.step, self.profile, self.held = step, step.profile, step.held
+        self.step, self.profile, self.footprint = step, step.profile, step.footprint
         self.gradient_bytes = {p.name: p.gradient_bytes for p in step.profile.parameters}
 
     def hooks(self) -> Hooks:
@@ -153,9 +153,9 @@ class _OneDevice:
                 "done": self.done, "meet": self.meet, "update": self.update, "save": self.save}
 
     def start(self, at: HookPoint) -> Iterable[Event]:
-        yield Allocate("parameters", self.step.total(self.held.parameters) + self.profile.buffer_bytes)
-        yield Allocate("optimizer", self.step.total(self.held.state))
-        yield Allocate("gradients", self.step.total(self.held.gradients) if self.held.gradients_kept else 0)
+        yield Allocate("parameters", self.step.total(self.footprint.parameters) + self.profile.buffer_bytes)
+        yield Allocate("optimizer", self.step.total(self.footprint.state))
+        yield Allocate("gradients", self.step.total(self.footprint.gradients) if self.footprint.gradients_kept else 0)
 
     def begin(self, at: HookPoint) -> Iterable[Event]:
         yield Allocate("activations", self.profile.batch_bytes.at(self.step.samples(at)))
@@ -174,7 +174,7 @@ class _OneDevice:
         made = [self.gradient_bytes[name] for name in segment.gradients]
         # The first micro-batch's gradients stay, a later one's are added to them one at a time; so are all
         # where their memory is kept.
-        stay = at.microbatch == 0 and not self.held.gradients_kept
+        stay = at.microbatch == 0 and not self.footprint.gradients_kept
         passing = 0 if stay else max(made, default=0)
         yield Allocate("gradients", sum(made) if stay else passing)
         peak = segment.backward_peak_bytes.at(samples)
@@ -199,7 +199,7 @@ class _OneDevice:
 
     def update(self, at: HookPoint) -> Iterable[Event]:
         whole = self.step.total(self.gradient_bytes)
-        part = self.step.total(self.held.gradients) / whole if whole else 0.0
+        part = self.step.total(self.footprint.gradients) / whole if whole else 0.0
         passes = self.step.software.update_passes
         yield Allocate("optimizer", self.profile.update_peak_bytes * part)
         work = compute(self.profile.update, samples=0, part="optimizer")
@@ -211,4 +211,5 @@ class _OneDevice:
     def save(self, at: HookPoint) -> Iterable[Event]:
         """A checkpoint is written in the background from a copy in the host's memory."""
         if self.step.device_kind == "cpu":
-            yield Allocate("checkpoint", self.step.total(self.held.parameters) + self.step.total(self.held.state))
+            footprint = self.footprint
+            yield Allocate("checkpoint", self.step.total(footprint.parameters) + self.step.total(footprint.state))

@@ -359,10 +359,10 @@ def flips(ranking: RankedPlans, changes: Sequence[Change], limits: Limits, shape
         ways: Iterable[Plan] = ranking.ways
         if not change.has_same_memory:
             ways = [one.plan for one in _first(asked, (*splits(limits, shape), *served(limits, shape)), limits)]
-        own = asked(chosen.plan)
-        best = _fastest(asked, dict.fromkeys((*ways, *known)), ranking, change, own)
+        unchanged = asked(chosen.plan)
+        best = _fastest(asked, dict.fromkeys((*ways, *known)), ranking, change, unchanged)
         if best is not None and best.kind != chosen.kind and (
-                own is None or best.step_cost < (1 - TIE) * own.step_cost):
+                unchanged is None or best.step_cost < (1 - TIE) * unchanged.step_cost):
             flipped.append((change.name, best))
     return flipped
 

@@ -28,11 +28,11 @@ def resized(plan: Plan, world_size: int) -> Plan:
     """
     if plan.world_size == world_size:
         return plan
-    found = list(_candidates(plan, world_size))
-    if not found:
+    candidates = list(_candidates(plan, world_size))
+    if not candidates:
         raise PlanError(f"plan '{plan}' is for {plan.world_size} ranks, and its counts can't be changed so that it is "
                         f"for {world_size}", hint="a plan with data= or shard= goes on with any number of ranks")
-    return min(found, key=lambda other: (other.model_cut != plan.model_cut, _num_changed(plan, other),
+    return min(candidates, key=lambda other: (other.model_cut != plan.model_cut, _num_changed(plan, other),
                                          other.num_copies, str(other)))
 
 

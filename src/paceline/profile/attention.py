@@ -39,13 +39,13 @@ class SparedBySelective(Selective):
         if step in self._done:
             return
         self._done.add(step)
-        own = self._work[step]
-        work.flops += own.flops
-        work.moved_bytes += own.moved_bytes
-        work.function_bytes += own.function_bytes
-        work.operators += own.operators
-        work.products += own.products
-        work.calls += own.calls
+        spared_work = self._work[step]
+        work.flops += spared_work.flops
+        work.moved_bytes += spared_work.moved_bytes
+        work.function_bytes += spared_work.function_bytes
+        work.operators += spared_work.operators
+        work.products += spared_work.products
+        work.calls += spared_work.calls
         for argument in pytree.tree_leaves((step.args, step.kwargs)):
             if isinstance(argument, Made):
                 self._add_work(argument.step, work)

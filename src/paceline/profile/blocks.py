@@ -34,10 +34,11 @@ def alike_blocks(units: Mapping[str, nn.Module]) -> dict[str, str]:
     known: list[tuple[str, list[tuple[Any, ...]]]] = []
     first_of: dict[str, str] = {}
     for name, unit in units.items():
-        own = _description(unit)
-        same = next((first for first, other in known if _is_alike(own, _place(name), other, _place(first))), name)
+        description = _description(unit)
+        same = next((first for first, other in known
+                     if _is_alike(description, _place(name), other, _place(first))), name)
         if same == name:
-            known.append((name, own))
+            known.append((name, description))
         first_of[name] = same
     sizes = {first: sum(other == first for other in first_of.values()) for first, _ in known}
     return {name: first if sizes[first] >= FEWEST else name for name, first in first_of.items()}
@@ -302,15 +303,15 @@ def _stand_in(path: str, unit: nn.Module, run: Run, args: tuple[Any, ...], kwarg
     """What a traced call returned, made anew without computing."""
     assert run.made is not None
     given = tree_leaves((args, kwargs))
-    own = {leaf.untyped_storage()._cdata for leaf in given if isinstance(leaf, torch.Tensor)}
+    given_storages = {leaf.untyped_storage()._cdata for leaf in given if isinstance(leaf, torch.Tensor)}
     if run.holds is None:  # an input that is still alive, though the model has gone on to the next one, is kept
-        run.holds = tuple(ref is not None and (storage := ref()) is not None and storage._cdata not in own
+        run.holds = tuple(ref is not None and (storage := ref()) is not None and storage._cdata not in given_storages
                           for ref in run.storages)
     fresh = [one for one in run.made if isinstance(one, BlockOutput) and one.source < 0]
     taken = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
-    held = [keeps for keeps, leaf in zip(run.holds, given, strict=True) if isinstance(leaf, torch.Tensor)]
+    is_kept = [keeps for keeps, leaf in zip(run.holds, given, strict=True) if isinstance(leaf, torch.Tensor)]
     weight = torch.empty(0, requires_grad=any(one.differentiable for one in fresh))
-    made = iter(_Repeated.apply(fresh, held, weight, *taken) if fresh else ())
+    made = iter(_Repeated.apply(fresh, is_kept, weight, *taken) if fresh else ())
     return returned(run, given, made)
 
 

@@ -95,14 +95,14 @@ def convertible() -> Iterator[None]:
         return made[key][2]
 
     def apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
-        own = [(held, name, tensor) for held in (module._parameters, module._buffers)
-               for name, tensor in held.items() if tensor is not None]
-        if not any(isinstance(tensor, FakeTensor) for _, _, tensor in own):
+        tensors = [(holder, name, tensor) for holder in (module._parameters, module._buffers)
+                   for name, tensor in holder.items() if tensor is not None]
+        if not any(isinstance(tensor, FakeTensor) for _, _, tensor in tensors):
             return plain(module, convert, recurse)
         for child in module.children() if recurse else ():
             child._apply(convert)
-        for held, name, tensor in own:
-            held[name] = converted(tensor, convert)  # type: ignore[assignment]
+        for holder, name, tensor in tensors:
+            holder[name] = converted(tensor, convert)  # type: ignore[assignment]
         return module
 
     nn.Module._apply = apply  # type: ignore[method-assign]

@@ -25,11 +25,11 @@ _OF_TEXTS = ("__contains__", "__getitem__", "__iter__", "__len__", "__getattribu
 def _telling(kind: type, names: Sequence[str]) -> type[Any]:
     """Values of a kind that tell when one of these methods is used."""
     def method(name: str) -> Callable[..., Any]:
-        own = getattr(kind, name)
+        plain = getattr(kind, name)
 
         def told(self: Any, *args: Any) -> Any:
             vars(type(self))["seen"].append(name)
-            return own(self, *args)
+            return plain(self, *args)
 
         return told
 

@@ -361,8 +361,8 @@ def folded(profile: Profile) -> Profile:
     segments: list[Segment] = []
     counts: dict[str, int] = {}
     for segment in profile.segments:
-        own = profile.owned_by(segment.unit)
-        alone = (bool(segment.unit) and often[segment.unit] == 1 and not borrowed.intersection(p.name for p in own)
+        of_unit = profile.owned_by(segment.unit)
+        alone = (bool(segment.unit) and often[segment.unit] == 1 and not borrowed.intersection(p.name for p in of_unit)
                  and {known[name].unit for name in (*segment.gradients, *segment.borrows)} <= {segment.unit})
         last = segments[-1] if segments else Segment()
         if alone and last.unit in counts and _shape(profile, last) == _shape(profile, segment):
@@ -384,7 +384,7 @@ def _without_calls(work: Work) -> Work:
 
 def _shape(profile: Profile, segment: Segment) -> tuple[object, ...]:
     """What segments that are alike have in common: all but the names."""
-    own = profile.owned_by(segment.unit)
+    parameters = profile.owned_by(segment.unit)
     return (replace(segment, unit="", gradients=(), borrows=(), repeat=1),
             [name.removeprefix(f"{segment.unit}.") for name in (*segment.gradients, *segment.borrows)],
-            [replace(p, name=p.name.removeprefix(f"{segment.unit}."), unit="", count=1) for p in own])
+            [replace(p, name=p.name.removeprefix(f"{segment.unit}."), unit="", count=1) for p in parameters])

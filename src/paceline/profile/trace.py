@@ -283,11 +283,11 @@ def _build_fake(job: Job) -> nn.Module:
     from torch._subclasses.fake_tensor import FakeTensor
 
     model = build(job)
-    held = [*model.parameters(), *model.buffers()]
-    if all(isinstance(tensor, FakeTensor) for tensor in held):
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(isinstance(tensor, FakeTensor) for tensor in tensors):
         return model
-    stand_ins: dict[int, Any] = {id(tensor): tensor for tensor in held}
-    for tensor in held:  # not clones: torch 2.13 crashes some time after real tensors were copied in a fake mode
+    stand_ins: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    for tensor in tensors:  # not clones: torch 2.13 crashes some time after real tensors were copied in a fake mode
         if not isinstance(tensor, FakeTensor):
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             stand_ins[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(
@@ -318,8 +318,8 @@ def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, 
         recorder.move_to(StepPosition(len(pieces) - 1, "backward"))
         loss.backward()
         state_bytes = _trace_update(job, model, recorder, repeats) if updates else None
-    held = {id(leaf): leaf for leaf in tree_leaves((inputs, target)) if isinstance(leaf, torch.Tensor)}
-    batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+    batch_tensors = {id(leaf): leaf for leaf in tree_leaves((inputs, target)) if isinstance(leaf, torch.Tensor)}
+    batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in batch_tensors.values())
     return _Run(samples, batch_bytes, model, tuple(units), pieces, recorder, repeats, state_bytes, spared.spared)
 
 
@@ -383,8 +383,8 @@ def state_factor(job: Job, model: nn.Module) -> float:
             optimizer.step()
         except Exception:
             return ASSUMED_STATE_FACTOR
-    held = sum(_state_bytes(optimizer, p) for _, p in named)
-    return held / max(1, sum(p.numel() * p.element_size() for _, p in named))
+    state_bytes = sum(_state_bytes(optimizer, p) for _, p in named)
+    return state_bytes / max(1, sum(p.numel() * p.element_size() for _, p in named))
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
@@ -445,22 +445,22 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
 
 def _gradients(run: _Run, number: int) -> tuple[str, ...]:
     """Names of parameters whose gradients a segment completes; of a block that was not run as of the one that was."""
-    own = run.recorder.gradients[number]
+    names = run.recorder.gradients[number]
     traced = run.repeats.of.get(number, number)
     if traced == number:
-        return tuple(own)
+        return tuple(names)
     unit, other = run.pieces[number], run.pieces[traced]
-    return (*own, *(f"{unit}{name.removeprefix(other)}" for name in run.recorder.gradients[traced]
+    return (*names, *(f"{unit}{name.removeprefix(other)}" for name in run.recorder.gradients[traced]
                     if name.startswith(f"{other}.")))
 
 
 def _step_bytes(side: _Side, state_bytes: Mapping[str, int] | None) -> float:
     """That a step touches: what lies between two uses of a tensor in different passes."""
     weights = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in side.run.model.parameters())
-    held = weights if state_bytes is None else weights + sum(state_bytes.values())
+    state_and_weights = weights if state_bytes is None else weights + sum(state_bytes.values())
     places = [StepPosition(side.run.repeats.of.get(number, number), "forward")
               for number in range(len(side.run.pieces))]
-    return held + sum(max(0, side.levels(place).end - side.levels(place).start) for place in places)
+    return state_and_weights + sum(max(0, side.levels(place).end - side.levels(place).start) for place in places)
 
 
 def _update(side: _Side, step_bytes: float) -> Work:

@@ -189,10 +189,10 @@ def _greatest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
 
 def union_of_names(names: Sequence[str], group: dist.ProcessGroup) -> list[str]:
     """The names of all ranks of a group, in one order on all of them. Collective."""
-    own = torch.frombuffer(bytearray(json.dumps(list(names)).encode()), dtype=torch.uint8)
-    size = int(_greatest([float(len(own))], group)[0])
+    text_here = torch.frombuffer(bytearray(json.dumps(list(names)).encode()), dtype=torch.uint8)
+    size = int(_greatest([float(len(text_here))], group)[0])
     padded = torch.full((size,), ord(" "), dtype=torch.uint8)
-    padded[:len(own)] = own
+    padded[:len(text_here)] = text_here
     everyone = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, padded, group=group)
     return list(dict.fromkeys(name for text in everyone for name in json.loads(bytes(text.tolist()))))

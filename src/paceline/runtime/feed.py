@@ -108,9 +108,9 @@ class DataShard:
 
     def cuts(self, count: int) -> list[range]:
         """This rank's micro-batches as offsets into a window of `count` samples; some may be empty."""
-        own = split(count, self.shares)[self.index]
-        return [range(own.start + cut.start, own.start + cut.stop)
-                for cut in split(len(own), [1] * self.num_microbatches)]
+        of_rank = split(count, self.shares)[self.index]
+        return [range(of_rank.start + cut.start, of_rank.start + cut.stop)
+                for cut in split(len(of_rank), [1] * self.num_microbatches)]
 
 
 def training_feed(job: Job, *, order: Order | None, part: DataShard, steps: range,

@@ -243,9 +243,9 @@ def load_models(job: Job, models: nn.Module, held: Mapping[str, nn.Parameter], e
         init, prefix = init_of(job, name), f"{name}."
         if init is None:
             continue
-        own = {key.removeprefix(prefix): p for key, p in held.items() if key.startswith(prefix)}
+        of_model = {key.removeprefix(prefix): p for key, p in held.items() if key.startswith(prefix)}
         try:
-            load_initial(init, models.get_submodule(name), own,
-                         {key: extents[prefix + key] for key in own if prefix + key in extents})
+            load_initial(init, models.get_submodule(name), of_model,
+                         {key: extents[prefix + key] for key in of_model if prefix + key in extents})
         except JobError as error:
             raise JobError(f"'{name}': {error.args[0]}", hint=error.hint) from error

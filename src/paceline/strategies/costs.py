@@ -113,7 +113,7 @@ class Step:
     plan: Plan
     device_kind: DeviceKind
     microbatch_samples: tuple[float, ...]
-    held: Footprint
+    footprint: Footprint
     software: Software = PACELINE
 
     def is_last(self, at: HookPoint) -> bool:
@@ -185,9 +185,9 @@ Hook = Callable[[HookPoint], Iterable[Event]]
 Hooks = Mapping[MomentName, Hook]
 
 
-def unchanged(held: Footprint, plan: Plan, profile: Profile) -> Footprint:
+def unchanged(footprint: Footprint, plan: Plan, profile: Profile) -> Footprint:
     """A room that leaves to each rank what it held."""
-    return held
+    return footprint
 
 
 def whole(profile: Profile, plan: Plan, software: Software) -> Profile:

@@ -42,9 +42,9 @@ def _twin(value: Any, memo: Mapping[int, Any]) -> Any:
     if isinstance(value, MethodType):
         return MethodType(_twin(value.__func__, memo), _twin(value.__self__, memo))
     if isinstance(value, FunctionType) and value.__closure__:
-        held = [cell.cell_contents for cell in value.__closure__]
-        twins = [_twin(item, memo) for item in held]
-        if all(twin is item or twin == item for twin, item in zip(twins, held, strict=True)):
+        contents = [cell.cell_contents for cell in value.__closure__]
+        twins = [_twin(item, memo) for item in contents]
+        if all(twin is item or twin == item for twin, item in zip(twins, contents, strict=True)):
             return value
         made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__,
                             tuple(map(CellType, twins)))

@@ -86,14 +86,14 @@ class Rehearsal:
         return self.undisturbed_s / self.disturbed_s if self.ended else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        found = self.audit.to_dict()
+        audit = self.audit.to_dict()
         return {"plan": self.plan, "passed": self.passed, "ended": self.ended,
                 "effects": [asdict(effect) for effect in self.effects], "exit_codes": list(self.exit_codes),
                 "messages": list(self.messages), "recomputed_updates": self.audit.recomputed_updates,
                 "samples_lost": _samples(self.audit, "lost"), "samples_repeated": _samples(self.audit, "repeated"),
                 "weights": self.weights, "difference": self.difference, "rounding": self.rounding,
                 "undisturbed_s": self.undisturbed_s, "disturbed_s": self.disturbed_s, "goodput": self.goodput,
-                "audit": found}
+                "audit": audit}
 
     def describe(self) -> str:
         """What people read: each fault, then what was lost, then the verdict."""

@@ -185,10 +185,10 @@ def _ended(compilation: CallbackArgs) -> None:
 
 def _of_all_ranks(figures: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
     """By rank. Collective."""
-    own = torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8).to(device)
+    text_here = torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([own.numel()], device=device))
+    dist.all_gather(sizes, torch.tensor([text_here.numel()], device=device))
     most = max(int(size) for size in sizes)
     texts = [torch.zeros(most, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(texts, torch.nn.functional.pad(own, (0, most - own.numel())))
+    dist.all_gather(texts, torch.nn.functional.pad(text_here, (0, most - text_here.numel())))
     return [json.loads(bytes(text[:int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]

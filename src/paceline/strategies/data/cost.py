@@ -22,10 +22,10 @@ def enter(step: Step) -> Hooks:
     compressed goes over the network everywhere."""
     replicas, form = step.plan.axes.data, step.plan.modifiers.compress
     leaving = departures(step)
-    total = sum(step.held.gradients[p.name] * p.count for p in step.profile.parameters if p.trainable)
+    total = sum(step.footprint.gradients[p.name] * p.count for p in step.profile.parameters if p.trainable)
     stride = step.plan.axes.shard * step.plan.axes.tensor
     at_once = step.software.overlaps or step.device_kind == "cpu"
-    copied = step.held.gradients_by_unit
+    copied = step.footprint.gradients_by_unit
     shared = step.device_kind == "cpu" and form == "none"
 
     def start(at: HookPoint) -> Iterable[Event]:
@@ -112,7 +112,7 @@ def departures(step: Step) -> dict[int, list[Bucket]]:
     if step.profile.by_dimensions:
         return _by_dimensions(step)
     trainable = [p for p in step.profile.parameters if p.trainable]
-    sizes = [step.held.gradients[p.name] for p in trainable]
+    sizes = [step.footprint.gradients[p.name] for p in trainable]
     ready = _ready_after(step)
     buckets: dict[int, list[Bucket]] = defaultdict(list)
     latest = len(step.profile.segments)
@@ -126,11 +126,12 @@ def departures(step: Step) -> dict[int, list[Bucket]]:
 def _by_dimensions(step: Step) -> dict[int, list[Bucket]]:
     parts = step.profile.reduced_part
     trainable = {p.name: p for p in step.profile.parameters if p.trainable}
-    largest = min(LARGEST_BUCKET_BYTES, parts * sum(step.held.gradients[p.name] * p.count for p in trainable.values()))
+    all_bytes = sum(step.footprint.gradients[p.name] * p.count for p in trainable.values())
+    largest = min(LARGEST_BUCKET_BYTES, parts * all_bytes)
     buckets: dict[int, list[Bucket]] = defaultdict(list)
     for number, segment in enumerate(step.profile.segments):
         for name in (name for name in segment.gradients if name in trainable):
-            num_bytes = step.held.gradients[name] * parts
+            num_bytes = step.footprint.gradients[name] * parts
             buckets[number].append(Bucket(largest, (shape_of(trainable[name]),), item_bytes(trainable[name]),
                                         times=num_bytes / largest))
     return buckets
@@ -141,12 +142,12 @@ def _ready_after(step: Step) -> dict[str, int]:
     ready: dict[str, int] = {}
     for number, segment in enumerate(step.profile.segments):
         names: Iterable[str] = segment.gradients
-        if step.held.gradients_by_unit:
+        if step.footprint.gradients_by_unit:
             names = [p.name for p in step.profile.owned_by(segment.unit)] if segment.unit else ()
         for name in names:
             ready.setdefault(name, number)  # backward comes to a unit's first segment last
     return ready
 
 
-def hold(held: Footprint, plan: Plan, profile: Profile) -> Footprint:
-    return replace(held, gradients_kept=not held.gradients_by_unit)
+def hold(footprint: Footprint, plan: Plan, profile: Profile) -> Footprint:
+    return replace(footprint, gradients_kept=not footprint.gradients_by_unit)

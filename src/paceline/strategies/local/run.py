@@ -215,10 +215,10 @@ class OuterSync:
         The figures were read in their steps. They travel from host to host, so that no replica waits for its GPU.
         """
         counts = torch.tensor([self.fragments[number].count for number in leaving], dtype=torch.float64)
-        own = (torch.tensor(self.figures, dtype=torch.float64) if self.figures
-               else torch.empty(0, STEP_FIGURES, dtype=torch.float64))
-        steps, flags = own[:, :STEP_FIGURES], own[:, STEP_FIGURES:].sum(0)
-        figures = torch.cat([steps.flatten(), flags, counts.to(own)])
+        read = (torch.tensor(self.figures, dtype=torch.float64) if self.figures
+                else torch.empty(0, STEP_FIGURES, dtype=torch.float64))
+        steps, flags = read[:, :STEP_FIGURES], read[:, STEP_FIGURES:].sum(0)
+        figures = torch.cat([steps.flatten(), flags, counts.to(read)])
         dist.all_reduce(figures, group=self.group)
         self.met_bytes += all_reduce_bytes(figures.nbytes, self.ranks)
         everyone, all_flags, totals = figures.split([steps.numel(), len(flags), len(counts)])
@@ -226,7 +226,8 @@ class OuterSync:
         total = float(everyone.view(steps.shape)[:, 1].sum())
         met = SyncedFigures(everyone.view(steps.shape).tolist(), all_flags.tolist(),
                             float(steps[:, 1].sum()) / total if total else 0.0)
-        return met, [own / every if every else 0.0 for own, every in zip(counts.tolist(), totals.tolist(), strict=True)]
+        return met, [count / total if total else 0.0
+                     for count, total in zip(counts.tolist(), totals.tolist(), strict=True)]
 
     def _leave(self, number: int, weight: float, *, arrives: int) -> None:
         self.fragments[number].send(weight)

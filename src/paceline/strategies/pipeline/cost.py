@@ -151,9 +151,9 @@ def _part(profile: Profile, key: tuple[Run, ...], *, halves: int) -> tuple[Profi
                 segment, unit=segment.unit and segment.unit + mark, repeat=count,
                 gradients=tuple(name + mark for name in names), backward=segment.backward.times(1 / halves)))
         spans.append(range(begin, len(segments)))
-    held = sum(p.gradient_bytes * p.count for p in parameters.values())
+    trained_bytes = sum(p.gradient_bytes * p.count for p in parameters.values())
     whole = sum(p.gradient_bytes * p.count for p in profile.parameters)
-    part = held / whole if whole else 0.0
+    part = trained_bytes / whole if whole else 0.0
     return replace(profile, parameters=tuple(parameters.values()), segments=tuple(segments), batch_bytes=Affine(),
                    update=profile.update.times(part), update_peak_bytes=round(part * profile.update_peak_bytes)), spans
 

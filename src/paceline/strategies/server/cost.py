@@ -71,6 +71,6 @@ def server_ledger(profile: Profile, plan: Plan) -> dict[str, int]:
     return {name: -(-whole // sync.server) for name, whole in parts.items()}
 
 
-def hold(held: Footprint, plan: Plan, profile: Profile) -> Footprint:
+def hold(footprint: Footprint, plan: Plan, profile: Profile) -> Footprint:
     """Servers have the optimizer's state."""
-    return replace(held, state=dict.fromkeys(held.state, 0))
+    return replace(footprint, state=dict.fromkeys(footprint.state, 0))

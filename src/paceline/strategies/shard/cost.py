@@ -22,14 +22,14 @@ ROOT = ""
 REDUCED = "reduced"  # on accelerators nobody waits for a unit's gradients before the end
 
 
-def hold(held: Footprint, plan: Plan, profile: Profile) -> Footprint:
+def hold(footprint: Footprint, plan: Plan, profile: Profile) -> Footprint:
     """The first rank's part, which is the largest: dim 0 is cut into runs of equal length, rounded up."""
     local = {p.name: _part(p, plan.axes.shard) for p in profile.parameters}
     return replace(
-        held, gradients_by_unit=True,
-        parameters={name: round(held.parameters[name] * part) for name, part in local.items()},
-        gradients={name: round(held.gradients[name] * part) for name, part in local.items()},
-        state={name: round(held.state[name] * part) for name, part in local.items()},
+        footprint, gradients_by_unit=True,
+        parameters={name: round(footprint.parameters[name] * part) for name, part in local.items()},
+        gradients={name: round(footprint.gradients[name] * part) for name, part in local.items()},
+        state={name: round(footprint.state[name] * part) for name, part in local.items()},
     )
 
 
@@ -90,7 +90,7 @@ class _Sharding:
         if self.on_cpu:
             yield Allocate("runtime", CPU_RUNTIME_BYTES)
         if self.kept_whole:
-            yield Allocate("parameters", self._kept_bytes() - self.step.total(self.step.held.parameters))
+            yield Allocate("parameters", self._kept_bytes() - self.step.total(self.step.footprint.parameters))
 
     def begin(self, at: HookPoint) -> Iterable[Event]:
         return self._gather(ROOT) if self._is_gathered_here(at, backward=False) else ()
@@ -148,7 +148,7 @@ class _Sharding:
             whole = self.step.profile.reduced_part * sum(p.gradient_bytes * p.count for p in parameters
                                                          if not p.is_sparse)
             yield Collective("reduce_scatter", whole, self.ranks, name=REDUCED, stream=COMPUTE, stride=self.stride)
-            yield free("gradients", sum((p.gradient_bytes - self.step.held.gradients[p.name]) * p.count
+            yield free("gradients", sum((p.gradient_bytes - self.step.footprint.gradients[p.name]) * p.count
                                         for p in parameters))
         if not self.on_cpu:
             yield Compute(after=(REDUCED,))
@@ -192,7 +192,7 @@ class _Sharding:
             return
         trainable = [p for p in _sharded(self.step, unit) if p.trainable]
         whole = sum(p.gradient_bytes for p in trainable)
-        local = sum(self.step.held.gradients[p.name] for p in trainable)
+        local = sum(self.step.footprint.gradients[p.name] for p in trainable)
         if not whole or not (self.zero > 1 or self.step.is_last(at)):
             return
         sent = whole * self.step.profile.reduced_part
@@ -241,7 +241,7 @@ class _Sharding:
         if unit not in self.gathered:
             owned = _sharded(self.step, unit)
             self.gathered[unit] = (sum(self._part_gathered(p) * p.num_bytes for p in owned),
-                                   sum(self._part_gathered(p) * self.step.held.parameters[p.name] for p in owned))
+                                   sum(self._part_gathered(p) * self.step.footprint.parameters[p.name] for p in owned))
         return self.gathered[unit]
 
     def _part_gathered(self, parameter: Parameter) -> float:

@@ -38,14 +38,14 @@ def layered(split: SplitJob) -> Profile:
     parameters: list[Parameter] = []
     for piece in small.pieces:
         unit = piece.key if piece.key in units else ""
-        own = sorted((known[name] for name in set(piece.parameters) - used), key=lambda p: places[p.name])
+        first_used = sorted((known[name] for name in set(piece.parameters) - used), key=lambda p: places[p.name])
         line = _line(first[piece.key], second[piece.key])
         segments.append(replace(
-            line, unit=unit, gradients=tuple(p.name for p in own if p.trainable),
+            line, unit=unit, gradients=tuple(p.name for p in first_used if p.trainable),
             borrows=(*(name for name in dict.fromkeys(piece.parameters) if name in used),
-                     *(p.name for p in own if not p.trainable)),
+                     *(p.name for p in first_used if not p.trainable)),
             tensor=_cut(line) if unit else None))
-        parameters += [replace(p, unit=unit, is_cut=_divides(p)) for p in own]
+        parameters += [replace(p, unit=unit, is_cut=_divides(p)) for p in first_used]
         used.update(piece.parameters)
     segments.append(replace(_line(first[LOSS], second[LOSS]), unit=""))
     return folded(replace(

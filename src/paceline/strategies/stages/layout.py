@@ -218,9 +218,9 @@ class Stages:
     def _weights(self, stage: Stage) -> list[nn.Parameter]:
         """Where the gradients of a stage's parameters end."""
         modules = [self.module.by_key[piece.key] for piece in stage.pieces if piece.parameters]
-        held = {p: None for module in modules for p in (*module.parameters(), *module.apart.values())
-                if p.requires_grad}
-        return [p if (leaf := leaf_of(p)) is None else leaf for p in held]
+        trainable = {p: None for module in modules for p in (*module.parameters(), *module.apart.values())
+                     if p.requires_grad}
+        return [p if (leaf := leaf_of(p)) is None else leaf for p in trainable]
 
     def _staged(self, batch: Batch) -> Staged:
         """The capture for a batch of this shape, cut; made when the shape is first seen."""

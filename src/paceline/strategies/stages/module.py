@@ -144,9 +144,9 @@ class PieceModules(nn.Module):
     def _find_module(self, piece: Piece) -> PieceModule | None:
         """Which one holds the weights of a piece: the one with its key, or else another one, for a capture of the
         model's evaluation may use the same weights at other places. None if they lie in several, or there are none."""
-        own = self.by_key.get(piece.key)
-        if own is not None and own.holds(piece.parameters):
-            return own
+        home = self.by_key.get(piece.key)
+        if home is not None and home.holds(piece.parameters):
+            return home
         return next((module for module in self.by_key.values() if piece.parameters and module.holds(piece.parameters)),
                     None)
 

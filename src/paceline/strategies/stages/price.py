@@ -117,11 +117,11 @@ class SplitJob:
                 returns=tuple(StageMessage(f"{value.name}<{stage.number}", home[value.name], value.num_bytes)
                               for value in stage.inputs if value.differentiable and home[value.name] != place))
             taken.update(value.name for value in stage.inputs)
-        held = self._held(place, sizes, assignment)
+        parameters = self._held(place, sizes, assignment)
         return RankCost(
-            self._profile(held, _once(segments, halves), _unit_of(pieces)), stages, assignment.orders[place],
+            self._profile(parameters, _once(segments, halves), _unit_of(pieces)), stages, assignment.orders[place],
             batch_bytes=self.whole.batch_bytes.at(samples * plan.num_microbatches), action_s=ACTION_S,
-            tied_bytes=sum(sizes[name].gradient_bytes for name in held if self._ranks_of(assignment, name) > 1))
+            tied_bytes=sum(sizes[name].gradient_bytes for name in parameters if self._ranks_of(assignment, name) > 1))
 
     def _profile(self, held: Mapping[str, Parameter], segments: tuple[Segment, ...],
                  unit_of: Mapping[str, str]) -> Profile:
@@ -222,15 +222,15 @@ class SplitJob:
             return self._guess(piece, capture)
         parameters = dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        own = {name: nn.Parameter(split.empty_part(name, parameters[name]),
-                                  requires_grad=parameters[name].requires_grad) for name in piece.parameters}
+        weights = {name: nn.Parameter(split.empty_part(name, parameters[name]),
+                                      requires_grad=parameters[name].requires_grad) for name in piece.parameters}
         given = [torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
                  for value in (capture.values[name] for name in piece.inputs)]
         taken = [tensor.clone() if name in piece.mutates else tensor
                  for name, tensor in zip(piece.inputs, given, strict=True)]
         recorder = WorkRecorder()
-        recorder.ignore([*own.values(), *buffers.values(), *given, *taken])
-        for name, parameter in own.items():
+        recorder.ignore([*weights.values(), *buffers.values(), *given, *taken])
+        for name, parameter in weights.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
                     lambda p, name=name: recorder.complete_gradient(name, p.grad))
@@ -239,7 +239,7 @@ class SplitJob:
             with recorder:
                 run = piece.run if program is None else program[0]
                 with spared:
-                    outputs = run(*own.values(), *(buffers[name] for name in piece.buffers), *taken)
+                    outputs = run(*weights.values(), *(buffers[name] for name in piece.buffers), *taken)
                 num_ahead = 0 if program is None else len(program[1].sent)
                 recorder.outputs[0] = sum(t.numel() * t.element_size() for t in outputs)
                 recorder.move_to(StepPosition(0, "backward"))
@@ -278,8 +278,8 @@ class SplitJob:
     def _step_bytes(self, samples: int) -> float:
         """That a step touches; see `profile.trace`."""
         whole = self.whole
-        held = sum(p.num_bytes + p.gradient_bytes + p.state_bytes for p in whole.parameters)
-        return held + sum(max(0.0, s.kept_bytes.at(samples)) for s in whole.segments)
+        state_bytes = sum(p.num_bytes + p.gradient_bytes + p.state_bytes for p in whole.parameters)
+        return state_bytes + sum(max(0.0, s.kept_bytes.at(samples)) for s in whole.segments)
 
 
 def _like(traced: Segment, unit: str) -> Segment:

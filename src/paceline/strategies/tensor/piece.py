@@ -477,13 +477,13 @@ def _slice(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     cut = cut_of(given)
     if cut is None or cut.dim != given.ndim - 1:
         return None
-    last, own = given.shape[-1], given.local.shape[-1]
+    last, local = given.shape[-1], given.local.shape[-1]
     dim, start, end, step = _slice_arguments(node)
     if dim % given.ndim != cut.dim:
         return None
     block = last // cut.blocks
-    if cut.blocks == 1 and start < step and end >= last and own % step == 0:
-        return run.recorder.run(aten.slice.Tensor, given, cut.dim, start, own, step, placement=Cut(cut.dim))
+    if cut.blocks == 1 and start < step and end >= last and local % step == 0:
+        return run.recorder.run(aten.slice.Tensor, given, cut.dim, start, local, step, placement=Cut(cut.dim))
     if cut.blocks > 1 and step == 1 and start % block == 0 and min(end, last) - start == block:
         return run.recorder.run(aten.chunk.default, given, cut.blocks, cut.dim,
                                 placement=Cut(cut.dim))[start // block]

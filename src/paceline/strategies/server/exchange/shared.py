@@ -97,16 +97,16 @@ def accept_offer(connection: Connection, header: Header, chunk_bytes: Sequence[i
 
 
 def _reach(process: int, descriptor: int, mark: bytes, chunk_bytes: Sequence[int]) -> Shared | None:
-    own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         # What could be cut short under us would end this process when it is touched.
-        if fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK and os.fstat(own).st_size == _size(chunk_bytes):
-            memory = mmap.mmap(own, 0)
+        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK and os.fstat(file).st_size == _size(chunk_bytes):
+            memory = mmap.mmap(file, 0)
             if memory[:_MARK_BYTES] == mark:
                 return Shared(memory, chunk_bytes)
         return None
     finally:
-        os.close(own)
+        os.close(file)
 
 
 def _starts(chunk_bytes: Sequence[int]) -> list[int]:

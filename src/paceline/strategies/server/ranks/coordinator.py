@@ -423,14 +423,14 @@ class Coordinator(Server):
     def _end_meeting(self) -> None:
         """Do what comes of what all workers brought to a meeting within a step, once all is there."""
         assert self.meetings is not None
-        held = self.meetings.held()
-        if isinstance(held, Sums):
+        meeting = self.meetings.held()
+        if isinstance(meeting, Sums):
             for worker in self.workers.values():
                 with suppress(WireError):  # its end is in the inbox
-                    worker.connection.send_message({"met": held.number, "values": held.values})
-        elif held is not None:
-            self._order({"update": held.number, "optimizer": held.optimizer, "clip": held.clip,
-                         "unused": sorted(held.unused)})
+                    worker.connection.send_message({"met": meeting.number, "values": meeting.values})
+        elif meeting is not None:
+            self._order({"update": meeting.number, "optimizer": meeting.optimizer, "clip": meeting.clip,
+                         "unused": sorted(meeting.unused)})
 
     def _lose(self, peer: Peer, error: WireError) -> None:
         """A peer is gone. Workers can be, under staleness; what they left behind is dropped everywhere."""

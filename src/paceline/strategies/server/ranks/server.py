@@ -269,12 +269,12 @@ class Follower(Server):
                  timeout_s: float = 60.0) -> None:
         self.coordinator: Connection | None = None
         super().__init__(task, number=number, model=model, shards=shards)
-        own = Peer(Role.SERVER, number, 0)
-        self.coordinator = connect(task.rendezvous.address(0), own, secret=self.context.secret, layout=self.layout,
-                                   timeout_s=timeout_s)
+        this_server = Peer(Role.SERVER, number, 0)
+        self.coordinator = connect(task.rendezvous.address(0), this_server, secret=self.context.secret,
+                                   layout=self.layout, timeout_s=timeout_s)
         self.is_over = threading.Event()
         threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
-        listen_to(self.coordinator, own, tell=lambda peer, message: self.inbox.put((peer, message)),
+        listen_to(self.coordinator, this_server, tell=lambda peer, message: self.inbox.put((peer, message)),
                   on_lost=lambda peer, error: self.inbox.put((peer, error)))
 
     def tell(self, message: dict[str, Any]) -> None:
