@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -86,3 +88,41 @@ def test_a_server_that_is_not_there_does_no_harm(tmp_path: Path):
 
 def test_outside_of_a_cluster_nobody_is_told():
     assert of_cluster({}) == []
+
+
+def test_the_last_status_is_sent_after_a_slow_one(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An earlier one that is still under way does not take its place."""
+    [teller] = of_cluster({kubeflow.URL: server.url})
+    send = teller._send
+
+    def slowly(status: Any) -> None:
+        time.sleep(0.2)
+        send(status)
+
+    monkeypatch.setattr(teller, "_send", slowly)
+    teller.on_step(run(tmp_path), step(1))
+    teller.on_end(run(tmp_path), None)
+    assert [status["progressPercentage"] for _, status in server.told] == [0, 100]
+
+
+def test_a_status_keeps_the_limits_of_the_resource(server: Any, tmp_path: Path):
+    """The server refuses a status as a whole if one of its values is out of bounds."""
+    [teller] = of_cluster({kubeflow.URL: server.url})
+    names = ["x" * 65, "", *(f"metric {number}" for number in range(300))]
+    teller.on_evaluation(run(tmp_path), EvaluationReport(1, 0, 0.25, dict.fromkeys(names, 0.5)))
+    status = teller._status(run(tmp_path, 10), 11)
+    assert len(status["metrics"]) == 256 and all(1 <= len(metric["name"]) <= 64 for metric in status["metrics"])
+    assert (status["progressPercentage"], status["estimatedRemainingSeconds"]) == (100, 0)
+    teller.on_step(run(tmp_path, 2**40), step(1, step_s=1e6))
+    teller._sending.join(60)
+    assert server.told[-1][1]["estimatedRemainingSeconds"] == 2**31 - 1
+
+
+def test_what_is_no_answer_ends_nothing(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        [teller] = of_cluster({kubeflow.URL: f"http://127.0.0.1:{listening.getsockname()[1]}/"})
+        teller._tell({})
+        connection, _ = listening.accept()
+        with connection:
+            connection.sendall(b"what?\r\n\r\n")
+        teller._sending.join(60)

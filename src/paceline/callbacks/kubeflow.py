@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ URL, CERTIFICATE, TOKEN = ("KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERV
                            "KUBEFLOW_TRAINER_SERVER_TOKEN")
 PERIOD_S = 5.0  # at most so often, as Kubeflow asks
 TIMEOUT_S = 5.0
+MOST_METRICS, MOST_LETTERS, MOST_SECONDS = 256, 64, 2**31 - 1  # the resource's own limits; more is refused as a whole
 PREDICTED_STEPS = 20  # until so many were taken, the time left is the predicted one
 
 
@@ -52,17 +54,23 @@ class KubeflowProgress(Callback):
         self._metrics |= evaluation.figures
 
     def on_end(self, run: RunHandle, result: Result) -> None:
+        self._wait()  # else the last status would be left out
         self._tell({**self._status(run, run.step), "progressPercentage": 100, "estimatedRemainingSeconds": 0})
+        self._wait()
+
+    def _wait(self) -> None:
+        """For a status that is under way, as long as sending may take."""
         if self._sending is not None:
-            self._sending.join(TIMEOUT_S)
+            self._sending.join(TIMEOUT_S + 1)
 
     def _status(self, run: RunHandle, step: int) -> dict[str, Any]:
-        status: dict[str, Any] = {
-            "lastUpdatedTime": datetime.now(UTC).isoformat(),
-            "metrics": [{"name": name, "value": str(value)} for name, value in self._metrics.items()]}
+        metrics = [{"name": name, "value": str(value)} for name, value in self._metrics.items()
+                   if 1 <= len(name) <= MOST_LETTERS]
+        status: dict[str, Any] = {"lastUpdatedTime": datetime.now(UTC).isoformat(), "metrics": metrics[:MOST_METRICS]}
         if run.total_steps:
             left_s = (run.total_steps - step) * self._expected_step_s(run)
-            status |= {"progressPercentage": 100 * step // run.total_steps, "estimatedRemainingSeconds": round(left_s)}
+            status |= {"progressPercentage": min(100, 100 * step // run.total_steps),
+                       "estimatedRemainingSeconds": round(min(max(left_s, 0.0), MOST_SECONDS))}
         return status
 
     def _expected_step_s(self, run: RunHandle) -> float:
@@ -90,5 +98,5 @@ class KubeflowProgress(Callback):
                                                       "Content-Type": "application/json"})
             trusted = ssl.create_default_context(cafile=self.certificate) if self.certificate else None
             urllib.request.urlopen(request, timeout=TIMEOUT_S, context=trusted).close()
-        except (OSError, ValueError):
+        except (OSError, ValueError, HTTPException):
             pass
