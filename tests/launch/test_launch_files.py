@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,13 @@ def test_kubernetes():
     pod = node["template"]["spec"]["template"]["spec"]
     assert pod["volumes"] == [{"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}]
     assert pod["containers"][0]["volumeMounts"] == [{"name": "runs", "mountPath": "/runs"}]
+    assert pod["terminationGracePeriodSeconds"] == 120  # to save; Kubernetes kills after 30 s otherwise
 
 
 def test_skypilot():
     task = document("sky", num_hosts=2, gpus="H100:8", volumes={"s3://runs": "/runs"})
     assert (task["num_nodes"], task["resources"], task["file_mounts"]) == (
-        2, {"accelerators": "H100:8"}, {"/runs": "s3://runs"})
+        2, {"accelerators": "H100:8", "job_recovery": {"recover_on_exit_codes": [4, 5]}}, {"/runs": "s3://runs"})
     assert task["run"].endswith("--run '/runs/a b' --resume")
 
 
@@ -93,6 +95,37 @@ def test_the_compose_files_of_the_project_are_what_is_written(name: str, hosts: 
     assert (DOCKER / f"{name}.yaml").read_text() == text("docker", request)
 
 
+def test_words_reach_a_container_as_they_are():
+    """Docker and Kubernetes put the values of variables into words, unless the dollar is doubled."""
+    request = LaunchRequest(["train", "job.py", "--run", "/runs/a", "--set", "x=$(id)$HOME"])
+    assert "x=$$(id)$$HOME" in yaml.safe_load(text("docker", request))["services"]["host-0"]["command"]
+    assert "x=$$(id)$HOME" in yaml.safe_load(text("k8s", request))["spec"]["trainer"]["command"]
+
+
+@pytest.mark.parametrize("stem", ["a" * 39 + "-b", "-", "Jöb ", "9", "файл"])
+def test_a_name_is_one_that_clusters_take(stem: str):
+    """A label of RFC 1123: it begins and ends with a letter or a digit."""
+    assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", LaunchRequest(["train", f"{stem}.py", "--run", "/r"]).name)
+
+
+def test_options_may_be_joined_with_their_values():
+    request = LaunchRequest(["train", "job.py", "--run=/runs/a", "--plan=data=16"], num_hosts=2)
+    assert request.num_ranks == 8
+
+
+@pytest.mark.parametrize(("kind", "given", "message"), [
+    ("slurm", {"volumes": {"runs": "/runs"}}, "slurm has no place for --volume"),
+    ("docker", {"time_limit": "1:00:00"}, "docker has no place for --time"),
+    ("sky", {"image": "other"}, "sky has no place for --image"),
+    ("k8s", {"volumes": {"s3://runs": "/runs"}}, "no claim's name"),
+    ("ray", {"volumes": {"Runs_X": "/runs"}}, "no claim's name"),
+    ("docker", {"volumes": {"runs": "runs"}}, "not mounted at an absolute path")])
+def test_what_a_kind_has_no_place_for_is_refused(kind: str, given: dict[str, Any], message: str):
+    """Instead of being left out."""
+    with pytest.raises(UsageError, match=message):
+        text(kind, LaunchRequest(TRAIN, **given))
+
+
 def test_without_pyyaml_the_file_is_json(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
     assert json.loads(text("k8s", LaunchRequest(TRAIN)))["kind"] == "TrainJob"
@@ -116,3 +149,5 @@ def test_the_command_line_writes_it(tmp_path: Path):
     result = CliRunner().invoke(app, ["launch", "slurm", "--hosts", "2", "--write", str(file), "--", *TRAIN])
     assert result.exit_code == 0, result.stderr
     assert result.stdout == f"{file}\n" and "#SBATCH --nodes=2" in file.read_text()
+    result = CliRunner().invoke(app, ["launch", "slurm", "--write", str(tmp_path / "no" / "job.sh"), "--", *TRAIN])
+    assert result.exit_code == 2 and "can't write" in result.stderr

@@ -10,13 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import Preempted, UsageError
+from paceline.errors import PeerLost, Preempted, UsageError
 from paceline.plans import Plan
 
-NOTICE_S = 120  # before a time limit, in which a run finishes its step and saves
+NOTICE_S = 120  # before a time limit, or after a request to stop: a run finishes its step and saves
 IMAGE = "paceline"  # that the Dockerfile of this project is built as
 KINDS = ("slurm", "k8s", "sky", "ray", "docker")
 PORT = 29500  # where containers meet: torchrun's own default
+# Options that only some kinds have a place for: the field, the option, the kinds.
+_OPTIONAL = (("time_limit", "--time", ("slurm",)), ("image", "--image", ("k8s", "ray", "docker")),
+             ("volumes", "--volume", ("k8s", "sky", "ray", "docker")))
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")  # RFC 1123 label, as Kubernetes names volumes
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,14 @@ class LaunchRequest:
         if not self.command or self.command[0] not in ("train", "evaluate", "predict"):
             raise UsageError(f"'{shlex.join(self.command)}' is not train, evaluate or predict with its options",
                              hint="paceline launch slurm --hosts 2 -- train job.py --run /shared/runs/a")
-        if "--run" not in self.command and self.command[0] == "train":
+        if "--run" not in self._options and self.command[0] == "train":
             raise UsageError("the command has no --run, and hosts must share the run's folder",
                              hint="--run /shared/runs/a after train")
         if self.time_limit is not None and not re.fullmatch(r"(\d+-)?\d+:\d\d(:\d\d)?", self.time_limit):
             raise UsageError(f"--time {self.time_limit} is not HH:MM:SS or D-HH:MM:SS", hint="--time 4:00:00")
-
+        for name, path in self.volumes.items():
+            if not re.fullmatch(r"/[^:]*", str(path)):
+                raise UsageError(f"--volume {name}={path} is not mounted at an absolute path", hint=f"{name}=/{name}")
         if not re.fullmatch(r"([\w.-]+:)?\d+", self.gpus):
             raise UsageError(f"--gpus {self.gpus} is not N or NAME:N", hint="--gpus 8, or --gpus H100:8")
         if (self._world_size or 0) % self.num_hosts:
@@ -64,11 +70,17 @@ class LaunchRequest:
     @property
     def _world_size(self) -> int | None:
         """That the command asks for."""
-        options = dict(zip(self.command, self.command[1:], strict=False))
-        plan, procs = options.get("--plan"), options.get("--procs")
+        plan, procs = self._options.get("--plan"), self._options.get("--procs")
         if plan is not None and plan != "auto":
             return Plan.read(plan).world_size
         return int(procs) if procs is not None and procs.isdigit() else None
+
+    @property
+    def _options(self) -> dict[str, str]:
+        """The word after each word, or what follows `=` in it."""
+        pairs = dict(zip(self.command, [*self.command[1:], ""], strict=True))
+        return {**pairs, **{name: value for word in self.command if word.startswith("--")
+                            for name, is_joined, value in [word.partition("=")] if is_joined}}
 
     @property
     def resumed(self) -> list[str]:
@@ -81,17 +93,22 @@ class LaunchRequest:
         """Of letters that every cluster takes, from the job's file."""
         file = next((word for word in self.command if word.partition(":")[0].endswith(".py")), "")
         stem = re.sub(r"[^a-z0-9]+", "-", Path(file.partition(":")[0]).stem.lower())
-        return re.sub(r"^[^a-z]+|-+$", "", stem)[:40] or "paceline"
+        return re.sub(r"^[^a-z]+", "", stem)[:40].rstrip("-") or "paceline"
 
 
 def text(kind: str, request: LaunchRequest) -> str:
     """The file of a kind of cluster.
 
     Raises:
-        UsageError: an unknown kind, or one that lacks something.
+        UsageError: an unknown kind, or one that lacks something or has no place for it.
     """
     if kind not in KINDS:
         raise UsageError(f"'{kind}' is no kind of cluster that files are written for", hint=", ".join(KINDS))
+    defaults = LaunchRequest(request.command)
+    for name, option, kinds in _OPTIONAL:
+        if kind not in kinds and getattr(request, name) != getattr(defaults, name):
+            raise UsageError(f"a file for {kind} has no place for {option}",
+                             hint=f"leave {option} out; {', '.join(kinds)} take it")
     writers: dict[str, Callable[[LaunchRequest], str]] = {"slurm": slurm, "k8s": kubernetes, "sky": skypilot,
                                                              "ray": ray_job, "docker": compose}
     return writers[kind](request)
@@ -111,32 +128,49 @@ def slurm(request: LaunchRequest) -> str:
 
 
 def kubernetes(request: LaunchRequest) -> str:
-    """A TrainJob of Kubeflow Trainer, v1alpha1, under its runtime `torch-distributed`."""
+    """A TrainJob of Kubeflow Trainer, v1alpha1, under its runtime `torch-distributed`.
+
+    Raises:
+        UsageError: a volume's name is none of Kubernetes.
+    """
     resources = {"limits": {"nvidia.com/gpu": request.num_gpus}} if request.num_gpus else None
+    words = [word.replace("$(", "$$(") for word in request.resumed]  # Kubernetes puts variables in their place
     trainer = {"image": request.image, "numNodes": request.num_hosts, "numProcPerNode": request.num_ranks,
-               "command": request.resumed, **({"resourcesPerNode": resources} if resources else {})}
-    volumes = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in request.volumes]
-    mounts = [{"name": name, "mountPath": path} for name, path in request.volumes.items()]
-    patched = {"manager": "paceline.launch/volumes", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [
+               "command": words, **({"resourcesPerNode": resources} if resources else {})}
+    volumes, mounts = _claims(request)
+    patched = {"manager": "paceline.launch/pods", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [
         {"name": "node", "template": {"spec": {"template": {"spec": {
-            "volumes": volumes, "containers": [{"name": "node", "volumeMounts": mounts}]}}}}}]}}}}
+            "terminationGracePeriodSeconds": NOTICE_S, **({"volumes": volumes, "containers": [
+                {"name": "node", "volumeMounts": mounts}]} if volumes else {})}}}}}]}}}}
     return _yaml({"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": request.name},
                   "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer,
-                           **({"runtimePatches": [patched]} if volumes else {})}})
+                           "runtimePatches": [patched]}})
+
+
+def _claims(request: LaunchRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A pod's volumes, each a claim of its name, and where its container mounts them."""
+    for name in request.volumes:
+        if not _CLAIM.fullmatch(name):
+            raise UsageError(f"--volume {name}=... is no claim's name: Kubernetes takes small letters, digits and '-', "
+                             "at most 63", hint="--volume runs=/runs")
+    return ([{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in request.volumes],
+            [{"name": name, "mountPath": path} for name, path in request.volumes.items()])
 
 
 def skypilot(request: LaunchRequest) -> str:
-    """A task; `sky jobs launch` starts it again on other machines when its own are taken away.
+    """A task; `sky jobs launch` starts it again on other machines when its own are taken away, and where the run ends
+    because it was asked to, or because a host is lost.
 
     Raises:
         UsageError: GPUs without a name.
     """
     if request.num_gpus and ":" not in request.gpus:
         raise UsageError(f"SkyPilot needs the name of the {request.num_gpus} GPUs of a host", hint="--gpus H100:8")
-    resources = {"accelerators": request.gpus} if request.num_gpus else {}
+    resources = {**({"accelerators": request.gpus} if request.num_gpus else {}),
+                 "job_recovery": {"recover_on_exit_codes": [PeerLost.exit_code, Preempted.exit_code]}}
     mounts = {"file_mounts": {path: name for name, path in request.volumes.items()}} if request.volumes else {}
     return _yaml({"name": request.name, "num_nodes": request.num_hosts,
-                  **({"resources": resources} if resources else {}), "workdir": ".", **mounts,
+                  "resources": resources, "workdir": ".", **mounts,
                   "setup": "pip install paceline", "run": shlex.join(request.resumed)})
 
 
@@ -145,18 +179,18 @@ def ray_job(request: LaunchRequest) -> str:
     replaced by the operator, and the run goes on when it is back.
 
     Raises:
-        UsageError: the command is not train.
+        UsageError: the command is not train, or a volume's name is none of Kubernetes.
     """
     if request.command[0] != "train":
         raise UsageError(f"{request.command[0]} has no --on ray", hint="a RayJob is for train")
     words = request.resumed if "--on" in request.command else [*request.resumed, "--on", "ray"]
-    volumes = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in request.volumes]
-    mounts = [{"name": name, "mountPath": path} for name, path in request.volumes.items()]
+    volumes, mounts = _claims(request)
 
     def pod(name: str, limits: Mapping[str, Any]) -> dict[str, Any]:
         container = {"name": name, "image": request.image, "resources": {"limits": limits, "requests": limits},
                      **({"volumeMounts": mounts} if mounts else {})}
-        return {"spec": {"containers": [container], **({"volumes": volumes} if volumes else {})}}
+        return {"spec": {"terminationGracePeriodSeconds": NOTICE_S, "containers": [container],
+                         **({"volumes": volumes} if volumes else {})}}
 
     cpus = {"cpu": str(max(1, request.num_ranks))}
     hosts = {"groupName": "hosts", "replicas": request.num_hosts, "minReplicas": request.num_hosts,
@@ -176,13 +210,14 @@ def compose(request: LaunchRequest) -> str:
     hosts = [f"host-{index}" for index in range(request.num_hosts)]
     mounts = [f"{name}:{path}" for name, path in request.volumes.items()]
     services = {name: {
-        "image": request.image, "command": request.resumed, "hostname": name,
+        "image": request.image, "command": [word.replace("$", "$$") for word in request.resumed], "hostname": name,
         "environment": {"PET_NNODES": str(request.num_hosts), "PET_NODE_RANK": str(index),
                         "PET_NPROC_PER_NODE": str(request.num_ranks), "PET_MASTER_ADDR": hosts[0],
                         "PET_MASTER_PORT": str(PORT)},
         **({"volumes": list(mounts)} if mounts else {}),
         **(_gpus_of_host(index, request.num_gpus) if request.num_gpus else {}),
-        "shm_size": "1gb", "init": True, "restart": "on-failure"} for index, name in enumerate(hosts)}
+        "shm_size": "1gb", "init": True, "restart": "on-failure", "stop_grace_period": f"{NOTICE_S}s"}
+        for index, name in enumerate(hosts)}
     named = [name for name in request.volumes if re.fullmatch(r"[a-zA-Z0-9][\w-]*", name)]  # else a folder
     return _yaml({"name": request.name, "services": services,
                   **({"volumes": {name: {} for name in named}} if named else {})})
