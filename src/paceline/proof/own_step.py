@@ -197,7 +197,7 @@ class PlainEvaluation:
     def __init__(self, models: nn.Module, precision: str) -> None:
         self.models, self.makes_on = models, MakesOn(next(models.parameters()).device, precision)
 
-    def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         given = inputs.input if isinstance(inputs, StepBatch) else inputs
         with self.makes_on.paused():
             return MicroBatch(given, None, 1).call(self.models.get_submodule(model))

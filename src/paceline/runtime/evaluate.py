@@ -79,8 +79,8 @@ class _Validation:
         self.parts, self.mesh, self.device, self.samples = parts, mesh, device, samples
         self.makes_on = MakesOn(device, precision)
 
-    def run(self, model: str, inputs: Any, *, grad: bool | None = None) -> Any:
-        """A model's output. Collective where the plan's forwards are."""
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
+        """A model's output. Collective where the plan's forwards are. Inputs are never cut, whatever `cut` says."""
         if model not in self.parts:
             raise TrainingError(f"no model '{model}': {nearest(model, self.parts)}")
         given = inputs.input if isinstance(inputs, StepBatch) else inputs
