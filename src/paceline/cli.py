@@ -26,7 +26,7 @@ from paceline.launch import environment
 from paceline.launch import hosts as launch_hosts
 from paceline.launch.imports import OF_RUNS, load_modules
 from paceline.runtime.folder import fresh_name
-from paceline.verbs.summary_table import summary_table, table
+from paceline.verbs.summary_table import card, summary_table, table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -410,7 +410,10 @@ def launch(
         request = files.LaunchRequest(command, hosts, gpus, time, image, _parse_settings(volume, "--volume"))
         text = files.text(kind, request)
         if write is not None:
-            write.write_text(text)
+            try:
+                write.write_text(text)
+            except OSError as error:
+                raise UsageError(f"can't write {write}: {error.strerror}") from error
     typer.echo(text if write is None else str(write), nl=write is not None)
 
 
@@ -476,7 +479,7 @@ def _reported() -> Iterator[None]:
             yield
     except PacelineError as error:
         if not isinstance(error, UsageError) or _is_first_rank():  # every rank finds the same fault with a request
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {error}{_card_of(error)}", err=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
@@ -488,6 +491,16 @@ def _reported() -> Iterator[None]:
         traceback.print_exc()
         typer.echo("error: this is a bug in paceline; please report it with the lines above", err=True)
         raise typer.Exit(1) from None
+
+
+def _card_of(error: PacelineError) -> str:
+    """Five lines on a training that the error ended, or nothing."""
+    run_dir: Path | None = getattr(error, "run_dir", None)
+    if run_dir is None or not run_dir.exists():
+        return ""
+    with contextlib.suppress(PacelineError, OSError):  # the folder may be what is damaged
+        return f"\n\n{card(run_dir)}"
+    return ""
 
 
 @contextlib.contextmanager

@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 
+import paceline
 from paceline.errors import UsageError
-from paceline.reports.diagnosis import DATA, MESSAGES, SAVES, diagnose, step_parts
+from paceline.reports import charts
+from paceline.reports.diagnosis import CORES, DATA, MESSAGES, SAVES, diagnose, step_parts
 from paceline.reports.page import Alternatives, write
 from paceline.reports.record import RunRecord
+from paceline.verbs.origin import origin
+from paceline.verbs.summary_table import card
 
 SUMMARY: dict[str, Any] = {
     "plan": "data=2", "world_size": 2, "steps": 40, "samples": 400, "samples_per_s": 1000.5, "step_s": 0.010,
@@ -69,13 +73,69 @@ def test_what_a_run_holds_is_escaped(tmp_path: Path):
 
 
 def test_a_run_that_did_not_end_has_a_report(tmp_path: Path):
-    assert "did not end: 40 steps are recorded" in write(written(tmp_path, summary=None)).read_text()
+    """One that was killed leaves no summary, one that failed says why; both say what is kept."""
+    text = write(written(tmp_path, summary=None)).read_text()
+    assert "this run did not end" in text and "recorded 40 steps" in text and "no checkpoint" in text
+    failure = {"reason": "peer_lost", "message": "it was killed by <b>SIGKILL</b>\nmore", "rank": 1, "step": 17}
+    path = written(tmp_path, name="failed", summary={"plan": "data=2", "failure": failure})
+    (path / "checkpoints" / "step-15").mkdir(parents=True)
+    (path / "checkpoints" / "step-15" / "COMMIT").write_text("{}")
+    text = write(path).read_text()
+    assert "rank 1 failed in step 17 (peer_lost)" in text and "killed by &lt;b&gt;SIGKILL" in text
+    assert f"--run {path} --resume goes on from step 15" in text and "<b>kept</b> the checkpoint of step 15" in text
+
+
+def test_starts_and_what_they_undid_are_shown(tmp_path: Path):
+    """A start goes on from step 5, after the one before it reached step 7."""
+    path = written(tmp_path)
+    start = {"plan": "data=2", "world_size": 2, "seed": 0, "order": "shuffle", "num_samples": 100, "time": 1.8e9}
+    lines = [{"launch": 1, "after": 0, **start},
+             *({"launch": 1, "step": step, "epoch": 0, "start": 10 * step, "count": 10} for step in range(1, 8)),
+             {"launch": 2, "after": 5, **start}]
+    (path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{damaged\n")
+    text = write(path).read_text()
+    row = re.search(r'<tr><th scope="row">2</th>(.*?)</tr>', text)
+    assert row is not None
+    assert re.findall(r"<td>(.*?)</td>", row[1]) == ["2027-01-15 08:00:00 UTC", "data=2", "2", "5", "2"]
+
+
+def test_staleness_and_workers_are_shown(tmp_path: Path):
+    summary = {**SUMMARY, "staleness": {"0": 3, "10": 1, "2": 4},
+               "workers": {"0": {"waited_for_step_s": 0.5}, "1": {"waited_for_step_s": None}}}
+    text = write(written(tmp_path, summary=summary)).read_text()
+    assert "gradients by updates missed" in text and "<td>0.5</td>" in text
+
+
+def test_a_rank_that_is_slower_is_named(tmp_path: Path):
+    """Of a traced run: rank 1 computes twice as long as the others."""
+    events = [{"ph": "X", "pid": rank, "cat": "forward", "ts": 0.0, "dur": 2000.0 if rank == 1 else 1000.0}
+              for rank in range(3)]
+    text = write(written(tmp_path, trace={"traceEvents": events})).read_text()
+    assert "Rank 1 computed for 2.00 times as long as the others." in text
+
+
+def test_a_picture_of_the_folder_runs_nothing(tmp_path: Path):
+    """It is an image, in which browsers run no script."""
+    path = written(tmp_path)
+    (path / "schedule.svg").write_text("<svg><script>alert(1)</script></svg>")
+    assert "alert" not in write(path).read_text()
+
+
+@pytest.mark.parametrize("name", [r"$\frac$", "a$b$", "_hidden", "genau ± 1", "x" * 300])
+def test_a_metric_may_have_any_name(tmp_path: Path, name: str):
+    path = written(tmp_path)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 41, "validation_loss": 0.2, "metrics": {name: 0.5}}) + "\n")
+    assert f"<figcaption>{name}</figcaption>" in write(path).read_text()
 
 
 def test_a_faster_plan_is_the_next_thing_to_try(tmp_path: Path):
     plans = Alternatives([("data=2", 1.0, 1 << 20), ("shard=2", 0.8, 1 << 20)])
     text = write(written(tmp_path), alternatives=plans).read_text()
     assert "&#39;shard=2&#39;: its step is predicted to take 0.80" in text
+    assert "<b>gain</b> 1.25 times as fast, as predicted" in text
+    none = write(written(tmp_path, name="other"), alternatives=Alternatives(list(plans.plans)[:1])).read_text()
+    assert "of the plans priced for these devices, none is predicted to be 5 % faster" in none
 
 
 def test_a_study_has_a_report(tmp_path: Path):
@@ -94,6 +154,16 @@ def test_another_folder_is_refused(tmp_path: Path):
         write(tmp_path)
 
 
+def test_a_run_says_which_code_it_comes_from():
+    """That which runs, and not a copy of another version that is installed."""
+    assert origin(None)["paceline"] == paceline.__version__
+
+
+def test_an_axis_over_powers_of_ten_has_plain_numbers():
+    text = charts.lines({"loss": ([1, 2, 3], [100.0, 1.0, 0.01])}, x="step", y="loss", log=True)
+    assert ">0.01<" in text and "math" not in text
+
+
 # --- What limits a run ------------------------------------------------------------------------------------------
 
 
@@ -104,12 +174,13 @@ def record(**changes: Any) -> RunRecord:
 
 def test_the_longest_part_limits():
     found = diagnose(record())
-    assert (found.limit, found.gain) == (MESSAGES, None)
+    assert found.limit == MESSAGES and found.gain == pytest.approx(1 / (1 - found.share))
     assert found.share == pytest.approx((0.010 - 0.0002) * 5 / 9 / (0.010 + 0.0001))
 
 
 @pytest.mark.parametrize(("changes", "limit", "gain"), [
-    ({"input_s": 0.002}, DATA, 10.1 / 8.1), ({"save_blocked_s": 0.2}, SAVES, 15 / 10)])
+    ({"input_s": 0.002}, DATA, 10.1 / 8.1), ({"save_blocked_s": 0.2}, SAVES, 15 / 10),
+    ({"core_wait_s": 0.5}, CORES, 10.1 / 5.2)])
 def test_what_can_be_avoided_is_named_first(changes: dict[str, Any], limit: str, gain: float):
     """Although messages take longer. The gain is what steps are faster without it."""
     found = diagnose(record(**changes))
@@ -131,6 +202,14 @@ def test_a_trace_measures_what_a_prediction_divides():
 
 def test_a_few_steps_say_nothing():
     assert diagnose(record(steps=5)).limit is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"steps": 5}, {"input_s": 0.002}])
+def test_a_card_has_five_lines(tmp_path: Path, changes: dict[str, Any]):
+    """Whatever is said; so has that of a run that did not end."""
+    for name, summary in (("ended", {**SUMMARY, **changes}), ("killed", None)):
+        words = [line.split()[0] for line in card(written(tmp_path, name=name, summary=summary)).splitlines()]
+        assert words == ["verdict", "why", "next", "kept" if summary is None else "gain", "report"]
 
 
 @pytest.mark.slow

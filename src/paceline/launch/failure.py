@@ -181,8 +181,11 @@ def is_users(filename: str) -> bool:
 class RankFailed(PacelineError):
     """A rank failed; the message is its report. `failure` is the cause among all ranks' reports.
 
-    log: of that rank; the message ends with its path as long as it is there.
+    log: of that rank; the message ends with its path as long as it is there. run_dir: of the run that it ended, in the
+    process that tells of it.
     """
+
+    run_dir: Path | None = None
 
     def __init__(self, failure: Failure, log: Path | None = None) -> None:
         message, _, hint = failure.describe().partition("\n\nhint: ")

@@ -21,7 +21,7 @@ _VARIABLES = {INK: "--ink", GRID: "--grid", **{colour: f"--series-{place}" for p
 _STYLE: Any = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "text.color": INK,
           "axes.edgecolor": GRID, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "grid.color": GRID,
           "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 8,
-          "svg.hashsalt": "paceline"}
+          "svg.hashsalt": "paceline", "text.parse_math": False}  # a metric's name may hold a dollar
 
 Line = tuple[Sequence[float], Sequence[float | None]]
 
@@ -48,6 +48,7 @@ def lines(series: Mapping[str, Line], *, x: str, y: str, log: bool = False,
                 axes.axvline(place, color=colour, linewidth=0.8, linestyle=":", label=None if nth else name)
         if log:
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")  # the default needs mathematical text
         axes.set(xlabel=x, ylabel=y)
         axes.grid(alpha=0.6)
         if len(series) + len(marks or {}) + (band is not None) > 1:

@@ -10,6 +10,7 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.reports.diagnosis import core_wait
 from paceline.reports.record import RunRecord
 from paceline.tables import aligned
 
@@ -20,7 +21,6 @@ _LESS_IS_BETTER = {"step_s": True, "samples_per_s": False, "final_loss": True, "
 _WARM_UP_STEPS = 10  # of a run, that its figures leave out too
 NUM_PARTS = 8  # of a run, whose step times are compared: fewer can't show what chance alone does
 _SPEEDS = ("step_s", "samples_per_s")
-_MOST_WAITED = 0.99  # of a run's time; more explains any slowdown
 _CONDITION = re.compile(r"([a-z_0-9]+)\s*>\s*(\d+(?:\.\d+)?)\s*%")
 
 
@@ -142,14 +142,8 @@ def _slower(first: RunRecord, second: RunRecord, *, by_sample: bool) -> tuple[fl
     if by_sample:
         ratio *= _samples_a_step(first) / _samples_a_step(second)
     spread = math.hypot(*(stdev(medians) / math.sqrt(NUM_PARTS) / mean(medians) for medians in (before, after)))
-    waited = min(_core_wait(second), _MOST_WAITED)
+    waited = core_wait(second)
     return ratio - 1, 3 * spread + waited / (1 - waited)
-
-
-def _core_wait(record: RunRecord) -> float:
-    """The part of a run's time in which a rank waited for a core, at most."""
-    wall_s = record.summary.get("wall_s") or 0.0
-    return (record.summary.get("core_wait_s") or 0.0) / wall_s if wall_s else 0.0
 
 
 def _part_medians_s(record: RunRecord) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,9 +11,12 @@ from paceline.reports.record import RunRecord
 FEW_STEPS = 10  # a run of fewer is mostly its start: step times are taken after so many
 LARGE = 0.1  # of the training's time: a smaller part is not worth a change
 
-COMPUTING, OPTIMIZER, MESSAGES, IDLE, DATA, SAVES = (
+COMPUTING, OPTIMIZER, MESSAGES, IDLE, DATA, SAVES, CORES = (
     "computing", "the optimizer", "messages between ranks", "waiting for other ranks", "reading data",
-    "writing checkpoints")
+    "writing checkpoints", "other work on its cores")
+AVOIDABLE = (DATA, SAVES, CORES)
+MOST_WAITED = 0.99  # of a run's time; more explains any slowdown
+PREEMPTED = "preempted"  # reason of a failure: the run was asked to stop
 _PREDICTED = {"compute": COMPUTING, "optimizer": OPTIMIZER, "communication": MESSAGES}
 _TRACED = {"forward": COMPUTING, "backward": COMPUTING, "input gradients": COMPUTING, "weight gradients": COMPUTING,
            "optimizer": OPTIMIZER, "reduce": MESSAGES}
@@ -31,37 +35,46 @@ class StepPart:
 class Diagnosis:
     """limit: what takes most of a step, or the part that is worth a change first; None if that can't be said.
 
-    share: the limit's part of a step with its share of saving, from 0 to 1. gain: by how much steps would be faster if
-    it were gone, 1.25 for a quarter; None where nothing removes it.
+    share: the limit's part of a step with its share of saving, from 0 to 1. gain: by how much steps would be faster
+    without it, or twice the devices where computing is the limit: 1.25 for a quarter. None where that can't be said.
+    outlook: the gain in words, or what is kept of a run that did not end.
     """
 
     limit: str | None
     share: float
+    verdict: str
     why: str
     next: str
+    outlook: Mapping[str, str]
     gain: float | None = None
 
     def lines(self) -> dict[str, str]:
         """For people: a sentence by its name."""
-        return {"verdict": self.why if self.limit is None else f"this run is limited by {self.limit}",
-                **({} if self.limit is None else {"why": self.why}), "next": self.next}
+        return {"verdict": self.verdict, "why": self.why, "next": self.next, **self.outlook}
+
+
+def core_wait(record: RunRecord) -> float:
+    """The part of a run's time in which a rank waited for a core that other work used, at most."""
+    wall_s = record.summary.get("wall_s") or 0.0
+    return min((record.summary.get("core_wait_s") or 0.0) / wall_s, MOST_WAITED) if wall_s else 0.0
 
 
 def step_parts(record: RunRecord) -> list[StepPart]:
     """A step's time in parts, the longest first; empty of a run without a summary.
 
-    Reading data and saving are measured. What is left of the step is divided as a trace of the run measured it, else as
-    the prediction divides it.
+    Reading data, saving and waiting for a core are measured. What is left of the step is divided as a trace of the run
+    measured it, else as the prediction divides it.
     """
     step_s = record.summary.get("step_s")
     if not step_s:
         return []
     input_s = min(record.summary.get("input_s") or 0.0, step_s)
     saving_s = (record.summary.get("save_blocked_s") or 0.0) / max(1, len(record.steps))
-    parts = [StepPart(DATA, input_s, True), StepPart(SAVES, saving_s, True)]
+    core_wait_s = core_wait(record) * (step_s - input_s)
+    parts = [StepPart(DATA, input_s, True), StepPart(SAVES, saving_s, True), StepPart(CORES, core_wait_s, True)]
     traced = _traced_shares(record)
     shares = traced or _predicted_shares(record.predicted.get("breakdown") or {})
-    parts += [StepPart(name, share * (step_s - input_s), bool(traced)) for name, share in shares.items()]
+    parts += [StepPart(name, share * (step_s - input_s - core_wait_s), bool(traced)) for name, share in shares.items()]
     return sorted((part for part in parts if part.seconds > 0), key=lambda part: -part.seconds)
 
 
@@ -88,25 +101,59 @@ def _traced_shares(record: RunRecord) -> dict[str, float]:
     return {**shares, IDLE: max(0.0, 1.0 - sum(shares.values()))}
 
 
-def diagnose(record: RunRecord) -> Diagnosis:
-    """What limits the run.
+def rank_seconds(record: RunRecord) -> dict[int | str, dict[str, float]]:
+    """Of the traced steps: how long each rank did what, by rank; empty of a run without a trace."""
+    seconds: dict[int | str, dict[str, float]] = {}
+    for event in record.traced:
+        if (name := {**_TRACED, "input": DATA}.get(event["cat"])) is not None:
+            rank = seconds.setdefault(event["pid"], {})
+            rank[name] = rank.get(name, 0.0) + 1e-6 * event["dur"]
+    return dict(sorted(seconds.items(), key=lambda item: str(item[0]).zfill(9)))
 
-    Reading data or saving is named where it takes a tenth of the time, because each can be removed; else the longest
-    part is.
+
+def diagnose(record: RunRecord) -> Diagnosis:
+    """What limits the run, or what ended it.
+
+    Reading data, saving or other work on the cores is named where it takes a tenth of the time, because each can be
+    removed; else the longest part is.
     """
     if not record.summary:
-        done = record.steps[-1]["step"] if record.steps else 0
-        return Diagnosis(None, 0.0, f"this run did not end: {done} steps are recorded",
-                       f"paceline train JOB --run {record.path} --resume goes on from the newest checkpoint")
+        return _unfinished(record)
     parts = step_parts(record)
     if record.summary["steps"] <= FEW_STEPS or not parts:
-        return Diagnosis(None, 0.0, f"{record.summary['steps']} steps are mostly a run's start", "train for longer")
+        return Diagnosis(None, 0.0, "this run was too short to say what limits it",
+                         f"{record.summary['steps']} steps are mostly a run's start", "train for longer",
+                         {"gain": "not known"})
     whole_s = sum(part.seconds for part in parts)
-    avoidable = [part for part in parts if part.name in (DATA, SAVES) and part.seconds >= LARGE * whole_s]
+    avoidable = [part for part in parts if part.name in AVOIDABLE and part.seconds >= LARGE * whole_s]
     limit = (avoidable or parts)[0]
-    gain = whole_s / (whole_s - limit.seconds) if avoidable and whole_s > limit.seconds else None
-    return Diagnosis(limit.name, limit.seconds / whole_s, _why(limit, parts, whole_s), _next(limit.name, record, gain),
-                   gain)
+    saved_s = limit.seconds / 2 if limit.name == COMPUTING else limit.seconds
+    gain = whole_s / (whole_s - saved_s) if whole_s > saved_s else None
+    return Diagnosis(limit.name, limit.seconds / whole_s, f"this run is limited by {limit.name}",
+                     _why(limit, parts, whole_s), _next(limit.name, record),
+                     {"gain": _bound(limit.name, gain)}, gain)
+
+
+def _unfinished(record: RunRecord) -> Diagnosis:
+    """Of a run without a summary."""
+    done = record.steps[-1]["step"] if record.steps else 0
+    failure, saved, run = record.failure, record.saved_step, shlex.quote(str(record.path))
+    go_on = (f"paceline train JOB --run {run} --resume goes on from step {saved}" if saved else
+             "--save-every N keeps checkpoints that --resume goes on from")
+    why = _first_line(failure.get("message")) or "no message"
+    if not failure:
+        verdict, why = "this run did not end", f"it recorded {done} steps and no summary: it goes on, or was killed"
+    elif failure["reason"] == PREEMPTED:
+        verdict = f"this run was stopped in step {failure.get('step', done)}"
+    else:
+        verdict = f"rank {failure.get('rank', '?')} failed in step {failure.get('step', done)} ({failure['reason']})"
+        why += f", at {failure['where']}" if failure.get("where") else ""
+    return Diagnosis(None, 0.0, verdict, why, _first_line(failure.get("hint")) or go_on,
+                     {"kept": f"the checkpoint of step {saved}" if saved else "no checkpoint"})
+
+
+def _first_line(text: str | None) -> str:
+    return next(iter((text or "").strip().splitlines()), "")
 
 
 def _why(limit: StepPart, parts: list[StepPart], whole_s: float) -> str:
@@ -116,12 +163,12 @@ def _why(limit: StepPart, parts: list[StepPart], whole_s: float) -> str:
             f"{f' ({others})' if others else ''}{by}")
 
 
-def _next(limit: str, record: RunRecord, gain: float | None) -> str:
+def _next(limit: str, record: RunRecord) -> str:
     """What to try. Each names a command or a plan's key that exists."""
-    faster = "" if gain is None else f": at most {gain:.2f} times as fast"
     return {
-        DATA: f"--loader-workers 2 reads beside the steps{faster}",
-        SAVES: f"a larger --save-every saves less often{faster}",
+        DATA: "--loader-workers 2 reads beside the steps",
+        SAVES: "a larger --save-every saves less often",
+        CORES: "end what else runs there, or leave cores free: --devices names those to use",
         MESSAGES: "paceline plan JOB prices plans that send less; --relaxed also compress= and local=",
         IDLE: "--trace 5 draws who waits for whom; shares=speed gives slower devices less",
         OPTIMIZER: "a larger batch takes fewer updates a sample; shard= divides the update among ranks",
@@ -129,3 +176,9 @@ def _next(limit: str, record: RunRecord, gain: float | None) -> str:
                     if record.plan.get("world_size", 1) == 1 else
                     "paceline plan JOB --scale 1..64 says what more devices would bring"),
     }[limit]
+
+
+def _bound(limit: str, gain: float | None) -> str:
+    if gain is None:
+        return "not known"
+    return f"at most {gain:.2f} times as fast{' on twice the devices' if limit == COMPUTING else ' without it'}"

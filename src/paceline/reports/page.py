@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from paceline.document import strict
 from paceline.errors import UsageError
 from paceline.proof.certificate import DOCUMENT as CERTIFICATE
 from paceline.proof.certificate import table as certificate_table
-from paceline.reports.diagnosis import Diagnosis, diagnose, step_parts
+from paceline.reports.diagnosis import AVOIDABLE, COMPUTING, Diagnosis, diagnose, rank_seconds, step_parts
 from paceline.reports.record import RunRecord
 from paceline.runtime import documents, folder
 from paceline.study.report import STUDY
 
 REPORT = "report.html"
 MIB = 2**20
+MOST_BARS = 40  # of a chart; more make a page's figures hard to find
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. head, rows: a table. picture: an SVG that is not scaled. listing: text as it stands."""
+    """A part of the page. head, rows: a table. picture: an SVG that is not scaled, shown as an image: nothing in it
+    runs. listing: text as it stands."""
 
     title: str
     text: str = ""
@@ -95,6 +100,7 @@ def rendered(title: str, subtitle: str, verdict: Mapping[str, str], sections: Se
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(loader=PackageLoader("paceline.reports", "."), autoescape=True, trim_blocks=True)
+    environment.filters["base64"] = lambda text: base64.b64encode(text.encode(errors="replace")).decode()
     return environment.get_template("page.html.j2").render(
         title=title, subtitle=subtitle, verdict=verdict, sections=sections, data=data)
 
@@ -124,11 +130,14 @@ def _subtitle(record: RunRecord) -> str:
 
 def _with_alternative(judged: Diagnosis, alternatives: Alternatives) -> Diagnosis:
     """The verdict, with a faster plan as the next thing to try where one was priced."""
-    if alternatives.best is None or judged.gain is not None:
+    if not alternatives.plans or judged.limit is None or judged.limit in AVOIDABLE:
         return judged
+    if alternatives.best is None:
+        return replace(judged, next=f"{judged.next}; of the plans priced for these devices, none is predicted to be "
+                                    "5 % faster")
     name, ratio = alternatives.best
     return replace(judged, next=f"--plan '{name}': its step is predicted to take {ratio:.2f} of this plan's",
-                   gain=1 / ratio)
+                   gain=1 / ratio, outlook={"gain": f"{1 / ratio:.2f} times as fast, as predicted"})
 
 
 # --- The sections of a run --------------------------------------------------------------------------------------
@@ -143,6 +152,14 @@ def _of_run(record: RunRecord, alternatives: Alternatives) -> Iterator[Section]:
     yield from _memory(record)
     if record.schedule:
         yield Section("Schedule", "What each rank did in the traced steps. White is waiting.", picture=record.schedule)
+    yield from _ranks(record)
+    if len(starts := record.starts()) > 1:
+        yield Section("Starts and recoveries", "A start that undid updates went on from an earlier checkpoint or copy.",
+                      head=("start", "time", "plan", "ranks", "after update", "updates undone"),
+                      rows=[(str(start.launch.launch), _when(start.launch.time), start.launch.plan,
+                             str(start.launch.world_size), f"{start.launch.after:,}", f"{start.undone:,}")
+                            for start in starts])
+    yield from _servers(record)
     if record.events:
         yield Section("Losses of ranks and recoveries", head=_head(record.events), rows=_rows(record.events))
     if alternatives.plans or alternatives.note:
@@ -155,6 +172,39 @@ def _of_run(record: RunRecord, alternatives: Alternatives) -> Iterator[Section]:
                                                {**record.origin, **record.job}.items()])
 
 
+def _ranks(record: RunRecord) -> Iterator[Section]:
+    """Who waits for whom, of a traced run."""
+    seconds = rank_seconds(record)
+    if len(seconds) < 2:
+        return
+    kinds = list(dict.fromkeys(kind for each in seconds.values() for kind in each))
+    busiest = max(seconds, key=lambda rank: seconds[rank].get(COMPUTING, 0.0))
+    others = median(each.get(COMPUTING, 0.0) for rank, each in seconds.items() if rank != busiest)
+    longest = seconds[busiest].get(COMPUTING, 0.0)
+    text = "No rank computed for 10 % longer than the others." if longest <= 1.1 * others else (
+        f"Rank {busiest} computed for {longest / others:.2f} times as long as the others." if others else
+        f"Rank {busiest} alone computed.")
+    yield Section("Stragglers", text, head=("in the traced steps", *kinds), rows=[
+        (f"rank {rank}", *(_ms(1e3 * each.get(kind, 0.0)) for kind in kinds)) for rank, each in seconds.items()])
+
+
+def _servers(record: RunRecord) -> Iterator[Section]:
+    """How old the weights of gradients were, and how long workers waited, under parameter servers."""
+    from paceline.reports import charts
+
+    counts = {name: count for name, count in (record.summary.get("staleness") or {}).items() if count}
+    if counts:
+        shown = dict(sorted(counts.items(), key=lambda item: item[0].zfill(9))[:MOST_BARS])
+        yield Section("Staleness", "How many updates of others a gradient's weights missed.",
+                      [Chart(charts.stacked({name: {"gradients": count} for name, count in shown.items()},
+                                            x="gradients"), "gradients by updates missed")])
+    workers = record.summary.get("workers") or {}
+    kinds = list(dict.fromkeys(kind for each in workers.values() for kind in each))
+    if workers:
+        yield Section("Workers", head=("", *(kind.replace("_", " ") for kind in kinds)), rows=[
+            (f"worker {name}", *(_value(each.get(kind)) for kind in kinds)) for name, each in workers.items()])
+
+
 def _figures(record: RunRecord) -> Section:
     flat = {**record.summary, **(record.summary.get("metrics") or {})}
     check = flat.get("check") or {}
@@ -162,7 +212,8 @@ def _figures(record: RunRecord) -> Section:
             if value is not None and not isinstance(value, Mapping)]
     if check:
         rows.append(("first update against one device", f"{check['verdict']} {check.get('reason') or ''}".strip()))
-    return Section("Figures", "" if record.summary else "The run did not end, so there is no summary.", rows=rows)
+    return Section("Figures", "" if record.summary else "The run did not end, so there is no summary.",
+                   listing=record.failure.get("message", ""), rows=rows)
 
 
 def _training(record: RunRecord) -> Section:
@@ -308,6 +359,10 @@ def _value(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return json.dumps(value) if isinstance(value, Mapping | list) else str(value)
+
+
+def _when(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if 0 < time_s < 1e11 else ""
 
 
 def _ms(value: float | None) -> str:

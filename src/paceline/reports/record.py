@@ -5,15 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.callbacks.handle import read_history
 from paceline.errors import UsageError
 from paceline.runtime import documents, folder
 from paceline.runtime.trace import PICTURE, TRACE
 
+if TYPE_CHECKING:
+    from paceline.runtime.journal import Launch
+
 CERTIFICATE = "certificate.json"
 STUDY = "study.json"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Ranks were started. reached: the last update before, None at the first start."""
+
+    launch: Launch
+    reached: int | None
+
+    @property
+    def undone(self) -> int:
+        """Updates that were applied before and are computed again."""
+        return max(0, (self.reached or 0) - self.launch.after)
 
 
 @dataclass(frozen=True)
@@ -22,7 +38,8 @@ class RunRecord:
 
     summary: empty of a run that did not end. predicted: empty where there was no prediction. steps, evaluations,
     saves: the lines of metrics.jsonl by kind. events: of parameter servers. schedule: the picture that `--trace` draws.
-    traced: the trace's complete events, each with its kind, start and duration in microseconds.
+    traced: the trace's complete events, each with its kind, start and duration in microseconds. failure: why the run
+    did not end, if it says so. saved_step: of the newest checkpoint, 0 without one.
     """
 
     path: Path
@@ -37,6 +54,8 @@ class RunRecord:
     traced: tuple[Mapping[str, Any], ...] = ()
     origin: Mapping[str, Any] = field(default_factory=dict)
     job: Mapping[str, Any] = field(default_factory=dict)
+    failure: Mapping[str, Any] = field(default_factory=dict)
+    saved_step: int = 0
 
     @classmethod
     def read(cls, run: str | Path) -> RunRecord:
@@ -55,7 +74,28 @@ class RunRecord:
                    tuple(row for row in rows if "validation_loss" in row),
                    tuple(row for row in rows if row.get("saved")), tuple(documents.read_lines(path / folder.EVENTS)),
                    _picture(path / PICTURE), tuple(_events(trace)),
-                   _read(path, folder.ORIGIN), _read(path, folder.JOB))
+                   _read(path, folder.ORIGIN), _read(path, folder.JOB), folder.read_failure(path),
+                   _saved_step(path))
+
+    def starts(self) -> list[Start]:
+        """Each start of its ranks, by the journal; damaged lines of it are left out, `paceline audit` names them.
+
+        Raises:
+            UsageError: the journal can't be read.
+        """
+        from paceline.runtime import journal
+
+        path, starts, reached = self.path / folder.JOURNAL, list[Start](), None
+        try:
+            for _, record in journal.read(path) if path.exists() else ():
+                if isinstance(record, journal.Launch):
+                    starts.append(Start(record, reached))
+                    reached = record.after
+                elif record is not None:
+                    reached = max(reached or 0, record.step)
+        except OSError as error:
+            raise UsageError(f"can't read {path}: {error.strerror}") from error
+        return starts
 
     @property
     def name(self) -> str:
@@ -71,6 +111,12 @@ def _events(trace: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for event in events if isinstance(events, list) else ():
         if isinstance(event, dict) and event.get("ph") == "X":
             yield documents.checked(event, documents.TraceEvent, TRACE)
+
+
+def _saved_step(path: Path) -> int:
+    from paceline.runtime.checkpoint.read import newest_saved_step  # loads torch
+
+    return max(0, newest_saved_step(path)) if (path / folder.CHECKPOINTS).is_dir() else 0
 
 
 def _picture(path: Path) -> str | None:

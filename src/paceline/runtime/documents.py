@@ -47,6 +47,10 @@ class FailureDocument(TypedDict, total=False):
 
     reason: Required[str]
     message: Required[str]
+    hint: str | None
+    where: str | None
+    rank: Count
+    step: Count
 
 
 class SummaryDocument(TypedDict, total=False):
@@ -68,6 +72,8 @@ class SummaryDocument(TypedDict, total=False):
     bytes_sent: Real | None
     metrics: dict[str, Real | str | bool | None] | None
     check: CheckDocument | None
+    staleness: dict[str, Count] | None
+    workers: dict[str, Figures] | None
     failure: FailureDocument
 
 

@@ -169,6 +169,16 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return {} if "failure" in document else document
 
 
+def read_failure(run_dir: Path) -> dict[str, Any]:
+    """Why a run did not end, as `write_failure` wrote it; empty of any other run.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    document = read_document(run_dir, SUMMARY) if (run_dir / SUMMARY).exists() else {}
+    return dict(document.get("failure") or {})
+
+
 def read_document(run_dir: Path, name: str) -> dict[str, Any]:
     """A JSON document of a run folder.
 

@@ -19,7 +19,9 @@ def origin(source: Path | None) -> dict[str, Any]:
 
     "git" is None where there is no repository, no git, or no answer in time.
     """
-    return {"paceline": metadata.version("paceline"), "torch": metadata.version("torch"),
+    from paceline import __version__  # of the code that runs; an installed copy may be another
+
+    return {"paceline": __version__, "torch": metadata.version("torch"),
             "python": platform.python_version(), "platform": platform.platform(), "host": platform.node(),
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": shlex.join(sys.argv),
             "git": None if source is None else _repository(source.resolve().parent)}

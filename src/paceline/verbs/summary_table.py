@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:
-    """A run's figures, and what limits it, if the folder is named."""
+    """A run's figures and its card."""
     predicted = summary.get("predicted") or {}
     ranks = summary["world_size"]
     return table({
@@ -26,19 +27,24 @@ def summary_table(summary: Mapping[str, Any]) -> str:
         "predicted step": f"{_number(predicted['step_s'])} s" if predicted.get("step_s") else None,
         "predicted memory": _memory(predicted.get("peak_memory_bytes")),
         "run": summary.get("run"),
-        **_limit(summary.get("run")),
+        **_card(summary.get("run")),
     })
 
 
-def _limit(run: str | None) -> dict[str, str]:
-    """What limits the run; nothing where its folder is not here, as on a host that did not write it."""
+def card(run: str | Path) -> str:
+    """Five lines on what limits a run, or what ended it, and what to do next; empty where its folder is not here."""
+    return table(_card(str(run)))
+
+
+def _card(run: str | None) -> dict[str, str]:
+    """Nothing where the folder is not here, as on a host that did not write it."""
     from paceline.reports.diagnosis import diagnose  # loads torch
     from paceline.reports.record import RunRecord
     from paceline.runtime import folder
 
     if run is None or not (Path(run) / folder.PLAN).exists():
         return {}
-    return diagnose(RunRecord.read(run)).lines()
+    return {**diagnose(RunRecord.read(run)).lines(), "report": f"paceline report {shlex.quote(run)}"}
 
 
 def _checked(check: Mapping[str, Any] | None) -> str | None:

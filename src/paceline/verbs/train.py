@@ -210,6 +210,7 @@ class TrainRequest:
                 part.unlink()
             if launcher.is_first:
                 folder.write_failure(run_dir, str(self.asked.plan), failed)
+                failed.run_dir = run_dir
             if failed.exit_code == OutOfMemory.exit_code and launcher.is_first:
                 print(what_would_fit(priced), file=sys.stderr, flush=True)
             raise
