@@ -43,9 +43,13 @@ def job() -> pl.Job:
     """Small, so that what is measured is the recovery."""
     source = torch.Generator().manual_seed(0)
     pairs = TensorDataset(torch.randn(50, 8, generator=source).double(), torch.randn(50, 4, generator=source).double())
-    return pl.Job(model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), data=pairs,
-                  loss=nn.functional.mse_loss, optimizer=lambda named: torch.optim.AdamW(named, lr=0.01), batch=12,
-                  steps=STEPS, precision="float64")
+    return pl.Job(model=net, data=pairs, loss=nn.functional.mse_loss,
+                  optimizer=lambda named: torch.optim.AdamW(named, lr=0.01), batch=12, steps=STEPS, precision="float64")
+
+
+def net() -> nn.Module:
+    """As many layers as a plan here has stages."""
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
 def drawn(seed: int, *, num_faults: int, cuts: bool) -> tuple[str, list[Fault]]:

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import paceline as pl
 from paceline.launch.faults import KINDS, Kind
+from paceline.launch.namespaces import NoNamespaces
 
 SURVIVED: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "flip")  # replicas find that, and it stays
 
@@ -56,4 +57,15 @@ def test_random_faults(tmp_path, seed: int):
     world_size = pl.Plan.parse(plan).world_size
     faults = draw(1 + seed % 4, seed=seed, world_size=world_size, steps=12, kinds=SURVIVED)
     outcome = pl.rehearse(job(), plan, faults, **options)
+    assert outcome.passed, outcome.describe()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "faults"), [("data=3", ["cut 2@6"]), ("shard=3", ["cut 1@6+8", "kill 0@9"])])
+def test_hosts_that_are_cut_off(tmp_path, plan: str, faults: list[str]):
+    """The others go on, under a plan for fewer ranks until the host is back."""
+    try:
+        outcome = pl.rehearse(job(), plan, faults, run=tmp_path / "run", save_every=3, timeout_s=4)
+    except NoNamespaces as error:
+        pytest.skip(str(error))
     assert outcome.passed, outcome.describe()
