@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -90,3 +92,20 @@ def test_a_condition_is_read_or_refused(text: str):
     except UsageError:
         return
     assert Condition.parse(str(condition)) == condition
+
+
+def test_what_one_run_alone_has_is_shown_and_is_no_condition():
+    first, second = run(1), run(2)
+    other = replace(second, summary={**second.summary, "validation_loss": 0.5, "metrics": {"f1": 0.9}})
+    rows = {line.split()[0]: line.split()[1:] for line in compare(first, other).describe().splitlines()}
+    assert rows["validation_loss"] == ["-", "0.5"] and rows["accuracy"] == ["0.5", "-"] and rows["f1"] == ["-", "0.9"]
+    with pytest.raises(UsageError, match="that can be worse"):
+        compare(first, other, [Condition.parse("validation_loss>1%")])
+
+
+@pytest.mark.parametrize("changes", [{"step_s": None}, {"step_s": 0.0}, {"samples_per_s": 0.0}])
+def test_speeds_that_a_run_does_not_say_fail_nothing(changes: dict[str, Any]):
+    first, second = run(1), run(2)
+    damaged = replace(second, summary={**second.summary, **changes})
+    for runs in ((first, damaged), (damaged, first)):
+        assert not compare(*runs, [Condition.parse("samples_per_s>5%")]).failed

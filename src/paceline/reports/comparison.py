@@ -112,12 +112,18 @@ def _changes(first: RunRecord, second: RunRecord) -> list[FigureChange]:
     changes = [FigureChange("plan", first.plan["plan"], second.plan["plan"])]
     for name, less_is_better in _LESS_IS_BETTER.items():
         before, after = first.summary.get(name), second.summary.get(name)
+        if before is None and after is None:
+            continue
+        worse: float | None = None
+        chance = 0.0
         if before is not None and after is not None:
-            worse, chance = (_slower(first, second, by_sample=name == "samples_per_s") if name in _SPEEDS else
-                             (_worse(before, after, less_is_better=less_is_better), 0.0))
-            changes.append(FigureChange(name, before, after, worse, chance))
+            if name in _SPEEDS:
+                worse, chance = _slower(first, second, by_sample=name == "samples_per_s")
+            else:
+                worse = _worse(before, after, less_is_better=less_is_better)
+        changes.append(FigureChange(name, before, after, worse, chance))
     metrics, other = first.summary.get("metrics") or {}, second.summary.get("metrics") or {}
-    return [*changes, *(FigureChange(name, value, other.get(name)) for name, value in metrics.items())]
+    return [*changes, *(FigureChange(name, metrics.get(name), other.get(name)) for name in {**metrics, **other})]
 
 
 def _worse(first: float, second: float, *, less_is_better: bool) -> float | None:
@@ -136,11 +142,10 @@ def _slower(first: RunRecord, second: RunRecord, *, by_sample: bool) -> tuple[fl
     which a rank of it waited for a core is added.
     """
     before, after = _part_medians_s(first), _part_medians_s(second)
-    if not before or not after:
+    samples = [_samples_a_step(record) for record in (first, second)] if by_sample else [1.0, 1.0]
+    if not before or not after or min(*before, *after, *samples) <= 0:
         return 0.0, math.inf
-    ratio = min(after) / min(before)
-    if by_sample:
-        ratio *= _samples_a_step(first) / _samples_a_step(second)
+    ratio = min(after) / min(before) * samples[0] / samples[1]
     spread = math.hypot(*(stdev(medians) / math.sqrt(NUM_PARTS) / mean(medians) for medians in (before, after)))
     waited = core_wait(second)
     return ratio - 1, 3 * spread + waited / (1 - waited)
@@ -154,10 +159,13 @@ def _part_medians_s(record: RunRecord) -> list[float]:
 
 
 def _samples_a_step(record: RunRecord) -> float:
-    return float(record.summary["samples_per_s"] * record.summary["step_s"])
+    """0 where the run does not say."""
+    return float((record.summary.get("samples_per_s") or 0.0) * (record.summary.get("step_s") or 0.0))
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
