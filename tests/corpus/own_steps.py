@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import paceline
 
+from .plain import ByHand
 from .registry import BATCH, FEATURES, SAMPLES, STEPS, Net, add, numbers
 
-Models, Optimizers = Mapping[str, Any], Mapping[str, torch.optim.Optimizer]
+Models, Optimizers = ByHand, Mapping[str, torch.optim.Optimizer]
 
 
 def adam(named: Any) -> torch.optim.Optimizer:
@@ -39,7 +40,8 @@ def fields(**more: Any) -> dict[str, Any]:
 def by_hand(idea: str, hand: Callable[[Models, Optimizers, Any, Any], Tensor]) -> Callable[..., Any]:
     """Add a job beside the loop that does the same: it returns the step's losses, added up."""
     def added(make: Callable[[], paceline.Job]) -> Callable[[], paceline.Job]:
-        add(make.__name__, "own_steps", idea, make, evaluates=False, by_hand=hand)
+        theme = make.__module__.rpartition(".")[2]
+        add(make.__name__, theme, idea, make, evaluates=False, by_hand=hand)
         return make
 
     return added

@@ -6,9 +6,10 @@ It uses only a job's fields, the order of data and the keys of random streams fr
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from itertools import count, islice
 from typing import Any
@@ -65,9 +66,15 @@ def run_plainly(job: Job, cut: Cut = WHOLE, *, random_layers: bool = False) -> O
         return _run(job, cut, build)
 
 
+class ByHand(dict[str, nn.Module]):
+    """The models of a step that is written out, and the number of the step, from 0."""
+
+    step = 0
+
+
 def run_by_hand(job: Job, step: Callable[..., Tensor]) -> Outcome:
     """Train several models on one device with a step that is written out. See `Entry.by_hand`."""
-    models = {name: _begun(build, job, name) for name, build in job.models.items()}
+    models = ByHand({name: _begun(build, job, name) for name, build in job.models.items()})
     models |= {name: copy.deepcopy(models[follower.source]) if isinstance(follower.source, str)
                else _begun(follower.source, job, name) for name, follower in job.followers.items()}
     optimizers = {}
@@ -80,6 +87,7 @@ def run_by_hand(job: Job, step: Callable[..., Tensor]) -> Outcome:
     outcome = Outcome()
     for number, items in enumerate(islice(_windows(job), job.total_steps)):
         given, target = _batch(job, items)
+        models.step = number
         with WindowDraws(rows=len(items), first=0, count=len(items), key=(job.seed, "own step", number),
                          device=torch.device("cpu"), precision=job.precision):
             outcome.losses.append(float(step(models, optimizers, given, target)))
@@ -289,9 +297,11 @@ def _batch(job: Job, items: Sequence[Any]) -> tuple[Any, Any]:
         batch = default_collate([tuple(item) for item in items])
     else:
         batch = default_collate([vars(item) if is_dataclass(item) else item for item in items])
-    given, target = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, batch)
+    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+    given, target = batch if is_pair else (batch, batch)
     if isinstance(given, tuple | list) and len(given) == 1:
-        given, target = given[0], given[0]
+        given = given[0]
+        target = target if is_pair else given
     return (_double(given), _double(target)) if job.precision == "float64" else (given, target)
 
 
@@ -303,6 +313,8 @@ def _double(value: Any) -> Any:
         return {key: _double(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(_double, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: _double(getattr(value, each.name)) for each in dataclasses.fields(value)})
     return type(value)(map(_double, value)) if isinstance(value, tuple | list) else value
 
 

@@ -18,7 +18,7 @@ PAIRS = (("data=2", "shard=2"), ("shard=2", "pipeline=2"), ("server=1 workers=2"
 WHOLE_PAIRS = (("single", "tensor=2"), ("place=auto parts=2", "single"))
 JOBS = ("nadam,adam_amsgrad,asgd,muon_and_adamw,average_in_state,groups_by_kind,schedule_one_cycle,"
         "schedule_linear_then_step,stream_with_noise,augmentation,tied_embedding,validation,idle_expert,"
-        "self_distillation,muon_beside_adamw,three_models")
+        "self_distillation,muon_beside_adamw,three_models,q_learning,cycles,mean_of_weights,mixed_pairs")
 COUPLED_JOBS = "batch_norm,counter_warm_up,counter_in_a_buffer,dino_centre,byol_target,late_buffer,codebook"
 
 

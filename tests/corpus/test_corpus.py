@@ -22,7 +22,7 @@ pytestmark = pytest.mark.checked_runs
 SHORT_JOBS = ("residual", "adam_fused", "groups_by_kind", "clip_sometimes", "schedule_one_cycle", "last_window_of_one",
               "stream", "nested_with_strings", "ignored_targets", "variational", "weight_norm", "thrice_shared",
               "forward_hook", "causal_attention", "unet", "idle_expert", "padded_tokens", "three_models",
-              "gan_with_penalty", "actor_critic")
+              "gan_with_penalty", "actor_critic", "graph_labels", "q_learning")
 SHORT_PLANS = ("data=2 shares=3:1", "shard=2", "single recompute=full", "tensor=2", "pipeline=2 microbatches=1")
 
 
@@ -56,7 +56,7 @@ def _parts() -> list[Any]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("plan", "jobs"), _parts())
 def test_a_short_form_of_the_sweep(short_sweep: Sweep, plan: str, jobs: tuple[str, ...]):
-    """20 jobs, each under one of five plans, or under all of them."""
+    """22 jobs, each under one of five plans, or under all of them."""
     assert not _wrong(short_sweep, ",".join(jobs), plan)
 
 
