@@ -192,11 +192,13 @@ def _failed(model: nn.Module, error: Exception) -> CaptureFailed:
     where, _ = user_frames(error)
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     what = first if isinstance(error, CannotRecord) else f"{type(error).__name__}: {first}"
+    if "its data is not allocated yet" in first:  # torch's own code asked a tensor without values for them
+        what = "it reads values of a tensor, as pack_padded_sequence does of lengths"
     if isinstance(error, TakesGradients):
         hint = "data=N plans run the model as it is"
     else:
         hint = ("a forward whose course depends on the values of tensors can't be split; data=N and shard=N plans run "
-                "it as it is")
+                "it as it is. In a module of its own such a part is kept whole, and the rest is split")
     return CaptureFailed(f"{type(model).__name__} can't be cut: recording its forward failed"
                          f"{f' at {where}' if where else ''}: {what}", hint=hint)
 
