@@ -121,6 +121,29 @@ def test_losses_whose_state_does_no_harm(loss: Any, plan: str, tmp_path: Path) -
     assert summary["check"]["verdict"] == "passed"
 
 
+class GoesOn(torch.nn.Module):
+    """Adds what it made of the batch before; or keeps that to be looked at alone."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.net, self.state, self.reads = torch.nn.Linear(6, 3), None, reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        if self.reads and self.state is not None:
+            out = out + self.state.mean(0, keepdim=True)
+        self.state = out.detach()
+        return out
+
+
+def test_a_state_with_a_row_for_each_sample_is_refused_where_the_batch_is_cut(tmp_path: Path) -> None:
+    """The first update would show nothing of it; an activation that is only kept does no harm."""
+    with pytest.raises(PlanRefused, match=r"keeps 'state' of shape \(8, 3\) from one batch"):
+        paceline.train(make_job(lambda: GoesOn(reads=True)), "data=2", run=tmp_path / "reads")
+    summary = paceline.train(make_job(lambda: GoesOn(reads=False)), "data=2", run=tmp_path / "looks")
+    assert summary["check"]["verdict"] == "passed"
+
+
 def test_a_wrong_gradient_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousandth of one weight's gradient is enough, and no step of the run is taken."""
     finish = GradientBuckets.finish

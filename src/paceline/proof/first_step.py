@@ -20,6 +20,7 @@ import torch
 from paceline.capture.losses import RepeatableLoss
 from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
+from paceline.proof.kept_rows import kept_rows
 from paceline.proof.order import whole_batches
 from paceline.proof.plain import (
     PlainRun,
@@ -94,7 +95,10 @@ class FirstStep:
             "skipped": [run.is_skipped], "overflow": None,
             "evaluation": {}, "evaluation_limit": {}, "coupling": None, "loss_keeps_state": keeps_state,
             "left_on": sorted(random.left),
-            "state_sizes": [state_sizes(self.record)]}
+            "state_sizes": [state_sizes(self.record)], "kept_rows": None}
+        if not job.models:
+            with random if random.is_needed else nullcontext(), suppress(Exception):  # it may refuse half a batch
+                self.figures["kept_rows"] = kept_rows(run, batch)
 
     def narrow(self) -> dict[str, Any]:
         """A reference like that of `write_reference`, with limits that need no second forward."""

@@ -120,6 +120,14 @@ def _judged(asked: Resolved, reference: dict[str, Any], difference: str | None, 
             f"Under '{asked.plan}' it is called for parts of a batch, and each rank has a state of its own",
             hint="let the model keep the state in a buffer and return what the loss needs, or use a plan with one "
                  "replica and one micro-batch; --check no trains all the same")
+    if (kept := reference["kept_rows"]) is not None and _is_cut(asked):
+        raise PlanRefused(
+            f"the model keeps {kept} from one batch to the next, with a part for each sample. Under '{asked.plan}' "
+            "replicas and micro-batches have other samples, and would go on with the mean of their states or with each "
+            "other's",
+            hint="plans that don't cut the batch (tensor=N, place=auto parts=N) run the model as it is. In a step of "
+                 "one's own a module without parameters keeps the state of all samples; see \"what samples share\" in "
+                 "docs/own-step.md. --check no trains all the same")
     if difference is not None:
         raise PlanRefused(
             f"the first update under '{asked.plan}' is not what one device computes: {difference}",
