@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,10 +190,16 @@ def _built(job: Job, trainable: Mapping[str, torch.nn.Parameter],
     given = [p for group in optimizer.param_groups for p in group["params"]]
     if strangers := sum(id(p) not in known for p in given):
         raise JobError(f"the optimizer holds {strangers} parameters that are not the model's",
-                       hint="build it from the (name, parameter) pairs it is given")
+                       hint="build it from the (name, parameter) pairs it is given. A loss with weights of its own is "
+                            "a second model, and a step of one's own trains both: see docs/own-step.md")
     if left_out := set(known.values()) - {known[id(p)] for p in given}:
         warnings.warn(f"the optimizer leaves out {len(left_out)} trainable parameters, such as {min(left_out)}; "
                       "they will not change", stacklevel=2)
+    if job.loss is not None and (untrained := [name for name, p in _weights_of_loss(job.loss).items()
+                                               if id(p) not in known]):
+        warnings.warn(f"the loss has trainable weights of its own, such as '{untrained[0]}', and they will not change: "
+                      "the optimizer is given the model's. A step of one's own trains the loss as a second model, see "
+                      "docs/own-step.md; requires_grad_(False) says that they are to stay", stacklevel=2)
     names = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     for group in groups_of(optimizer):
         here = [known.get(id(p)) in parameters for p in group["params"]]
@@ -199,6 +207,18 @@ def _built(job: Job, trainable: Mapping[str, torch.nn.Parameter],
             if key in group:
                 group[key] = [item for item, is_here in zip(group[key], here, strict=True) if is_here]
     return optimizer, names
+
+
+def _weights_of_loss(loss: Any) -> dict[str, torch.nn.Parameter]:
+    """Trainable parameters, by name, of modules that a loss is, is a method of, or finds around it."""
+    held = [loss, getattr(loss, "__self__", None)]
+    if isinstance(loss, partial):
+        held += [loss.func, *loss.args, *loss.keywords.values()]
+    if hasattr(loss, "__code__"):
+        around = inspect.getclosurevars(loss)
+        held += [*around.nonlocals.values(), *around.globals.values()]
+    return {name: p for module in held if isinstance(module, torch.nn.Module)
+            for name, p in module.named_parameters() if p.requires_grad}
 
 
 def _check(optimizer: Any) -> None:
