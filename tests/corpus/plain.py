@@ -157,6 +157,26 @@ def _built(job: Job, build: Any) -> nn.Module:
     return (model.double() if job.precision == "float64" else model).train()
 
 
+class Items(list[Any]):
+    """Samples of a step, or some of them: first is the place of the first one among count; key: of what collate
+    draws."""
+
+    first, count, key = 0, 0, (0,)
+
+    @classmethod
+    def of(cls, job: Job, items: Sequence[Any], epoch: int, start: int) -> Items:
+        made = cls(items)
+        made.count, made.key = len(made), (job.seed, "collate", epoch, start)
+        return made
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        if isinstance(place, slice):
+            found = Items(found)
+            found.first, found.count, found.key = place.start, self.count, self.key
+        return found
+
+
 def _windows(job: Job) -> Iterator[list[Any]]:
     """The items of each optimizer step."""
     if isinstance(job.data, IterableDataset) or not hasattr(job.data, "__getitem__"):
@@ -169,7 +189,7 @@ def _windows(job: Job) -> Iterator[list[Any]]:
         for position, index in zip(window.positions, order.indices(window.epoch, window.positions), strict=True):
             seed_sample(key_to_seed(job.seed, "sample", window.epoch), position)
             items.append(job.data[index])
-        yield items
+        yield Items.of(job, items, window.epoch, window.start)
 
 
 def _stream_windows(job: Job) -> Iterator[list[Any]]:
@@ -183,7 +203,7 @@ def _stream_windows(job: Job) -> Iterator[list[Any]]:
             window = list(islice(items, job.batch))
             start += len(window)
             if window and not (job.drop_last and len(window) < job.batch):
-                yield window
+                yield Items.of(job, window, epoch, start - len(window))
             if len(window) < job.batch:
                 break
 
@@ -278,7 +298,10 @@ def _validate(job: Job, replicas: Sequence[nn.Module], cut: Cut) -> float:
                 for index in range(first + piece.start, first + piece.stop):
                     seed_sample(key_to_seed(job.seed, "evaluation"), index)
                     items.append(job.validation[index])
-                given, target = _batch(job, items)
+                whole = Items.of(job, range(min(job.batch, samples - first)), -1, first)
+                part = whole[piece.start:piece.stop]
+                part[:] = items
+                given, target = _batch(job, part)
                 with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
                     value = job.criterion(call(model, given), target)
                 part = value if isinstance(value, tuple | list) else (value * len(items), len(items))
@@ -291,7 +314,11 @@ def _validate(job: Job, replicas: Sequence[nn.Module], cut: Cut) -> float:
 
 
 def _batch(job: Job, items: Sequence[Any]) -> tuple[Any, Any]:
-    if job.collate is not None:
+    if job.collate is not None and isinstance(items, Items):
+        with WindowDraws(rows=len(items), first=items.first, count=items.count, key=items.key,
+                         device=torch.device("cpu"), is_step=False):
+            batch = job.collate(list(items))
+    elif job.collate is not None:
         batch = job.collate(list(items))
     elif isinstance(items[0], tuple | list):
         batch = default_collate([tuple(item) for item in items])

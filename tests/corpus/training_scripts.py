@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import paceline
 
-from .own_steps import adam
+from .own_steps import adam, small
 from .registry import FEATURES, SAMPLES, entry, integers, make_job, numbers
 
 # --- Segmentation: weights of classes, pixels that count nothing, a second head, groups with rates of their own -------
@@ -321,6 +321,41 @@ class Mixed(Dataset[tuple[Tensor, Tensor]]):
 @entry("samples that the data set mixes in pairs, with soft targets")
 def mixed_pairs() -> paceline.Job:
     return make_job(data=Mixed(), loss=F.cross_entropy, optimizer=adam)
+
+
+# --- Tokens that collate masks at random ------------------------------------------------------------------------------
+
+class Masked(nn.Module):
+    """Guesses the tokens that are masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.net, self.last = nn.Embedding(12, 8), small(outputs=8)(), nn.Linear(8, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(self.net(self.words(tokens).flatten(0, 1))).unflatten(0, tokens.shape)
+
+
+def mask_tokens(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """As Transformers' collator for language models: 15 % of tokens count, of which most are masked and some are
+    others."""
+    tokens = torch.stack(samples)
+    labels, chance = tokens.clone(), torch.full(tokens.shape, 0.3)
+    counts = torch.bernoulli(chance).bool()
+    labels[~counts] = -100
+    replaced = torch.bernoulli(torch.full(labels.shape, 0.8)).bool() & counts
+    tokens[replaced] = 11
+    other = torch.bernoulli(torch.full(labels.shape, 0.5)).bool() & counts & ~replaced
+    tokens[other] = torch.randint(11, labels.shape, dtype=torch.long)[other]
+    return tokens, labels
+
+
+@entry("tokens that collate masks at random, counted over the whole batch")
+def masked_by_collate() -> paceline.Job:
+    def loss(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+    return make_job(Masked, data=list(integers(11, SAMPLES, 6)), collate=mask_tokens, optimizer=adam, loss=loss)
 
 
 # --- Gradients that are clipped by value ------------------------------------------------------------------------------

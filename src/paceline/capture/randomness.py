@@ -91,6 +91,12 @@ def drawing() -> Iterator[None]:
         _open_drawing -= 1
 
 
+def is_switched_off() -> bool:
+    """Whether random operators give their mean here."""
+    return not _open_drawing and any(isinstance(mode, WithoutRandomness)
+                                     for mode in _get_current_dispatch_mode_stack())
+
+
 @contextmanager
 def without_modes() -> Iterator[bool]:
     """Meanwhile nothing sees operators before torch does, as torch.compile wants it. Gives whether they draw: what is

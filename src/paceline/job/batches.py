@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from paceline.errors import TrainingError
+from paceline.errors import PacelineError, TrainingError
 
 Collate = Callable[[list[Any]], Any]
 _PAIR_HINT = ("a data set's item is (input, target), or an input alone: a tensor, a mapping or a dataclass; several "
@@ -80,6 +80,8 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 def _made(collate: Collate, items: list[Any], names: Sequence[Any]) -> Any:
     try:
         batch = collate(items)
+    except PacelineError:
+        raise
     except Exception as error:
         guilty = [name for name, item in zip(names, items, strict=True) if not _collates(collate, item)]
         if not 0 < len(guilty) < len(names):

@@ -23,9 +23,12 @@ from paceline.job.batches import Collate, as_pair, collated
 from paceline.job.loaders import Loading
 from paceline.job.phases import value_at
 from paceline.launch.failure import traced_cause, user_frames
+from paceline.runtime.collate_draws import CollateDraws
 from paceline.runtime.order import Order, Window, digest, split
 from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
 from paceline.runtime.upload import uploaded
+
+_EVALUATION = -1  # the epoch of an evaluation's windows: its samples come once
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,7 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
     def __init__(self, job: Job, order: Order, part: DataShard, steps: Sequence[int]) -> None:
         # Not the job itself: loader workers that are spawned are sent this.
         self.data, self.collate, self.order, self.part, self.steps = job.data, job.collate, order, part, steps
+        self.draws = CollateDraws(order.seed)
 
     def __len__(self) -> int:
         return len(self.steps) * self.part.num_microbatches
@@ -154,9 +158,11 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
         cut = self.part.cuts(window.count)[which_cut]
         positions = [window.start + offset for offset in cut] or [window.start]
         indices = self.order.indices(window.epoch, positions)
-        pair = fetch(self.data, indices, positions,
-                     collate=value_at(self.collate, self.steps[which_step], window.epoch),
+        collate, was_keyed = value_at(self.collate, self.steps[which_step], window.epoch), self.draws.is_needed
+        pair = fetch(self.data, indices, positions, collate=self.draws.keyed(collate, cut, window),
                      seed=key_to_seed(self.order.seed, "sample", window.epoch))
+        if self.draws.is_needed != was_keyed:
+            return self[index]
         named = indices if self.order.drawn is None else positions  # what a sampler drew is not known to who audits
         return MicroBatch(*pair, samples=len(cut),
                           digest=digest(window.epoch, positions[:len(cut)], named[:len(cut)]))
@@ -205,7 +211,7 @@ def _raised(loaded: MicroBatch | PacelineError) -> MicroBatch:
 
 
 def _stream_feed(job: Job, *, part: DataShard, steps: range) -> Iterator[tuple[Window, list[MicroBatch]]]:
-    windows, position = _stream_windows(job), 0
+    windows, position, draws = _stream_windows(job), 0, CollateDraws(job.seed, is_needed=True)
     for step in steps:
         while position < step:  # a resumed run's place in the stream
             if next(windows, None) is None:
@@ -218,7 +224,7 @@ def _stream_feed(job: Job, *, part: DataShard, steps: range) -> Iterator[tuple[W
         window, items = following
         collate = value_at(job.collate, step, window.epoch)
         yield window, [
-            MicroBatch(*collated([items[offset] for offset in cut or [0]], collate,
+            MicroBatch(*collated([items[offset] for offset in cut or [0]], draws.keyed(collate, cut, window),
                                  names=[window.start + offset for offset in cut or [0]]), samples=len(cut),
                        digest=digest(window.epoch, run := [window.start + offset for offset in cut], run))
             for cut in part.cuts(window.count)
@@ -250,20 +256,23 @@ def _stream_windows(job: Job) -> Iterator[tuple[Window, list[Any]]]:
 def evaluation_feed(data: Any, *, batch: int, part: DataShard, seed: int,
                     collate: Collate | None = None) -> Iterator[MicroBatch]:
     """Every sample of the data exactly once over all ranks, in order; each rank gets equally many micro-batches."""
+    draws = CollateDraws(seed, is_needed=True)
     if is_stream(data):
         seed_streams(seed, "evaluation", 0)
         items, start = iter(data), 0
         while taken := list(islice(items, batch)):
             for cut in part.cuts(len(taken)):
-                used = list(cut) or [0]
-                yield MicroBatch(*collated([taken[i] for i in used], collate, names=[start + i for i in used]),
+                used, keyed = list(cut) or [0], draws.keyed(collate, cut, Window(_EVALUATION, start, len(taken)))
+                yield MicroBatch(*collated([taken[i] for i in used], keyed, names=[start + i for i in used]),
                                  samples=len(cut))
             start += len(taken)
         return
     for first in range(0, len(data), batch):
-        for cut in part.cuts(min(batch, len(data) - first)):
+        window = Window(_EVALUATION, first, min(batch, len(data) - first))
+        for cut in part.cuts(window.count):
             used = [first + offset for offset in cut] or [first]
-            pair = fetch(data, used, used, seed=key_to_seed(seed, "evaluation"), collate=collate)
+            pair = fetch(data, used, used, seed=key_to_seed(seed, "evaluation"),
+                         collate=draws.keyed(collate, cut, window))
             yield MicroBatch(*pair, samples=len(cut))
 
 

@@ -1,4 +1,5 @@
-"""Random numbers that a step of one's own draws outside of models and losses: the same per sample under every plan.
+"""Random numbers that a step of one's own draws outside of models and losses, or a collate function: the same per
+sample under every plan.
 
 Each draw is keyed by the step and its number in the step. A tensor that has this rank's samples along dim 0 is drawn
 for the whole window, and the rank keeps its rows; any other is drawn alike on every rank.
@@ -57,19 +58,22 @@ class WindowDraws(TorchDispatchMode):
     """While this is entered, random operators draw for the window, and what makes a tensor makes it on the device.
 
     rows: of this rank's tensors. first: place of the first of them in the window. count: samples of the window.
-    key: of the step. precision: of the job.
+    key: of the step. precision: of the job. is_step: whether a step draws, and not a collate function. Python's and
+    NumPy's generators are seeded for a step alone: what they draw is not known to be of a sample.
 
     Raises:
-        TrainingError: an operator is given a generator.
+        TrainingError: an operator is given a generator, or permutes the samples of this rank.
     """
 
     def __init__(self, *, rows: int, first: int, count: int, key: Sequence[int | str], device: torch.device,
-                 precision: str = "float32") -> None:
+                 precision: str = "float32", is_step: bool = True) -> None:
         super().__init__()
+        self.is_step = is_step
         self.rows, self.first, self.count, self.key, self.number = rows, first, count, tuple(key), 0
         self.is_alike = False
         self.makes_on = MakesOn(device, precision)
-        seed_streams(*self.key)  # Python's and NumPy's, too
+        if is_step:
+            seed_streams(*self.key)  # Python's and NumPy's, too
 
     def __enter__(self) -> WindowDraws:
         self.makes_on.__enter__()
@@ -100,23 +104,32 @@ class WindowDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        if kwargs.get("generator") is not None:
-            raise TrainingError(f"the step draws from a generator of its own ({func.overloadpacket.__name__}): each "
-                                "rank would draw other numbers, and a resumed run others again",
-                                hint="leave generator= out: what a step draws is fixed by the seed and the step, and a "
-                                     "sample gets the same numbers under every plan")
         is_cut = self.rows != self.count and not self.is_alike
+        if kwargs.get("generator") is not None:
+            if not is_cut and not self.is_step:
+                return func(*args, **kwargs)
+            raise TrainingError(f"{self._who} draws from a generator of its own ({func.overloadpacket.__name__}): each "
+                                "rank would draw other numbers, and a resumed run others again",
+                                hint="leave generator= out: what is drawn is fixed by the seed and the step, and a "
+                                     "sample gets the same numbers under every plan")
         if func.overloadpacket.__name__ == "randperm" and is_cut and args[0] == self.rows:
-            raise TrainingError(f"the step draws torch.randperm({self.rows}) where it has {self.rows} of the step's "
-                                f"{self.count} samples: other samples would meet than on one device",
-                                hint="everyone = ctx.gather(x), then everyone[torch.randperm(len(everyone))[ctx."
-                                     "places]]; what are no samples is permuted in `with ctx.alike():`")
+            raise TrainingError(
+                f"{self._who} draws torch.randperm({self.rows}) where it has {self.rows} of the step's {self.count} "
+                "samples: other samples would meet than on one device",
+                hint="everyone = ctx.gather(x), then everyone[torch.randperm(len(everyone))[ctx.places]]; what are no "
+                     "samples is permuted in `with ctx.alike():`" if self.is_step else
+                     "a data set can mix an item with another one that it draws; a step of one's own mixes whole "
+                     "batches, see docs/own-step.md")
         self._seed()
         self.number += 1
         with drawing():
             if func.overloadpacket.__name__ in _BY_VALUE and not self.is_alike and self._has_rows(args[0]):
                 return torch.cat([self._drawn_row(func, row, args, kwargs) for row in range(self.rows)])
             return self._drawn(func, args, kwargs) if is_cut else func(*args, **kwargs)
+
+    @property
+    def _who(self) -> str:
+        return "the step" if self.is_step else "collate"
 
     def _seed(self, *more: int) -> None:
         seed = key_to_seed(*self.key, self.number, *more)
