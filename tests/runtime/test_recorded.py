@@ -64,8 +64,14 @@ def test_a_step_that_fails_where_it_is_tried_is_named_as_that() -> None:
     def fails(ctx: pl.StepContext, batch: Any) -> None:
         ctx.run("net", torch.zeros(len(batch), 7))
 
-    with pytest.raises(TrainingError, match=r"the job's step was tried on 4 samples, .* RuntimeError: mat1"):
+    with pytest.raises(TrainingError, match=r"the job's step was tried on 3 samples, .* RuntimeError: mat1"):
         recorded(job(fails), 4)
+
+    def has_the_size_of_a_batch(ctx: pl.StepContext, batch: Any) -> None:
+        ctx.run("board", (), cut=False)
+        ctx.run("net", torch.zeros(3, 4) + batch.input)
+
+    assert recorded(job(has_the_size_of_a_batch), 5).inputs["net"].shape == (3, 4)
 
     def gives_a_set(ctx: pl.StepContext, batch: Any) -> None:
         ctx.run("board", (None, {"a"}), cut=False)

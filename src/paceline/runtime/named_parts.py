@@ -190,7 +190,7 @@ class _Inputs:
         seen = self.trial.seen
         rows = torch.tensor(places)
         given = seen.inputs[self.name]
-        return given if self.name in seen.uncut else map_tensors(lambda tensor: tensor[rows], given), rows
+        return given if self.name in seen.uncut else map_tensors(lambda tensor: tensor[rows % len(tensor)], given), rows
 
 
 def job_of(job: Job, name: str, trial: _Trial) -> Job:

@@ -37,12 +37,21 @@ class Recorded:
 
 
 def recorded(job: Job, samples: int) -> Recorded:
-    """What a step does with so many samples; on the CPU.
+    """What a step does with so many samples, or with a whole batch where it can't with so many; on the CPU.
 
     Raises:
         JobError: a step never calls one of the models.
         TrainingError: the step failed.
     """
+    try:
+        return _tried(job, samples)
+    except TrainingError:
+        if samples == job.batch or not isinstance(job.batch, int):
+            raise
+        return _tried(job, job.batch)  # something of the step has the size of a whole batch
+
+
+def _tried(job: Job, samples: int) -> Recorded:
     assert job.own_step is not None
     dtype = torch.float64 if job.precision == "float64" else None
     with kept_streams():
