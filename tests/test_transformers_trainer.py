@@ -227,6 +227,34 @@ def test_a_plateau_and_a_compute_loss_go_on_under_another_plan(tmp_path: Path):
     _equal_weights(resumed.model, plain.model)
 
 
+class _Weighted:
+    """Weighs classes, as the pages of Transformers show it."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = torch.nn.CrossEntropyLoss(weight=torch.linspace(0.1, 3.0, 64))(
+            outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+def _weighted(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return torch.nn.CrossEntropyLoss(weight=torch.linspace(0.1, 3.0, 64))(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("options", [{}, {"compute_loss_func": _weighted}])
+def test_a_weighted_mean_is_refused_where_the_batch_is_cut(options: dict[str, Any], tmp_path: Path):
+    """torch divides it by the weights, which no part of a batch knows of the others. The same as a sum is taken."""
+    from paceline.transformers import PlannedTraining
+
+    bases = (PlannedTraining, transformers.Trainer) if options else (PlannedTraining, _Weighted, transformers.Trainer)
+    ours, arguments = type("Ours", bases, {}), {"gradient_accumulation_steps": 1, "max_steps": 2}
+    with pytest.raises(RankFailed, match=r"is no mean over its labels or samples: .* as the mean of its parts"):
+        _trainer(ours, tmp_path / "cut", _model(), arguments=arguments, plan="data=2", **options).train()
+    whole = _trainer(ours, tmp_path / "whole", _model(), arguments=arguments, plan="single", **options)
+    assert whole.train().global_step == 2
+
+
 @pytest.mark.timeout(45)
 @pytest.mark.parametrize("kills", [False, True])
 def test_a_callback_that_fails_and_a_rank_that_dies_end_the_training(kills: bool, tmp_path: Path):

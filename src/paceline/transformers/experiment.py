@@ -11,12 +11,15 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.utils.data import IterableDataset, Subset
 
 from paceline.errors import UsageError
 from paceline.job import Job, Precision
 from paceline.job.losses import IGNORED, OwnLoss
+from paceline.proof.plain import rows
 from paceline.transformers.copies import copied
+from paceline.transformers.means import MeanCheck
 from paceline.transformers.optimizers import Recipe, follows_evaluations, schedule_of
 
 _NO_LIMIT = sys.float_info.max  # Trainer reports the norm of gradients that it doesn't clip, too
@@ -249,22 +252,55 @@ class SeparateLoss:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        self.mean = MeanCheck(trainer, "compute_loss_func", precision_of(trainer.args))
 
     def __call__(self, output: Any, batch: Mapping[str, Any]) -> Any:
-        trainer, labels, count = self.trainer, batch.get("labels"), count_items(self.trainer, batch)
+        trainer, count = self.trainer, count_items(self.trainer, batch)
         if count is not None and not count:
             return _nothing(output), count
-        if trainer.compute_loss_func is not None:
-            loss = trainer.compute_loss_func(output, labels, num_items_in_batch=count)
+        if trainer.compute_loss_func is None:
+            loss = trainer.label_smoother(output, batch.get("labels"), shift_labels=_shifts(trainer))
         else:
-            loss = trainer.label_smoother(output, labels, shift_labels=_shifts(trainer))
+            loss = self._given(output, batch, count)
+            if _is_training(loss) and self.mean.is_due(samples := _samples(batch)):
+                self.mean.look(loss, samples, lambda part: self._of_part(output, batch, part, samples))
         return loss if count is None else (loss * count, count)
+
+    def _given(self, output: Any, batch: Mapping[str, Any], count: torch.Tensor | None) -> Any:
+        return self.trainer.compute_loss_func(output, batch.get("labels"), num_items_in_batch=count)
+
+    def _of_part(self, output: Any, batch: Mapping[str, Any], part: range, samples: int) -> tuple[Any, Any]:
+        cut = rows(batch, part, samples)
+        count = count_items(self.trainer, cut)
+        return self._given(rows(output, part, samples), cut, count), count
+
+
+def _samples(batch: Mapping[str, Any]) -> int:
+    return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim), 0)
+
+
+def _is_training(loss: Any) -> bool:
+    """Whether a loss is of a step, and not of a trial without values."""
+    return isinstance(loss, torch.Tensor) and loss.requires_grad and detect_fake_mode() is None
 
 
 def _nothing(output: Any) -> torch.Tensor:
     """The sum of no elements of the output: without effect, but with a gradient."""
     logits = output["logits"] if isinstance(output, Mapping) else output[0]
     return logits.flatten()[:0].sum()
+
+
+class _Replayed:
+    """A model that has run: returns what it returned."""
+
+    def __init__(self, model: torch.nn.Module, output: Any) -> None:
+        self._model, self._output = model, output
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        return self._output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 class OwnLossModel(torch.nn.Module):
@@ -277,16 +313,33 @@ class OwnLossModel(torch.nn.Module):
     def __init__(self, trainer: Any, model: torch.nn.Module) -> None:
         super().__init__()
         self.model, self._trainer = model, [trainer]  # not a module, and not to be copied
+        self._mean = MeanCheck(trainer, f"compute_loss of {type(trainer).__name__}", precision_of(trainer.args))
 
     def forward(self, **inputs: Any) -> dict[str, Any]:
         (trainer,) = self._trainer
-        count = count_items(trainer, inputs)
-        made = type(trainer).compute_loss(trainer, self.model, dict(inputs), return_outputs=self.wants_outputs,
-                                          num_items_in_batch=count)
+        count, seen, samples = count_items(trainer, inputs), list[Any](), _samples(inputs)
+        handle = (self.model.register_forward_hook(lambda model, args, output: seen.append(output))
+                  if self._mean.is_due(samples) else None)
+        try:
+            made = type(trainer).compute_loss(trainer, self.model, dict(inputs), return_outputs=self.wants_outputs,
+                                              num_items_in_batch=count)
+        finally:
+            if handle is not None:
+                handle.remove()
         loss, outputs = made if self.wants_outputs else (made, {})
+        if len(seen) == 1 and _is_training(loss):
+            self._mean.look(loss, samples, lambda part: self._of_part(inputs, seen[0], part, samples))
         named = outputs if isinstance(outputs, Mapping) else {f"output {i}": item for i, item in enumerate(outputs)}
         return {**{key: item for key, item in named.items() if key != "loss"}, "loss": loss,
                 **({} if count is None else {"count": count})}
+
+    def _of_part(self, inputs: Mapping[str, Any], output: Any, part: range, samples: int) -> tuple[Any, Any]:
+        """What `compute_loss` makes of some samples, and what that is a mean over; the model does not run again."""
+        (trainer,) = self._trainer
+        cut = rows(inputs, part, samples)
+        count = count_items(trainer, cut)
+        return type(trainer).compute_loss(trainer, _Replayed(self.model, rows(output, part, samples)), dict(cut),
+                                          num_items_in_batch=count), count
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnLossModel:
         return OwnLossModel(self._trainer[0], copy.deepcopy(self.model, memo))
