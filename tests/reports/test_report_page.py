@@ -102,8 +102,11 @@ def test_starts_and_what_they_undid_are_shown(tmp_path: Path):
 def test_staleness_and_workers_are_shown(tmp_path: Path):
     summary = {**SUMMARY, "staleness": {"0": 3, "10": 1, "2": 4},
                "workers": {"0": {"waited_for_step_s": 0.5}, "1": {"waited_for_step_s": None}}}
-    text = write(written(tmp_path, summary=summary)).read_text()
+    path = written(tmp_path, summary=summary)
+    (path / "events.jsonl").write_text('{"event": "worker lost", "worker": 1, "time": 1.8e9}\n{"event": "x"}\n')
+    text = write(path).read_text()
     assert "gradients by updates missed" in text and "<td>0.5</td>" in text
+    assert '<th scope="row">worker lost</th><td>1</td><td>2027-01-15 08:00:00 UTC</td>' in text
 
 
 def test_a_rank_that_is_slower_is_named(tmp_path: Path):

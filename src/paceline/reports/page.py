@@ -161,7 +161,9 @@ def _of_run(record: RunRecord, alternatives: Alternatives) -> Iterator[Section]:
                             for start in starts])
     yield from _servers(record)
     if record.events:
-        yield Section("Losses of ranks and recoveries", head=_head(record.events), rows=_rows(record.events))
+        events = [{**row, "time": _when(row["time"])} if isinstance(row.get("time"), float) else row
+                  for row in record.events]
+        yield Section("Losses of ranks and recoveries", head=_head(events), rows=_rows(events))
     if alternatives.plans or alternatives.note:
         yield Section("Other plans on these devices", alternatives.note, head=("plan", "its step", "memory a rank"),
                       rows=[(name, f"{ratio:.2f} of this plan's, as predicted", f"{memory / MIB:,.0f} MiB")
