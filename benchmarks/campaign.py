@@ -19,6 +19,7 @@ import re
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,15 +88,22 @@ def tables(found: Sequence[dict[str, Any]]) -> str:
     """What came of all runs, by plan and by the kind of the faults that struck, in Markdown."""
     runs = [run for run in found if run["faults"]]
     controls = [run for run in found if not run["faults"]]
-    waits: dict[str, list[float]] = {}
-    for effect in (effect for run in runs for effect in run["effects"] if effect["step"] is not None):
-        waits.setdefault(effect["fault"].split()[0], []).append(effect["next_step_s"])
-    lines = ["| plan | runs | passed | culprit named | launches | steps again |", "|---|---|---|---|---|---|"]
+    waits: dict[str, list[float | None]] = {}
+    struck = Counter[tuple[str, str]]()
+    for run in runs:
+        for effect in run["effects"]:
+            if effect["step"] is not None:
+                kind = effect["fault"].split()[0]
+                waits.setdefault(kind, []).append(effect["next_step_s"])
+                struck[run["plan"], kind] += 1
+    kinds = sorted(waits)
+    lines = [f"| plan | runs | passed | culprit named | steps again | {' | '.join(kinds)} |",
+             "|---" * (5 + len(kinds)) + "|"]
     for plan in dict.fromkeys(run["plan"] for run in sorted(runs, key=lambda run: run["seed"])):
         of_plan = [run for run in runs if run["plan"] == plan]
-        lines.append(f"| `{plan}` | {len(of_plan)} | {sum(run['passed'] for run in of_plan)} | "
-                     f"{sum(run['named'] for run in of_plan)} | {sum(len(run['exit_codes']) for run in of_plan)} | "
-                     f"{sum(run['recomputed_updates'] for run in of_plan)} |")
+        figures = [len(of_plan), sum(run["passed"] for run in of_plan), sum(run["named"] for run in of_plan),
+                   sum(run["recomputed_updates"] for run in of_plan), *(struck[plan, kind] for kind in kinds)]
+        lines.append(f"| `{plan}` | {' | '.join(map(str, figures))} |")
     lines += ["", "| fault | struck | next applied step, s: median | most |", "|---|---|---|---|"]
     for kind, seconds in sorted(waits.items()):
         known = [second for second in seconds if second is not None] or [0.0]
