@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -20,6 +19,7 @@ from paceline.models.decoder import Decoder
 from paceline.profile.trace import cast_parameters, cast_parameters_of_rank, profile_job
 from paceline.sizes import DecoderSize
 from paceline.strategies.shard import strategy
+from paceline.strategies.shard.exchange import InPlaceGather
 
 SIZE = DecoderSize(layers=2, hidden=32, heads=2, ffn=64, vocab=50, sequence=12)
 
@@ -164,12 +164,12 @@ def test_gathers_of_a_small_gpt_have_little_more_than_half_of_the_bytes(tmp_path
 
 def _count_gathers(file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Bytes that ranks which are forked from now on give FSDP2's gatherings, over all of them."""
-    gather = DefaultAllGather.__call__
+    gather = InPlaceGather.__call__
 
     def counted(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         with file.open("a") as lines:
             lines.write(f"{input_tensor.nbytes}\n")
         return gather(self, output_tensor, input_tensor, *args, **options)
 
-    monkeypatch.setattr(DefaultAllGather, "__call__", counted)
+    monkeypatch.setattr(InPlaceGather, "__call__", counted)
     return lambda: sum(map(int, file.read_text().splitlines()))

@@ -60,7 +60,7 @@ PLANS = ["single", "data=2", "shard=2", "shard=2 zero=2", "shard=2 zero=1", "dat
 @pytest.mark.parametrize("text", PLANS)
 @pytest.mark.parametrize("samples", [(2.0,), (2.0, 1.0), (2.0, 2.0, 1.0)])
 def test_what_is_taken_is_given_back(text, recompute, samples):
-    """After a step a rank holds parameters, gradients, state; and buckets, where gradients live elsewhere."""
+    """After a step a rank holds parameters, gradients, state; buckets, where gradients live elsewhere; and buffers."""
     held: dict[str, float] = {}
     for event in program(text + recompute, *samples):
         if isinstance(event, Allocate):
@@ -70,7 +70,7 @@ def test_what_is_taken_is_given_back(text, recompute, samples):
     whole = 2 * UNIT + ROOT
 
     assert held["activations"] == pytest.approx(0)
-    buckets = whole / ranks if "data=2 shard" in text else 0
+    buckets = (whole / ranks if "data=2 shard" in text else 0) + (2 * UNIT if "shard" in text else 0)
     assert held.get("communication", 0) == buckets + (whole / ranks / 2 if "data=2" in text else 0)
     assert (held["parameters"], held["gradients"], held["optimizer"]) == (
         whole / ranks, whole / ranks, 2 * whole / ranks)
@@ -210,9 +210,20 @@ def test_stages_gather_and_reduce_as_often_as_they_say(text, microbatches, gathe
     assert "all_reduce" not in {kind for kind, size, _ in collectives(text, kind="cuda") if size in (UNIT, ROOT)}
 
 
-def test_gloo_gathers_and_reduces_in_buffers_of_its_own():
-    """A unit twice while it is gathered on a CPU, and twice and a half while it is reduced."""
+def test_cpu_ranks_keep_a_buffer_for_gatherings_and_one_for_reductions():
+    """Each as large as the largest unit; what is left of a reduction is half a unit more."""
+    first = next(e for e in program("shard=2") if isinstance(e, Allocate) and e.ledger == "communication")
+    assert first.num_bytes == 2 * UNIT
     assert highest("shard=2", 1.0)["communication"] == UNIT + UNIT + UNIT / 2
+
+
+def test_large_parameters_that_are_gathered_leave_holes():
+    """Twice their bytes; not small ones, nor those that have pages of their own."""
+    sizes = {"a": 2**20, "b": 8 * 2**20, "head": 40 * 2**20}
+    profile = replace(PROFILE, parameters=tuple(replace(p, num_bytes=sizes[p.name])
+                                                for p in PROFILE.parameters))
+    program = step_program(profile, Plan.parse("shard=2"), "cpu", (1.0,))
+    assert sum(e.num_bytes for e in program if isinstance(e, Allocate) and e.ledger == HOLES_ADDED) == 2 * sizes["b"]
 
 
 def test_stages_hold_less_from_one_to_three():

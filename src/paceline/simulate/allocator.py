@@ -27,6 +27,9 @@ CPU_HOLES_LEFT = 0.5
 # are put into its place. Measured as above. They have a name of their own, as ranks with a limit keep no heap.
 HOLES_ADDED = "holes of gradients"
 CPU_HOLES_ADDED = 0.1
+# Holes that parameters leave which are gathered and let go again and again, a byte of them: of those that take 4 to 32
+# MiB whole. Smaller ones share what is free, and larger ones have pages of their own. Measured as above.
+CPU_HOLES_GATHERED, GATHERED_FROM_BYTES, GATHERED_TO_BYTES = 2.0, 4 * 2**20, 32 * 2**20
 # torch's allocator rounds tensors of 10 MiB and more up to whole 2 MiB, by 1 MiB in the mean, which is 2 % of one of
 # 50 MiB; smaller ones share blocks of 20 and of 2 MiB, of which the last is not full (kRoundLarge, kLargeBuffer and
 # kSmallBuffer in c10/cuda/CUDACachingAllocator.h). What fragmentation adds is not foreseen.
@@ -95,3 +98,10 @@ def holes_of_freed(kind: DeviceKind, num_bytes: float) -> Iterable[Event]:
     """What activations leave behind that are freed while what was made after them stays."""
     if kind == "cpu":
         yield Allocate("holes", CPU_HOLES_LEFT * num_bytes)
+
+
+def holes_of_gathered(kind: DeviceKind, tensor_bytes: Iterable[float]) -> Iterable[Event]:
+    """What parameters leave behind that are gathered in every step. tensor_bytes: of each, whole."""
+    if kind == "cpu":
+        yield Allocate(HOLES_ADDED, CPU_HOLES_GATHERED * sum(
+            num_bytes for num_bytes in tensor_bytes if GATHERED_FROM_BYTES <= num_bytes < GATHERED_TO_BYTES))

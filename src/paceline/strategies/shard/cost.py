@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from paceline.plans import Plan
 from paceline.profile.profile import Parameter, Profile
+from paceline.simulate.allocator import holes_of_gathered
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event, free
 from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step, reduce_scatter_on
 
@@ -89,6 +90,9 @@ class _Sharding:
     def start(self, at: HookPoint) -> Iterable[Event]:
         if self.on_cpu:
             yield Allocate("runtime", CPU_RUNTIME_BYTES)
+            yield Allocate("communication", self._buffer_bytes())
+            yield from holes_of_gathered(self.step.device_kind, (
+                self._part_gathered(p) * p.num_bytes for p in self.step.profile.parameters for _ in range(p.count)))
         if self.kept_whole:
             yield Allocate("parameters", self._kept_bytes() - self.step.total(self.step.footprint.parameters))
 
@@ -160,7 +164,7 @@ class _Sharding:
 
     def _issue(self, unit: str) -> Iterable[Event]:
         whole, local = self._gathered_bytes(unit)
-        yield Allocate("communication", self._gathering_bytes(whole, local))
+        yield Allocate("communication", 0 if self.on_cpu else whole + local)
         yield Collective("all_gather", whole, self.ranks, name=f"gather {unit}", stream=self.stream,
                          stride=self.stride)
 
@@ -169,14 +173,20 @@ class _Sharding:
         yield Allocate("parameters", whole)
         parts = (self._part_gathered(p) * p.num_bytes for p in _sharded(self.step, unit))
         yield Compute(moved_bytes=2 * (whole + local), fixed_s=self.hook_s, after=(f"gather {unit}",),
-                      new_blocks=(whole, whole, *parts) if self.on_cpu else ())
-        yield free("communication", self._gathering_bytes(whole, local))
+                      new_blocks=tuple(parts) if self.on_cpu else ())
+        yield free("communication", 0 if self.on_cpu else whole + local)
 
-    def _gathering_bytes(self, whole: float, local: float) -> float:
-        """Of what the unit is gathered in. On a CPU a rank's part has its place in there, and gloo gathers into a
-        buffer of its own before it copies (`AsyncAllgatherWork` in torch's ProcessGroupGloo.cpp; as many new pages as
-        the tensor has, torch 2.13)."""
-        return 2 * whole if self.on_cpu else whole + local
+    def _buffer_bytes(self) -> float:
+        """Of the buffers that a CPU rank uses again and again, for a gathering and for a reduction; see `exchange.py`.
+        """
+        units = {ROOT, *self.units}
+        gathered = max(self._gathered_bytes(unit)[0] for unit in units)
+        return gathered + max(self._sent_bytes(unit) for unit in units)
+
+    def _sent_bytes(self, unit: str) -> float:
+        """Of a unit's gradients, as they are reduced."""
+        return self.step.profile.reduced_part * sum(
+            p.gradient_bytes for p in _sharded(self.step, unit) if p.trainable)
 
     def _gather(self, unit: str) -> Iterable[Event]:
         if self._gathered_bytes(unit)[0]:
@@ -195,16 +205,15 @@ class _Sharding:
         local = sum(self.step.footprint.gradients[p.name] for p in trainable)
         if not whole or not (self.zero > 1 or self.step.is_last(at)):
             return
-        sent = whole * self.step.profile.reduced_part
-        copied = sent if self.on_cpu else 0.0  # see `reduce_scatter_on`
-        yield Allocate("communication", sent + copied + local)
-        yield Compute(moved_bytes=2 * (sent + copied), fixed_s=self.hook_s,
-                      new_blocks=(sent, copied, local) if self.on_cpu else ())
+        sent = self._sent_bytes(unit)
+        taken = local if self.on_cpu else sent + local
+        yield Allocate("communication", taken)
+        yield Compute(moved_bytes=2 * sent, fixed_s=self.hook_s, new_blocks=(local,) if self.on_cpu else ())
         name = f"reduce {unit}" if self.on_cpu else REDUCED
         yield Collective(reduce_scatter_on(self.step.device_kind), sent, self.ranks, name=name, stream=self.stream,
                          stride=self.stride)
         yield Compute(moved_bytes=3 * local, after=(name,) if self.on_cpu else ())
-        yield free("communication", sent + copied + local)
+        yield free("communication", taken)
         if at.microbatch == 0 or self.zero == 1:  # the first reduction of the window
             yield free("gradients", whole - local)
 

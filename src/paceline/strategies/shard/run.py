@@ -27,6 +27,7 @@ from paceline.launch.logs import logger
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.layout import tensors_in
 from paceline.strategies.mesh import is_about_parts
+from paceline.strategies.shard.exchange import exchange_in_place
 from paceline.strategies.shard.hooks import Hooks, hooks_of
 from paceline.strategies.shard.inputs import WritableInputs, writable_outputs
 from paceline.strategies.shard.order_check import OrderCheck
@@ -78,8 +79,10 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     cast = _gathered_cast(model, observed, hooks.keys(), along)
     if outermost:
         model.register_forward_hook(writable_outputs)  # before FSDP2's
+    modules: list[FSDPModule] = []
     for path, unit in sharded.items():
         module = _shard_unit(unit, along, whole, stays_gathered=plan.zero < 3, device=device)
+        modules.append(module)
         if unit is not model:
             WritableInputs(unit, path)
         if plan.zero == 3:
@@ -87,6 +90,8 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
         if observed.cast_dtype is not None and hasattr(module, "set_reduce_scatter_unused_params"):
             gather_in(observed.cast_dtype, module, {
                 p for name, p in unit.named_parameters(prefix=path) if name in cast and is_sharded(p)})
+    if kind == "cpu":
+        exchange_in_place(modules, along.size())
     if device is not None:
         _bring(device, [*(p for p in model.parameters() if not is_sharded(p)), *model.buffers()])
     running = _Running()

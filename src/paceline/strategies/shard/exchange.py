@@ -1,0 +1,95 @@
+"""How CPU ranks gather a unit and sum its gradients: in place, in buffers that are used again.
+
+gloo gathers into a buffer of its own, and sums a copy of the whole tensor (`AsyncAllgatherWork` and
+`reduce_scatter_tensor_coalesced` in torch's ProcessGroupGloo.cpp, torch 2.13). FSDP2 takes new buffers for both. The C
+library's heap then keeps several times the bytes that are in use; see docs/memory.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.waiting import waiting
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+class Buffers:
+    """Memory that is given out again once nothing uses it."""
+
+    def __init__(self) -> None:
+        self._memory: list[torch.Tensor] = []
+
+    def take(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor. Its contents are what was there before."""
+        num_bytes = numbers * dtype.itemsize
+        unused = [memory for memory in self._memory if _num_references(memory) == _UNUSED]
+        memory = next((memory for memory in unused if memory.numel() >= num_bytes), None)
+        if memory is None:
+            self._memory = [memory for memory in self._memory if all(memory is not other for other in unused)]
+            del unused  # its memory is given back first
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+            self._memory.append(memory)
+        return memory[:num_bytes].view(dtype)
+
+
+def _num_references(memory: torch.Tensor) -> int:
+    """Of tensors, and of this function's storage, that share the memory."""
+    return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata))
+
+
+_UNUSED = _num_references(torch.empty(1))
+
+
+class InPlaceGather:
+    """FSDP2's `AllGather`: every rank broadcasts its part to where it belongs."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.buffers = buffers
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.buffers.take(math.prod(size), dtype)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup,
+                 async_op: bool = False) -> None:
+        """input_tensor: this rank's part of output_tensor. Collective."""
+        parts = output_tensor.chunk(group.size())
+        works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(parts)]
+        with waiting:
+            for work in works:
+                work.wait()
+
+
+class InPlaceReduceScatter:
+    """FSDP2's `ReduceScatter`: all ranks sum the whole tensor, as gloo does anyway, and each keeps its part."""
+
+    def __init__(self, buffers: Buffers, num_ranks: int) -> None:
+        self.buffers, self.num_ranks, self._last = buffers, num_ranks, 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for the whole tensor. A part of the last one becomes gradients, which stay."""
+        numbers = math.prod(size)
+        is_part, self._last = numbers * self.num_ranks == self._last, numbers
+        return torch.empty(numbers, dtype=dtype) if is_part else self.buffers.take(numbers, dtype)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
+                 async_op: bool = False) -> None:
+        """Collective. input_tensor holds the sums of all parts afterwards."""
+        with waiting:
+            dist.all_reduce(input_tensor, group=group, op=op)
+        output_tensor.copy_(input_tensor.chunk(self.num_ranks)[group.rank()])
+
+
+def exchange_in_place(modules: Sequence[FSDPModule], num_ranks: int) -> None:
+    """Have modules whose parameters are on the CPU use the same buffers."""
+    buffers = Buffers()
+    for module in modules:
+        # torch's base classes have no code, and to import them takes as long as all of FSDP2.
+        module.set_custom_all_gather(InPlaceGather(buffers))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(InPlaceReduceScatter(buffers, num_ranks))  # type: ignore[arg-type]
