@@ -624,12 +624,14 @@ class Coordinator(Server):
         if ends_epoch and self.told_epoch != self.step:
             self.told_epoch = self.step
             self._ask("epoch", hook="on_epoch", epoch=self.order.window(self.step - 1).epoch, samples=self.samples)
-            return  # and look again, as callbacks may have asked for something
+            self._stop_here()  # again, as callbacks may have asked for something
+            return
         saves = is_last or self.requests.save or (every and self.step % every == 0)
         self.requests.save = False
         if saves and self.step != self.saved_step and self.step:
             self._save(last=is_last)
         if self.requests.evaluate and self.evaluated_step != self.step:
+            self._stop_here()
             return
         if is_last or self._is_asked_to_stop:
             self.over = True
