@@ -96,6 +96,13 @@ def unpredicted_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
+def undrawn_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches draw no figures, which take longer than their trials, but in tests that are marked for it."""
+    if not request.node.get_closest_marker("drawn_searches"):
+        monkeypatch.setattr("paceline.study.report.draw", lambda study, objectives, run_dir: [])
+
+
+@pytest.fixture
 def run_ranks() -> Callable[..., list[Any]]:
     """`run_ranks(body, 2)` runs `body(context)` as two CPU ranks and returns the results in rank order."""
     def run(body: Callable[[Any], Any], num_ranks: int, **options: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import paceline as pl
 from paceline.errors import PacelineError
 from paceline.jobfile import JobFile
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("undrawn_searches")]
 
 
 def search(tmp_path: Path, plan: str, **options: Any) -> dict[str, Any]:

@@ -18,6 +18,8 @@ import paceline as pl
 from paceline.errors import JobError, PacelineError, UsageError
 from paceline.jobfile import JobFile
 from paceline.runtime import folder
+from paceline.study import report
+from paceline.study.objectives import Objective
 from paceline.study.storage import open_storage
 
 
@@ -25,6 +27,7 @@ def states(found: Any) -> list[str]:
     return [trial["state"] for trial in found["trials"]]
 
 
+@pytest.mark.drawn_searches
 def test_a_search_finds_the_best_and_leaves_all_that_is_promised(job: str, tmp_path: Path):
     """study.json, the winner's test figures, figures to look at, and a configuration that trains to the same value."""
     run = tmp_path / "run"
@@ -181,7 +184,24 @@ def test_limits_refuse_before_training_and_predictions_are_objectives(job: str, 
     assert {"complete", "refused"} == set(states(found))
     front = [trial["values"] for trial in found["pareto"]]
     assert front and not any(a[0] < b[0] and a[1] < b[1] for a in front for b in front)
-    assert (run / "pareto.svg").exists()
+
+
+def test_the_pareto_front_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Beside the figures of each objective."""
+    study = optuna.create_study(directions=["minimize", "minimize"])
+    for x in range(2):
+        study.add_trial(optuna.trial.create_trial(values=[x, 1 - x]))
+    drawn, save = [], report._save
+
+    def noted(plot: Any, run_dir: Path, name: str) -> Path | None:
+        drawn.append(name)
+        return save(plot, run_dir, name) if name == "pareto" else None
+
+    monkeypatch.setattr(report, "_save", noted)
+    objectives = [Objective("validation_loss"), Objective("parameters")]
+    assert report.draw(study, objectives, tmp_path) == [tmp_path / "pareto.svg"]
+    assert drawn == [*(f"{kind}-{name}" for name in ("validation_loss", "parameters")
+                       for kind in ("history", "parallel", "importances")), "pareto"]
 
 
 def test_a_space_can_have_conditions(job: str, tmp_path: Path):
