@@ -266,6 +266,7 @@ def test_a_job_that_cannot_be_trained(run_dir: Path, capfd: pytest.CaptureFixtur
     assert "Traceback" not in capfd.readouterr().err  # the caller prints the error
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("plan", ["single", "shard=2", "data=2 accumulate=2 recompute=full"])
 @pytest.mark.parametrize("what", ["loss is NaN", "an unused parameter", "loss ignores its input", "loss is a vector"])
 def test_under_other_plans_too(run_dir: Path, plan: str, what: str):
@@ -426,7 +427,7 @@ def test_the_next_older_checkpoint_is_taken(whole_run: Path, run_dir: Path, capf
     assert_equal_models(run_dir, whole_run)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("changes", "words"), [
     ({"batch": 6}, "its batch was 8 and this job's is 6"),
     ({"seed": 1}, "its seed was 0 and this job's is 1"),
@@ -502,6 +503,7 @@ def in_step(step: int, what: Callable[[], None], where: int = 1) -> Callable[[Te
     return loss
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("end", "words"), [(lambda: os.kill(os.getpid(), signal.SIGKILL), "it was killed by SIGKILL"),
                                             (lambda: os._exit(3), "it ended with exit code 3 and no exception")])
 @pytest.mark.parametrize("plan", ["data=2", "shard=2"])
@@ -516,7 +518,7 @@ def test_a_rank_that_dies(run_dir: Path, whole_run: Path, plan: str, end: Callab
         assert_equal_models(run_dir, whole_run)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2 microbatches=1", "place=auto parts=2"])
 def test_a_rank_that_hangs(run_dir: Path, plan: str):
     """The rank, its step and its line are named after the timeout, however the others wait for it."""
@@ -547,6 +549,7 @@ def test_a_scheduler_that_wants_the_machine_back(run_dir: Path, whole_run: Path,
     assert_equal_models(run_dir, whole_run)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("number", "to_rank", "phase"), [
     (signal.SIGUSR1, False, "step"), (signal.SIGUSR2, True, "build"), (signal.SIGTERM, True, "evaluate")])
 def test_a_scheduler_at_any_moment(run_dir: Path, whole_run: Path, tmp_path: Path, start_child: Any,
@@ -586,13 +589,13 @@ def command(*words: Any, folder: Path) -> subprocess.CompletedProcess[str]:
                           cwd=folder, timeout=100)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("fields", "words", "exit_code", "says"), [
-    ({}, ["--set", "hiden=9"], 2, "error: unknown hyperparameter 'hiden', did you mean 'hidden'?"),
     ({"loss": "lambda o, t: F.cross_entropy(o, t) * float('nan')"}, [], 1, "the loss is not a number (NaN) in step 1"),
+    ({}, ["--set", "hiden=9"], 2, "error: unknown hyperparameter 'hiden', did you mean 'hidden'?"),
     ({"loss": "lambda o, t: __import__('os').kill(__import__('os').getpid(), 9)"}, ["--restarts", "0"], 4,
      "it was killed by SIGKILL"),
-], ids=["usage", "NaN", "killed"])
+], ids=["NaN", "usage", "killed"])
 def test_exit_codes(tmp_path: Path, fields: dict[str, Any], words: list[str], exit_code: int, says: str):
     """Each kind of failure has its exit code; the message stands once on stderr, and stdout stays empty."""
     path = job_file(tmp_path, **fields)

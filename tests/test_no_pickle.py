@@ -66,6 +66,7 @@ def _read_run(run: Path) -> None:
             read(run)
 
 
+@pytest.mark.sweep(1)
 def test_a_run_folder_of_pickles(trained: Path, tmp_path: Path, planted: bytes, trap: Path):
     """Every file that is there, one after another."""
     import shutil

@@ -139,7 +139,7 @@ def test_a_killed_run_goes_on_bitwise(plan: str, after_step: int, tmp_path: Path
     assert losses(whole) == losses(cut)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("before", "after"), [("data=2", "shard=3"), ("shard=3", "single"), ("data=2", "single"),
                                                ("data=2 shard=2", "data=3"), ("single", "shard=2 zero=1"),
                                                ("pipeline=2 data=2", "shard=3"), ("pipeline=2 data=2", "tensor=2"),
@@ -158,7 +158,7 @@ def test_a_run_goes_on_under_another_plan(before: str, after: str, tmp_path: Pat
         torch.testing.assert_close(weights(tmp_path / "cut")[name], tensor, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("before", "after"), [("data=2", "data=3"), ("data=3 accumulate=2", "shard=2"),
                                                ("single", "data=4")])
 def test_every_sample_is_used_once_over_the_two_halves(before: str, after: str, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_an_epoch_is_told_its_evaluation_though_nobody_hears_of_evaluations(tmp_
     assert epochs.seen[-1][1].validation_loss == result["validation_loss"]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "server=1 workers=2"])
 def test_callbacks_hear_and_do_the_same_under_any_plan(plan: str, tmp_path: Path):
     """Events, weights, the step of early stopping, the best checkpoints and the model that comes back."""
@@ -176,6 +176,7 @@ class Kills(pl.Callback):
             raise KeyError("interrupted")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "server=1 workers=2"])
 def test_a_run_that_goes_on_under_another_plan_has_its_callbacks_state(plan: str, tmp_path: Path):
     """Early stopping counts on, and stops where the uninterrupted run does, with the same best checkpoints."""

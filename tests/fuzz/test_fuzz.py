@@ -21,7 +21,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(60)
-@settings(max_examples=60, deadline=5000)
+@settings(max_examples=25, deadline=5000)
 @given(data=st.data())
 def test_damaged_inputs(run: Path, data: st.DataObject):
     known = readers(run)

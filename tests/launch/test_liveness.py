@@ -179,6 +179,7 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_others_end_when_a_rank_is_killed(start_ranks: Any, culprit: int):
     """Long before the timeout, with the exit code of a lost peer and its name. Rank 0 takes the store with it."""

@@ -227,6 +227,7 @@ def test_replicas_weigh_by_what_they_counted(tmp_path: Path) -> None:
     same(weights(tmp_path / "data=2 local=2"), weights(tmp_path / "data=2"))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("plan", "save_every"), [
     ("data=2 local=4 outer=diloco", 3), ("data=3 local=4 compress=int8", 4),
     ("data=2 local=6 outer=diloco fragments=3", 4), ("data=2 local=4 outer=diloco fragments=2 compress=bf16", 2)])

@@ -42,6 +42,7 @@ def check(job: paceline.Job, expected: ByHand, found: Any, *, atol: float = 1e-3
 
 
 # The pieces that a batch is cut into decide what overflows: a product of float16 sums over the samples of its piece.
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("plan", "pieces", "clip"), [
     ("single", 1, None), ("data=2", 2, None), ("shard=2", 2, None), ("data=2 accumulate=2", 4, 0.1),
     ("pipeline=2", 4, None), ("tensor=2", 1, 0.1), ("place=auto parts=2", 1, None),

@@ -79,6 +79,7 @@ def test_pieces_that_overflow_in_other_steps_are_no_yardstick(tmp_path: Path) ->
     assert yardstick["fp16"]["weight"]["tolerance"] < 0.01
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("first_update", [0, 1])
 def test_a_gradient_of_a_wrong_scale_is_found_where_other_steps_overflow(monkeypatch: pytest.MonkeyPatch,
                                                                          first_update: int) -> None:

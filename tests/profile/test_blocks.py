@@ -118,7 +118,7 @@ OPTIMIZERS = {"adam": lambda named: torch.optim.AdamW(named),
               "foreach": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, foreach=True)}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -242,6 +242,7 @@ class Around(Llama):
         return self.head(self.norm(x))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("model", [Around, partial(unlike, ByNumber)])
 def test_a_capture_of_some_blocks_is_priced_as_one_of_all(model: Any):
     """Blocks that hold nothing while others are recorded are recorded after all where that is not enough."""

@@ -56,7 +56,7 @@ def waves(**changes: Any) -> paceline.Job:
     return paceline.Job(**{**fields, **changes})
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("before", "after"), [
     ("single", "shard=2"), ("shard=3", "data=2"), ("shard=2 zero=1", "pipeline=2 microbatches=1"),
     ("pipeline=2 microbatches=1", "tensor=2"), ("tensor=2", "server=1 workers=2"),

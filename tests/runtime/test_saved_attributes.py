@@ -71,6 +71,7 @@ def train(job: paceline.Job, plan: str, run: Path, **options: Any) -> Any:
     return paceline.train(job, plan, devices=f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}", run=run, **options)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("before", "after"), [("single", "single"), ("data=2", "single"), ("shard=2", "data=2"),
                                                ("single", "shard=2")])
 def test_a_resumed_run_counts_on(before: str, after: str, tmp_path: Path) -> None:
@@ -101,6 +102,7 @@ class Centred(nn.Module):
         return output - self.center
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("before", "after"), [
     ("place=auto parts=2", "single"), ("pipeline=2 microbatches=1", "tensor=2"), ("tensor=2", "place=auto parts=2")])
 def test_a_split_run_keeps_a_tensor_that_is_no_buffer(before: str, after: str, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def trained(job: paceline.Job, plan: str, folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["data=2", "data=3", "data=2 shares=3:1", "tensor=2", "pipeline=2"])
 @pytest.mark.parametrize("model", [Limited, Counting])
 def test_it_is_one_device_s(model: Callable[[], nn.Module], plan: str, tmp_path: Path) -> None:
@@ -83,6 +83,7 @@ class Centred(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["pipeline=2 shard=2 microbatches=1", "shard=2 zero=1", "shard=2", "data=2"])
 def test_a_replica_that_had_no_samples_before_the_evaluation(plan: str, tmp_path: Path) -> None:
     """The epoch ends with one sample: the second replica computes a stand-in, which leaves nothing behind, and then

@@ -130,6 +130,7 @@ def test_a_tied_head_is_left_in_float32():
     assert "tokens.weight" not in found and any(name.startswith("blocks.0.") for name in found)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("model", "plan", "precision"), [
     (lambda: Decoder(SIZE), "shard=2 zero=1 accumulate=2", "fp16"), (Branches, "shard=2", "bf16"),
     pytest.param(lambda: Decoder(SIZE), "shard=2", "bf16", marks=pytest.mark.slow),

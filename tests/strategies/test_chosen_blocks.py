@@ -33,7 +33,7 @@ class AtTheTop(Routed):
     """The model itself chooses."""
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["shard=3", "shard=2 zero=2 accumulate=3"])
 @pytest.mark.parametrize("kind", [Net, lambda: nn.Sequential(AtTheTop(6), nn.Linear(8, 4)),
                                   lambda: nn.ModuleDict({"a": Net()})["a"]])

@@ -182,7 +182,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model.safetensors")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", [
     "data=2 compress=bf16", "data=3 compress=int8", "data=2 compress=topk", "data=3 compress=powersgd",
     "data=2 shard=2 compress=topk"])

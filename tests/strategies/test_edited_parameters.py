@@ -183,7 +183,7 @@ class TwoNets(nn.Module):
         return self.online(x) * self.target(x)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=4", "pipeline=2 microbatches=4 schedule=interleaved",
                                   "pipeline=2 microbatches=4 schedule=zero-bubble", "tensor=2 accumulate=4"])
 def test_other_stages_use_what_was_written_for_their_micro_batch(plan: str, tmp_path: Path):
@@ -208,7 +208,7 @@ class ThroughData(TwoNets):
         return self.online(x) * self.target(x)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=1", "data=2 shard=2", "shard=2 recompute=full"])
 @pytest.mark.parametrize("kind", [TwoNets, ThroughData])
 def test_shards_follow_shards(kind: type[nn.Module], plan: str, tmp_path: Path):

@@ -24,7 +24,7 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "running statistics": lambda: odd.Net(odd.Normalised)}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", odd.SPLITS)
 @pytest.mark.parametrize("name", EXACT)
 def test_what_is_exact(name: str, plan: str, tmp_path: Path) -> None:
@@ -59,6 +59,7 @@ def test_values_edited_in_place(model: Callable[[], nn.Module], tmp_path: Path) 
     assert (refused.value.failure.kind, refused.value.failure.step) == ("PlanError", 0)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["pipeline=2 shard=2 microbatches=1", "pipeline=2 microbatches=1"])
 def test_a_weight_of_three_modules(plan: str, tmp_path: Path) -> None:
     """Two of them on one rank, where it is whole, so that it is whole on the other too."""
@@ -134,7 +135,7 @@ def test_a_loss_that_writes_to_the_output(tmp_path: Path) -> None:
     assert odd.difference(lambda: odd.job_of(**in_place()), "shard=2", tmp_path) < 1e-10
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("plan", odd.SPLITS)
 @pytest.mark.parametrize(("job", "words"), [
     (in_place, "the loss writes to the model's output in place"),
@@ -171,7 +172,7 @@ def scripted() -> nn.Module:
     return torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))  # type: ignore[no-any-return]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("block", "plan", "words"), [
     (Mapped, "pipeline=2", "recording its forward failed"), (Mapped, "tensor=2", "recording its forward failed"),

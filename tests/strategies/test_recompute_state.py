@@ -69,7 +69,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "momentum_target": lambda: nn.Sequential(MomentumTarget(), nn.Linear(8, 4))}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_state_changes_once(name: str, tmp_path: Path):
     """Weights and buffers are one device's, with one micro-batch and with two."""
@@ -78,13 +78,14 @@ def test_state_changes_once(name: str, tmp_path: Path):
     assert_alike(job, "single recompute=full accumulate=2", tmp_path, reference="single accumulate=2")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["codebook", "batch_norm", "attributes"])
 def test_blocks_that_are_sharded_too(name: str, tmp_path: Path):
     """FSDP2 gathers a block for the second forward, and the state is still as it was in the first."""
     assert_alike(stateful_job(MODELS[name]), "shard=2 recompute=full", tmp_path, reference="shard=2")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("plan", "reference"), [
     ("place=auto parts=2", "single"), ("pipeline=2 microbatches=1", "single"),
     ("pipeline=2 microbatches=4 schedule=gpipe", "single accumulate=4")])
@@ -172,6 +173,7 @@ class Warming(nn.Module):
         return torch.tanh(self.linear(x)) * min(1.0, (self.tick() + 1) / 8)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("make", [Ticks, in_array, lambda: itertools.count().__next__])
 def test_a_state_that_no_attribute_shows_is_refused(make: Callable[[], Callable[[], int]], tmp_path: Path):
     """Recomputing would change it twice; at the model's own level nothing is recomputed."""

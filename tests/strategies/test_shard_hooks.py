@@ -54,7 +54,7 @@ def scaled() -> Net:
     return net
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=1", "data=2 shard=2"])
 @pytest.mark.parametrize("model", [masked, halved, scaled])
 def test_hooks_are_kept(model: Callable[[], nn.Module], plan: str, tmp_path: Path):
@@ -62,7 +62,7 @@ def test_hooks_are_kept(model: Callable[[], nn.Module], plan: str, tmp_path: Pat
     assert_alike(stateful_job(model), plan, tmp_path)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("model", [masked, halved])
 def test_hooks_with_several_micro_batches(model: Callable[[], nn.Module], zero: int, tmp_path: Path):

@@ -74,6 +74,7 @@ class Edited(nn.Module):
         return self.linear(x) + 0.0 * self.edits
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=4", "pipeline=2 microbatches=4 schedule=zero-bubble",
                                   "place=auto parts=2 accumulate=4"])
 def test_stages_leave_them_out(plan: str, tmp_path: Path):

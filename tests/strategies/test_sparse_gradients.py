@@ -131,14 +131,14 @@ def test_tables_alone(optimizer: str, plan: str, tmp_path: Path):
     assert_alike(table_job(Tables, optimizer), plan, tmp_path)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", [*REPLICAS, "data=2 tensor=2", "pipeline=2 data=2", "pipeline=2 shard=2",
                                   "pipeline=2 data=2 schedule=zero-bubble", "shard=2 tensor=2"])
 def test_a_table_under_dense_layers(plan: str, tmp_path: Path):
     assert_alike(table_job(UnderDense, "Adagrad"), plan, tmp_path)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["tensor=2", "data=2 tensor=2", "shard=2", "pipeline=2 shard=2"])
 def test_tables_inside_of_blocks(plan: str, tmp_path: Path):
     """Where the other layers of a block are split or sharded, its table stays whole."""
@@ -153,7 +153,7 @@ def test_a_weight_that_another_layer_uses(plan: str, tmp_path: Path):
     assert_alike(table_job(Tied, outputs=ROWS), plan, tmp_path)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=3 accumulate=4", "shard=3 zero=2 accumulate=4"])
 @pytest.mark.parametrize("model", [SometimesDense, RarelyUsed])
 def test_ranks_whose_gradients_differ_in_kind(model: type[nn.Module], plan: str, tmp_path: Path):

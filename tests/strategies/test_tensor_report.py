@@ -41,6 +41,7 @@ def test_the_lines_that_are_shown() -> None:
     assert found.document["split_share"] == pytest.approx(0.699)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("model", "ranks", "words"), [
     (lambda: Attention(heads=3), 2,
      "blocks.0: 3 heads don't divide by tensor=2, so every rank computes all of them (tensor=3 would share them)"),

@@ -58,6 +58,7 @@ def edited(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str,
     return audit(folder)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plans", [["single", "data=2", "shard=2"], ["pipeline=2", "data=2 local=3", "tensor=2"],
                                    ["server=1 workers=2 staleness=2", "server=1 workers=2", "single"]])
 def test_each_sample_counts_once_over_launches_under_changing_plans(tmp_path, plans):

@@ -59,6 +59,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2 zero=2", "pipeline=2", "tensor=2", "single recompute=full"])
 def test_a_plan_that_is_exact_trains(plan: str, tmp_path: Path) -> None:
     """The summary says that it was checked, and the run is as one that was not."""
@@ -246,6 +247,7 @@ def test_an_error_of_the_job_itself_is_told_by_the_run_alone(tmp_path: Path, cap
     assert "not checked" not in capfd.readouterr().err
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["server=1 workers=2", "server=1 workers=2 colocate=yes", "shard=2"])
 def test_one_device_that_fails_ends_no_run(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its error is told; ranks that wait for it, and servers that wait for these, end with the check."""

@@ -48,7 +48,7 @@ PLANS = ["data=2", "shard=2", "pipeline=2", "single", "data=2 local=3", "tensor=
          "server=1 workers=2 staleness=2", "data=2 shard=2", "place=auto parts=2"]
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 def test_random_faults(tmp_path, seed: int):
     options: dict[str, Any] = {"run": tmp_path / "run", "save_every": 4, "timeout_s": 4}
     from paceline.launch.faults import draw

@@ -71,7 +71,7 @@ def test_layers_that_draw_alike_are_no_alarm() -> None:
     passes(make_job(dropout, batch=4), *CUTTING, "pipeline=2 microbatches=4")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", [*CUTTING, "pipeline=2", "shard=2 accumulate=2"])
 def test_masks_that_are_alike_in_all_micro_batches(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that don't depend on the micro-batch, which no figure of the run shows."""

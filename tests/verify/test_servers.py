@@ -148,6 +148,7 @@ def test_a_worker_that_is_gone_before_the_others_came(tmp_path: Path):
     assert summary["steps"] == 24 and summary["samples"] == 8 * 24
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize(("rank", "plan"), [(2, "server=1 workers=2"), (1, "server=2 workers=2 colocate=yes")])
 def test_without_staleness_a_death_ends_the_run(tmp_path: Path, rank: int, plan: str):

@@ -124,7 +124,7 @@ def test_a_killed_worker_comes_back(start_run: Callable[..., Run], wait_for: Cal
     assert sum(summary["staleness"].values()) == 360
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("plan", "rank", "save_every"), [
     ("server=2 workers=2 staleness=inf", 1, 10), ("server=2 workers=1 staleness=1", 0, None),
     ("server=2 workers=2 staleness=inf colocate=yes", 1, 7)])
@@ -165,6 +165,7 @@ def _own_job(epochs: int, *, sample_s: float = 0.002) -> paceline.Job:
                         precision="float64")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_steps_of_a_job_s_own_are_taken_once(start_run: Callable[..., Run], wait_for: Callable[..., None], rank: int):
     """A server or a worker is killed in the middle of a step; followers come back with the checkpoint."""

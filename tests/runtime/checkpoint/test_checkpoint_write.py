@@ -509,7 +509,7 @@ def test_kill_in_the_middle_of_a_save(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-1"]
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [10, pytest.param(1000, marks=pytest.mark.slow)])
 def test_kills_at_random_moments(tmp_path: Path, kills: int) -> None:
     """What a process had saved when it was killed is there, and the newest checkpoint is whole, whatever its step."""
     source, committed, span_s = random.Random(0), 0, 0.02

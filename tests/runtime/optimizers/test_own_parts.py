@@ -22,7 +22,7 @@ OPTIMIZERS: dict[str, Any] = {
     "rprop": torch.optim.Rprop}
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["shard=3", "tensor=2", "pipeline=2 shard=2"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_update_is_that_of_one_device(name: str, plan: str, tmp_path: Path) -> None:

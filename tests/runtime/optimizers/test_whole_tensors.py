@@ -96,7 +96,7 @@ def on_one_device(name: str) -> dict[str, Tensor]:
         return train(job_of(name), "single", Path(folder) / "run")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "plan"), [
     ("wrapped", "shard=2"), ("wrapped", "tensor=2"), ("adafactor", "shard=3"), ("clipped", "shard=2 zero=1"),
