@@ -7,22 +7,21 @@ import math
 import multiprocessing
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from later import Later
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.launch.failure import RankFailed
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-from paceline.transformers.experiment import CountedStream, EpochPlace  # noqa: E402
-
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+transformers, callbacks = Later("transformers"), Later("trainer_callbacks")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300), pytest.mark.skipif(
+    None in map(find_spec, ("transformers", "accelerate")), reason="transformers or accelerate is not installed")]
 _TOLERANCE = 3e-6  # of logged figures, which are of float32; relative where they are large
 
 
@@ -69,30 +68,6 @@ def _likeliest(logits: Any, labels: Any) -> Any:
     return logits.argmax(-1)
 
 
-class _Notes(transformers.TrainerCallback):
-    """Notes what happens, asks to evaluate and save, and ends the training."""
-
-    def __init__(self, last: int = 7) -> None:
-        self.last, self.seen = last, list[tuple[str, int]]()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seen.append(("step", state.global_step))
-        control.should_evaluate |= state.global_step == 3
-        control.should_save |= state.global_step == 3
-        control.should_training_stop |= state.global_step == self.last
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        self.seen.append(("evaluate", state.global_step))
-        total = sum(p.detach().double().sum() for p in model.parameters())
-        self.seen.append(("weights", round(float(total) * 1e4)))
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seen.append(("save", state.global_step))
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seen.append(("end", state.global_step))
-
-
 def _trainer(kind: Any, folder: Path, model: Any, *, arguments: dict[str, Any] | None = None, **options: Any) -> Any:
     given: dict[str, Any] = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2, "warmup_steps": 3,
@@ -125,7 +100,7 @@ def test_adapters_are_trained_as_on_one_device(tmp_path: Path):
 
     from paceline.transformers import Trainer
 
-    plain_notes, notes = _Notes(), _Notes()
+    plain_notes, notes = callbacks.Notes(), callbacks.Notes()
     plain = _trainer(transformers.Trainer, tmp_path / "plain", _adapted(), callbacks=[plain_notes])
     plain.train()
     planned = _trainer(Trainer, tmp_path / "planned", _adapted(), callbacks=[notes], plan="data=2")
@@ -160,7 +135,8 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path):
     options: dict[str, Any] = {"arguments": arguments, "compute_loss_func": loss}
     plain = _trainer(transformers.Trainer, tmp_path / "plain", _adapted(), **options)
     plain.train()
-    first = _trainer(Trainer, tmp_path / "run", _adapted(), plan="shard=2", callbacks=[_Notes(last=4)], **options)
+    first = _trainer(Trainer, tmp_path / "run", _adapted(), plan="shard=2", callbacks=[callbacks.Notes(last=4)],
+                     **options)
     first.train()
     assert first.state.global_step == 4
     second = _trainer(Trainer, tmp_path / "run", _adapted(), plan="single", **options)
@@ -179,17 +155,6 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path):
     third = _trainer(Trainer, tmp_path / "run", other, plan="single", **options)
     with pytest.raises(CheckpointError, match="trained on other frozen weights"):
         third.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-8"))
-
-
-class _Asks(transformers.TrainerCallback):
-    """Asks for one thing after a step."""
-
-    def __init__(self, what: str, step: int) -> None:
-        self.what, self.step = what, step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
-            setattr(control, self.what, True)
 
 
 class _OwnLoss:
@@ -215,7 +180,7 @@ def test_a_plateau_and_a_compute_loss_go_on_under_another_plan(tmp_path: Path):
                  "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 0.5}}
     plain = _trainer(theirs, tmp_path / "plain", _model(), arguments=arguments)
     plain.train()
-    stops = _Asks("should_training_stop", 8)
+    stops = callbacks.Asks("should_training_stop", 8)
     _trainer(ours, tmp_path / "run", _model(), arguments=arguments, plan="shard=2", callbacks=[stops]).train()
     resumed = _trainer(ours, tmp_path / "run", _model(), arguments=arguments, plan="single")
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-8"))
@@ -337,7 +302,7 @@ def test_what_is_generated_is_by_the_weights_of_the_moment(tmp_path: Path, monke
     with pytest.raises(UsageError, match="whole model"):
         _translator(ours, tmp_path / "split", plan="shard=2").train()
     with pytest.raises(UsageError, match="should_epoch_stop"):
-        _translator(ours, tmp_path / "epoch", plan="single", callbacks=[_Asks("should_epoch_stop", 1)]).train()
+        _translator(ours, tmp_path / "epoch", plan="single", callbacks=[callbacks.Asks("should_epoch_stop", 1)]).train()
 
 
 def test_smoothed_labels_and_images_are_trained_as_on_one_device(tmp_path: Path):
@@ -507,6 +472,8 @@ def test_a_stream_is_evaluated_where_it_ends(tmp_path: Path):
 
 
 def test_a_stream_knows_an_epoch_s_end_with_its_last_sample():
+    from paceline.transformers.experiment import CountedStream, EpochPlace
+
     stream = CountedStream(range(5), batch=2, drop_last=False)
     samples = iter(stream)
     assert [next(samples) for _ in range(4)] == [0, 1, 2, 3]

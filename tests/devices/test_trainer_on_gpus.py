@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,8 @@ from pretended_cuda.build import CannotBuild, build
 
 from paceline.launch.fork import in_a_fork
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300), pytest.mark.skipif(
+    None in map(find_spec, ("transformers", "accelerate")), reason="transformers or accelerate is not installed")]
 _DEVICES = Path(__file__).parent
 _SITE = """
 import os

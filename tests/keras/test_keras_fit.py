@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import torch
-from keras.src.backend.common import dtypes
+from later import Later
 
 import paceline as pl
 from paceline.errors import PlanError, PlanRefused, UsageError
 from paceline.launch.failure import RankFailed
 
+keras, models, dtypes = map(Later, ("keras", "keras_models", "keras.src.backend.common.dtypes"))
 ROUNDING = 1e-12
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's own
 
@@ -34,37 +33,16 @@ def real_float64(monkeypatch: pytest.MonkeyPatch):
     keras.config.set_dtype_policy(before[1])
 
 
-class Guided(keras.Model):
-    """As in Keras's guide "Customizing what happens in fit() with PyTorch"."""
-
-    def train_step(self, data):
-        x, y = data
-        self.zero_grad()
-        y_pred = self(x, training=True)
-        loss = self.compute_loss(y=y, y_pred=y_pred)
-        loss.backward()
-        trainable_weights = list(self.trainable_weights)
-        gradients = [v.value.grad for v in trainable_weights]
-        with torch.no_grad():
-            self.optimizer.apply(gradients, trainable_weights)
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss)
-            else:
-                metric.update_state(y, y_pred)
-        return {metric.name: metric.result() for metric in self.metrics}
-
-
 X = np.random.default_rng(0).normal(size=(60, 6))
 Y = X[:, :3].argmax(1)
 
 
-def classifier(kind: type = keras.Model, *, optimizer: Any = "adam", **compiled: Any) -> Any:
+def classifier(kind: Any = None, *, optimizer: Any = "adam", **compiled: Any) -> Any:
     keras.utils.set_random_seed(3)
     inputs = keras.Input((6,))
     hidden = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2")(inputs)
     hidden = keras.layers.Dropout(0.2)(keras.layers.BatchNormalization()(hidden))
-    model = kind(inputs, keras.layers.Dense(3, activation="softmax")(hidden))
+    model = (kind or keras.Model)(inputs, keras.layers.Dense(3, activation="softmax")(hidden))
     usual = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
     model.compile(optimizer=optimizer, **usual | compiled)
     return model
@@ -88,31 +66,16 @@ def assert_same(build: Callable[[], Any], plan: str, **fitted: Any) -> None:
         np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=ROUNDING, atol=ROUNDING, err_msg=one.path)
 
 
-class Noted(keras.callbacks.Callback):
-    """What a user's own callback sees, by event."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pid, self.events, self.sums = os.getpid(), [], []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.events.append((os.getpid() - self.pid, "batch", batch, sorted(logs)))
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.events.append((os.getpid() - self.pid, "epoch", epoch, sorted(logs)))
-        self.sums.append(sum(float(abs(weight).sum()) for weight in self.model.get_weights()))
-
-
 def test_a_training_step_of_ones_own_on_1_2_and_3_ranks(tmp_path):
     """Equal weights, History and checkpoints; callbacks run once, here, with weights as they are."""
     runs = {}
     for plan in ("single", "data=2", "data=3"):
-        model, noted, path = classifier(Guided), Noted(), tmp_path / f"{plan}.keras"
+        model, noted, path = classifier(models.Guided), models.Noted(), tmp_path / f"{plan}.keras"
         history = pl.keras.fit(
             model, X, Y, batch_size=16, epochs=6, verbose=0, validation_split=0.3, plan=plan, callbacks=[
                 noted, keras.callbacks.EarlyStopping(patience=1, restore_best_weights=True, monitor="val_accuracy"),
                 keras.callbacks.ModelCheckpoint(str(path), save_best_only=True)])
-        loaded = keras.saving.load_model(path, custom_objects={"Guided": Guided})
+        loaded = keras.saving.load_model(path, custom_objects={"Guided": models.Guided})
         runs[plan] = (history, [*model.get_weights(), loaded.predict(X, verbose=0)], noted)
     history, arrays, noted = runs["single"]
     assert len(history.epoch) < 6, "it stopped early"
@@ -126,20 +89,6 @@ def test_a_training_step_of_ones_own_on_1_2_and_3_ranks(tmp_path):
             np.testing.assert_allclose(mine, other, rtol=1e-9, atol=ROUNDING)
 
 
-class Largest(keras.metrics.Metric):
-    """A metric that is no sum: the largest probability seen."""
-
-    def __init__(self, name="largest"):
-        super().__init__(name=name)
-        self.value = self.add_weight(name="value", initializer="zeros")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
-
-    def result(self):
-        return self.value
-
-
 def spread(y_true, y_pred):
     """A metric of a whole batch, one number each."""
     return keras.ops.std(y_pred)
@@ -149,7 +98,7 @@ def test_metrics_weights_and_callbacks_that_change_the_model():
     """Keras's metrics, those of no sum, class weights, learning rates set by callbacks, and a layer that is frozen."""
     def build() -> Any:
         return classifier(optimizer=keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5), metrics=[
-            "accuracy", keras.metrics.SparseTopKCategoricalAccuracy(k=2), Largest(), spread])
+            "accuracy", keras.metrics.SparseTopKCategoricalAccuracy(k=2), models.Largest(), spread])
 
     class Freeze(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -194,15 +143,6 @@ def test_losses_that_are_no_means_over_samples(reduction: str):
                 sample_weight={"tokens": np.tile(weights[:, None], (1, 7)), "size": weights})
 
 
-class Pairs(keras.utils.PyDataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        x, y = X[index * 16:index * 16 + 16], Y[index * 16:index * 16 + 16]
-        return {"a": x[:, :2], "b": x[:, 2:]}, y
-
-
 def test_data_of_every_kind():
     """A PyDataset of dictionaries with a short last batch; a DataLoader; prediction and evaluation of both."""
     def build() -> Any:
@@ -212,7 +152,7 @@ def test_data_of_every_kind():
         model.compile(optimizer="adamw", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model
 
-    assert_same(build, "data=2", x=Pairs, y=None, batch_size=None, epochs=1, shuffle=False)
+    assert_same(build, "data=2", x=lambda: models.Pairs(X, Y), y=None, batch_size=None, epochs=1, shuffle=False)
     pairs = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
     loader = torch.utils.data.DataLoader(pairs, batch_size=25)
     assert_same(classifier, "data=3", x=loader, y=None, batch_size=None, epochs=1, shuffle=False)
@@ -223,37 +163,10 @@ def test_data_of_every_kind():
                                model.evaluate(X, Y, verbose=0), rtol=ROUNDING)
 
 
-class Contrastive(keras.Model):
-    def train_step(self, data):
-        x, _ = data
-        self.zero_grad()
-        outputs = self(x)
-        loss = torch.logsumexp(outputs @ outputs.T, dim=1).mean()
-        loss.backward()
-        self.optimizer.apply([v.value.grad for v in self.trainable_weights], self.trainable_weights)
-        return {"loss": loss}
-
-
-class Clipped(keras.Model):
-    """A loss by hand, random numbers without a seed, a clip by torch, and an optimizer of torch."""
-
-    def train_step(self, data):
-        x, y = data
-        if not hasattr(self, "torch_optimizer"):
-            self.torch_optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
-        self.torch_optimizer.zero_grad()
-        x = x + 0.1 * keras.random.normal(x.shape)
-        loss = torch.nn.functional.nll_loss(self(x, training=True).log(), y.long()) * (1 + random.random())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-        self.torch_optimizer.step()
-        return {"loss": loss}
-
-
 def test_steps_of_torch_and_steps_that_couple_samples():
     """The first are as in one process. The others are refused by name, and the model is as it was."""
-    assert_same(lambda: classifier(Clipped), "data=2", shuffle=False)
-    model = classifier(Contrastive)
+    assert_same(lambda: classifier(models.Clipped), "data=2", shuffle=False)
+    model = classifier(models.Contrastive)
     before = model.get_weights()
     with pytest.raises(PlanRefused, match=r"train step of Contrastive .* not what one process computes: the grad"):
         pl.keras.fit(model, X, Y, batch_size=16, verbose=0, plan="data=2")
@@ -265,68 +178,15 @@ def test_steps_of_torch_and_steps_that_couple_samples():
     assert model.train_function is None
 
 
-class Gan(keras.Model):
-    """As in Keras's guide: two optimizers, batches that are joined, and noise on their labels."""
-
-    def __init__(self):
-        super().__init__()
-        self.discriminator = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="relu"),
-                                               keras.layers.Dropout(0.3), keras.layers.Dense(1)])
-        self.generator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.BatchNormalization(),
-                                           keras.layers.Dense(6)])
-        self.seed_generator = keras.random.SeedGenerator(7)
-        self.d_optimizer, self.g_optimizer = keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02)
-        self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
-        self.d_loss, self.g_loss = keras.metrics.Mean(name="d_loss"), keras.metrics.Mean(name="g_loss")
-        self.built = True
-
-    @property
-    def metrics(self):
-        return [self.d_loss, self.g_loss]
-
-    def update(self, part, optimizer, loss):
-        self.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            optimizer.apply([v.value.grad for v in part.trainable_weights], part.trainable_weights)
-
-    def train_step(self, real):
-        number = real.shape[0]
-        generated = self.generator(keras.random.normal((number, 4), seed=self.seed_generator))
-        labels = torch.concat([torch.ones((number, 1)), torch.zeros((number, 1))], axis=0)
-        labels = labels + 0.05 * keras.random.uniform(labels.shape, seed=self.seed_generator)
-        guesses = self.discriminator(torch.concat([generated, real], axis=0), training=True)
-        d_loss = self.loss_fn(labels, guesses)
-        self.update(self.discriminator, self.d_optimizer, d_loss)
-        noise = keras.random.normal((number, 4), seed=self.seed_generator)
-        g_loss = self.loss_fn(torch.zeros((number, 1)), self.discriminator(self.generator(noise, training=True)))
-        self.update(self.generator, self.g_optimizer, g_loss)
-        self.d_loss.update_state(d_loss)
-        self.g_loss.update_state(g_loss)
-        return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
-
-
 def test_a_gan_with_two_optimizers():
     """The step of Keras's guide, on ranks of unequal shares."""
     def build() -> Any:
         keras.utils.set_random_seed(1)
-        model = Gan()
+        model = models.Gan()
         model.compile(optimizer=model.d_optimizer)
         return model
 
     assert_same(build, "data=3", y=None)
-
-
-class Failing(keras.Model):
-    how: Any = None
-
-    def train_step(self, data):
-        if os.getpid() != PID and int(self.optimizer.iterations) == 2:
-            self.how()
-        return super().train_step(data)
-
-
-PID = os.getpid()
 
 
 def test_a_rank_that_fails_is_named(monkeypatch):
@@ -335,9 +195,9 @@ def test_a_rank_that_fails_is_named(monkeypatch):
 
     for how, words in ((error, "rank 1 .*\n.*no such sample"),
                        (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL")):
-        monkeypatch.setattr(Failing, "how", staticmethod(how))
+        monkeypatch.setattr(models.Failing, "how", staticmethod(how))
         with pytest.raises(RankFailed, match=words):
-            pl.keras.fit(classifier(Failing), X, Y, batch_size=16, verbose=0, plan="data=2")
+            pl.keras.fit(classifier(models.Failing), X, Y, batch_size=16, verbose=0, plan="data=2")
 
 
 def test_what_is_refused_before_a_rank_starts(monkeypatch):
