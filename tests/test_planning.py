@@ -19,6 +19,7 @@ from paceline.errors import ClusterError, PlanError, UsageError
 from paceline.planner.rank import RankedPlans
 from paceline.plans import Plan
 from paceline.strategies.server.keys import Servers
+from paceline.verbs.planning import Answer
 
 WIDTH = 64
 
@@ -50,9 +51,14 @@ def _job(model: Any = Net, **changes: Any) -> paceline.Job:
                            "optimizer": lambda named: torch.optim.AdamW(named), "batch": 32, "epochs": 1, **changes})
 
 
-def test_the_answer_is_a_document_and_a_table():
+@pytest.fixture(scope="module")
+def answer() -> Answer:
+    """For two CPUs that are not here."""
+    return paceline.plan(_job(), "2xcpu", calibrate_s=0)
+
+
+def test_the_answer_is_a_document_and_a_table(answer: Answer):
     """Its keys are the contract's; the chosen plan comes first, lines fit 100 columns, and every plan can be read."""
-    answer = paceline.plan(_job(), "2xcpu", calibrate_s=0)
     document = json.loads(json.dumps(answer.to_dict()))
     assert {"cluster", "chosen", "plans"} <= document.keys() and document["cluster"] == "2xcpu"
     assert document["chosen"] == str(answer.chosen) and answer.chosen is not None
@@ -110,6 +116,7 @@ def test_a_batch_smaller_than_the_devices():
         paceline.plan(_job(Moody, batch=2), "4xH100")
 
 
+@pytest.mark.slow
 def test_nothing_fits():
     """The gap is said, and the nearest plan."""
     cluster = Cluster.local(num_ranks=2)
@@ -181,9 +188,8 @@ def test_by_cost_devices_may_be_left_out(tmp_path: Path):
         paceline.plan(_job(), str(file))
 
 
-def test_rows_are_held_against_one_choice(monkeypatch: pytest.MonkeyPatch):
+def test_rows_are_held_against_one_choice(answer: Answer, monkeypatch: pytest.MonkeyPatch):
     """The chosen plan is looked for once for all of them: that takes time in proportion to the plans."""
-    answer = paceline.plan(_job(), "2xcpu", calibrate_s=0)
     asked = []
     chosen = RankedPlans.chosen.fget
     assert chosen is not None

@@ -56,13 +56,10 @@ def command(file: str, trials: int, run: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("trials", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_trials_run_on_both_nodes(cluster: Any, file: str, tmp_path: Path, trials: int):
+def test_trials_run_on_both_nodes(cluster: Any, file: str, tmp_path: Path, trials: int, undrawn_searches: None):
     """With choices, pruning, the winner's test figures, and the value that training the winner gives."""
     run = tmp_path / "run"
-    done = subprocess.run(command(file, trials, run, "--ray", cluster.address, "--set", "pause_s=0.05"),
-                          capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = pl.search(file, trials, settings={**WORKS, "pause_s": 0.05}, ray=cluster.address, run=run)
     assert len(found["trials"]) == trials and {trial["state"] for trial in found["trials"]} <= {"complete", "pruned"}
     assert len({device for trial in found["trials"] for device in trial["devices"]}) == 2
     assert found["test"]["loss"] > 0 and set(found["best"]["params"]) == {"lr", "width", "net.act"}
