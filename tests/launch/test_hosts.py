@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from paceline.errors import ClusterError
+from paceline.launch.agent import exit_code
 from paceline.launch.hosts import Host, host
 
 # Recorded: what Kubeflow Trainer v2 gives the second of two nodes, and SkyPilot the second of two.
@@ -72,15 +75,44 @@ def test_how_many_ranks_a_host_starts():
             place.ranks(world_size, 0)
 
 
+@pytest.mark.parametrize(("of_ranks", "expected"), [([5], 5), ([4, 1], 1), ([4, 4], 4), ([-9], 4), ([-9, 3], 3)])
+def test_the_code_of_a_host_is_that_of_the_culprit(of_ranks: list[int], expected: int):
+    assert exit_code(of_ranks) == expected
+
+
+def of_kubeflow(index: int, port: int) -> dict[str, str]:
+    return {"PET_NNODES": "2", "PET_NODE_RANK": str(index), "PET_NPROC_PER_NODE": "1",
+            "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_signal_to_one_host_ends_both_with_the_code_of_preemption(tmp_path: Path):
+    port, run = free_port(), tmp_path / "run"
+    job = Path(__file__).parents[2] / "examples" / "01_digits.py"
+    commands = [subprocess.Popen([sys.executable, "-m", "paceline", "train", str(job), "--steps", "100000", "--plan",
+                                  "data=2", "--run", str(run)], env={**os.environ, **of_kubeflow(index, port)})
+                for index in range(2)]
+    begun_s = time.monotonic()
+    while not (run / "metrics.jsonl").exists() and time.monotonic() < begun_s + 150:
+        time.sleep(0.2)
+    commands[0].send_signal(signal.SIGTERM)
+    assert [command.wait(timeout=80) for command in commands] == [5, 5]
+    assert json.loads((run / "summary.json").read_text())["failure"]["reason"] == "preempted"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("cluster", ["Kubeflow", "SkyPilot"])
 def test_the_same_command_on_two_hosts_trains_as_one(tmp_path: Path, cluster: str):
     """Two commands on this host, each as one of two hosts, give the weights of one device."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    given = {"Kubeflow": lambda index: {"PET_NNODES": "2", "PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "127.0.0.1",
-                                        "PET_MASTER_PORT": str(port), "PET_NPROC_PER_NODE": "1"},
+    port = free_port()
+    given = {"Kubeflow": lambda index: of_kubeflow(index, port),
              "SkyPilot": lambda index: {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_NODE_RANK": str(index),
                                         "SKYPILOT_NUM_GPUS_PER_NODE": "0"}}[cluster]
     job = Path(__file__).parents[2] / "examples" / "01_digits.py"

@@ -61,7 +61,7 @@ class Host:
 
     def agent(self, num_ranks: int, command: Sequence[str]) -> list[str]:
         """The command line of torch's agent that runs `command` as so many ranks of this host."""
-        return [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(self.num_hosts), "--node-rank",
+        return [sys.executable, "-m", "paceline.launch.agent", "--nnodes", str(self.num_hosts), "--node-rank",
                 str(self.index), "--nproc-per-node", str(num_ranks), "--master-addr", self.address, "--master-port",
                 str(self.port), "--no-python", "--", *command]
 

@@ -1,0 +1,38 @@
+"""torch's agent, which starts and watches the ranks of one of several hosts, with the exit code of its ranks.
+
+`python -m paceline.launch.agent` takes the arguments of `python -m torch.distributed.run`, which ends with exit code 1
+whatever its ranks ended with. A cluster's scheduler starts a run again by that code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from paceline.errors import PeerLost, Preempted
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the agent until its ranks have ended; the command's exit code."""
+    try:
+        run.main(list(arguments))
+    except ChildFailedError as error:
+        return exit_code(failure.exitcode for failure in error.failures.values())
+    except SignalException:  # passed on to the ranks, which save
+        return Preempted.exit_code
+    return 0
+
+
+def exit_code(of_ranks: Iterable[int]) -> int:
+    """Of a host whose ranks ended so. Ranks that lost another say less than the one that was lost; a negative number is
+    the signal that ended a rank."""
+    codes = [code for code in of_ranks if code > 0]
+    return next((code for code in codes if code != PeerLost.exit_code), codes[0] if codes else PeerLost.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
