@@ -100,6 +100,7 @@ def test_ranks_with_a_memory_limit_are_timed_on_the_heap_that_they_have(monkeypa
     kept: list[bool] = []
     monkeypatch.setattr(process, "set_up_heap", lambda *, keep: kept.append(keep))
     monkeypatch.setattr(operators, "in_a_fork", lambda run, **_: run())
+    operators.operator_times.cache_clear()
     free, limited = (measured_rates(Cluster.local("cpu:0", memory=memory), waiting=False, times_operators=True)
                      for memory in (None, "1GiB"))
     taken = Compute(new_blocks=(2.0 * 2**20, 64.0 * 2**20))

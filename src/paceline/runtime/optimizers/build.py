@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -195,7 +195,7 @@ def _built(job: Job, trainable: Mapping[str, torch.nn.Parameter],
     if left_out := set(known.values()) - {known[id(p)] for p in given}:
         warnings.warn(f"the optimizer leaves out {len(left_out)} trainable parameters, such as {min(left_out)}; "
                       "they will not change", stacklevel=2)
-    if job.loss is not None and (untrained := [name for name, p in _weights_of_loss(job.loss).items()
+    if job.loss is not None and (untrained := [name for name, p in _weights_of_loss(job.loss, trainable).items()
                                                if id(p) not in known]):
         warnings.warn(f"the loss has trainable weights of its own, such as '{untrained[0]}', and they will not change: "
                       "the optimizer is given the model's. A step of one's own trains the loss as a second model, see "
@@ -209,16 +209,20 @@ def _built(job: Job, trainable: Mapping[str, torch.nn.Parameter],
     return optimizer, names
 
 
-def _weights_of_loss(loss: Any) -> dict[str, torch.nn.Parameter]:
-    """Trainable parameters, by name, of modules that a loss is, is a method of, or finds around it."""
+def _weights_of_loss(loss: Any, of_model: Collection[str]) -> dict[str, torch.nn.Parameter]:
+    """Trainable parameters, by name, of modules that a loss is, is a method of, or finds around it.
+
+    of_model: the names of the model's own. A module that has just these is the model, of which a rank may hold a part.
+    """
     held = [loss, getattr(loss, "__self__", None)]
     if isinstance(loss, partial):
         held += [loss.func, *loss.args, *loss.keywords.values()]
     if hasattr(loss, "__code__"):
         around = inspect.getclosurevars(loss)
         held += [*around.nonlocals.values(), *around.globals.values()]
-    return {name: p for module in held if isinstance(module, torch.nn.Module)
-            for name, p in module.named_parameters() if p.requires_grad}
+    trainable = [{name: p for name, p in module.named_parameters() if p.requires_grad}
+                 for module in held if isinstance(module, torch.nn.Module)]
+    return {name: p for of_module in trainable if of_module.keys() != set(of_model) for name, p in of_module.items()}
 
 
 def _check(optimizer: Any) -> None:
