@@ -124,5 +124,25 @@ def towers() -> Figure:
     return _speedup("towers", "batch", "samples in a batch", logarithmic=False)
 
 
+def break_even() -> Figure:
+    """How much faster two replicas are than one device, by how long the step takes on one."""
+    rows = table("break_even")
+    figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
+    axes.axhline(1, color="#bdc1c6", linewidth=1)
+    for series, colour in (("more samples", "#4c8bf5"), ("wider layers", "#f29900")):
+        places, middle, low, high = zip(*(
+            [float(row[column]) for column in ("single_ms", "speedup", "low", "high")]
+            for row in rows if row["series"] == series), strict=True)
+        errors = [[m - end for m, end in zip(middle, low, strict=True)],
+                  [end - m for m, end in zip(middle, high, strict=True)]]
+        axes.errorbar(places, middle, yerr=errors, marker="o", capsize=3, color=colour, label=series)
+    axes.set(xlabel="ms of a step on one device", ylabel="times as fast on two", xscale="log", ylim=(0, 2.1))
+    axes.set_xticks([4, 10, 20, 40, 60], labels=["4", "10", "20", "40", "60"])
+    axes.minorticks_off()
+    axes.legend(frameon=False, loc="lower right")
+    return figure
+
+
 PLOTS: Mapping[str, Callable[[], Figure]] = {
-    "network": network, "uneven": uneven, "loss": loss, "memory": memory, "towers": towers}
+    "network": network, "uneven": uneven, "loss": loss, "memory": memory, "towers": towers,
+    "break_even": break_even}
