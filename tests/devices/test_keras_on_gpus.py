@@ -116,9 +116,10 @@ def test_a_model_trains_on_gpus_as_on_one_cpu(plan: str, devices: str, how: str,
         pytest.skip(str(error))
     (tmp_path / "sitecustomize.py").write_text(_SITE)
     (tmp_path / "script.py").write_text(_SCRIPT)
+    others = {name: value for name, value in os.environ.items() if name != "KERAS_TORCH_DEVICE"}  # of a job's file
     done = subprocess.run(
         [sys.executable, str(tmp_path / "script.py"), plan, devices, how], check=True, timeout=550,
-        stdout=subprocess.PIPE, text=True, env={name: value for name, value in os.environ.items() if name != "KERAS_TORCH_DEVICE"} | {
+        stdout=subprocess.PIPE, text=True, env=others | {
             "PYTHONPATH": os.pathsep.join([str(_DEVICES.parent.parent / "src"), str(tmp_path), str(_DEVICES)]),
             "PRETENDED_CUDA_LIBRARY": str(library), "PRETENDED_CUDA_DEVICES": "3", "OMP_NUM_THREADS": "1",
             "KERAS_BACKEND": "torch"})
