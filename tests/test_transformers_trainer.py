@@ -18,6 +18,8 @@ from later import Later
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.launch.failure import RankFailed
+from paceline.plans import Plan
+from paceline.verbs.chosen import Chosen
 
 transformers, callbacks = Later("transformers"), Later("trainer_callbacks")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300), pytest.mark.skipif(
@@ -378,6 +380,19 @@ def test_what_is_not_honoured_is_refused(arguments: dict[str, Any], message: str
 
     with pytest.raises(UsageError, match=message):
         _trainer(Trainer, tmp_path, _model(), arguments=arguments)
+
+
+def test_plans_with_servers_are_refused_and_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Their workers don't update. Where they are the fastest, replicas train."""
+    from paceline.transformers import Trainer
+    from paceline.verbs import auto
+
+    with pytest.raises(UsageError, match=r"under 'server=1 workers=2' servers make it(?s:.*)plan='data=2'"):
+        _trainer(Trainer, tmp_path / "named", _model(), plan="server=1 workers=2").train()
+    monkeypatch.setattr(auto, "_choose", lambda *_, **__: Chosen(Plan.parse("server=2 workers=2 colocate=yes")))
+    fastest = _trainer(Trainer, tmp_path / "auto", _model(), arguments={"max_steps": 1}, devices="cpu:0-1")
+    fastest.train()
+    assert str(fastest._plan_in_use) == "data=2"
 
 
 def test_several_hosts_and_an_event_without_a_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.plans import Plan
+from paceline.strategies.compose import active
 from paceline.transformers.rank import generates
 
 # Why an argument is refused where it is not what it is by default.
@@ -52,14 +53,23 @@ def refuse(trainer: Any) -> None:
         raise UsageError("; ".join(problems), hint="docs/transformers.md lists what this Trainer takes")
 
 
-def refuse_generation(trainer: Any, plan: Plan) -> None:
+def refuse_plan(trainer: Any, plan: Plan) -> None:
     """
     Raises:
-        UsageError: predictions are to be generated and no rank has the whole model.
+        UsageError: Trainer's ranks update weights themselves, and the plan's don't; or predictions are to be generated
+            and no rank has the whole model.
     """
+    if not updates_on_ranks(plan):
+        raise UsageError(f"Trainer logs the norm and the rate of each update on the rank that makes it, and under "
+                         f"'{plan}' servers make it", hint=f"plan='data={plan.replicas}'; a Job trains under servers")
     if generates(trainer) and plan.axes.num_ranks(lambda axis: not axis.copies_weights) > 1:
         raise UsageError(f"predict_with_generate=True needs the whole model on each rank, and the plan is '{plan}'",
                          hint="plan='data=N', or evaluate the loss and generate after training")
+
+
+def updates_on_ranks(plan: Plan) -> bool:
+    """Whether the ranks that compute gradients also update weights."""
+    return not any(strategy.keeps_weights_elsewhere for strategy in active(plan))
 
 
 def name_idle(args: Any) -> None:

@@ -133,6 +133,8 @@ class PlannedTraining(_AnyTrainer):
     def _ranks(self, job: Job, resume_from_checkpoint: str | None) -> Iterator[None]:
         """Ranks that work for this trainer meanwhile."""
         request = TrainRequest.of(job, None, self._named_plan(job), devices=self.devices)
+        if is_auto(self.plan) and not arguments.updates_on_ranks(plan := request.asked.plan):
+            request = TrainRequest.of(job, None, f"data={plan.replicas}", devices=self.devices)
         run_dir = self.run_dir = Path(self.run) if self.run is not None else _new_run_dir(Path(self.args.output_dir))
         step = self.state.global_step
         if resume_from_checkpoint is not None:
@@ -140,7 +142,7 @@ class PlannedTraining(_AnyTrainer):
             checkpoints.bring(Path(resume_from_checkpoint), run_dir, step=step)
             if follows_evaluations(self):
                 checkpoints.bring_schedule(self.lr_scheduler, Path(resume_from_checkpoint))
-        arguments.refuse_generation(self, request.asked.plan)
+        arguments.refuse_plan(self, request.asked.plan)
         self._counted, self._weights_step, self._plan_in_use, self._frozen = 0.0, None, request.asked.plan, None
         workers = self.args.dataloader_num_workers
         with self._at_work(Session(
@@ -179,7 +181,7 @@ class PlannedTraining(_AnyTrainer):
         job = evaluation_of(self, loader)
         plan: Any = self._plan_in_use or (Plan() if is_auto(self.plan) else self.plan)
         asked = resolve(job, plan, devices=self.devices, environment=current())
-        arguments.refuse_generation(self, asked.plan)
+        arguments.refuse_plan(self, asked.plan)
         self._weights_step = self.state.global_step
         with self._at_work(Session(self, lambda follow: serve(job, asked, follow), shares=asked.shares,
                                    world_size=asked.plan.world_size, step=self.state.global_step)):
