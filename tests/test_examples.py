@@ -91,7 +91,7 @@ def test_architectures_differ_by_their_choices():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of Keras about numpy, of peft
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*pin_memory")  # of others
 @pytest.mark.parametrize("name", ["07_keras.py", "08_transformers.py"])
 def test_a_script_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """As `python FILE` does."""
