@@ -75,10 +75,8 @@ class Play:
         self.sending = [(s, u) for s, u in self.sending if u not in dropped]
 
 
-@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.sampled_from([0, 1, 3, None]))
-def test_any_order_of_events(data: st.DataObject, num_workers: int, num_servers: int, staleness: int | None):
-    """Whatever is slow: the run ends with every step made once, and no version breaks the bound."""
-    clock = Clock(num_workers=num_workers, num_servers=num_servers, staleness=staleness, end=9)
+def played(clock: Clock, num_workers: int, data: st.DataObject) -> Play:
+    """All moves of a run until its end, in an order that is drawn."""
     play = Play(clock, num_workers)
     for _ in range(600):
         moves = play.moves()
@@ -87,6 +85,14 @@ def test_any_order_of_events(data: st.DataObject, num_workers: int, num_servers:
         picked = data.draw(st.integers(0, len(moves) - 1))
         # A move that must wait lets another one happen: somebody can always go on.
         assert any(play.do(move) for move in (*moves[picked:], *moves[:picked])), "everybody waits"
+    return play
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.sampled_from([0, 1, 3, None]))
+def test_any_order_of_events(data: st.DataObject, num_workers: int, num_servers: int, staleness: int | None):
+    """Whatever is slow: the run ends with every step made once, and no version breaks the bound."""
+    clock = Clock(num_workers=num_workers, num_servers=num_servers, staleness=staleness, end=9)
+    play = played(clock, num_workers, data)
     assert clock.is_drained and sorted(play.made) == list(range(9))
     if staleness == 0:
         assert play.made == list(range(9))
@@ -98,13 +104,7 @@ def test_the_updates_that_a_copy_lacks_are_made(data: st.DataObject, first: int,
     """A clock that goes on from a copy gives out the turns that are missing in it, and no other."""
     later = {first + turn for turn in ahead}
     clock = Clock(num_workers=2, num_servers=1, staleness=staleness, first=first, later=later, end=9)
-    play = Play(clock, 2)
-    for _ in range(600):
-        moves = play.moves()
-        if clock.is_drained:
-            break
-        picked = data.draw(st.integers(0, len(moves) - 1))
-        assert any(play.do(move) for move in (*moves[picked:], *moves[:picked])), "everybody waits"
+    play = played(clock, 2, data)
     assert clock.is_drained and sorted([*play.made, *later, *range(first)]) == list(range(9))
 
 
