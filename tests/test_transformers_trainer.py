@@ -387,7 +387,7 @@ def test_plans_with_servers_are_refused_and_not_chosen(tmp_path: Path, monkeypat
     from paceline.transformers import Trainer
     from paceline.verbs import auto
 
-    with pytest.raises(UsageError, match=r"under 'server=1 workers=2' servers make it(?s:.*)plan='data=2'"):
+    with pytest.raises(UsageError, match=r"'server=1 workers=2' servers update(?s:.*)plan='data=2'"):
         _trainer(Trainer, tmp_path / "named", _model(), plan="server=1 workers=2").train()
     monkeypatch.setattr(auto, "_choose", lambda *_, **__: Chosen(Plan.parse("server=2 workers=2 colocate=yes")))
     fastest = _trainer(Trainer, tmp_path / "auto", _model(), arguments={"max_steps": 1}, devices="cpu:0-1")

@@ -28,8 +28,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def exit_code(of_ranks: Iterable[int]) -> int:
-    """Of a host whose ranks ended so. Ranks that lost another say less than the one that was lost; a negative number is
-    the signal that ended a rank."""
+    """Of a host, from those of its ranks: a culprit's before `PeerLost`, with which its followers end. A negative code
+    is the signal that ended a rank, and counts as `PeerLost`."""
     codes = [code for code in of_ranks if code > 0]
     return next((code for code in codes if code != PeerLost.exit_code), codes[0] if codes else PeerLost.exit_code)
 

@@ -56,12 +56,12 @@ def refuse(trainer: Any) -> None:
 def refuse_plan(trainer: Any, plan: Plan) -> None:
     """
     Raises:
-        UsageError: Trainer's ranks update weights themselves, and the plan's don't; or predictions are to be generated
-            and no rank has the whole model.
+        UsageError: servers update the weights, and Trainer is told of each update by the rank that makes it. Or
+            predictions are to be generated, and no rank has the whole model.
     """
     if not updates_on_ranks(plan):
-        raise UsageError(f"Trainer logs the norm and the rate of each update on the rank that makes it, and under "
-                         f"'{plan}' servers make it", hint=f"plan='data={plan.replicas}'; a Job trains under servers")
+        raise UsageError(f"under the plan '{plan}' servers update the weights, and a Trainer's ranks must do so",
+                         hint=f"plan='data={plan.replicas}' trains as many replicas; a Job can train under servers")
     if generates(trainer) and plan.axes.num_ranks(lambda axis: not axis.copies_weights) > 1:
         raise UsageError(f"predict_with_generate=True needs the whole model on each rank, and the plan is '{plan}'",
                          hint="plan='data=N', or evaluate the loss and generate after training")
