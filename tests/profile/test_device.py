@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from paceline.profile import device
 from paceline.profile.device import DeviceRates, measure_device
@@ -55,6 +56,23 @@ def test_a_cache_that_cant_be_written_is_no_error(measured, monkeypatch, tmp_pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
 
     assert measure_device("cpu") == RATES
+
+
+@pytest.mark.parametrize(("flops_per_s", "sides"), [(100e6, [256]), (50e9, [256, 1024]), (40e12, [256, 1024, 4096])])
+def test_a_slow_device_is_not_given_large_products(monkeypatch, flops_per_s, sides):
+    """A dtype that a device has no kernel for takes minutes for what others do in milliseconds."""
+    multiplied = []
+
+    def seconds(run, _):
+        (a,) = run.args
+        multiplied.append(a.shape[0])
+        return 3 * 2 * a.shape[0] ** 3 / flops_per_s
+
+    monkeypatch.setattr(device, "_seconds", seconds)
+    monkeypatch.setitem(device.MATRIX_SIDES, "meta", device.MATRIX_SIDES["cuda"])
+
+    assert device._matrix_flops_per_s(torch.device("meta"), torch.bfloat16) == pytest.approx(flops_per_s)
+    assert multiplied == sides
 
 
 def test_threads_add_up_but_for_launching(measured):

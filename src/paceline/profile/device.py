@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.cluster import DeviceKind
@@ -22,14 +23,17 @@ if TYPE_CHECKING:
     from paceline.profile.profile import Product
     from paceline.simulate.program import Compute
 
-# Sides of the matrix products: large enough for the rate of a layer, small enough to take milliseconds.
-MATRIX_SIDE = {"cpu": 256, "cuda": 4096}
+# Sides of the matrix products, of which the largest that a device computes within milliseconds counts: large enough for
+# the rate of a layer. A device that has no kernel of its own for a dtype, such as the bfloat16 of many CPUs, computes
+# one of 4,096 in minutes.
+MATRIX_SIDES = {"cpu": (256,), "cuda": (256, 1024, 4096)}
 # Bytes of the tensors that elementwise operators are timed on: a layer's weights with their
 # optimizer state, more than the caches next to a core hold.
 STREAM_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 # A tensor of this many values costs nothing but its operator's launch.
 TINY = 64
 MEASURED_S = 0.04  # of each of the seven kernels that are timed
+LARGER_BELOW_S = 0.005  # from which on larger products, of 64 times the arithmetic, would take too long
 # What a second thread brings of what a first one does; see docs/formulas.md.
 THREAD_EFFICIENCY = 0.9
 # Of operators in a step, where they disturb each other, by the same ones alone; and seconds a step beside operators:
@@ -179,9 +183,18 @@ def _matrix_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Of a linear layer's three products: forward, the gradient of its input, the gradient of its weight."""
     import torch
 
-    side = MATRIX_SIDE[device.type]
-    a = torch.ones(side, side, device=device, dtype=dtype)
-    return 3 * 2 * side**3 / _seconds(lambda: (a @ a.t(), a @ a, a.t() @ a), device)
+    rate = 0.0
+    for side in MATRIX_SIDES[device.type]:
+        a = torch.ones(side, side, device=device, dtype=dtype)
+        seconds = _seconds(partial(_products, a), device)
+        rate = 3 * 2 * side**3 / seconds
+        if seconds > LARGER_BELOW_S:
+            break
+    return rate
+
+
+def _products(a: torch.Tensor) -> None:
+    a @ a.t(), a @ a, a.t() @ a
 
 
 def _memory_bytes_per_s(device: torch.device) -> float:

@@ -183,7 +183,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     accelerators.CONTEXT_BYTES = cluster.CONTEXT_BYTES = 0  # a pretended device gives tensors all that it has
-    rates.MATRIX_SIDE["cuda"], rates.STREAM_BYTES["cuda"] = rates.MATRIX_SIDE["cpu"], rates.STREAM_BYTES["cpu"]
+    rates.MATRIX_SIDES["cuda"], rates.STREAM_BYTES["cuda"] = rates.MATRIX_SIDES["cpu"], rates.STREAM_BYTES["cpu"]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints, prints beside the answers
     _measure(device)
