@@ -6,18 +6,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from paceline.capture.examine import call, is_near
-from paceline.capture.graph import Capture
 from paceline.capture.randomness import WithoutRandomness
 from paceline.capture.state import StateSnapshot
 from paceline.capture.written import lazy_copies
 from paceline.launch.logs import logger
+
+if TYPE_CHECKING:
+    from paceline.capture.graph import Capture
 
 FORWARDS = 2  # in a row: the second one sees what the first has left
 MAX_BYTES = 64 * 1024**2  # of parameters: a larger model would need too much memory and time beside its gradients

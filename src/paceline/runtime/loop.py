@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.data import Subset
@@ -23,7 +23,6 @@ from paceline.cluster import Device
 from paceline.errors import CallbackError, CheckpointError, JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
-from paceline.launch.faults import Fault
 from paceline.plans import Plan
 from paceline.runtime import drift, state, trace
 from paceline.runtime.checkpoint.prune import prune
@@ -44,6 +43,9 @@ from paceline.runtime.shares import refuse_single_samples
 from paceline.runtime.stepper import Stepper, StepResult
 from paceline.strategies.compose import end_evaluation, reported
 from paceline.strategies.mesh import Mesh
+
+if TYPE_CHECKING:
+    from paceline.launch.faults import Fault
 
 WARM_UP_STEPS = 10  # of a launch, left out of its speed
 REMEMBERED_STEPS = 1000  # whose times are kept

@@ -33,7 +33,6 @@ from paceline.job import AUTOCAST, Job
 from paceline.job.foreign_fields import model_hint
 from paceline.launch.logs import logger
 from paceline.plans import Plan
-from paceline.profile.trace import cast_parameters_of_rank, state_factor
 from paceline.runtime.attributes import ChangingAttributes
 from paceline.runtime.feed import DataShard, MicroBatch, evaluation_feed, example_batch
 from paceline.runtime.freezing import freeze_throughout
@@ -138,6 +137,8 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         spill, model = build()
     observed = replace(observed, sparse=sparsely_trained(model))
     if "casts" in observed_of(plan) and job.precision in AUTOCAST:
+        from paceline.profile.trace import cast_parameters_of_rank
+
         observed = replace(observed, cast=cast_parameters_of_rank(job, device),
                            cast_dtype=getattr(torch, AUTOCAST[job.precision]))
     forwards_may_write = device.type == "cpu" or bool(limited_by_norm(model)) or may_write(model)
@@ -146,8 +147,13 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         lambda samples: example_batch(job, samples).to(device, dtype), lambda: autocast(job, device),
         {"the loss": job.criterion, **{f"metric '{name}'": metric for name, metric in job.metrics.items()}},
         partial(_evaluation_batch, job, plan, mesh, device) if job.validation is not None else None, running)
-    basis = CutBasis(-(-job.batch // (plan.replicas * plan.num_microbatches)), lambda: state_factor(job, model),
-                     devices, job.precision)
+
+    def bytes_of_state() -> float:
+        from paceline.profile.trace import state_factor  # which only plans that split ask for
+
+        return state_factor(job, model)
+
+    basis = CutBasis(-(-job.batch // (plan.replicas * plan.num_microbatches)), bytes_of_state, devices, job.precision)
     layout = lay_out(model, use, basis, plan=plan, mesh=mesh, device=device)
     with running():
         synchronisers = prepare(layout.module, plan=plan, mesh=mesh, observed=observed,

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from paceline.job import Job
 from paceline.jobfile import AnyJob, JobFile, open_job
 from paceline.launch.environment import current
 from paceline.launch.failure import RankFailed
-from paceline.launch.faults import FaultInjector
 from paceline.launch.launcher import Launcher
 from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
@@ -149,7 +148,6 @@ class TrainRequest:
 
     def _train(self, claims: ExitStack, run: str | Path | None, *, timeout_s: float, restarts: int | None, check: bool,
                follow: Follow | None, **options: Any) -> Result:
-        from paceline.callbacks.controller import RunController, controlled
         from paceline.planner.resolve import devices_of
         from paceline.runtime.drivers import train_rank
         from paceline.runtime.loop import Settings
@@ -168,8 +166,14 @@ class TrainRequest:
         if launcher.is_first:
             print(_banner(job, asked, chosen.why, run_dir, by_name=self.by_name), file=sys.stderr, flush=True)
         checked = _checked(job, self.source, asked, launcher) if check else None
-        controller = RunController(job.callbacks, job, plan=str(asked.plan), folder=run_dir,
-                                   save_every=options.get("save_every")) if job.callbacks else None
+        controller: RunController | None = None
+        control: AbstractContextManager[None] = nullcontext()
+        if job.callbacks:
+            from paceline.callbacks.controller import RunController, controlled
+
+            controller = RunController(job.callbacks, job, plan=str(asked.plan), folder=run_dir,
+                                       save_every=options.get("save_every"))
+            control = controlled(controller, speaks=launcher.is_first)
         settings = Settings(run_dir=run_dir, shares=asked.shares, devices=devices_of(asked.plan, asked.cluster),
                             controller=controller, **options)
 
@@ -177,13 +181,15 @@ class TrainRequest:
 
         def body(context: RankContext) -> Any:
             if settings.faults:
+                from paceline.launch.faults import FaultInjector
+
                 context.faults = FaultInjector(settings.faults, rank=context.rank, run_dir=run_dir,
                                                launcher_pid=launcher_pid)
             observer = settings.observer if follow is None else follow(context, run_dir)
             return train_rank(context, job, asked.plan,
                               replace(settings, resume=settings.resume or context.num_starts > 1, observer=observer))
 
-        with controlled(controller, speaks=launcher.is_first):
+        with control:
             figures = self._run(launcher, body, priced, run_dir, controller=controller, restarts=restarts)
             if launcher.is_first:
                 if checked is not None and checked.fails_alike:
