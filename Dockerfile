@@ -2,7 +2,7 @@
 #     docker build --tag paceline .
 # For GPUs, on a base that has torch for them:
 #     docker build --tag paceline --build-arg BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime .
-# The base needs Python 3.11 or later with venv; docs/running.md says how to build without
+# The base needs Python 3.11 or later with venv; docs/clusters.md says how to build without
 # Docker or without a registry.
 ARG BASE=python:3.11-slim
 FROM ${BASE}

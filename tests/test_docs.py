@@ -111,6 +111,12 @@ def test_pages_that_the_code_names_are_there():
     assert {name for name in named if not (ROOT / "docs" / name).exists()} <= {page.name for page in GENERATED}
 
 
+def test_the_page_that_the_dockerfile_names_says_how_to_build_it():
+    """Without Docker, too."""
+    named = re.findall(r"docs/([\w/-]+\.md)", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
+    assert named and all("buildah build" in (ROOT / "docs" / name).read_text(encoding="utf-8") for name in named)
+
+
 def test_tests_that_the_pages_name_are_there():
     """A page that says which test shows something names one that exists."""
     named = {(page.name, name) for page in PAGES
