@@ -72,3 +72,14 @@ def test_a_run_that_is_queued_again_ends_with_the_weights_of_one_that_was_not(sl
     subprocess.run(here, check=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
     weights, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("stopped", "here"))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_a_rank_that_ends_later_does_not_keep_a_stopped_run_from_the_queue(slurm: Mapping[str, str], tmp_path: Path):
+    """The ranks of a run that is stopped end with exit code 5 one after the other: rank 0 prints and writes more."""
+    (tmp_path / "bin" / "paceline").write_text("#!/bin/sh\n[ $SLURM_PROCID = 0 ] && sleep 4\nexit 5\n")
+    number = submit(slurm, tmp_path, LaunchRequest(["train", "job.py", "--plan", "data=2", "--run", "run"]))
+    deadline = time.monotonic() + 120
+    while int((now := state(slurm, number)).get("Restarts", 0)) < 1:
+        assert now.get("JobState") != "FAILED" and time.monotonic() < deadline, (
+            now, [file.read_text() for file in tmp_path.glob("*.out")])
+        time.sleep(0.5)

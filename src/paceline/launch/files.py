@@ -14,6 +14,7 @@ from paceline.errors import PeerLost, Preempted, UsageError
 from paceline.plans import Plan
 
 NOTICE_S = 120  # before a time limit, or after a request to stop: a run finishes its step and saves
+LAST_RANK_S = 60  # from the first end of a rank until Slurm kills the last: they end one after the other
 IMAGE = "paceline"  # that the Dockerfile of this project is built as
 KINDS = ("slurm", "k8s", "sky", "ray", "docker")
 PORT = 29500  # where containers meet: torchrun's own default
@@ -121,7 +122,7 @@ def slurm(request: LaunchRequest) -> str:
                **({"time": request.time_limit} if request.time_limit else {}),
                "signal": f"USR1@{NOTICE_S}", "open-mode": "append", "output": f"{request.name}-%j.out"}
     lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items()), "#SBATCH --requeue", "",
-             f"srun --kill-on-bad-exit=1 {shlex.join(request.resumed)}", "code=$?",
+             f"srun --kill-on-bad-exit=0 --wait={LAST_RANK_S} {shlex.join(request.resumed)}", "code=$?",
              f"if [ $code -eq {Preempted.exit_code} ]; then  # stopped before the time limit, with a checkpoint",
              "    scontrol requeue $SLURM_JOB_ID", "fi", "exit $code"]
     return "\n".join(lines) + "\n"
