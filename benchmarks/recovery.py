@@ -26,9 +26,11 @@ from typing import Any
 import psutil
 
 from benchmarks.turns import ROOT, ContenderFailed, Record, document, measure, paceline, torchrun, warn_if_busy
+from paceline.plans import Plan
 
 JOB = ROOT / "benchmarks" / "contenders" / "recovery" / "blocks.py"
-PLANS = ("single", "data=2", "shard=2", "pipeline=2 microbatches=4", "tensor=2", "data=2 local=4", "server=1 workers=2")
+PLANS = ("single", "data=2", "shard=2", "pipeline=2 microbatches=4", "tensor=2", "data=2 local=4", "server=1 workers=2",
+         "server=1 workers=2 staleness=2")
 TORCHRUN = "torchrun --max-restarts"
 SAVE_EVERY = 20  # steps, of the hand-written loop
 KILLED_AFTER = 0.5  # of the steps
@@ -109,10 +111,14 @@ def _ours(plan: str, steps: int, undisturbed: dict[str, str]) -> Run:
         # What ranks did before they were ended is in the journal alone: metrics.jsonl has each step once.
         journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
         begins = [number for number, line in enumerate(journal) if "after" in line]
-        applied = max([line["step"] for line in journal[:begins[1]] if "step" in line] or [last])
-        return _figures(_steps(run / "metrics.jsonl"), killed_s, steps, applied=applied,
-                        again_from=journal[begins[1]]["after"],
-                        has_equal_weights=_digest(run / "model.safetensors") == undisturbed[plan])
+        applied = again_from = last  # where the lost rank was replaced alone, the others went on
+        if len(begins) > 1:
+            applied = max([line["step"] for line in journal[:begins[1]] if "step" in line] or [last])
+            again_from = journal[begins[1]]["after"]
+        is_comparable = not getattr(Plan.parse(plan).sync, "staleness", 0)  # with staleness, no two runs are alike
+        return _figures(_steps(run / "metrics.jsonl"), killed_s, steps, applied=applied, again_from=again_from,
+                        has_equal_weights=_digest(run / "model.safetensors") == undisturbed[plan]
+                        if is_comparable else None)
 
 
 def _torchrun(steps: int) -> Run:

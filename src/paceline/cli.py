@@ -88,6 +88,8 @@ def train(
     patience: Patience = 300.0,
     restarts: Annotated[int | None, typer.Option(
         metavar="N", min=0, help="Restarts of ranks that died or hang; 100 by default.")] = None,
+    on_spike: Annotated[Literal["stop", "skip", "rewind"] | None, typer.Option(
+        help="What to do about a step whose loss is far above those before.")] = None,
     check: Annotated[YesOrNo, typer.Option(help="Hold the first update against one device before training.")] = "yes",
     hosts: Annotated[str | None, typer.Option(
         metavar="MIN:MAX", help="Go on with MIN of MAX hosts if some are lost, and take them back.")] = None,
@@ -107,8 +109,8 @@ def train(
         load_modules(OF_RUNS)
         run_train = partial(paceline.train, job, devices=devices, procs=procs, memory=memory, steps=steps,
                             save_every=save_every, keep=keep, trace=trace, run=run, resume=resume,
-                            loader_workers=loader_workers, timeout_s=patience, check=check == "yes", log=log,
-                            table=False)
+                            loader_workers=loader_workers, timeout_s=patience, on_spike=on_spike,
+                            check=check == "yes", log=log, table=False)
         if place is not None:
             from paceline.verbs.hosts import train_on_hosts
 

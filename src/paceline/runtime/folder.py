@@ -17,10 +17,10 @@ from paceline.launch.failure import RankFailed
 
 # What a run writes into its folder; `claim` takes any of these as the sign of an earlier run.
 (PLAN, SUMMARY, METRICS, MODEL, JOB, CHECKPOINTS, PREDICTED, SPLIT, EVENTS, BEST, LOGGED, LOGGERS, ORIGIN,
- JOURNAL) = (
+ JOURNAL, SPIKES) = (
     "plan.json", "summary.json", "metrics.jsonl", "model.safetensors", "job.json", "checkpoints",
     "predicted.json", "split.json", "events.jsonl", "best.json", "logged.jsonl",
-    "loggers.json", "origin.json", "journal.jsonl")
+    "loggers.json", "origin.json", "journal.jsonl", "spikes")
 
 _LOCK_POLL_S = 0.2
 _BUILDING = ("start", "build", "input")  # phases of a rank before its first forward

@@ -59,7 +59,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     step: counted from 1 over the job. part: of the step's window, where each part is an update of its own.
     digest: summed over what all ranks fetched since the line before that has one; see `order.digest`.
-    skipped: gradients overflowed under loss scaling, and no weight was changed.
+    skipped: no weight was changed, as gradients overflowed under loss scaling, as the step is a spike, or as the run
+        went back behind it.
     """
 
     launch: int
@@ -109,6 +110,19 @@ class Journal:
         self._append([Launch(launch=self.launch, after=after, plan=plan, world_size=world_size, seed=job.seed,
                              order=order_of(job), num_samples=job.num_samples, drop_last=job.drop_last,
                              time=round(time.time(), 3), also=tuple(also))])
+
+    def go_back(self, job: Job, *, plan: str, world_size: int, after: int) -> None:
+        """The updates of the steps after this one are undone, and their samples left out.
+
+        Raises:
+            CheckpointError: the file can't be written.
+        """
+        if self.path is None:
+            return
+        undone = [update for update in applied(self.path) if update.step > after]
+        self.close()
+        self.begin(job, plan=plan, world_size=world_size, after=after)
+        self._append([msgspec.structs.replace(update, launch=self.launch, skipped=True) for update in undone])
 
     def note(self, step: int, window: Window, *, part: int | None = None, skipped: bool = False) -> None:
         """An update was applied on this rank."""
@@ -193,6 +207,17 @@ def parse(line: bytes) -> Record:
     if not all(0 <= number < MOST for number in numbers):
         raise ValueError("a number is out of its bounds")
     return record
+
+
+def applied(path: Path) -> list[Update]:
+    """The updates that the last launch's weights are made of."""
+    kept: list[Update] = []
+    for _, record in read(path):
+        if isinstance(record, Launch):
+            kept = [update for update in kept if record.keeps(update)]
+        elif record is not None:
+            kept.append(record)
+    return kept
 
 
 def _lines(path: Path) -> Iterator[bytes]:

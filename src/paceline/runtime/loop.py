@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -38,8 +39,9 @@ from paceline.runtime.journal import Journal
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.runtime.order import Order, Window
-from paceline.runtime.prefetch import Prefetch
+from paceline.runtime.prefetch import Fed, Prefetch
 from paceline.runtime.shares import refuse_single_samples
+from paceline.runtime.spikes import Spike, SpikeAction, Spikes
 from paceline.runtime.stepper import Stepper, StepResult
 from paceline.strategies.compose import end_evaluation, reported
 from paceline.strategies.mesh import Mesh
@@ -82,6 +84,7 @@ class Settings:
     on_evaluation: told of each evaluation on rank 0: the step, and "validation_loss" and every metric.
     controller: what callbacks hear of the run, and what they ask of it, goes through this.
     faults: that strike ranks; see `launch.faults`.
+    on_spike: what happens in a step whose loss is far above those before; see `runtime/spikes.py`.
     is_trial: whether steps are timed or compared, and what follows from evaluations is left out.
     """
 
@@ -99,6 +102,7 @@ class Settings:
     on_evaluation: Callable[[int, Mapping[str, float]], None] | None = None
     controller: Controlling | None = None
     faults: tuple[Fault, ...] = ()
+    on_spike: SpikeAction | None = None
     is_trial: bool = False
 
 
@@ -254,6 +258,8 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     refuse_single_samples(job, plan, settings.shares, context.device)
     stepper = Stepper(job, plan, mesh, context.device, devices=settings.devices, shares=settings.shares)
     stepper.note_verb = context.note_verb
+    if settings.on_spike is not None:
+        stepper.watch(Spikes(settings.on_spike))
     if not settings.is_trial:
         measured = _measured(context, job, plan, settings, mesh, stepper) if job.models and not (
             job.validation is None or is_stream(job.validation)) else None
@@ -307,6 +313,8 @@ def _restore(run: _Run) -> None:
         run.restored_callbacks = checkpoint.document.get("callbacks")
         notes = state.restore(run.stepper, checkpoint)
         run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
+        if run.stepper.spikes is not None and "spikes" in checkpoint.document:
+            run.stepper.spikes.restore(checkpoint.document["spikes"])
         run.display.say("; ".join([f"resumed from {checkpoint.path.name}", *notes]))
     if copied is not None:
         run.is_copied = True
@@ -450,12 +458,16 @@ def _steps(run: _Run) -> bool:
                 observer.initial(stepper)
             observer.samples(run.step, fed.batches)
         scale = stepper.scaling.scale if stepper.scaling is not None else None
-        result = stepper.step(fed.window, fed.placed, step=run.step, stop=stop, beat=beat, ahead=ahead,
-                              observe=partial(observer.gradients, run.step) if observer else None)
+        with _with_evidence(run, fed):
+            result = stepper.step(fed.window, fed.placed, step=run.step, stop=stop, beat=beat, ahead=ahead,
+                                  observe=partial(observer.gradients, run.step) if observer else None)
+            _judge(run, result)
         step_s = time.perf_counter() - began_s
         if recorder is not None:
             recorder.phase("end")
         _after_step(run, fed.window, result, step_s, input_s, scale)
+        if result.spike:
+            _pass_over(run, fed, result)
         if order is not None and order.ends_epoch(run.step):
             run.due |= {"evaluate", "epoch"}
             run.ended_epochs.append(fed.window.epoch)
@@ -484,7 +496,9 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
     run.speed.add(window.count, step_s, input_s=input_s)
     more: dict[str, Any] = {} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}
     if scale is not None:
-        more |= {"loss_scale": scale, **({"skipped": True} if result.is_skipped else {})}
+        more |= {"loss_scale": scale}
+    if result.is_skipped:
+        more |= {"skipped": True, **({"spike": result.spike} if result.spike else {})}
     run.unmet.append({"step": run.step, "epoch": window.epoch, "samples": run.samples,
                       "lr": learning_rate(run.stepper.optimizer), "step_s": step_s, **more})
     run.epoch = window.epoch
@@ -506,6 +520,71 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
     if result.losses and (run.display.due() or is_last):
         run.display.update(Progress(run.step, run.job.total_steps, window.epoch, run.loss, run.speed.samples_per_s,
                                     run.speed.step_s, run.memory.bytes(), predicted_step_s(run.settings)))
+
+
+@contextmanager
+def _with_evidence(run: _Run, fed: Fed) -> Iterator[None]:
+    """Keep the samples of a step whose spike ends the run, and say where they are and which module it began in."""
+    try:
+        yield
+    except Spike as spike:
+        from paceline.runtime.evidence import first_bad_module, keep
+
+        module = first_bad_module(run.stepper, fed.window, fed.placed, step=run.step)
+        where = run.settings.run_dir and keep(run.settings.run_dir, run.stepper, fed.window, fed.batches,
+                                              step=run.step + 1, why=str(spike.args[0]), module=module)
+        said = [*([f"the first module that returns such numbers is '{module}'"] if module else []),
+                *([f"its samples are in {where}"] if where else [])]
+        spike.args = ("; ".join([spike.args[0], *said]),)
+        raise
+
+
+def _judge(run: _Run, result: StepResult) -> None:
+    """
+    Raises:
+        Spike: the step is one, and the run ends here.
+    """
+    if result.spike:
+        assert run.stepper.spikes is not None
+        run.stepper.spikes.refuse_more(result.spike, run.step + 1)
+
+
+def _pass_over(run: _Run, fed: Fed, result: StepResult) -> None:
+    """Nothing was updated in this step, which is a spike: keep its samples, and go back if that was asked for."""
+    if run.settings.run_dir is not None:
+        from paceline.runtime.evidence import keep
+
+        keep(run.settings.run_dir, run.stepper, fed.window, fed.batches, step=run.step, why=result.spike, module=None)
+    back = _rewind(run) if run.settings.on_spike == "rewind" else ""
+    run.display.say(f"step {run.step} is a spike and changes no weight: {result.spike}{back}")
+
+
+def _rewind(run: _Run) -> str:
+    """Take the state of the newest checkpoint, and leave out the samples of all steps since. Collective.
+
+    Returns:
+        What was done, in words.
+    """
+    from paceline.runtime.checkpoint.read import newest_saved_step, open_checkpoint
+
+    assert run.writer is not None and run.settings.run_dir is not None and run.stepper.spikes is not None
+    run.writer.wait()
+    if run.copier is not None:
+        run.copier.wait()
+    step = _greatest(run, newest_saved_step(run.settings.run_dir) if run.context.rank == 0 else -1)
+    if step < 0:
+        return "; there is no checkpoint yet to go back to"
+    spikes = run.stepper.spikes.to_dict()
+    run.stepper.step_sync.drain()
+    end_evaluation(run.stepper.synchronisers)  # what was gathered is of the weights that are replaced
+    checkpoint = open_checkpoint(run.settings.run_dir / CHECKPOINTS / f"step-{step}", checksums=False)
+    state.restore(run.stepper, checkpoint)
+    run.stepper.edits.updated()
+    run.journal.go_back(run.job, plan=str(run.plan), world_size=run.context.world_size, after=step)
+    run.stepper.spikes.restore(spikes)
+    run.record(rewound_to=step)
+    run.compared_step = None
+    return f"; the weights are those of step {step} again, and the samples of the steps since are left out"
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
@@ -560,6 +639,13 @@ def _compare(run: _Run) -> None:
     run.compared_step = run.step
 
 
+def _document(run: _Run) -> dict[str, Any]:
+    """What of the run's state is not a tensor."""
+    spikes = run.stepper.spikes
+    return state.document(run.stepper, step=run.step, samples=run.samples) | (
+        {"spikes": spikes.to_dict()} if spikes is not None else {})
+
+
 def _copy(run: _Run) -> None:
     """Copy the state where the next ranks find it if one of these is lost. Collective now and then."""
     copier = run.copier
@@ -569,7 +655,7 @@ def _copy(run: _Run) -> None:
     run.stepper.step_sync.drain()
     document = None
     if run.context.rank == 0:
-        document = state.document(run.stepper, step=run.step, samples=run.samples) | {"figures": run.figures()}
+        document = _document(run) | {"figures": run.figures()}
     alike = drift.fingerprints(run.stepper, partial(state.alike_along, run.stepper))
     copier.copy(run.step, chain(state.pieces(run.stepper), alike), document,
                 is_for_updates=partial(state.is_for_updates, run.stepper))
@@ -607,7 +693,7 @@ def _save(run: _Run, *, last: bool = False) -> None:
         return
     _compare(run)  # what is saved is what all replicas hold
     run.stepper.step_sync.drain()
-    document = state.document(run.stepper, step=run.step, samples=run.samples)
+    document = _document(run)
     document["compared"] = run.mesh.num_copies
     answer: Mapping[str, Any] = {}
     if run.control is not None and run.control.has("state_dict"):
@@ -733,6 +819,7 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "copy_blocked_s": run.copier.blocked_s if run.copier is not None else 0.0,
         "bytes_sent": round(run.stepper.sent_bytes),
         **reported(run.stepper.synchronisers),
+        **({"spikes": run.stepper.spikes.num_spikes} if run.stepper.spikes is not None else {}),
         **({"loss_scale": scaling.scale, "skipped_steps": scaling.skipped_steps} if scaling is not None else {}),
         **({"stopped": stopped} if stopped is not None else {}),
     }

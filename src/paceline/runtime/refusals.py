@@ -10,6 +10,7 @@ import torch
 
 from paceline.errors import TrainingError
 from paceline.runtime.loss import Tally
+from paceline.runtime.spikes import Spike
 
 
 def check_loss(loss: float, count: float, tallies: Sequence[Tally], step: int, *, is_updated: bool = False) -> None:
@@ -24,12 +25,11 @@ def check_loss(loss: float, count: float, tallies: Sequence[Tally], step: int, *
         raise TrainingError(f"the loss counts nothing in step {step + 1}: its count is {count:g}",
                             hint="every target of the window is ignored; a larger batch makes this unlikely")
     here = not all(bool(torch.isfinite(tally.value)) for tally in tallies)
-    error = TrainingError(
+    raise Spike(
         f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'} in step {step + 1}; "
         f"{'nothing of this step is saved' if is_updated else 'the weights of the step before are kept'}",
-        hint="a lower learning rate, clip=1.0, or a look at the samples of this step")
-    error.heard = not here  # type: ignore[attr-defined]  # another rank's loss; that rank's report comes first
-    raise error
+        hint="a lower learning rate, clip=1.0, or a look at the samples of this step",
+        heard=not here)
 
 
 def check_used(users: Mapping[str, float]) -> None:

@@ -17,7 +17,7 @@ from paceline.capture.probe import (
     sparsely_trained,
 )
 from paceline.cluster import Device
-from paceline.errors import JobError, TrainingError
+from paceline.errors import JobError, PlanRefused, TrainingError
 from paceline.job import Job
 from paceline.job.pretrained import Weights
 from paceline.launch.logs import logger
@@ -39,6 +39,7 @@ from paceline.runtime.order import Window
 from paceline.runtime.prepare import prepare_job
 from paceline.runtime.refusals import check_loss, check_used
 from paceline.runtime.scaling import LossScale
+from paceline.runtime.spikes import Spikes
 from paceline.runtime.stage_outputs import from_last_stage
 from paceline.runtime.trace import TraceRecorder
 from paceline.runtime.upload import uploaded
@@ -68,7 +69,8 @@ class StepResult:
     gradient_norm: before clipping; None if the job doesn't clip, and of a step that was skipped. A replica's own where
         it takes steps of its own.
     is_settled: whether the run may be saved and evaluated here.
-    is_skipped: whether gradients overflowed under loss scaling, and nothing was updated with them.
+    is_skipped: whether nothing was updated, as gradients overflowed under loss scaling, or as the step is a spike.
+    spike: why it is one, in words; "" if it is none.
     digest: of the samples that all replicas used in the steps of `losses`; see `order.digest`.
     """
 
@@ -77,6 +79,7 @@ class StepResult:
     gradient_norm: float | None
     is_settled: bool
     is_skipped: bool = False
+    spike: str = ""
     digest: int = 0
 
 
@@ -85,13 +88,15 @@ class Evaluation:
     """A window's loss, at the weights that ranks hold; its gradients are in the parameters.
 
     figures: as `_figures`, of all whose gradients an update is made of. known: the same, read. norm: of the gradients
-        before clipping; None if the job doesn't clip. is_skipped: whether there are none, as some overflowed.
+        before clipping; None if the job doesn't clip. is_skipped: whether there are none, as some overflowed or as the
+        step is a spike. spike: why it is one, in words.
     """
 
     figures: torch.Tensor
     known: list[float]
     norm: float | None
     is_skipped: bool = False
+    spike: str = ""
 
     @property
     def loss(self) -> float:
@@ -105,6 +110,7 @@ class Stepper:
     held: parameters of this rank by name, as it holds them (whole, or a shard). parameters: the trainable ones.
     trainable: all trainable parameters of the model; stand-ins without memory where another rank holds them.
     trace: notes what is done when, if it is set.
+    spikes: judges each step before its update, if it is set; see `watch`.
     groups: names of the parameters in each of the optimizer's groups, wherever they are held.
     optimizer_state: what is to be kept of the optimizer. gathered: what it updates whole though ranks hold parts.
     own_parts: what it updates of tensors that ranks hold in parts. needs_closure: whether it evaluates the loss itself.
@@ -165,6 +171,22 @@ class Stepper:
         self.untrained = set(job.models)  # by no loss so far
         self.gradient_norm: float | None = None  # of the last step, before clipping
         self.trace: TraceRecorder | None = None
+        self.spikes: Spikes | None = None
+
+    def watch(self, spikes: Spikes) -> None:
+        """Let no spike be updated with.
+
+        Raises:
+            PlanRefused: replicas take steps of their own. JobError: the optimizer evaluates the loss itself.
+        """
+        if self.step_sync.has_own_steps:
+            raise PlanRefused(f"--on-spike {spikes.action}: under this plan replicas take steps of their own",
+                              hint="data=N and shard=N decide about each step together")
+        if self.needs_closure:
+            raise JobError(f"--on-spike {spikes.action}: {type(self.optimizer).__name__} evaluates the loss itself, "
+                           "several times in a step",
+                           hint="leave --on-spike out, or take an optimizer without a closure")
+        self.spikes = spikes
 
     def _begin_from(self, plan: Plan) -> None:
         """The job's initial weights, before the optimizer or anything else has seen those of the seed."""
@@ -217,7 +239,8 @@ class Stepper:
         if met is None:
             return StepResult((), 0, norm, is_settled=False)
         own_part = met.weight if self.step_sync.has_own_steps else own_part
-        return replace(self._learn(met, own_part=own_part, norm=norm, step=step), is_skipped=evaluation.is_skipped)
+        return replace(self._learn(met, own_part=own_part, norm=norm, step=step), is_skipped=evaluation.is_skipped,
+                       spike=evaluation.spike)
 
     def _evaluate(self, window: Window, batches: list[MicroBatch], *, step: int, stop: Callable[[], bool],
                   beat: Callable[[str], None], ahead: Callable[[], None],
@@ -241,7 +264,14 @@ class Stepper:
         # The one time in an evaluation that the host waits for the device.
         *known, norm_squared = together.tolist()
         loss, count, _, summed, _, edited, unknown, overflowed, _, *users = known
+        mean = (1.0 if self.scaling is None else self.scaling.expected_count(window.count)) / count if summed and (
+            count) else float(count != 0)
         is_skipped = self.scaling is not None and (bool(overflowed) or not math.isfinite(loss))
+        has_overflowed, spike = is_skipped, ""
+        if self.spikes is not None and count and not has_overflowed:
+            norm = math.sqrt(norm_squared) * mean if self.job.clip is not None else None
+            spike = self.spikes.judge(loss / count, norm)
+            is_skipped = bool(spike)
         if is_first:  # whether anything counts is known of all replicas together
             check_loss(0.0 if is_skipped else loss, max(count, 1.0) if self.step_sync.has_own_steps else count, tallies,
                        step)
@@ -250,10 +280,8 @@ class Stepper:
             self._let_go_of_gradients()  # a replica without samples of its own takes no step
         if is_first and not step and not self.step_sync.has_own_steps:
             self._refuse_unused(users)  # before the first update
-        mean = (1.0 if self.scaling is None else self.scaling.expected_count(window.count)) / count if summed and (
-            count) else float(count != 0)
         if self.scaling is not None:
-            self.scaling.update(is_skipped=is_skipped, count=count, loss=loss, step=step)
+            self.scaling.update(is_skipped=has_overflowed, count=count, loss=loss, step=step)
         if is_skipped:
             self._let_go_of_gradients()
         elif summed and count:
@@ -264,7 +292,7 @@ class Stepper:
             self.edits.merge(self.mesh.group("replicas"), news=bool(unknown), step=step)
         beat("optimizer")
         if is_skipped or self.job.clip is None:
-            return Evaluation(figures, known, None, is_skipped)
+            return Evaluation(figures, known, None, is_skipped, spike)
         clip(self.job.clip, self.parameters, squares.sqrt() * mean)
         return Evaluation(figures, known, math.sqrt(norm_squared) * mean)
 

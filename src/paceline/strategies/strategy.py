@@ -107,7 +107,7 @@ class Strategy:
             model that this rank uses and never holds.
         runs_forward_again: whether a plan runs parts of the model's own code a second time in a step.
         no_edits, no_closure: why a forward can't edit parameters in place, and an optimizer can't evaluate the loss
-            itself; "" where they can.
+            itself; "" where they can. no_spikes: why ranks can't decide together about a step before its update.
         lines: what a user is told of the plan when a run begins.
     """
 
@@ -136,4 +136,5 @@ class Strategy:
     runs_forward_again: Callable[[Plan], bool] = lambda plan: False
     no_edits: str = ""
     no_closure: str = ""
+    no_spikes: str = ""
     lines: Callable[[Plan], Iterable[str]] = no_lines

@@ -41,8 +41,8 @@ class Audit:
     """What a journal shows.
 
     updates, samples: that are in the weights. recomputed_updates: that were undone, as a launch went on from before
-    them, and made again. skipped_updates: which consumed samples and changed no weight, under loss scaling.
-    whole_epochs: all samples of which counted.
+    them, and made again. skipped_updates: which consumed samples and changed no weight: under loss scaling, or for
+    a spike. whole_epochs: all samples of which counted.
     """
 
     run: Path
@@ -70,7 +70,7 @@ class Audit:
                   f"launch{'es' if self.launches != 1 else ''}; {self.whole_epochs} whole epochs; "
                   f"{self.recomputed_updates} updates undone and made again")
         if self.skipped_updates:
-            counts += f"; {self.skipped_updates} updates skipped by loss scaling"
+            counts += f"; {self.skipped_updates} updates skipped, by loss scaling or as spikes"
         if self.passed:
             return f"each sample counted in exactly one update of its epoch\n{counts}"
         shown = [f"- {finding.kind}: {finding.message}" for finding in self.findings[:SHOWN]]

@@ -21,6 +21,7 @@ from paceline.launch.launcher import Launcher
 from paceline.planner.resolve import Resolved, resolve
 from paceline.plans import Plan
 from paceline.runtime import folder
+from paceline.runtime.spikes import read_action, refuse_unwatched
 from paceline.verbs.chosen import Chosen, is_auto
 from paceline.verbs.origin import origin
 from paceline.verbs.prediction import Priced, predict_once_started, price, sum_up, what_would_fit
@@ -41,8 +42,8 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
           on: str | None = None, procs: int | None = None, memory: str | None = None, steps: int | None = None,
           save_every: int | None = None, keep: int | None = None, trace: int = 0, run: str | Path | None = None,
           resume: bool = False, loader_workers: int | None = None, timeout_s: float = 300.0,
-          restarts: int | None = None, check: bool = True, log: str | Sequence[str] | None = None,
-          table: bool = True) -> Result:
+          restarts: int | None = None, on_spike: str | None = None, check: bool = True,
+          log: str | Sequence[str] | None = None, table: bool = True) -> Result:
     """Train a job under a plan and leave a run folder.
 
     Args:
@@ -66,6 +67,9 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         restarts: How often in a run ranks that were killed, or hang, are started again: a worker alone where the
             others go on without it, else all ranks, from a copy of their state in memory or the newest checkpoint. By
             default 100; a launcher such as torchrun starts ranks again itself.
+        on_spike: What to do about a step whose loss or gradient norm is far above those before it, or not finite:
+            "stop", "skip" it, or "rewind" to the newest checkpoint and skip all samples since. By default only a loss
+            that is not finite stops the run; see docs/survive.md.
         check: Whether ranks of their own first take one step, held against one device; `proof/first_update.py`.
         log: "tensorboard", "mlflow", "wandb" or "trackio", each with ":WHERE" if need be, one or several of them:
             where the run is logged beside its folder; see docs/callbacks.md.
@@ -81,6 +85,7 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         raise UsageError(f"restarts must be 0 or more, got {restarts}")
     if resume and run is None:
         raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
+    action = read_action(on_spike)
     loggers = loggers_of(log)
     source, loaded = open_job(job)
     if steps is not None:
@@ -92,14 +97,15 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         result = RayRun.of(on, source, loaded, given, run=run, timeout_s=timeout_s, options={
             "devices": devices, "procs": procs, "memory": memory, "steps": steps, "save_every": save_every,
             "keep": keep, "trace": trace, "resume": resume, "loader_workers": loader_workers, "timeout_s": timeout_s,
-            "check": check, "log": log}).train(loaded, restarts=restarts)
+            "check": check, "log": log, "on_spike": on_spike}).train(loaded, restarts=restarts)
     else:
         if loader_workers is None:
             loader_workers = loaded.loading.num_workers if loaded.loading is not None else 0
         loaded = replace(loaded, callbacks=[*loaded.callbacks, *loggers, *of_cluster()])
         request = TrainRequest.of(loaded, source, given, devices=devices, procs=procs, memory=memory)
         result = request.train(run, timeout_s=timeout_s, restarts=restarts, check=check, save_every=save_every,
-                               keep_checkpoints=keep, resume=resume, loader_workers=loader_workers, trace_steps=trace)
+                               keep_checkpoints=keep, resume=resume, loader_workers=loader_workers, trace_steps=trace,
+                               on_spike=action)
     if table and getattr(current(), "rank", 0) == 0:
         print(summary_table(result.to_dict()), file=sys.stderr, flush=True)
     return result
@@ -155,6 +161,7 @@ class TrainRequest:
         from paceline.verbs.early import refuse_early
 
         job, asked, chosen = self.job, self.asked, self.chosen
+        refuse_unwatched(options.get("on_spike"), job, asked.plan, saves=options.get("save_every") is not None)
         load(asked.plan)
         priced = price(job, asked, chosen, snapshot=options.get("save_every") is not None)
         launcher = Launcher(current(), asked.cluster.devices, timeout_s=timeout_s)

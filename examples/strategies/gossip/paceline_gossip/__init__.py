@@ -76,4 +76,5 @@ STRATEGY = Strategy(
     cost=CostModel(enter),
     run="paceline_gossip.run",
     no_closure="replicas that take steps of their own would each follow another loss",
+    no_spikes="replicas take steps of their own, and don't know each other's losses",
 )

@@ -47,4 +47,5 @@ STRATEGY = Strategy(
     run="paceline.strategies.local.run",
     takes_all_models=True,
     no_closure="replicas that take steps of their own would each follow another loss",
+    no_spikes="replicas take steps of their own, and learn each other's losses only when they meet",
 )

@@ -107,4 +107,5 @@ STRATEGY = Strategy(
     observes=lambda plan: frozenset({"writes"}),
     no_edits="servers, which keep the parameters, would not learn of it",
     no_closure="servers, which keep the parameters, get one gradient a step from each worker",
+    no_spikes="servers update with each part of a gradient when it comes, before the loss of the whole batch is known",
 )
