@@ -247,7 +247,8 @@ def test_a_stopped_run_names_the_module_and_keeps_the_samples(tmp_path, plan):
     """Also without --on-spike, where the loss is not finite."""
     job, bad = make(value=math.nan)
     with pytest.raises(RankFailed) as caught:
-        pl.train(replace(job, data=Pairs(job.data), loss=None, model=Scored, init=None), plan, run=tmp_path, check=False, table=False)
+        pl.train(replace(job, data=Pairs(job.data), loss=None, model=Scored, init=None), plan, run=tmp_path,
+                 check=False, table=False)
 
     assert f"not a number (NaN) in step {BAD_STEP}" in str(caught.value)
     assert "the first module that returns such numbers is 'score'" in str(caught.value)

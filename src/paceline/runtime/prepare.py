@@ -137,9 +137,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         spill, model = build()
     observed = replace(observed, sparse=sparsely_trained(model))
     if "casts" in observed_of(plan) and job.precision in AUTOCAST:
-        from paceline.profile.trace import cast_parameters_of_rank
-
-        observed = replace(observed, cast=cast_parameters_of_rank(job, device),
+        observed = replace(observed, cast=_cast_parameters(job, device),
                            cast_dtype=getattr(torch, AUTOCAST[job.precision]))
     forwards_may_write = device.type == "cpu" or bool(limited_by_norm(model)) or may_write(model)
     running, attributes = spill.running if spill is not None else nullcontext, ChangingAttributes(model)
@@ -147,13 +145,8 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         lambda samples: example_batch(job, samples).to(device, dtype), lambda: autocast(job, device),
         {"the loss": job.criterion, **{f"metric '{name}'": metric for name, metric in job.metrics.items()}},
         partial(_evaluation_batch, job, plan, mesh, device) if job.validation is not None else None, running)
-
-    def bytes_of_state() -> float:
-        from paceline.profile.trace import state_factor  # which only plans that split ask for
-
-        return state_factor(job, model)
-
-    basis = CutBasis(-(-job.batch // (plan.replicas * plan.num_microbatches)), bytes_of_state, devices, job.precision)
+    basis = CutBasis(-(-job.batch // (plan.replicas * plan.num_microbatches)), partial(_state_factor, job, model),
+                     devices, job.precision)
     layout = lay_out(model, use, basis, plan=plan, mesh=mesh, device=device)
     with running():
         synchronisers = prepare(layout.module, plan=plan, mesh=mesh, observed=observed,
@@ -164,6 +157,18 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
             spill.bring_in([*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()])
     attributes.disregard_new()
     return Prepared(model, layout, synchronisers, attributes, forwards_may_write)
+
+
+def _state_factor(job: Job, model: torch.nn.Module) -> float:
+    from paceline.profile.trace import state_factor  # which takes a moment to load, and few plans ask for
+
+    return state_factor(job, model)
+
+
+def _cast_parameters(job: Job, device: torch.device) -> frozenset[str]:
+    from paceline.profile.trace import cast_parameters_of_rank
+
+    return cast_parameters_of_rank(job, device)
 
 
 def _evaluation_batch(job: Job, plan: Plan, mesh: Mesh, device: torch.device) -> MicroBatch:
