@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import SequentialSampler, TensorDataset
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.data import Sampler, SequentialSampler, TensorDataset
 
 import paceline
 
@@ -93,13 +96,7 @@ def _simclr_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor
 @by_hand("two views of each sample, and all others of the batch as negatives", _simclr_by_hand)
 def simclr() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
-        pair = views(batch.input)
-        with torch.enable_grad():
-            z = ctx.gather(ctx.run("net", pair)).requires_grad_()
-            loss = nt_xent(z)
-            slopes, = torch.autograd.grad(loss, z)
-        rows, value = slopes[ctx.places] * len(z), loss.detach()
-        ctx.backward("net", pair, lambda out, batch, slope: surrogate(out, slope, value), rows)
+        ctx.backward("net", views(batch.input), lambda output, batch: nt_xent(output), gather=True)
         ctx.update("net")
 
     return paceline.Job(models={"net": Views}, optimizers={"net": adam}, step=step, **fields())
@@ -712,3 +709,106 @@ def truncated_backpropagation() -> paceline.Job:
               for start in range(0, 5 * LENGTH, LENGTH) for column in range(COLUMNS)]
     return paceline.Job(models={"rnn": Reads, "hidden": Hidden}, step=step, sampler=SequentialSampler(chunks),
                         optimizers={"rnn": paceline.Optimizer(adam, clip=0.25)}, **fields(data=chunks))
+
+
+# --- Metric learning: groups of P classes with K samples each, and the hardest triplets of a batch --------------------
+
+class Balanced(Sampler[list[int]]):
+    """Three classes a step, three samples of each; the last step of an epoch has two classes."""
+
+    def __init__(self, kinds: Tensor) -> None:
+        self.of_kind = {kind: [i for i, each in enumerate(kinds.tolist()) if each == kind] for kind in range(4)}
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for classes in (3, 3, 3, 2):
+            yield [index for kind in random.sample(sorted(self.of_kind), classes)
+                   for index in random.sample(self.of_kind[kind], 3)]
+
+    def __len__(self) -> int:
+        return 4
+
+
+def hardest(z: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and number of the triplets that count."""
+    apart = ((z[:, None] - z[None]) ** 2).sum(-1)
+    same = kinds[:, None] == kinds[None]
+    losses = (apart * same).amax(1) - apart.masked_fill(same, 1e9).amin(1) + 0.3
+    return losses.relu().sum(), (losses > 0).sum()
+
+
+def _triplets_by_hand(models: Models, optimizers: Optimizers, x: Tensor, kinds: Tensor) -> Tensor:
+    total, count = hardest(models["net"](x), kinds)
+    optimizers["net"].zero_grad()
+    (total / count).backward()
+    optimizers["net"].step()
+    return (total / count).detach()
+
+
+@by_hand("metric learning by the hardest triplets of a batch, with classes drawn in balance", _triplets_by_hand)
+def hard_triplets() -> paceline.Job:
+    def step(ctx: paceline.StepContext, batch: Any) -> None:
+        ctx.backward("net", batch, lambda z, batch: hardest(z, batch.target), gather=True)
+        ctx.update("net")
+
+    kinds = integers(4, SAMPLES)
+    return paceline.Job(models={"net": lambda: Tower(FEATURES)}, optimizers={"net": adam}, step=step, sampler=Balanced(
+        kinds), **fields(data=TensorDataset(numbers(SAMPLES, FEATURES), kinds), batch=None))
+
+
+# --- Translation with scheduled sampling: the decoder is given what it said, more and more often ----------------------
+
+PAD, BEGIN, WORDS, LONGEST = 0, 1, 9, 5
+
+
+class Translator(nn.Module):
+    """taught: (samples, words), whether the decoder is given the target's word there, or its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.said = nn.Embedding(WORDS, 6, padding_idx=PAD), nn.Embedding(WORDS, 6, padding_idx=PAD)
+        self.encoder, self.cell, self.out = nn.GRU(6, 6, batch_first=True), nn.GRUCell(6, 6), nn.Linear(6, WORDS)
+
+    def forward(self, source: Tensor, lengths: Tensor, target: Tensor, taught: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.words(source), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        hidden = self.encoder(packed)[1][0]
+        word, logits = torch.full_like(lengths, BEGIN), []
+        for place in range(target.shape[1]):
+            hidden = self.cell(self.said(word), hidden)
+            logits.append(self.out(hidden))
+            word = torch.where(taught[:, place], target[:, place], logits[-1].argmax(1))
+        return torch.stack(logits, 1)
+
+
+def pad_pairs(samples: list[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """To one length: the step takes a batch apart, of which micro-batches would have other lengths."""
+    words = torch.stack([torch.stack([F.pad(each, (0, LONGEST - len(each))) for each in pair]) for pair in samples])
+    return (words[:, 0], torch.tensor([len(source) for source, _ in samples])), words[:, 1]
+
+
+def of_words(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=PAD, reduction="sum"), (
+        target != PAD).sum()
+
+
+def _sampling_by_hand(models: Models, optimizers: Optimizers, given: Any, target: Tensor) -> Tensor:
+    taught = torch.rand(len(target), LONGEST) < max(0.2, 1 - models.step / 4)
+    total, count = of_words(models["net"](*given, target, taught), target)
+    optimizers["net"].zero_grad()
+    (total / count).backward()
+    torch.nn.utils.clip_grad_norm_(models["net"].parameters(), 1.0)
+    optimizers["net"].step()
+    return (total / count).detach()
+
+
+@by_hand("translation of padded sentences, in which a decoder is taught less and less often", _sampling_by_hand)
+def scheduled_sampling() -> paceline.Job:
+    def step(ctx: paceline.StepContext, batch: Any) -> None:
+        taught = torch.rand(len(batch), LONGEST) < max(0.2, 1 - ctx.step / 4)
+        source, lengths = batch.input
+        ctx.backward("net", (source, lengths, batch.target, taught), lambda out, batch: of_words(out, batch.target))
+        ctx.update("net")
+
+    sentences = [integers(WORDS - 2, int(length), seed=index) + 2
+                 for index, length in enumerate(integers(LONGEST - 1, SAMPLES, seed=4) + 2)]
+    return paceline.Job(models={"net": Translator}, optimizers={"net": paceline.Optimizer(adam, clip=1.0)}, step=step,
+                        collate=pad_pairs, **fields(data=[(each, each.flip(0)) for each in sentences]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
 
@@ -371,3 +373,46 @@ class ClippedByValue(torch.optim.SGD):
 @entry("gradients clipped by value before SGD with momentum")
 def clip_by_value() -> paceline.Job:
     return make_job(optimizer=lambda named: ClippedByValue(named, lr=0.5, momentum=0.9))
+
+
+# --- Forecasts by quantiles: windows of several series, shuffled in a buffer ------------------------------------------
+
+class Windows(IterableDataset[dict[str, Tensor]]):
+    """Cut from each series in turn; which one leaves the buffer next is drawn."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        held: list[dict[str, Tensor]] = []
+        for series in numbers(5, 27, seed=6).cumsum(1):
+            for start in range(0, 18, 2):
+                held.append({"history": series[start:start + 6], "future": series[start + 6:start + 9],
+                             "hour": torch.tensor(start % 24)})
+                if len(held) >= 8:
+                    yield held.pop(random.randrange(len(held)))
+        random.shuffle(held)
+        yield from held
+
+
+class Forecaster(nn.Module):
+    """Scales each history by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hours, self.recurrent, self.head = nn.Embedding(24, 3), nn.LSTM(1, 6, 2, batch_first=True), nn.Linear(9, 9)
+
+    def forward(self, history: Tensor, hour: Tensor, future: Tensor | None = None) -> Tensor:
+        middle, scale = history.mean(1, keepdim=True), history.std(1, keepdim=True) + 1e-5
+        read = self.recurrent(((history - middle) / scale).unsqueeze(-1))[0][:, -1]
+        quantiles = self.head(torch.cat([read, self.hours(hour)], 1)).unflatten(1, (3, 3))
+        return quantiles * scale.unsqueeze(-1) + middle.unsqueeze(-1)
+
+
+def pinball(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    quantiles = torch.tensor([0.1, 0.5, 0.9], dtype=output.dtype)
+    off = batch["future"].unsqueeze(-1) - output
+    return torch.maximum(quantiles * off, (quantiles - 1) * off).mean()
+
+
+@entry("forecasts by quantiles, of a stream of windows that a buffer shuffles")
+def quantiles_of_windows() -> paceline.Job:
+    return make_job(Forecaster, data=Windows(), loss=pinball, optimizer=adam, epochs=2, steps=None,
+                    lr_schedule=lambda each: torch.optim.lr_scheduler.OneCycleLR(each, 1e-2, total_steps=10))

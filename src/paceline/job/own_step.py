@@ -132,7 +132,8 @@ class StepContext(Protocol):
         their own. Elsewhere it runs without gradients, and `grad=True` is refused.
         """
 
-    def backward(self, model: ModelNames, inputs: Any, loss: Callable[..., Any], *more: Any) -> None:
+    def backward(self, model: ModelNames, inputs: Any, loss: Callable[..., Any], *more: Any,
+                 gather: bool = False) -> None:
         """Add the gradients of a loss to a model's. Collective.
 
         The engine cuts inputs and `more` into micro-batches, runs the model on each, and calls
@@ -140,6 +141,9 @@ class StepContext(Protocol):
         scalar, the mean over its samples, or (sum, count).
 
         model: The model that runs and is trained; of several names, the first runs and all are trained.
+        gather: The loss is called once, with the outputs of all samples of the step, their batch and what `more` has of
+            them, and gradients go to all outputs: for losses that compare samples. The model runs twice where some of
+            them are elsewhere, with the same random numbers. Of one model; such a loss runs no model.
         """
 
     def update(self, optimizer: str) -> None:

@@ -107,7 +107,8 @@ class PlainStep:
                     seed_streams(self.job.seed, "step", self.step, replica, number, self.number)
                     yield piece, (replica, number), next(rows)
 
-    def backward(self, model: str | tuple[str, ...], inputs: Any, loss: Callable[..., Any], *more: Any) -> None:
+    def backward(self, model: str | tuple[str, ...], inputs: Any, loss: Callable[..., Any], *more: Any,
+                 gather: bool = False) -> None:
         names = (model,) if isinstance(model, str) else model
         module = self.models.get_submodule(names[0])
         trained = [p for name in names for p in self.models.get_submodule(name).parameters() if p.requires_grad]
@@ -118,20 +119,14 @@ class PlainStep:
         expected = 2.0 ** round(math.log2(self.samples))  # divides sums before backward, so that they overflow less
         with self.draws.paused():
             self.number += 1
-            for piece, _, (given, *others) in self._pieces(*cut):
-                with self.autocast():
-                    output = MicroBatch(given, None, 1).call(module)
-                    self.in_loss = True
-                    with self.draws.makes_on:
-                        value = loss(output, StepBatch([piece]), *others)
-                    self.in_loss = False
+            for samples, value in self._losses(module, cut, loss, more, gather=gather):
                 if isinstance(value, tuple | list):
                     is_sum, weight = True, float(value[1])
                     scaled = torch.as_tensor(value[0]) * (self.scale or 1.0) / expected
                     total, count = total + torch.as_tensor(value[0]).item(), count + weight
                 else:
-                    scaled = value * (piece.samples / self.samples * (self.scale or 1.0))
-                    total, count = total + value.item() * piece.samples, count + piece.samples
+                    scaled = value * (samples / self.samples * (self.scale or 1.0))
+                    total, count = total + value.item() * samples, count + samples
                 if scaled.requires_grad and trained:  # a piece in which nothing counts may have no graph
                     scaled.backward(inputs=trained)
         for p, gradient in zip(trained, earlier, strict=True):
@@ -139,6 +134,27 @@ class PlainStep:
                 p.grad = p.grad * (expected / count)
             p.grad = gradient if p.grad is None else p.grad if gradient is None else p.grad + gradient
         self.loss += total / count
+
+    def _losses(self, module: nn.Module, cut: Sequence[Sequence[Any]], loss: Callable[..., Any], more: Sequence[Any], *,
+                gather: bool) -> Iterator[tuple[int, Any]]:
+        """The loss of each micro-batch, with its samples; or of all outputs at once."""
+        outputs = []
+        for piece, _, (given, *others) in self._pieces(*cut):
+            with self.autocast():
+                outputs.append(MicroBatch(given, None, 1).call(module))
+                if not gather:
+                    yield piece.samples, self._loss_of(loss, outputs.pop(), StepBatch([piece]), others)
+        if gather:
+            with self.autocast():
+                everyone = [each.input if isinstance(each, StepBatch) else each for each in more]
+                yield self.samples, self._loss_of(loss, _joined(outputs), self.batch, everyone)
+
+    def _loss_of(self, loss: Callable[..., Any], output: Any, batch: StepBatch, more: Sequence[Any]) -> Any:
+        self.in_loss = True
+        with self.draws.makes_on:
+            value = loss(output, batch, *more)
+        self.in_loss = False
+        return value
 
     def update(self, optimizer: str) -> None:
         member = self.optimizers.members[optimizer]

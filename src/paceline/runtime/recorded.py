@@ -101,7 +101,7 @@ def refuse_to_split(job: Job, plan: Plan, *, in_losses: Iterable[str], bare: Ite
         if name in job.models or plan.has_schedule:
             raise PlanRefused(
                 f"a loss runs '{name}', and under '{plan}' each model is split over ranks by itself: a loss can't go "
-                "through a second split model, nor through one twice",
+                "through a second split model, nor through one twice, as one over all samples does",
                 hint="data=N and shard=N plans run such a step. What needs no gradient can be run before: "
                      f"y = ctx.run('{name}', ...) and ctx.backward(..., loss, y); several terms of one model can be "
                      "backwards of their own, whose gradients add up")
@@ -116,7 +116,7 @@ class _Recorder:
     def __init__(self, models: NamedModels, batch: StepBatch, precision: str) -> None:
         self.models, self.batch, self.inputs, self.uncut = models, batch, dict[str, Any](), set[str]()
         self.makes_on = MakesOn(torch.device("cpu"), precision)
-        self.in_losses, self.is_in_loss = set[str](), False
+        self.in_losses, self.is_in_loss, self.is_over_all = set[str](), False, False
         self.number, self.asks_for_step = 0, False
 
     @property
@@ -138,6 +138,10 @@ class _Recorder:
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         if model not in self.models.names:
             raise JobError(f"the step runs no model of the job, '{model}': {nearest(model, self.models.names)}")
+        if self.is_over_all:
+            raise TrainingError(f"a loss over all samples (gather=True) runs '{model}'",
+                                hint="run it before, y = ctx.run(...) and ctx.backward(..., loss, y, gather=True), or "
+                                     "in the forward of the model that is trained")
         if self.is_in_loss:
             self.in_losses.add(model)
         whole = inputs.input if isinstance(inputs, StepBatch) else inputs
@@ -147,11 +151,19 @@ class _Recorder:
         with self.makes_on.paused():
             return MicroBatch(whole, None, len(self.batch)).call(self.models.get_submodule(model))
 
-    def backward(self, model: str | tuple[str, ...], inputs: Any, loss: Callable[..., Any], *more: Any) -> None:
-        output = self.run(model if isinstance(model, str) else model[0], inputs)
-        self.is_in_loss = True
+    def backward(self, model: str | tuple[str, ...], inputs: Any, loss: Callable[..., Any], *more: Any,
+                 gather: bool = False) -> None:
+        name, *others = (model,) if isinstance(model, str) else model
+        if gather and others:
+            raise TrainingError(f"ctx.backward({(name, *others)}, ..., gather=True): a loss over all samples trains "
+                                "one model",
+                                hint="build what it trains as one module, whose forward returns all outputs")
+        output = self.run(name, inputs)
+        if gather:
+            self.in_losses.add(name)  # runs twice
+        self.is_in_loss, self.is_over_all = True, gather
         loss(output, self.batch, *(each.input if isinstance(each, StepBatch) else each for each in more))
-        self.is_in_loss = False
+        self.is_in_loss = self.is_over_all = False
 
     def update(self, optimizer: str) -> None:
         """Nothing is trained."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from typing import Any
@@ -79,6 +79,26 @@ class StepBatch:
                                 hint="close over what belongs to no sample in the loss; ctx.run(..., cut=False) runs a "
                                      "model on inputs that are not cut")
         return tensor[start:end] if tensor.ndim else tensor
+
+
+class GatheredBatch(StepBatch):
+    """The batch of all samples of a step, wherever they are. Input and target are gathered when they are asked for,
+    which every rank must do.
+
+    gather: of a value with rows of `own`, the rows of all.
+    """
+
+    def __init__(self, own: StepBatch, gather: Callable[[Any], Any], samples: int) -> None:
+        super().__init__([MicroBatch(None, None, samples)])
+        self._own, self._gather = own, gather
+
+    @cached_property
+    def input(self) -> Any:
+        return self._gather(self._own.input)
+
+    @cached_property
+    def target(self) -> Any:
+        return self.input if self._own.target is self._own.input else self._gather(self._own.target)
 
 
 def is_list_of_samples(value: Any, samples: int) -> bool:

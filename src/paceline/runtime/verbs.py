@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,12 @@ from paceline.errors import PlanRefused, TrainingError, nearest
 from paceline.job.own_step import ModelNames
 from paceline.runtime.blame import blaming
 from paceline.runtime.feed import MicroBatch, map_tensors
-from paceline.runtime.loss import Tally
+from paceline.runtime.loss import Tally, read_tally, with_gradient
 from paceline.runtime.named_parts import ModelPart
 from paceline.runtime.prepare import autocast
 from paceline.runtime.refusals import check_loss
 from paceline.runtime.scaling import power_of_two
-from paceline.runtime.step_batch import StepBatch, joined
+from paceline.runtime.step_batch import GatheredBatch, StepBatch, joined
 from paceline.runtime.step_draws import WindowDraws
 from paceline.runtime.streams import seed_streams
 from paceline.runtime.window import WindowWork
@@ -49,6 +50,7 @@ class Verbs:
     def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int,
                  beat: Callable[[str], None], *, keeps_gradients: bool, is_first: bool) -> None:
         self.stepper, self.window, self.step, self.beat = stepper, window, step, beat
+        self.is_first = is_first
         self.may_edit = stepper.merges_edits and (is_first or stepper.device.type == "cpu" or bool(
             stepper.edits.names or limited_by_norm(stepper.model)))
         dtype = torch.float64 if stepper.job.precision == "float64" else None
@@ -214,7 +216,8 @@ class Verbs:
 
     # --- Gradients ---------------------------------------------------------------------------------------------
 
-    def backward(self, model: ModelNames, inputs: Any, loss: Callable[..., Any], *more: Any) -> None:
+    def backward(self, model: ModelNames, inputs: Any, loss: Callable[..., Any], *more: Any,
+                 gather: bool = False) -> None:
         """See `StepContext`. Collective."""
         names = (model,) if isinstance(model, str) else tuple(model)
         parts = [self._part(name) for name in names]
@@ -226,8 +229,10 @@ class Verbs:
         if len(parts) > 1 and not all(isinstance(part.layout, Whole) for part in parts):
             raise PlanRefused(f"one loss trains {' and '.join(map(repr, names))}, and this plan splits each model over "
                               "ranks by itself", hint="a data=N or shard=N plan")
-        batches = self._batches(names[0], inputs, more)
         self._note(f"ctx.backward({', '.join(map(repr, names))})")
+        if gather:
+            loss, more = self._loss_of_rows(parts[0], inputs, loss, more)
+        batches = self._batches(names[0], inputs, more)
         with self._verb(), self._collecting(names):
             earlier = self._set_aside(names)
             work = _Work(self, batches, loss, [s for part in parts for s in part.synchronisers])
@@ -238,6 +243,73 @@ class Verbs:
             for name, gradient in earlier.items():
                 parameter = self.stepper.parameters[name]
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _loss_of_rows(self, part: ModelPart, inputs: Any, loss: Callable[..., Any],
+                      more: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A mean over samples whose gradients are those of a loss over all samples, and what it is given of each.
+
+        The loss is taken of outputs that are known from a forward without gradients. Its slopes at them are what the
+        rows of the model's second output, of the same random numbers, are weighted by. Collective.
+        """
+        is_alone = self.stepper.step_sync.has_own_steps or self.stepper.step_sync.world_size == 1
+        if is_alone and sum(piece.samples > 0 for piece in self.batch.pieces) == 1:
+            return loss, more
+        if not isinstance(part.layout, Whole):
+            raise PlanRefused(f"a loss over all samples runs '{part.name}' twice, and this plan splits each model over "
+                              "ranks by itself", hint="a data=N or shard=N plan")
+        own = self._run_first(part, inputs)
+        leaves: list[torch.Tensor] = []
+        with self.draws.paused():
+            everyone = map_tensors(lambda tensor: self._leaf(tensor, leaves), own)
+            samples = len(self.batch) if self.stepper.step_sync.has_own_steps else self.window.count
+            batch = GatheredBatch(self.batch, lambda value: map_tensors(self._gathered, value), samples)
+            others = [map_tensors(self._gathered, each.input if isinstance(each, StepBatch) else each) for each in more]
+            seed_streams(self.stepper.job.seed, "step", self.step, "alike", self.number)
+            with autocast(self.stepper.job, self.stepper.device), self.draws.makes_on:
+                tally = with_gradient(read_tally(loss(everyone, batch, *others), samples=samples), everyone,
+                                      backward_goes_on=True)
+            value = tally.value if tally.is_mean else tally.value / tally.count
+            slopes = torch.autograd.grad(value, leaves, allow_unused=True)
+        used = [number for number, slope in enumerate(slopes) if slope is not None]
+        rows = [(slopes[number][self.places], leaves[number].detach()[self.places]) for number in used]
+        return partial(self._weighted, part.name, used, samples, value.detach()), tuple(zip(*rows, strict=True))
+
+    def _run_first(self, part: ModelPart, inputs: Any) -> Any:
+        """The output of the forward that backward is going to take, which leaves the model as it was."""
+        assert isinstance(part.layout, Whole)
+        before = [(buffer, buffer.detach().clone()) for buffer in part.layout.module.buffers()]
+        with self._verb():
+            output = self._run_without_gradients(part, inputs)
+        self.number -= 1
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+        return output
+
+    def _leaf(self, own: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
+        """An output of all samples, to take a gradient at."""
+        with torch.no_grad():
+            everyone = self._gathered(own)
+        if everyone.is_floating_point():
+            if everyone.dtype is torch.float16:  # whose slopes may be too small for it
+                everyone = everyone.float()
+            leaves.append(everyone.requires_grad_())
+        return everyone
+
+    def _weighted(self, name: str, used: list[int], samples: int, value: torch.Tensor, output: Any, batch: Any,
+                  slopes: tuple[torch.Tensor, ...], known: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The outputs, weighted by their slopes, as a number that is the value of the loss."""
+        found: list[torch.Tensor] = []
+        map_tensors(lambda tensor: found.append(tensor) if tensor.is_floating_point() else None, output)
+        product = value.new_zeros(())
+        for number, slope, before in zip(used, slopes, known, strict=True):
+            if self.is_first and not _is_alike(found[number].detach(), before):
+                raise TrainingError(f"'{name}' gives another output when it is run again, and a loss over all samples "
+                                    "runs it twice in a step",
+                                    hint="keep what changes with a forward in buffers, and draw from torch's, NumPy's "
+                                         "or Python's own generators")
+            product = product + (found[number] * slope).sum() * (samples / len(slope))
+        return product - product.detach() + value
 
     def _batches(self, name: str, inputs: Any, more: tuple[Any, ...]) -> list[MicroBatch]:
         """Micro-batches whose target is what the loss is given beside the output."""
@@ -385,6 +457,11 @@ class Verbs:
             for part in others:
                 for synchroniser in part.synchronisers:
                     synchroniser.collect(on=True)  # type: ignore[attr-defined]
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Up to what kernels that do not repeat themselves to the bit may differ by."""
+    return bool((one - other).abs().amax() <= 0.02 * other.abs().amax()) if one.numel() else True
 
 
 @dataclass
