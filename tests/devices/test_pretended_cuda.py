@@ -30,6 +30,10 @@ def on(kind: str, plan: str) -> str:
 OF_ROUNDING = {"statistics": ("1.bias", "4.bias")}
 ROUNDING_ATOL = 4 * 1e-2 / 1e-8 * 2 * 2**-53
 
+# Transformers' Llama normalises and rotates in float32, also where its weights are float64. How sums of it are rounded
+# depends on the CPU: on one without AVX-512, up to 1e-8 was seen.
+RTOL = {"padded llama": 1e-7}
+
 
 def assert_alike(found: Trained, expected: Trained, *, rtol: float = 1e-10, of_rounding: Sequence[str] = ()) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=rtol)
@@ -115,7 +119,8 @@ def test_a_plan_of_chance_trains_on_gpus(shop: Workshop, plan: str):
     *FEATURES, *(pytest.param(job, plan, marks=pytest.mark.slow) for job, plan in MORE_FEATURES)])
 def test_a_feature_on_gpus_is_itself_on_cpus(shop: Workshop, job: str, plan: str):
     reference, found = plan if job == "statistics" else "single", shop.train(job, plan, on("cuda", plan))
-    assert_alike(found, shop.train(job, reference, on("cpu", reference)), of_rounding=OF_ROUNDING.get(job, ()))
+    assert_alike(found, shop.train(job, reference, on("cpu", reference)), rtol=RTOL.get(job, 1e-10),
+                 of_rounding=OF_ROUNDING.get(job, ()))
     assert_frugal(found)
     assert found.first_use is None, f"the process that forks ranks began to use CUDA: {found.first_use}"
 
