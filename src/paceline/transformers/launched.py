@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
+import torch
 import torch.distributed as dist
 
 from paceline.errors import UsageError
@@ -35,6 +36,8 @@ def stand_alone() -> int | None:
                 hint=f"start one process: PACELINE_PLAN=data={launcher.local_world_size} python {sys.argv[0]}")
         return None
     if dist.is_initialized():
+        if "gloo" in dist.get_backend_config():  # leaving while another process still connects would end that one
+            dist.all_reduce(torch.zeros(1))
         dist.destroy_process_group()
     if launcher.rank:
         print(f"process {launcher.rank} of {launcher.world_size} ends here: the first one starts all ranks",
