@@ -265,3 +265,23 @@ def test_caches_of_decoders_are_left_out():
     model = nn.Sequential(Decoder(), nn.ReLU())
     assert capture(model, (torch.ones(2, 4),), {}).pieces
     assert model[0].config.use_cache is True
+
+
+class Picked(nn.Module):
+    """Passes the rows that a mask picks from one module to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return y + self.last(y[y[:, 0] > 0]).sum(0)
+
+
+def test_a_size_that_depends_on_values_is_refused() -> None:
+    """Stages are balanced by the bytes that pass between them, which nobody knows before the model runs."""
+    recorded = capture(Picked(), (torch.randn(6, 4),), {})
+
+    with pytest.raises(PlanRefused, match="depends on the values of tensors"):
+        sum(value.num_bytes for value in recorded.values.values())

@@ -50,6 +50,15 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
+        """
+        Raises:
+            CaptureFailed: its size is known only when the model runs.
+        """
+        if not all(isinstance(size, int) for size in self.shape):
+            raise CaptureFailed("the size of a tensor that passes between modules depends on the values of tensors, as "
+                                "that of x[mask] does",
+                                hint="data=N and shard=N plans run the model as it is. torch.where in the place of "
+                                     "x[mask] keeps the size; in a module of its own such a part is kept whole")
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
