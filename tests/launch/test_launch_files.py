@@ -30,7 +30,7 @@ def test_slurm(tmp_path: Path):
     written = text("slurm", LaunchRequest(TRAIN, num_hosts=2, gpus="8", time_limit="1-00:00:00"))
     for line in ("#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=8", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue",
                  "#SBATCH --time=1-00:00:00", "#SBATCH --signal=USR1@120", "#SBATCH --job-name=my-digits",
-                 "srun --kill-on-bad-exit=0 --wait=60 paceline train 'jobs/My Digits.py:other' --plan data=16 "
+                 "srun --kill-on-bad-exit=0 --wait=600 paceline train 'jobs/My Digits.py:other' --plan data=16 "
                  "--run '/runs/a b' --resume"):
         assert line in written.splitlines()
     (tmp_path / "job.sh").write_text(written)

@@ -14,7 +14,7 @@ from paceline.errors import PeerLost, Preempted, UsageError
 from paceline.plans import Plan
 
 NOTICE_S = 120  # before a time limit, or after a request to stop: a run finishes its step and saves
-LAST_RANK_S = 60  # from the first end of a rank until Slurm kills the last: they end one after the other
+LAST_RANK_S = 600  # from the first end of a rank until Slurm kills the last: `on_end` of rank 0 may upload a model
 IMAGE = "paceline"  # that the Dockerfile of this project is built as
 KINDS = ("slurm", "k8s", "sky", "ray", "docker")
 PORT = 29500  # where containers meet: torchrun's own default
