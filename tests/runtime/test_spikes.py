@@ -271,3 +271,55 @@ def test_an_optimizer_with_a_closure_is_refused(tmp_path):
     job, _ = make(optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]), lr_schedule=None)
     with pytest.raises(RankFailed, match="LBFGS evaluates the loss itself"):
         pl.train(job, "single", run=tmp_path, on_spike="skip", check=False, table=False)
+
+
+def own_step(ctx, batch):
+    ctx.backward("net", batch, lambda output, batch: nn.functional.mse_loss(output, batch.target))
+    ctx.update("net")
+
+
+@pytest.mark.parametrize("plan", ["data=2", "pipeline=2"])
+def test_a_step_of_ones_own_ends_with_its_samples(tmp_path, plan):
+    """Its loss that is not finite ends all ranks at once: the step isn't run again to look for a module."""
+    job, bad = make(value=math.nan)
+    own = pl.Job(models={"net": job.model}, step=own_step, data=job.data, batch=BATCH, steps=STEPS, precision="float64",
+                 optimizers={"net": lambda named: torch.optim.SGD(named, lr=1e-2)})
+    with pytest.raises(RankFailed, match="not a number") as caught:
+        pl.train(own, plan, run=tmp_path, check=False, table=False, timeout_s=60)
+
+    assert "no sign of life" not in str(caught.value) and "first module" not in str(caught.value)
+    assert any(bad in samples for document in kept_of(tmp_path) for samples in document["samples"])
+
+
+class Counting(nn.Module):
+    """A module with state that its forwards change, in a buffer and in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.seen = nn.Linear(8, 1).double(), 0
+        self.register_buffer("sums", torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += 1
+            with torch.no_grad():
+                self.sums += x.mean(0)
+        return self.body(x)
+
+
+def test_state_of_forwards_goes_back_too(tmp_path):
+    """As if the steps since the checkpoint had not been: under replicas as on one device."""
+    job, _ = make(model=Counting)
+    for name, plan in (("one", "single"), ("two", "data=2")):
+        pl.train(job, plan, run=tmp_path / name, on_spike="rewind", save_every=EVERY, check=False, table=False)
+
+    one, two = (load_tensors(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    order, passed = Order.of(job), range(BAD_STEP // EVERY * EVERY, BAD_STEP)
+    sums = torch.zeros(8, dtype=torch.float64)
+    for step in (step for step in range(STEPS) if step not in passed):
+        window = order.window(step)
+        indices = order.indices(window.epoch, range(window.start, window.start + window.count))
+        sums += torch.stack([job.data[index][0] for index in indices]).mean(0)
+    for tensors in (one, two):
+        torch.testing.assert_close(tensors["sums"], sums, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(one["body.weight"], two["body.weight"], rtol=1e-9, atol=1e-12)

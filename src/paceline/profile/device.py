@@ -33,7 +33,7 @@ STREAM_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 # A tensor of this many values costs nothing but its operator's launch.
 TINY = 64
 MEASURED_S = 0.04  # of each of the seven kernels that are timed
-LARGER_BELOW_S = 0.005  # from which on larger products, of 64 times the arithmetic, would take too long
+LARGER_BELOW_S = 0.005  # of products after which larger ones, of 64 times the arithmetic, are tried too
 # What a second thread brings of what a first one does; see docs/formulas.md.
 THREAD_EFFICIENCY = 0.9
 # Of operators in a step, where they disturb each other, by the same ones alone; and seconds a step beside operators:

@@ -27,8 +27,11 @@ def first_bad_module(stepper: Stepper, window: Window, batches: list[MicroBatch]
     """The path of the first module that returns a number which is infinite or NaN, on this rank; None if there is none.
 
     Computes the step's gradients again, as all ranks do then. What its forwards change is not to be kept.
-    Modules of a model that the plan splits run as parts of others, and are not seen.
+    Modules of a model that the plan splits run as parts of others, and are not seen. The step that a job brings is not
+    run again.
     """
+    if stepper.job.models:
+        return None
     bad: list[str] = []
     with _watched(stepper.model, bad.append), suppress(Exception):  # an error is on its way, and that one counts
         stepper.backward(window, batches, step=step, part=stepper.loss_number)
