@@ -280,7 +280,7 @@ def own_step(ctx, batch):
 
 @pytest.mark.parametrize("plan", ["data=2", "pipeline=2"])
 def test_a_step_of_ones_own_ends_with_its_samples(tmp_path, plan):
-    """Its loss that is not finite ends all ranks at once: the step isn't run again to look for a module."""
+    """A loss of it that is not finite ends all ranks at once, and leaves the samples."""
     job, bad = make(value=math.nan)
     own = pl.Job(models={"net": job.model}, step=own_step, data=job.data, batch=BATCH, steps=STEPS, precision="float64",
                  optimizers={"net": lambda named: torch.optim.SGD(named, lr=1e-2)})
