@@ -221,19 +221,29 @@ class PlainEvaluation:
 
 class _BuffersOfReplicas:
     """What replicas that begin a step alike make of the models' buffers: floats meet as the mean weighted by samples,
-    whole numbers as the greatest."""
+    whole numbers as the greatest.
+
+    Each replica has tensors of its own. Copying values into the models' would change what a backward still needs of the
+    forwards before.
+    """
 
     def __init__(self, models: nn.Module, shares: Sequence[float]) -> None:
         self.models, self.shares = models, shares
+        self.originals = self._held()
         self.values = [self._copies() for _ in shares] if len(shares) > 1 else []
 
-    def _copies(self) -> dict[str, torch.Tensor]:
-        return {name: buffer.detach().clone() for name, buffer in self.models.named_buffers()}
+    def _held(self) -> dict[str, torch.Tensor]:
+        """The models' buffers; one that modules share has several names."""
+        return dict(self.models.named_buffers(remove_duplicate=False))
 
-    @torch.no_grad()
-    def _put(self, values: Mapping[str, torch.Tensor]) -> None:
-        for name, buffer in self.models.named_buffers():
-            buffer.copy_(values[name])
+    def _copies(self) -> dict[str, torch.Tensor]:
+        copies = {id(buffer): buffer.detach().clone() for buffer in self.originals.values()}
+        return {name: copies[id(buffer)] for name, buffer in self.originals.items()}
+
+    def _put(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        for name, buffer in buffers.items():
+            path, _, key = name.rpartition(".")
+            self.models.get_submodule(path)._buffers[key] = buffer
 
     @contextmanager
     def of(self, replica: int) -> Iterator[None]:
@@ -243,16 +253,18 @@ class _BuffersOfReplicas:
             return
         self._put(self.values[replica])
         yield
-        self.values[replica] = self._copies()
+        self.values[replica] = self._held()
+        self._put(self.originals)
 
+    @torch.no_grad()
     def meet(self) -> None:
         """The step is over."""
         if not self.values:
             return
-        self._put({name: (sum((v[name] * share for v, share in zip(self.values, self.shares, strict=True)),
-                              torch.zeros_like(value)) if value.is_floating_point()
-                          else torch.stack([v[name] for v in self.values]).amax(0))
-                   for name, value in self.values[0].items()})
+        for name, value in self.originals.items():
+            met = [values[name] for values in self.values]
+            value.copy_(sum((each * share for each, share in zip(met, self.shares, strict=True)),
+                            torch.zeros_like(value)) if value.is_floating_point() else torch.stack(met).amax(0))
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
