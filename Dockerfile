@@ -10,6 +10,8 @@ FROM ${BASE}
 # Where pip also looks for torch: its CPU build, which the package index does not have for every Python. A base that has
 # torch keeps it, because the environment below sees the base's packages.
 ARG PIP_FIND_LINKS=https://download.pytorch.org/whl/cpu/torch/
+# 1 where the package index can't be reached: pip then asks only those places.
+ARG PIP_NO_INDEX
 ARG EXTRAS=examples,report
 
 RUN python3 -m venv --system-site-packages /opt/paceline

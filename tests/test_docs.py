@@ -113,8 +113,12 @@ def test_pages_that_the_code_names_are_there():
 
 def test_the_page_that_the_dockerfile_names_says_how_to_build_it():
     """Without Docker, too."""
-    named = re.findall(r"docs/([\w/-]+\.md)", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
-    assert named and all("buildah build" in (ROOT / "docs" / name).read_text(encoding="utf-8") for name in named)
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in
+             re.findall(r"docs/([\w/-]+\.md)", dockerfile)]
+    assert pages and all("buildah build" in page for page in pages)
+    given = {name for page in pages for name in re.findall(r"--build-arg (\w+)=", page)}
+    assert "PIP_NO_INDEX" in given and given <= set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE))
 
 
 def test_tests_that_the_pages_name_are_there():

@@ -70,12 +70,16 @@ def test_a_host_that_does_not_come_is_named():
         examine_hosts(HostPlace(0, 2, "127.0.0.1", free_port()), timeout_s=0.2)
 
 
+@pytest.mark.timeout(60)
 def test_what_has_no_address_and_what_does_not_answer():
     """Told with what to do."""
     [finding] = examine_hosts(HostPlace(1, 2, "nowhere.invalid", 1), timeout_s=1)
     assert (finding.name, finding.status) == ("name lookup", "bad")
     [finding] = examine_hosts(HostPlace(1, 2, "127.0.0.1", free_port()), timeout_s=0.5)
     assert (finding.name, finding.status) == ("meeting place", "bad")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
+        [finding] = examine_hosts(HostPlace(1, 2, "127.0.0.1", silent.getsockname()[1]), timeout_s=0.5)
+    assert (finding.name, finding.status) == ("meeting place", "bad") and "doesn't answer" in finding.detail
     assert "Connection refused" in str(measured(1, "127.0.0.1", free_port(), "00" * 16).error)
 
 

@@ -413,7 +413,7 @@ def launch(
         text = files.text(kind, request)
         if write is not None:
             try:
-                write.write_text(text)
+                write.write_text(text, encoding="utf-8", errors="surrogateescape")
             except OSError as error:
                 raise UsageError(f"can't write {write}: {error.strerror}") from error
     typer.echo(text if write is None else str(write), nl=write is not None)

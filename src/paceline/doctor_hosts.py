@@ -98,21 +98,39 @@ def examine_hosts(place: HostPlace, *, timeout_s: float) -> list[Finding]:
     Raises:
         PeerLost: hosts did not come, with which ones.
     """
-    import torch.distributed as dist
-
     meets_at = _looked_up(place.address)
     if meets_at is None:
         return [Finding("name lookup", "bad",
                         f"{place.address}, where hosts meet, has no address on {socket.gethostname()}",
                         "an entry in DNS or /etc/hosts, or the address in place of the name")]
-    try:
-        store = dist.TCPStore(place.address, place.port, place.num_hosts, is_master=place.index == 0,
-                              timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-    except dist.DistError as error:
-        return [Finding("meeting place", "bad", f"host {place.index} can't use {place.address}:{place.port}: "
-                        f"{str(error).partition(chr(10))[0]}", "is a firewall between them, or the port in use? the "
-                        "first host must be the one at this address")]
+    store = _store(place, timeout_s)
+    if isinstance(store, str):
+        return [Finding("meeting place", "bad", f"host {place.index} can't use {place.address}:{place.port}: {store}",
+                        "is a firewall between them, or the port in use? the first host must be the one at this "
+                        "address")]
     return _examined(place, store, meets_at, timeout_s)
+
+
+def _store(place: HostPlace, timeout_s: float) -> Any:
+    """The store where hosts meet; as text, why it can't be used.
+
+    torch waits without end for another program that takes the connection and says nothing, so a thread waits for torch.
+    """
+    import torch.distributed as dist
+
+    answer: list[Any] = []
+
+    def meet() -> None:
+        try:
+            answer.append(dist.TCPStore(place.address, place.port, place.num_hosts, is_master=place.index == 0,
+                                        timeout=timedelta(seconds=timeout_s), wait_for_workers=False))
+        except dist.DistError as error:
+            answer.append(str(error).partition("\n")[0])
+
+    waiter = threading.Thread(target=meet, daemon=True)
+    waiter.start()
+    waiter.join(timeout_s + CONNECT_S)
+    return answer[0] if answer else "what listens there takes the connection and doesn't answer as a store"
 
 
 def _examined(place: HostPlace, store: Any, meets_at: str, timeout_s: float) -> list[Finding]:

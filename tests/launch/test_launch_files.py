@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,12 @@ def test_slurm(tmp_path: Path):
         assert line in written.splitlines()
     (tmp_path / "job.sh").write_text(written)
     assert subprocess.run(["bash", "-n", str(tmp_path / "job.sh")]).returncode == 0
+
+
+def test_slurm_is_told_the_name_of_gpus():
+    """A cluster with several kinds of them gives the one that is asked for."""
+    assert "#SBATCH --gpus-per-node=h100:8" in text("slurm", LaunchRequest(TRAIN, num_hosts=2, gpus="h100:8"))
+    assert "#SBATCH --time=0-01:00" in text("slurm", LaunchRequest(TRAIN, time_limit="0-01:00"))
 
 
 def test_kubernetes():
@@ -69,6 +78,8 @@ def test_ray():
     [container] = hosts["template"]["spec"]["containers"]
     assert (hosts["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (2, 8)
     assert container["volumeMounts"] == [{"name": "runs", "mountPath": "/runs"}]
+    request = LaunchRequest(["train", "job.py", "--run", "/runs/a", "--on=ray:head:10001"])
+    assert yaml.safe_load(text("ray", request))["spec"]["entrypoint"].endswith("--on=ray:head:10001 --resume")
     with pytest.raises(UsageError, match="evaluate has no --on ray"):
         text("ray", LaunchRequest(["evaluate", "/runs/a"]))
 
@@ -86,6 +97,11 @@ def test_docker():
     assert devices["device_ids"] == [str(number) for number in range(8, 16)]
 
 
+def test_a_volume_of_docker_may_have_a_dot():
+    """Docker refuses a file that uses a volume and does not name it in the end."""
+    assert document("docker", volumes={"my.runs": "/runs"})["volumes"] == {"my.runs": {}}
+
+
 @pytest.mark.parametrize(("name", "hosts", "plan"), [
     ("compose", 2, "data=2"), ("compose-servers", 4, "server=2 workers=2")])
 def test_the_compose_files_of_the_project_are_what_is_written(name: str, hosts: int, plan: str):
@@ -99,7 +115,7 @@ def test_words_reach_a_container_as_they_are():
     """Docker and Kubernetes put the values of variables into words, unless the dollar is doubled."""
     request = LaunchRequest(["train", "job.py", "--run", "/runs/a", "--set", "x=$(id)$HOME"])
     assert "x=$$(id)$$HOME" in yaml.safe_load(text("docker", request))["services"]["host-0"]["command"]
-    assert "x=$$(id)$HOME" in yaml.safe_load(text("k8s", request))["spec"]["trainer"]["command"]
+    assert "x=$$(id)$$HOME" in yaml.safe_load(text("k8s", request))["spec"]["trainer"]["command"]
 
 
 @pytest.mark.parametrize("stem", ["a" * 39 + "-b", "-", "Jöb ", "9", "файл"])
@@ -119,7 +135,13 @@ def test_options_may_be_joined_with_their_values():
     ("sky", {"image": "other"}, "sky has no place for --image"),
     ("k8s", {"volumes": {"s3://runs": "/runs"}}, "no claim's name"),
     ("ray", {"volumes": {"Runs_X": "/runs"}}, "no claim's name"),
-    ("docker", {"volumes": {"runs": "runs"}}, "not mounted at an absolute path")])
+    ("docker", {"volumes": {"runs": "runs"}}, "not mounted at an absolute path"),
+    ("docker", {"volumes": {"my runs": "/runs"}}, "neither a volume's name nor a folder"),
+    ("docker", {"volumes": {"./a:b": "/runs"}}, "neither a volume's name nor a folder"),
+    ("docker", {"volumes": {"runs": "/"}}, "would hide all files"),
+    ("sky", {"volumes": {"s3://a": "/runs", "s3://b": "/runs/"}}, "s3://b=/runs/ is mounted where s3://a is"),
+    ("k8s", {"gpus": "H100:8"}, "k8s has no place for the name in --gpus H100:8"),
+    ("docker", {"gpus": "H100:8"}, "docker has no place for the name")])
 def test_what_a_kind_has_no_place_for_is_refused(kind: str, given: dict[str, Any], message: str):
     """Instead of being left out."""
     with pytest.raises(UsageError, match=message):
@@ -138,6 +160,8 @@ def test_without_pyyaml_the_file_is_json(monkeypatch: pytest.MonkeyPatch):
     ({"command": TRAIN, "num_hosts": 3}, "16 ranks can't be shared by 3 hosts"),
     ({"command": TRAIN, "gpus": "many"}, "not N or NAME:N"),
     ({"command": TRAIN, "time_limit": "soon"}, "HH:MM:SS"),
+    ({"command": TRAIN, "time_limit": "4:00"}, "HH:MM:SS"),
+    ({"command": TRAIN, "time_limit": "0:02:00"}, "queued again without end"),
     ({"command": TRAIN, "gpus": "8"}, "name of the 8 GPUs")])
 def test_what_cannot_start_is_refused(given: dict[str, Any], message: str):
     with pytest.raises(UsageError, match=message):
@@ -151,3 +175,14 @@ def test_the_command_line_writes_it(tmp_path: Path):
     assert result.stdout == f"{file}\n" and "#SBATCH --nodes=2" in file.read_text()
     result = CliRunner().invoke(app, ["launch", "slurm", "--write", str(tmp_path / "no" / "job.sh"), "--", *TRAIN])
     assert result.exit_code == 2 and "can't write" in result.stderr
+
+
+def test_a_file_has_all_letters_in_any_locale(tmp_path: Path):
+    """Also where Python would write ASCII. Quotes and blanks of a path reach the shell as they are."""
+    file, job = tmp_path / """it's "x".sh""", """it's "Jöb".py"""
+    command = [sys.executable, "-m", "paceline", "launch", "slurm", "--write", str(file), "--", "train", job, "--run", "/r"]
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = subprocess.run(command, env=ascii_only, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    [srun] = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("srun")]
+    assert job in shlex.split(srun)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ PORT = 29500  # where containers meet: torchrun's own default
 # Options that only some kinds have a place for: the field, the option, the kinds.
 _OPTIONAL = (("time_limit", "--time", ("slurm",)), ("image", "--image", ("k8s", "ray", "docker")),
              ("volumes", "--volume", ("k8s", "sky", "ray", "docker")))
+_NAMED_GPUS = ("slurm", "sky")
+_VOLUME = re.compile(r"[a-zA-Z0-9][\w.-]*", re.ASCII)  # as Docker names volumes
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")  # RFC 1123 label, as Kubernetes names volumes
 
 
@@ -47,11 +50,9 @@ class LaunchRequest:
         if "--run" not in self._options and self.command[0] == "train":
             raise UsageError("the command has no --run, and hosts must share the run's folder",
                              hint="--run /shared/runs/a after train")
-        if self.time_limit is not None and not re.fullmatch(r"(\d+-)?\d+:\d\d(:\d\d)?", self.time_limit):
-            raise UsageError(f"--time {self.time_limit} is not HH:MM:SS or D-HH:MM:SS", hint="--time 4:00:00")
-        for name, path in self.volumes.items():
-            if not re.fullmatch(r"/[^:]*", str(path)):
-                raise UsageError(f"--volume {name}={path} is not mounted at an absolute path", hint=f"{name}=/{name}")
+        if self.time_limit is not None:
+            _check_time_limit(self.time_limit)
+        _check_mounts(self.volumes)
         if not re.fullmatch(r"([\w.-]+:)?\d+", self.gpus):
             raise UsageError(f"--gpus {self.gpus} is not N or NAME:N", hint="--gpus 8, or --gpus H100:8")
         if (self._world_size or 0) % self.num_hosts:
@@ -97,6 +98,38 @@ class LaunchRequest:
         return re.sub(r"^[^a-z]+", "", stem)[:40].rstrip("-") or "paceline"
 
 
+def _check_time_limit(limit: str) -> None:
+    """
+    Raises:
+        UsageError: it isn't written so that Slurm and a reader agree (Slurm takes 4:00 for four minutes), or ends a run
+            before it was asked to save.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?", limit)
+    if match is None or (match[1] is None and match[4] is None):
+        raise UsageError(f"--time {limit} is not HH:MM:SS or D-HH:MM:SS", hint="--time 4:00:00")
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    if ((24 * days + hours) * 60 + minutes) * 60 + seconds <= NOTICE_S:
+        raise UsageError(f"--time {limit} is over within the {NOTICE_S} s before it in which a run saves, so the run "
+                         "would be queued again without end", hint="--time 4:00:00")
+
+
+def _check_mounts(volumes: Mapping[str, str]) -> None:
+    """
+    Raises:
+        UsageError: a volume is not mounted at a folder of its own.
+    """
+    first: dict[str, str] = {}
+    for name, path in volumes.items():
+        if not re.fullmatch(r"/[^:]*", path):
+            raise UsageError(f"--volume {name}={path} is not mounted at an absolute path", hint=f"{name}=/{name}")
+        place = posixpath.normpath(path)
+        if place.strip("/") == "":
+            raise UsageError(f"--volume {name}={path} would hide all files of the container", hint=f"{name}=/{name}")
+        if place in first:
+            raise UsageError(f"--volume {name}={path} is mounted where {first[place]} is", hint=f"{name}=/{name}")
+        first[place] = name
+
+
 def text(kind: str, request: LaunchRequest) -> str:
     """The file of a kind of cluster.
 
@@ -110,6 +143,9 @@ def text(kind: str, request: LaunchRequest) -> str:
         if kind not in kinds and getattr(request, name) != getattr(defaults, name):
             raise UsageError(f"a file for {kind} has no place for {option}",
                              hint=f"leave {option} out; {', '.join(kinds)} take it")
+    if kind not in _NAMED_GPUS and ":" in request.gpus:
+        raise UsageError(f"a file for {kind} has no place for the name in --gpus {request.gpus}",
+                         hint=f"--gpus {request.num_gpus}; {' and '.join(_NAMED_GPUS)} take a name")
     writers: dict[str, Callable[[LaunchRequest], str]] = {"slurm": slurm, "k8s": kubernetes, "sky": skypilot,
                                                              "ray": ray_job, "docker": compose}
     return writers[kind](request)
@@ -118,7 +154,7 @@ def text(kind: str, request: LaunchRequest) -> str:
 def slurm(request: LaunchRequest) -> str:
     """A batch file. Slurm sends USR1 before the time limit; a run that was stopped so is queued again."""
     options = {"job-name": request.name, "nodes": request.num_hosts, "ntasks-per-node": request.num_ranks,
-               **({"gpus-per-node": request.num_gpus} if request.num_gpus else {}),
+               **({"gpus-per-node": request.gpus} if request.num_gpus else {}),
                **({"time": request.time_limit} if request.time_limit else {}),
                "signal": f"USR1@{NOTICE_S}", "open-mode": "append", "output": f"{request.name}-%j.out"}
     lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items()), "#SBATCH --requeue", "",
@@ -135,7 +171,7 @@ def kubernetes(request: LaunchRequest) -> str:
         UsageError: a volume's name is none of Kubernetes.
     """
     resources = {"limits": {"nvidia.com/gpu": request.num_gpus}} if request.num_gpus else None
-    words = [word.replace("$(", "$$(") for word in request.resumed]  # Kubernetes puts variables in their place
+    words = [word.replace("$", "$$") for word in request.resumed]  # Kubernetes reads $(NAME), and $$ as one dollar
     trainer = {"image": request.image, "numNodes": request.num_hosts, "numProcPerNode": request.num_ranks,
                "command": words, **({"resourcesPerNode": resources} if resources else {})}
     volumes, mounts = _claims(request)
@@ -184,7 +220,7 @@ def ray_job(request: LaunchRequest) -> str:
     """
     if request.command[0] != "train":
         raise UsageError(f"{request.command[0]} has no --on ray", hint="a RayJob is for train")
-    words = request.resumed if "--on" in request.command else [*request.resumed, "--on", "ray"]
+    words = request.resumed if "--on" in request._options else [*request.resumed, "--on", "ray"]
     volumes, mounts = _claims(request)
 
     def pod(name: str, limits: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,7 +243,14 @@ def compose(request: LaunchRequest) -> str:
     """A file of `docker compose`: a service a host, which meet at the first. One that fails is started again.
 
     The hosts are containers of one machine, so a GPU that one of them has is not for the others.
+
+    Raises:
+        UsageError: a volume is neither Docker's nor a folder.
     """
+    for name in request.volumes:
+        if not _VOLUME.fullmatch(name) and (name[0] not in "./~$" or ":" in name):
+            raise UsageError(f"--volume {name}=... is neither a volume's name nor a folder that Docker can mount",
+                             hint="--volume runs=/runs, or --volume ./runs=/runs; Docker splits words at ':'")
     hosts = [f"host-{index}" for index in range(request.num_hosts)]
     mounts = [f"{name}:{path}" for name, path in request.volumes.items()]
     services = {name: {
@@ -219,7 +262,7 @@ def compose(request: LaunchRequest) -> str:
         **(_gpus_of_host(index, request.num_gpus) if request.num_gpus else {}),
         "shm_size": "1gb", "init": True, "restart": "on-failure", "stop_grace_period": f"{NOTICE_S}s"}
         for index, name in enumerate(hosts)}
-    named = [name for name in request.volumes if re.fullmatch(r"[a-zA-Z0-9][\w-]*", name)]  # else a folder
+    named = [name for name in request.volumes if _VOLUME.fullmatch(name)]  # else a folder
     return _yaml({"name": request.name, "services": services,
                   **({"volumes": {name: {} for name in named}} if named else {})})
 
