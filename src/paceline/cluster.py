@@ -29,6 +29,7 @@ DeviceKind = Literal["cpu", "cuda"]
 UNKNOWN_LINK = "pcie3"  # between GPUs of which nobody says how they are wired
 FREE_STEP_BYTES = 256 * 2**20  # in which a GPU's free memory is counted
 
+HOSTS_HERE = "PACELINE_HOSTS_HERE"  # how many hosts of a run are containers of this machine
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -407,9 +408,15 @@ def usable_cores() -> int:
 
 
 def threads_of_a_rank(num_ranks: int) -> int:
-    """With which each of so many CPU ranks of this machine computes: its share of the cores, or OMP_NUM_THREADS."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdecimal() and int(asked) > 0 else max(1, usable_cores() // num_ranks)
+    """With which each of so many CPU ranks of this machine computes: its share of the cores, or OMP_NUM_THREADS.
+
+    Where a run's hosts are containers of one machine, `paceline launch docker` tells each one how many they are: each
+    sees all cores.
+    """
+    asked, hosts = (os.environ.get(name, "") for name in ("OMP_NUM_THREADS", HOSTS_HERE))
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    return max(1, usable_cores() // (num_ranks * (max(1, int(hosts)) if hosts.isdecimal() else 1)))
 
 
 def usable_memory_bytes() -> int:

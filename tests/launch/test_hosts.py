@@ -80,6 +80,19 @@ def test_the_code_of_a_host_is_that_of_the_culprit(of_ranks: list[int], expected
     assert exit_code(of_ranks) == expected
 
 
+def test_a_signal_after_the_ranks_have_ended_keeps_the_code():
+    """While Python ends, SIGTERM would kill the agent: a cluster that stops all hosts signals one after the other."""
+    ended = """if True:
+        import os, signal, sys
+        from paceline.launch import agent
+        def stopped(arguments): raise agent.SignalException("", signal.SIGTERM)
+        agent.run.main = stopped
+        code = agent.main([])
+        os.kill(os.getpid(), signal.SIGTERM)
+        sys.exit(code)"""
+    assert subprocess.run([sys.executable, "-c", ended], timeout=100).returncode == 5
+
+
 def of_kubeflow(index: int, port: int) -> dict[str, str]:
     return {"PET_NNODES": "2", "PET_NODE_RANK": str(index), "PET_NPROC_PER_NODE": "1",
             "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}

@@ -90,7 +90,8 @@ def test_docker():
     first, second = file["services"]["host-0"], file["services"]["host-1"]
     assert (first["image"], first["command"]) == ("p:1", ["paceline", *TRAIN, "--resume"])
     assert second["environment"] == {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "8",
-                                     "PET_MASTER_ADDR": "host-0", "PET_MASTER_PORT": "29500"}
+                                     "PET_MASTER_ADDR": "host-0", "PET_MASTER_PORT": "29500",
+                                     "PACELINE_HOSTS_HERE": "2"}
     assert host(second["environment"]).index == 1  # type: ignore[union-attr]
     assert first["volumes"] == ["runs:/runs", "./jobs:/job"] and file["volumes"] == {"runs": {}}
     [devices] = second["deploy"]["resources"]["reservations"]["devices"]
@@ -180,9 +181,10 @@ def test_the_command_line_writes_it(tmp_path: Path):
 def test_a_file_has_all_letters_in_any_locale(tmp_path: Path):
     """Also where Python would write ASCII. Quotes and blanks of a path reach the shell as they are."""
     file, job = tmp_path / """it's "x".sh""", """it's "Jöb".py"""
-    command = [sys.executable, "-m", "paceline", "launch", "slurm", "--write", str(file), "--", "train", job, "--run", "/r"]
+    paceline = [sys.executable, "-m", "paceline"]
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    result = subprocess.run(command, env=ascii_only, capture_output=True, text=True)
+    result = subprocess.run([*paceline, "launch", "slurm", "--write", str(file), "--", "train", job, "--run", "/r"],
+                            env=ascii_only, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     [srun] = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("srun")]
     assert job in shlex.split(srun)

@@ -115,9 +115,12 @@ def test_operators_have_as_many_threads_as_ranks_will(monkeypatch):
     monkeypatch.setattr(cluster, "usable_cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     shares = [OperatorTimes(num_ranks).threads for num_ranks in (1, 2, 8)]
+    monkeypatch.setenv("PACELINE_HOSTS_HERE", "2")  # containers of this machine, each of which sees all cores
+    of_two = [OperatorTimes(num_ranks).threads for num_ranks in (1, 2, 8)]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    assert shares == [4, 2, 1] and [OperatorTimes(num_ranks).threads for num_ranks in (1, 2, 8)] == [1, 1, 1]
+    assert (shares, of_two) == ([4, 2, 1], [2, 1, 1])
+    assert [OperatorTimes(num_ranks).threads for num_ranks in (1, 2, 8)] == [1, 1, 1]
 
 
 def test_timed_operators_count_and_others_are_priced_by_what_they_move():

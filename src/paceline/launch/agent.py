@@ -6,6 +6,7 @@ whatever its ranks ended with. A cluster's scheduler starts a run again by that 
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -17,14 +18,20 @@ from paceline.errors import PeerLost, Preempted
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the agent until its ranks have ended; the command's exit code."""
+    """Run the agent until its ranks have ended; the command's exit code.
+
+    SIGTERM changes nothing from then on. While Python ends it would kill the process, with 143 in place of the code: a
+    cluster that stops all hosts stops each one a moment after the first host's signal has ended the ranks of all.
+    """
     try:
         run.main(list(arguments))
+        code = 0
     except ChildFailedError as error:
-        return exit_code(failure.exitcode for failure in error.failures.values())
+        code = exit_code(failure.exitcode for failure in error.failures.values())
     except SignalException:  # passed on to the ranks, which save
-        return Preempted.exit_code
-    return 0
+        code = Preempted.exit_code
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return code
 
 
 def exit_code(of_ranks: Iterable[int]) -> int:

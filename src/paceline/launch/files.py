@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.cluster import HOSTS_HERE
 from paceline.errors import PeerLost, Preempted, UsageError
 from paceline.plans import Plan
 
@@ -257,7 +258,8 @@ def compose(request: LaunchRequest) -> str:
         "image": request.image, "command": [word.replace("$", "$$") for word in request.resumed], "hostname": name,
         "environment": {"PET_NNODES": str(request.num_hosts), "PET_NODE_RANK": str(index),
                         "PET_NPROC_PER_NODE": str(request.num_ranks), "PET_MASTER_ADDR": hosts[0],
-                        "PET_MASTER_PORT": str(PORT)},
+                        "PET_MASTER_PORT": str(PORT),
+                        **({HOSTS_HERE: str(request.num_hosts)} if request.num_hosts > 1 else {})},
         **({"volumes": list(mounts)} if mounts else {}),
         **(_gpus_of_host(index, request.num_gpus) if request.num_gpus else {}),
         "shm_size": "1gb", "init": True, "restart": "on-failure", "stop_grace_period": f"{NOTICE_S}s"}
