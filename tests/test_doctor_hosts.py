@@ -65,6 +65,37 @@ def test_three_hosts_of_this_machine():
     assert {each.status for each in found[0]} <= {"ok", "warn"}  # a link of a busy machine may look slow
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("second", "message"), [
+    ((1, 2), "another host is host 1 too"), ((1, 3), "of 3 hosts and another one of 2")])
+def test_hosts_that_were_told_what_contradicts_itself(second: tuple[int, int], message: str):
+    """A number that two hosts have, as where a command was copied, and different numbers of hosts."""
+    import torch.distributed as dist
+
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+    store.set("number of hosts", "2")
+    store.add("hosts 1", 1)
+    with pytest.raises((ClusterError, PeerLost), match=message):
+        examine_hosts(HostPlace(*second, "127.0.0.1", port), timeout_s=0.5)
+
+
+@pytest.mark.timeout(60)
+def test_a_first_host_that_leaves_is_named(monkeypatch: pytest.MonkeyPatch):
+    """As a host that is lost, and not as a fault of this program."""
+    import torch.distributed as dist
+
+    def leave(*_: object) -> bool:
+        raise dist.DistNetworkError("Broken pipe")
+
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(dist.TCPStore, "check", leave)
+    with pytest.raises(PeerLost, match="host 0, where hosts meet, is gone: Broken pipe"):
+        examine_hosts(HostPlace(1, 2, "127.0.0.1", port), timeout_s=0.5)
+    del store
+
+
 def test_a_host_that_does_not_come_is_named():
     with pytest.raises(PeerLost, match=r"nothing was heard of host 1 for 0\.2 s"):
         examine_hosts(HostPlace(0, 2, "127.0.0.1", free_port()), timeout_s=0.2)

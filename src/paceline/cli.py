@@ -430,6 +430,7 @@ def doctor(
         from paceline.doctor import describe, examine
 
         if hosts:
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch else prints stacks of what findings say
             from paceline.doctor_hosts import examine_hosts, place_here
 
             findings = examine_hosts(place_here(), timeout_s=patience)

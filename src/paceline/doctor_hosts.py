@@ -96,8 +96,11 @@ def examine_hosts(place: HostPlace, *, timeout_s: float) -> list[Finding]:
     """Meet the other hosts, measure, and find what is wrong; of hosts but the first, only what this one sees.
 
     Raises:
-        PeerLost: hosts did not come, with which ones.
+        PeerLost: hosts did not come, with which ones, or the first one is gone.
+        ClusterError: another host has the same number, or was told another number of hosts.
     """
+    import torch.distributed as dist
+
     meets_at = _looked_up(place.address)
     if meets_at is None:
         return [Finding("name lookup", "bad",
@@ -108,7 +111,26 @@ def examine_hosts(place: HostPlace, *, timeout_s: float) -> list[Finding]:
         return [Finding("meeting place", "bad", f"host {place.index} can't use {place.address}:{place.port}: {store}",
                         "is a firewall between them, or the port in use? the first host must be the one at this "
                         "address")]
-    return _examined(place, store, meets_at, timeout_s)
+    try:
+        _enter(place, store)
+        return _examined(place, store, meets_at, timeout_s)
+    except dist.DistError as error:
+        raise PeerLost(f"host 0, where hosts meet, is gone: {str(error).partition(chr(10))[0]}",
+                       hint="what it printed says why; then start the command on every host") from None
+
+
+def _enter(place: HostPlace, store: Any) -> None:
+    """
+    Raises:
+        ClusterError: the host's place contradicts what a host said before.
+    """
+    others = int(store.compare_set("number of hosts", "", str(place.num_hosts)))
+    if others != place.num_hosts:
+        raise ClusterError(f"host {place.index} was told of {place.num_hosts} hosts and another one of {others}",
+                           hint="the launcher's number of hosts (PET_NNODES) is the same on each host")
+    if store.add(f"hosts {place.index}", 1) > 1:
+        raise ClusterError(f"another host is host {place.index} too",
+                           hint="each host has a number of its own (PET_NODE_RANK), from 0")
 
 
 def _store(place: HostPlace, timeout_s: float) -> Any:
