@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline import doctor_hosts
 from paceline.doctor_hosts import (
     HostPlace,
     HostReport,
@@ -101,13 +102,14 @@ def test_a_host_that_does_not_come_is_named():
         examine_hosts(HostPlace(0, 2, "127.0.0.1", free_port()), timeout_s=0.2)
 
 
-@pytest.mark.timeout(60)
-def test_what_has_no_address_and_what_does_not_answer():
+@pytest.mark.timeout(90)
+def test_what_has_no_address_and_what_does_not_answer(monkeypatch: pytest.MonkeyPatch):
     """Told with what to do."""
     [finding] = examine_hosts(HostPlace(1, 2, "nowhere.invalid", 1), timeout_s=1)
     assert (finding.name, finding.status) == ("name lookup", "bad")
     [finding] = examine_hosts(HostPlace(1, 2, "127.0.0.1", free_port()), timeout_s=0.5)
     assert (finding.name, finding.status) == ("meeting place", "bad")
+    monkeypatch.setattr(doctor_hosts, "GIVE_UP_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         [finding] = examine_hosts(HostPlace(1, 2, "127.0.0.1", silent.getsockname()[1]), timeout_s=0.5)
     assert (finding.name, finding.status) == ("meeting place", "bad") and "doesn't answer" in finding.detail
@@ -116,12 +118,10 @@ def test_what_has_no_address_and_what_does_not_answer():
 
 def test_a_stranger_is_sent_nothing_back():
     """A connection without the token is closed."""
-    from paceline.doctor_hosts import _answer
-
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(b"x" * 16)
-        _answer(theirs, b"y" * 16)
+        doctor_hosts._answer(theirs, b"y" * 16)
         theirs.close()
         assert ours.recv(10) == b""
 

@@ -14,7 +14,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -25,6 +25,7 @@ from paceline.doctor import Finding
 from paceline.errors import ClusterError, PeerLost
 from paceline.launch import environment, hosts
 from paceline.launch.environment import address_towards, interface_towards
+from paceline.launch.fork import in_a_fork
 
 PINGS = 20  # of which the median counts
 SEND_S = 0.4  # how long a host sends as fast as it can to another
@@ -32,6 +33,7 @@ SEND_MOST_BYTES = 256 * 2**20
 CHUNK_BYTES = 2**20
 CONNECT_S = 5.0
 SLOW_PART = 0.5  # of the median pair's bandwidth; a pair below it is told: a ring goes at the pace of its slowest link
+GIVE_UP_S = 15.0  # after the time that torch was given: an error of torch's takes seconds on a busy machine
 _TOKEN_BYTES = 16
 
 
@@ -134,25 +136,39 @@ def _enter(place: HostPlace, store: Any) -> None:
 
 
 def _store(place: HostPlace, timeout_s: float) -> Any:
-    """The store where hosts meet; as text, why it can't be used.
-
-    torch waits without end for another program that takes the connection and says nothing, so a thread waits for torch.
-    """
+    """The store where hosts meet; as text, why it can't be used."""
     import torch.distributed as dist
 
-    answer: list[Any] = []
+    def meet(address: str, is_first: bool = False) -> Any:
+        return dist.TCPStore(address, place.port, place.num_hosts, is_master=is_first,
+                             timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
-    def meet() -> None:
+    try:
+        kept = meet("127.0.0.1", is_first=True) if place.index == 0 else None  # it listens on all addresses
+        return _refusal(meet, place.address, timeout_s) or kept or meet(place.address)
+    except dist.DistError as error:
+        return str(error).partition("\n")[0]
+
+
+def _refusal(meet: Callable[[str], Any], address: str, timeout_s: float) -> str | None:
+    """Why no store answers at the address, if so.
+
+    torch waits without end for another program that takes the connection and says nothing, so a fork tries. It also
+    keeps torch's stacks for itself.
+    """
+    def attempt() -> str | None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
-            answer.append(dist.TCPStore(place.address, place.port, place.num_hosts, is_master=place.index == 0,
-                                        timeout=timedelta(seconds=timeout_s), wait_for_workers=False))
-        except dist.DistError as error:
-            answer.append(str(error).partition("\n")[0])
+            meet(address)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return None
 
-    waiter = threading.Thread(target=meet, daemon=True)
-    waiter.start()
-    waiter.join(timeout_s + CONNECT_S)
-    return answer[0] if answer else "what listens there takes the connection and doesn't answer as a store"
+    try:
+        refusal: str | None = in_a_fork(attempt, timeout_s=timeout_s + GIVE_UP_S)
+    except RuntimeError:
+        return "what listens there takes the connection and doesn't answer as a store"
+    return refusal
 
 
 def _examined(place: HostPlace, store: Any, meets_at: str, timeout_s: float) -> list[Finding]:
