@@ -35,6 +35,7 @@ class LazyPieces:
         Raises:
             PlanError: the model can't be cut.
         """
+        from paceline.profile.blocks import NotStoodFor
         from paceline.strategies.stages.layers import layered
 
         split = self._captured(each=False)
@@ -43,6 +44,9 @@ class LazyPieces:
         if self._layers is None:
             try:
                 self._layers = layered(split)
+            except NotStoodFor:
+                self._leave_nothing_out()
+                return self.layers()
             except Exception as error:  # a model may do anything when it runs with other samples
                 raise PlanError(f"what the model's pieces cost is not known: {error}") from error
         return self._layers
@@ -72,7 +76,7 @@ class LazyPieces:
         """How many there are; 0 if the model can't be cut. each: whether each block is captured, though it is like
         another one."""
         split = self._captured(each=each)
-        return 0 if split is None else len(split.example.pieces)
+        return 0 if split is None else len(split.pieces)
 
     @property
     def problem(self) -> str:
@@ -80,11 +84,21 @@ class LazyPieces:
         return self._problem
 
     def _captured(self, *, each: bool = True) -> SplitJob | None:
+        from paceline.profile.blocks import NotStoodFor
         from paceline.strategies.stages.price import SplitJob
 
         if each not in self._splits and not self._problem:
             try:
                 self._splits[each] = SplitJob(self.job, self.profile, each=each, built=self.built)
+            except NotStoodFor:
+                self._leave_nothing_out()
+                return self._captured(each=each)
             except Exception as error:  # a model may do anything when it is captured
                 self._problem = str(error).partition("\n")[0] or type(error).__name__
         return self._splits.get(each)
+
+    def _leave_nothing_out(self) -> None:
+        """A capture was not that of a chain, as the forward before was."""
+        if self.built is not None:
+            self.built.chains = ()
+        self._splits.pop(False, None)

@@ -117,7 +117,7 @@ def _is_same(one: Any, place: int, other: Any, other_place: int, depth: int = 0)
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class BlockInputs:
     """What a block was called with, apart from values."""
 
     spec: TreeSpec
@@ -125,7 +125,7 @@ class _Inputs:
     modes: tuple[Any, ...]
 
     @classmethod
-    def of(cls, given: Any) -> _Inputs:
+    def of(cls, given: Any) -> BlockInputs:
         leaves, spec = tree_flatten(given)
         seen: dict[int, int] = {}
         described = tuple(
@@ -134,7 +134,7 @@ class _Inputs:
             for number, leaf in enumerate(leaves))
         return cls(spec, described, (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
 
-    def is_like(self, other: _Inputs) -> bool:
+    def is_like(self, other: BlockInputs) -> bool:
         return (self.modes == other.modes and self.spec == other.spec
                 and all(one is theirs or (type(one) is type(theirs) and isinstance(one, (*_SCALARS, tuple))
                                           and one == theirs)
@@ -161,7 +161,7 @@ class Run:
     """
 
     module: nn.Module
-    inputs: _Inputs
+    inputs: BlockInputs
     segment: int
     made: tuple[Any, ...] | None
     spec: TreeSpec
@@ -171,6 +171,10 @@ class Run:
 
 class CalledAgain(RuntimeError):
     """A block that others are like is called more than once in a step: none of its calls stands for a whole block."""
+
+
+class NotStoodFor(RuntimeError):
+    """A block was traced that others which were left out of the model should be like."""
 
 
 @dataclass
@@ -217,6 +221,16 @@ class Repeats:
         """Units that are like an earlier one: they are stood for, if they are called alike too."""
         return [name for name, first in self._first_of.items() if first != name]
 
+    def stand_for(self, units: Mapping[str, str]) -> None:
+        """Count units as stood in for that were left out of the model. units: for each one that was stood in for.
+
+        Raises:
+            NotStoodFor: that one was traced.
+        """
+        if traced := [unit for unit in units.values() if unit not in self.members]:
+            raise NotStoodFor(traced[0])
+        self.members |= {unit: self.members[other] for unit, other in units.items()}
+
     def alike(self, name: str) -> list[str]:
         """Units of the same kind."""
         return [other for other, first in self._first_of.items() if first == self._first_of[name]]
@@ -254,7 +268,7 @@ class Repeats:
                     raise CalledAgain(name)
                 return forward(*args, **kwargs)
             self._called.add(name)
-            inputs, runs = _Inputs.of((args, kwargs)), self._runs.setdefault(first, [])
+            inputs, runs = BlockInputs.of((args, kwargs)), self._runs.setdefault(first, [])
             for run in runs:
                 if run.module is not unit and run.made is not None and run.inputs.is_like(inputs):
                     self.of[self.segment()] = run.segment
@@ -277,7 +291,7 @@ def _attributes(unit: nn.Module) -> list[tuple[str, int]]:
             if name not in _OF_TORCH]
 
 
-def _traced(unit: nn.Module, inputs: _Inputs, segment: int, given: Sequence[Any], returned: Any, *,
+def _traced(unit: nn.Module, inputs: BlockInputs, segment: int, given: Sequence[Any], returned: Any, *,
             is_alone: bool) -> Run:
     """is_alone: whether others that are called so may do something else, or something is known of it alone."""
     leaves, spec = tree_flatten(returned)

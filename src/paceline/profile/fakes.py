@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.capture.state import Bindings
+from paceline.profile.chains import Chain, find_chains, shortened
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
 class FakeModel:
     """A model on fake tensors, built when it is first asked for, and left as it was by everybody who borrows it.
 
-    mode: of its tensors. assumes: whether values that it asks for are made up.
+    mode: of its tensors. assumes: whether values that it asks for are made up. chains: of its blocks, once somebody has
+        looked; None before.
     """
 
     def __init__(self, build: Callable[[], nn.Module], *, assumes: bool = False) -> None:
         self._build, self._assumes = build, assumes
+        self.chains: tuple[Chain, ...] | None = None
 
     @cached_property
     def mode(self) -> FakeTensorMode:
@@ -37,22 +40,46 @@ class FakeModel:
         with self._entered():
             return self._build()
 
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those of blocks that are left out, too."""
+        return dict(self.model.named_parameters())
+
+    def look_for_chains(self, units_of: Callable[[nn.Module], Mapping[str, nn.Module]],
+                        run: Callable[[nn.Module], None]) -> None:
+        """Once. See `find_chains`."""
+        if self.chains is not None:
+            return
+        self.chains, _ = (), self.parameters
+        try:
+            with self.lent() as model:
+                self.chains = find_chains(model, units_of, lambda: run(model))
+        except Exception:  # a model may do anything, and then all of it is traced
+            self.chains = ()
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """While this is entered, blocks that others in a chain stand for are left out."""
+        with shortened(self.model, self.chains or ()):
+            yield
+
     @contextmanager
     def lent(self) -> Iterator[nn.Module]:
-        """In its mode. Gradients, hooks, attributes and all that modules hold are put back at the end."""
-        model = self.model
-        bindings, parameters = Bindings(model, besides=frozenset()), list(model.parameters())
-        hooks = [dict(p._post_accumulate_grad_hooks or {}) for p in parameters]
-        try:
-            with self._entered():
-                yield model
-        finally:
-            bindings.restore()
-            for p, before in zip(parameters, hooks, strict=True):
-                p.grad = None
-                after = p._post_accumulate_grad_hooks
-                for key in [key for key in after or () if key not in before]:
-                    del after[key]
+        """Shortened and in its mode. Gradients, hooks, attributes and all that modules hold are put back at the end."""
+        with self.shortened():
+            model = self.model
+            bindings, parameters = Bindings(model, besides=frozenset()), list(model.parameters())
+            hooks = [dict(p._post_accumulate_grad_hooks or {}) for p in parameters]
+            try:
+                with self._entered():
+                    yield model
+            finally:
+                bindings.restore()
+                for p, before in zip(parameters, hooks, strict=True):
+                    p.grad = None
+                    after = p._post_accumulate_grad_hooks
+                    for key in [key for key in after or () if key not in before]:
+                        del after[key]
 
     @contextmanager
     def symbolic(self) -> Iterator[None]:

@@ -108,6 +108,15 @@ class WorkRecorder(TorchDispatchMode):
         self.place = place
         self._log.append((place, -1, 0))  # a place where no memory comes or goes has levels too
 
+    @property
+    def touched_bytes(self) -> float:
+        """By all operators until now."""
+        return self._distances.touched
+
+    def pass_over(self, num_bytes: float) -> None:
+        """Count what blocks would touch here that are left out of the model."""
+        self._distances.touched += num_bytes
+
     def complete_gradient(self, name: str, gradient: torch.Tensor | None) -> None:
         """A parameter's gradient is made: it belongs to the segment whose backward is running."""
         self.gradients[self.place.segment].append(name)
@@ -204,7 +213,7 @@ class Distances:
     """What is touched between two uses of a tensor: how far away it is when an operator asks for it."""
 
     def __init__(self) -> None:
-        self._touched = 0.0
+        self.touched = 0.0
         self._last: dict[int, tuple[float, Direction]] = {}
 
     def forget(self, made: Iterable[torch.Tensor]) -> None:
@@ -215,9 +224,9 @@ class Distances:
     def touch(self, place: StepPosition, tensors: Iterable[torch.Tensor]) -> None:
         """In one operator."""
         for t in tensors:
-            self._touched += _num_bytes(t)
+            self.touched += _num_bytes(t)
         for t in tensors:
-            self._last[t.untyped_storage()._cdata] = self._touched, place.direction
+            self._last[t.untyped_storage()._cdata] = self.touched, place.direction
 
     def call(self, place: StepPosition, func: Any, args: Any, kwargs: Any, flops: float,
              num_bytes: float) -> OperatorCall:
@@ -239,7 +248,7 @@ class Distances:
             touched, direction = self._last.get(value.untyped_storage()._cdata, (0.0, None))
             return Operand(tuple(map(int, value.shape)), tuple(map(int, value.stride())),
                            str(value.dtype).removeprefix("torch."),
-                           self._touched - touched if direction == place.direction else None)
+                           self.touched - touched if direction == place.direction else None)
         if isinstance(value, tuple | list):
             return tuple(self._noted(one, place) for one in value)
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):

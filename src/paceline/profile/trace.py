@@ -27,8 +27,9 @@ from paceline.job.batches import collated, mapped
 from paceline.job.foreign_fields import model_hint
 from paceline.launch.fork import cuda_left_alone, in_a_fork
 from paceline.profile.attention import SparedBySelective
-from paceline.profile.blocks import CalledAgain, Repeats, unit_of
+from paceline.profile.blocks import CalledAgain, NotStoodFor, Repeats, unit_of
 from paceline.profile.calls import NO_CALLS, OperatorCall, OperatorCalls
+from paceline.profile.chains import Chain, left_out
 from paceline.profile.fakes import FakeModel, convertible
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.profile.recorder import Levels, SparedScores, StepPosition, Tallied, WorkRecorder, follow
@@ -139,8 +140,9 @@ def _tried(how: str, profile: Callable[[], Profile], notes: list[str]) -> Profil
 class _Run:
     """One traced step.
 
-    pieces: of each segment. repeats: blocks that were not run, as others are like them. state_bytes: None if the
-    optimizer could not be run, or was not. spared: by recompute=selective.
+    pieces: of each segment. course: numbers of segments in the order in which the whole model has them, with their
+    pieces: of blocks that were left out, those of others. repeats: blocks that were not run, as others are like them.
+    state_bytes: None if the optimizer could not be run, or was not. spared: by recompute=selective.
     """
 
     samples: int
@@ -148,6 +150,7 @@ class _Run:
     model: nn.Module
     units: tuple[str, ...]
     pieces: list[str]
+    course: list[tuple[int, str]]
     recorder: WorkRecorder
     repeats: Repeats
     state_bytes: dict[str, int] | None
@@ -160,10 +163,24 @@ def _profile_of_fakes(job: Job, items: list[Any], built: FakeModel, like: Profil
         return _fit(_fake_runs(job, items, built, each=each, updates=like is None), (),
                     cast_parameters(job, built=built, each=each), like)
 
+    def look(model: nn.Module) -> None:
+        inputs, target = _on_fakes(built, job, items)
+        model.train()
+        with without_cache(model), autocast(job):
+            job.criterion(_call(model, inputs), target)
+
+    built.look_for_chains(find_units, look)
     try:
         return found(each=False)
-    except CalledAgain:
+    except (CalledAgain, NotStoodFor):
+        built.chains = ()
         return found(each=True)
+
+
+def _on_fakes(built: FakeModel, job: Job, items: list[Any]) -> Any:
+    """Samples as a batch."""
+    return mapped(lambda t: built.mode.from_tensor(t) if isinstance(t, torch.Tensor) else t,
+                  collated(items, job.collate))
 
 
 def _fake_runs(job: Job, items: list[Any], built: FakeModel, *, updates: bool = True,
@@ -171,9 +188,8 @@ def _fake_runs(job: Job, items: list[Any], built: FakeModel, *, updates: bool = 
     """updates: whether the first run has an update. each: whether each block is run, though it is like another one."""
     def run(factor: int, *, updates: bool) -> _Run:
         with built.lent() as model:
-            batch = mapped(lambda t: built.mode.from_tensor(t) if isinstance(t, torch.Tensor) else t,
-                           collated(items, job.collate))
-            return _trace(job, model, batch, samples=len(items) * factor, factor=factor, each=each, updates=updates)
+            return _trace(job, model, _on_fakes(built, job, items), samples=len(items) * factor, factor=factor,
+                          whole=built if not each else None, updates=updates)
 
     return run(1, updates=updates), run(max(2, -(-job.batch // len(items))), updates=False)
 
@@ -212,7 +228,10 @@ def cast_parameters(job: Job, device: torch.device = _CPU, *, built: FakeModel |
                     return job.criterion(_call(model, inputs), target)
 
             cast_names = cast_alone(model, loss, getattr(torch, AUTOCAST[job.precision]))
-            return frozenset(name for name, _ in model.named_parameters() if repeats.traced(name) in cast_names)
+            repeats.stand_for(left_out(built.chains or ()))
+            return frozenset(name for name in built.parameters if repeats.traced(name) in cast_names)
+    except NotStoodFor:
+        raise
     except Exception:
         return frozenset()
 
@@ -296,9 +315,9 @@ def _build_fake(job: Job) -> nn.Module:
 
 
 def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, factor: int, updates: bool = False,
-           device: torch.device = _CPU, each: bool = True) -> _Run:
+           device: torch.device = _CPU, whole: FakeModel | None = None) -> _Run:
     """One step of the model with `factor` copies of the batch. updates: whether the update, too, which is the same for
-    any number of samples. each: see `_fake_runs`."""
+    any number of samples. whole: of which one block of each kind is run; None runs each."""
     def taken(value: Any) -> Any:
         made = as_the_job_takes(value, job, samples, factor)
         return made.to(device) if isinstance(made, torch.Tensor) and device.type != "cpu" else made
@@ -307,30 +326,89 @@ def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, 
     units = find_units(model)
     recorder = WorkRecorder()
     model.train()
-    repeats = Repeats({} if each else units, lambda: recorder.place.segment)
+    repeats = Repeats(units if whole else {}, lambda: recorder.place.segment)
+    chains = whole.chains or () if whole else ()
     pieces = follow(recorder, {**units, **_outer_pieces(model, units)}, model)
+    _pass_over_left_out(recorder, model, chains)
     recorder.ignore([*model.parameters(), *model.buffers(), *tree_leaves((inputs, target))])
     spared = SparedBySelective(lambda: recorder.place)
     with recorder, repeats.standing_in():
         with without_cache(model), autocast(job, device.type), spared:
             loss = job.criterion(_call(model, inputs), target)
+        repeats.stand_for(left_out(chains))
         loss = loss[0] if isinstance(loss, tuple | list) else loss
         recorder.move_to(StepPosition(len(pieces) - 1, "backward"))
         loss.backward()
-        state_bytes = _trace_update(job, model, recorder, repeats) if updates else None
+        named = whole.parameters.items() if whole else model.named_parameters()
+        state_bytes = _trace_update(job, [(name, p) for name, p in named if p.requires_grad], recorder,
+                                    repeats) if updates else None
     batch_tensors = {id(leaf): leaf for leaf in tree_leaves((inputs, target)) if isinstance(leaf, torch.Tensor)}
     batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in batch_tensors.values())
-    return _Run(samples, batch_bytes, model, tuple(units), pieces, recorder, repeats, state_bytes, spared.spared)
+    return _Run(samples, batch_bytes, model, (*units, *left_out(chains)), pieces, _course(pieces, chains), recorder,
+                repeats, state_bytes, spared.spared)
 
 
-def _trace_update(job: Job, model: nn.Module, recorder: WorkRecorder, repeats: Repeats) -> dict[str, int] | None:
-    """Clip and step. The first step makes the optimizer's state, the second one is counted: of the blocks that were
-    run, and then once more with one more block of each kind, each in a place of its own.
+def _pass_over_left_out(recorder: WorkRecorder, model: nn.Module, chains: Sequence[Chain]) -> None:
+    """Let the distance between two uses of a tensor, one before a chain and one after it, be that of the whole model:
+    what a period touches is touched once more for each one that is left out, between two blocks that are not run."""
+    for chain in chains:
+        marks: dict[str, float] = {}
+        times = (chain.total - chain.kept) // chain.period
+
+        def mark(way: str, marks: dict[str, float] = marks) -> None:
+            marks[way] = recorder.touched_bytes
+
+        def repeat(way: str, marks: dict[str, float] = marks, times: int = times) -> None:
+            recorder.pass_over(times * (recorder.touched_bytes - marks[way]))
+
+        first, middle, last = (model.get_submodule(chain.unit(chain.kept - 1 - periods * chain.period))
+                               for periods in (2, 1, 0))
+        first.register_forward_hook(_at_output(ahead=mark))
+        middle.register_forward_hook(_at_output(ahead=repeat, back=repeat))
+        last.register_forward_hook(_at_output(back=mark))
+
+
+def _at_output(ahead: Callable[[str], None] | None = None, back: Callable[[str], None] | None = None) -> Any:
+    """A hook that tells when a module's output is made, and when its gradient is."""
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if ahead is not None:
+            ahead("forward")
+        for tensor in [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad][:1]:
+            if back is not None:
+                tensor.register_hook(lambda gradient: back("backward"))
+    return hook
+
+
+def _course(pieces: Sequence[str], chains: Sequence[Chain]) -> list[tuple[int, str]]:
+    """See `_Run.course`. Blocks that are left out come in the middle of a chain: its last blocks stay what they are,
+    under the names of the last ones of all."""
+    course = list(enumerate(pieces))
+    for chain in chains:
+        begin, middle, end = (max(place for place, (_, piece) in enumerate(course) if piece == chain.unit(number - 1))
+                              for number in (chain.kept - 2 * chain.period, chain.kept - chain.period, chain.kept))
+        names = {chain.unit(number): number for number in range(chain.kept)}
+        left_out = chain.total - chain.kept
+
+        def later(part: list[tuple[int, str]], by: int, names: dict[str, int] = names,
+                  chain: Chain = chain) -> list[tuple[int, str]]:
+            return [(number, chain.unit(names[piece] + by) if piece in names else piece) for number, piece in part]
+
+        period = course[begin + 1:middle + 1]
+        course[middle + 1:end + 1] = [
+            *(entry for more in range(chain.period, left_out + 1, chain.period) for entry in later(period, more)),
+            *later(course[middle + 1:end + 1], left_out)]
+    return course
+
+
+def _trace_update(job: Job, named: list[tuple[str, nn.Parameter]], recorder: WorkRecorder,
+                  repeats: Repeats) -> dict[str, int] | None:
+    """Clip and step the parameters that are trained. The first step makes the optimizer's state, the second one is
+    counted: of the blocks that were run, and then once more with one more block of each kind, each in a place of its
+    own.
 
     Returns:
         Bytes of state by parameter name; None if the optimizer can't be run.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     recorder.move_to(StepPosition(-1, "update"))  # the first, which is not counted
     try:
         optimizer = job.optimizer(named)
@@ -430,7 +508,7 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
         return Segment.through(one, other, samples=samples)
 
     segments = (replace(segment(first.repeats.of.get(number, number)), unit=piece if piece in first.units else "",
-                        gradients=_gradients(first, number)) for number, piece in enumerate(first.pieces))
+                        gradients=_gradients(first, number, piece)) for number, piece in first.course)
     return Profile(
         parameters=_parameters(first.model, first.units, state_bytes, cast),
         segments=tuple(s for s in segments if s != Segment()),
@@ -443,13 +521,13 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
     )
 
 
-def _gradients(run: _Run, number: int) -> tuple[str, ...]:
+def _gradients(run: _Run, number: int, unit: str) -> tuple[str, ...]:
     """Names of parameters whose gradients a segment completes; of a block that was not run as of the one that was."""
     names = run.recorder.gradients[number]
     traced = run.repeats.of.get(number, number)
     if traced == number:
         return tuple(names)
-    unit, other = run.pieces[number], run.pieces[traced]
+    other = run.pieces[traced]
     return (*names, *(f"{unit}{name.removeprefix(other)}" for name in run.recorder.gradients[traced]
                     if name.startswith(f"{other}.")))
 
@@ -458,8 +536,7 @@ def _step_bytes(side: _Side, state_bytes: Mapping[str, int] | None) -> float:
     """That a step touches: what lies between two uses of a tensor in different passes."""
     weights = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in side.run.model.parameters())
     state_and_weights = weights if state_bytes is None else weights + sum(state_bytes.values())
-    places = [StepPosition(side.run.repeats.of.get(number, number), "forward")
-              for number in range(len(side.run.pieces))]
+    places = [StepPosition(side.run.repeats.of.get(number, number), "forward") for number, _ in side.run.course]
     return state_and_weights + sum(max(0, side.levels(place).end - side.levels(place).start) for place in places)
 
 

@@ -32,11 +32,11 @@ def layered(split: SplitJob) -> Profile:
         raise ValueError("the model is in other pieces for another number of samples")
     known = {p.name: p for p in split.whole.parameters}
     places = {name: place for place, name in enumerate(known)}  # of a parameter in the model, whichever uses it first
-    units = set(split.whole.units) or {piece.key for piece in small.pieces if piece.parameters}
+    units = set(split.whole.units) or {piece.key for piece in split.pieces if piece.parameters}
     used: set[str] = set()
     segments: list[Segment] = []
     parameters: list[Parameter] = []
-    for piece in small.pieces:
+    for piece in split.pieces:
         unit = piece.key if piece.key in units else ""
         first_used = sorted((known[name] for name in set(piece.parameters) - used), key=lambda p: places[p.name])
         line = _line(first[piece.key], second[piece.key])

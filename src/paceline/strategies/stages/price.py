@@ -19,6 +19,7 @@ from paceline.job import Job
 from paceline.job.batches import collated, mapped
 from paceline.plans import Plan
 from paceline.profile.attention import SparedBySelective
+from paceline.profile.chains import left_out, shortened
 from paceline.profile.fakes import FakeModel
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, TensorCut
 from paceline.profile.recorder import StepPosition, WorkRecorder
@@ -52,22 +53,46 @@ class SplitJob:
 
     Raises:
         JobError: the model can't be captured.
+        NotStoodFor: not without the blocks that `built` leaves out.
         Exception: whatever the model raises on fake tensors; one whose course depends on values can't be priced.
     """
 
     def __init__(self, job: Job, whole: Profile, *, each: bool = True, built: FakeModel | None = None) -> None:
         self.job, self.whole, self.built = job, whole, built or fake_model(job)
-        with kept_generators():
-            self.model = self.built.model
+        self.chains = () if each else self.built.chains or ()
+        self.model = self.built.model
+        self.opaque = OpaqueModules()
+        with kept_generators(), shortened(self.model, self.chains):
             self.model.train()
             self.first_name = first_names(self.model)
-            self.opaque = OpaqueModules() if each else RepeatedBlocks(self.model)
+            if not each:
+                self.opaque = RepeatedBlocks(self.model)
             with autocast(job):
                 capture = capture_or_learn(self.model, lambda samples: _arguments(self._batch(samples)[0]), self.opaque)
-        self.example = renamed(capture, self.first_name)
+            self.example = renamed(capture, self.first_name)
+            self._check_chains()
         self._captures: dict[int, Capture] = {}
         self._splits: dict[tuple[int, int, bool], TensorSplit] = {}
         self._priced: dict[tuple[int, int], dict[str, Segment]] = {}
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Of the whole model, also those of blocks that are left out of captures."""
+        of = {piece.key: piece for piece in self.example.pieces}
+        after = {chain.unit(chain.kept - 1): chain for chain in self.chains}
+        pieces: list[Piece] = []
+        for piece in self.example.pieces:
+            stand_ins = after[piece.key].stand_ins if piece.key in after else {}
+            pieces += [piece, *(_named_as(of[other], unit) for unit, other in stand_ins.items())]
+        return tuple(pieces)
+
+    def _check_chains(self) -> None:
+        """
+        Raises:
+            NotStoodFor: a block was looked into that those that are left out should be like.
+        """
+        if isinstance(self.opaque, RepeatedBlocks):
+            self.opaque.repeats.stand_for(left_out(self.chains))
 
     @cached_property
     def state_factor(self) -> float:
@@ -182,10 +207,12 @@ class SplitJob:
         """The capture for so many samples, and what each piece costs a rank; the loss under its own key."""
         inputs, target = self._batch(samples)
         args, kwargs = _arguments(inputs)
-        with kept_generators(), autocast(self.job):
+        with kept_generators(), shortened(self.model, self.chains), autocast(self.job):
             if samples not in self._captures:
                 self._captures[samples] = self.example if samples == EXAMPLE_SAMPLES else renamed(
                     capture(self.model, args, kwargs, opaque=self.opaque), self.first_name)
+                if samples != EXAMPLE_SAMPLES:
+                    self._check_chains()
             in_parts, key = split.in_parts(self._captures[samples]), (samples, id(split))
             if key not in self._priced:
                 like = self.opaque.repeats.members if isinstance(self.opaque, RepeatedBlocks) else {}
@@ -280,6 +307,12 @@ class SplitJob:
         whole = self.whole
         state_bytes = sum(p.num_bytes + p.gradient_bytes + p.state_bytes for p in whole.parameters)
         return state_bytes + sum(max(0.0, s.kept_bytes.at(samples)) for s in whole.segments)
+
+
+def _named_as(piece: Piece, unit: str) -> Piece:
+    """The piece of a unit that is like the one of another."""
+    return replace(piece, key=unit, path=unit, parameters=tuple(f"{unit}{name.removeprefix(piece.key)}"
+                                                                for name in piece.parameters))
 
 
 def _like(traced: Segment, unit: str) -> Segment:
