@@ -103,6 +103,21 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+@pytest.mark.timeout(120)
+def test_a_server_and_a_worker_that_a_launcher_starts_both_end_well(tmp_path: Path):
+    """Rank 0 of servers alone has the run's figures. The others end with 0 all the same."""
+    job, port = Path(__file__).parents[2] / "examples" / "01_digits.py", str(free_port())
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+              "OMP_NUM_THREADS": "1"}
+    commands = [subprocess.Popen(
+        [sys.executable, "-m", "paceline", "train", str(job), "--set", "width=2", "--steps", "2", "--check", "no",
+         "--plan", "server=1 workers=1", "--run", str(tmp_path / "run"), "--json"], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    first, second = (command.communicate(timeout=100)[0] for command in commands)
+    assert [command.returncode for command in commands] == [0, 0]
+    assert json.loads(first)["steps"] == 2 and second == ""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_signal_to_one_host_ends_both_with_the_code_of_preemption(tmp_path: Path):

@@ -203,7 +203,7 @@ class TrainRequest:
                     _tell_check(checked, asked)
                 figures = sum_up(run_dir, {**figures, "devices": asked.devices,
                                            "check": checked and checked.to_dict()}, priced)
-            result = Result(figures, run_dir, job)
+            result = Result(figures or {}, run_dir, job)  # of servers and their workers rank 0 alone has them
             if controller is not None and launcher.is_first:
                 controller.ended(result)
         return result
