@@ -3,7 +3,10 @@
 A rank is killed by SIGKILL in the middle of a run. The weights at the end are compared bit by bit with those of an
 undisturbed run. Beside it, torchrun starts a hand-written loop again that saves a checkpoint every few steps.
 
-    python -m benchmarks.recovery [--rounds 3] [--plans PLAN...] [--steps 300] [--json]
+    python -m benchmarks.recovery [--rounds 3] [--plans PLAN...] [--steps 300] [--width 128] [--json]
+
+Layers of width 128 make steps of some 10 ms, of which copies in memory are many steps apart. Of width 2048, with a
+state of 1.2 GB, steps take seconds, and ranks leave the state itself.
 """
 
 from __future__ import annotations
@@ -98,10 +101,10 @@ def _digest(model: Path) -> str:
     return hashlib.sha256(model.read_bytes()).hexdigest()
 
 
-def _ours(plan: str, steps: int, undisturbed: dict[str, str]) -> Run:
+def _ours(plan: str, steps: int, width: int, undisturbed: dict[str, str]) -> Run:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         run, whole = Path(folder) / "run", Path(folder) / "whole"
-        words = "train", str(JOB), "--plan", plan, "--set", f"steps={steps}", "--run"
+        words = "train", str(JOB), "--plan", plan, "--set", f"steps={steps}", "--set", f"width={width}", "--run"
         if plan not in undisturbed:
             subprocess.run(paceline(*words, str(whole)), check=True, capture_output=True, cwd=ROOT,
                            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"})
@@ -121,9 +124,9 @@ def _ours(plan: str, steps: int, undisturbed: dict[str, str]) -> Run:
                         if is_comparable else None)
 
 
-def _torchrun(steps: int) -> Run:
+def _torchrun(steps: int, width: int) -> Run:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        words = folder, "--steps", str(steps), "--save-every", str(SAVE_EVERY)
+        words = folder, "--steps", str(steps), "--save-every", str(SAVE_EVERY), "--width", str(width)
         command = torchrun("benchmarks.contenders.recovery.checkpointing", *words)
         command[command.index("--standalone"):command.index("--standalone")] = ["--max-restarts", "3"]
         metrics = Path(folder) / "metrics.jsonl"
@@ -150,12 +153,12 @@ def _say(run: Run) -> str:
            f"{run.steps_recomputed} steps again, {run.steps_missing} missing {weights}"
 
 
-def main(rounds: int, plans: Sequence[str], steps: int, *, as_json: bool) -> None:
+def main(rounds: int, plans: Sequence[str], steps: int, width: int, *, as_json: bool) -> None:
     warn_if_busy()
     undisturbed: dict[str, str] = {}
     contenders: dict[str, tuple[str, Callable[[], Run]]] = {
-        plan: ("paceline", partial(_ours, plan, steps, undisturbed)) for plan in plans}
-    contenders[TORCHRUN] = "torch", partial(_torchrun, steps)
+        plan: ("paceline", partial(_ours, plan, steps, width, undisturbed)) for plan in plans}
+    contenders[TORCHRUN] = "torch", partial(_torchrun, steps, width)
     records: dict[str, Record[Run]] = measure(contenders, rounds=rounds, say=_say)
     if as_json:
         print(json.dumps(document(records, {}), indent=1))
@@ -176,6 +179,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plans", nargs="+", default=PLANS)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(sys.argv[1:])
-    main(arguments.rounds, arguments.plans, arguments.steps, as_json=arguments.json)
+    main(arguments.rounds, arguments.plans, arguments.steps, arguments.width, as_json=arguments.json)

@@ -16,6 +16,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.cluster import Cluster
 from paceline.errors import ClusterError, PlanError, UsageError
+from paceline.planner.goodput import outlook
+from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank import RankedPlans
 from paceline.plans import Plan
 from paceline.strategies.server.keys import Servers
@@ -225,6 +227,19 @@ def test_failures_are_reckoned_with():
     for wrong in ({"mtbf_hours": 0.0}, {"mtbf_hours": 1.0, "checkpoint_bytes_per_s": -1.0}, {"price_per_hour": 0.0}):
         with pytest.raises(UsageError, match="must be a number above 0"):
             paceline.plan(_job(), "4xH100", **wrong)
+
+
+def test_what_ranks_leave_is_reckoned_with():
+    """Steps that are long enough for a note after each go back one step; others as far as copies are apart."""
+    problem = PlanningProblem.of(_job())
+    candidate = problem.search(Cluster.local("cpu:0-1")).chosen
+    for step_s, back_s in ((30.0, 30.0), (0.01, pytest.approx(0.2, abs=0.2))):
+        slower = replace(candidate, estimate=replace(candidate.estimate, step_s=step_s))
+        ways = outlook(problem.profile, slower, mtbf_hours=1.0, is_one_host=True, is_on_cpus=True).survivals
+        assert ways[0].interval_s == back_s
+    on_gpus = outlook(problem.profile, replace(candidate, estimate=replace(candidate.estimate, step_s=0.1)),
+                      mtbf_hours=1.0, is_one_host=True).survivals
+    assert on_gpus[0].interval_s >= 0.2
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Residual blocks of 128 numbers under AdamW on random samples: 0.4 million parameters, steps of some 10 ms."""
+"""Residual blocks under AdamW on random samples: of 128 numbers, 0.4 million parameters and steps of some 10 ms."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch.utils.data import TensorDataset
 
 import paceline as pl
 
-WIDTH, BLOCKS, CLASSES, SAMPLES = 128, 3, 10, 2048
+BLOCKS, CLASSES, SAMPLES = 3, 10, 2048
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def net() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, CLASSES))
+def net(width: int = 128) -> nn.Module:
+    return nn.Sequential(*(Block(width) for _ in range(BLOCKS)), nn.Linear(width, CLASSES))
 
 
-def samples() -> TensorDataset:
+def samples(width: int = 128) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(SAMPLES, WIDTH, generator=generator),
+    return TensorDataset(torch.randn(SAMPLES, width, generator=generator),
                          torch.randint(0, CLASSES, (SAMPLES,), generator=generator))
 
 
-def job(steps: int = 200, batch: int = 128, lr: float = 1e-3) -> pl.Job:
-    return pl.Job(model=net, data=samples(), loss=F.cross_entropy, batch=batch, steps=steps,
+def job(steps: int = 200, batch: int = 128, lr: float = 1e-3, width: int = 128) -> pl.Job:
+    return pl.Job(model=lambda: net(width), data=samples(width), loss=F.cross_entropy, batch=batch, steps=steps,
                   optimizer=lambda named: torch.optim.AdamW(named, lr=lr))

@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.contenders.recovery.blocks import job, net, samples
 
 
-def main(folder: Path, steps: int, save_every: int) -> None:
+def main(folder: Path, steps: int, save_every: int, width: int) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    batch, data = job().batch, samples()
-    model = DistributedDataParallel(net())
+    batch, data = job().batch, samples(width)
+    model = DistributedDataParallel(net(width))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first, path = 0, folder / "checkpoint.pt"
     if path.exists():
@@ -53,5 +53,6 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--save-every", type=int, required=True)
+    parser.add_argument("--width", type=int, default=128)
     arguments = parser.parse_args()
-    main(arguments.folder, arguments.steps, arguments.save_every)
+    main(arguments.folder, arguments.steps, arguments.save_every, arguments.width)

@@ -10,6 +10,7 @@ import mmap
 import os
 from collections.abc import Iterable, Sequence
 
+from paceline.launch.live_states import LiveStates
 from paceline.launch.memory_files import memory_file, read_at, write_at
 
 # Of the time of the steps, spent on copies. Watching, hashing, the journal, and what a copy costs the steps beside it
@@ -21,16 +22,21 @@ _NOTHING = -1
 
 
 class StateCopies:
-    """Two slots a rank. A slot's step is written last and cleared first, so what has a step is whole."""
+    """Two slots a rank. A slot's step is written last and cleared first, so what has a step is whole.
+
+    live: the ranks' state itself, where they hold it in memory that outlives them.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
+        self.live = LiveStates(num_ranks)
         self._files = [memory_file("paceline-state") for _ in range(SLOTS * num_ranks)]
         self._words = memoryview(mmap.mmap(-1, _WORDS * _WORD_BYTES * len(self._files))).cast("q")
         for rank in range(num_ranks):
             self.keep(rank, step=None)
 
     def close(self) -> None:
+        self.live.close()
         for descriptor in self._files:
             os.close(descriptor)
 

@@ -28,6 +28,7 @@ from paceline.runtime.checkpoint.pieces import Region, TensorPiece
 from paceline.runtime.checkpoint.read import Checkpoint, StoredPiece, TensorEntry, newest_saved_step
 from paceline.runtime.checkpoint.staging import Staging
 from paceline.runtime.drift import disagreement
+from paceline.runtime.live import LiveCheckpoint, live_disagreement, live_step, open_live
 from paceline.waiting import waiting
 
 MEMORY_SHARE = 0.5  # of this host's free memory that the copies of all its ranks may take
@@ -55,8 +56,10 @@ class Copier:
     _error: Exception | None = field(default=None, repr=False)
 
     def begin(self, step: int, *, is_copied: bool) -> None:
-        """The run goes on from this step. is_copied: from the copies of it, which are kept, as they stand."""
+        """The run goes on from this step. is_copied: from what is in memory of it, which is kept, as it stands."""
         self.copies.keep(self.context.rank, step=step if is_copied else None)
+        if not is_copied or self.copies.live.step(self.context.rank) != step:
+            self.copies.live.forget(self.context.rank)
         self.next_step = step + 1
 
     def copy(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, *,
@@ -183,9 +186,9 @@ def open_copy(copies: StateCopies, step: int, ranks: Iterable[int]) -> CopiedSta
 
 
 def open_newest(context: RankContext, run_dir: Path, *, num_ranks: int,
-                before: Callable[[int], int] = lambda step: step) -> CopiedState | None:
-    """The newest copy that the first ranks of an earlier start have left, if it is newer than what the run folder has,
-    and if replicas held the same. Rank 0 chooses for all ranks.
+                before: Callable[[int], int] = lambda step: step) -> CopiedState | LiveCheckpoint | None:
+    """The newest state that the first ranks of an earlier start have left in memory, themselves or as a copy, if it is
+    newer than what the run folder has, and if replicas held the same. Rank 0 chooses for all ranks.
 
     Args:
         num_ranks: Those that copy.
@@ -195,16 +198,34 @@ def open_newest(context: RankContext, run_dir: Path, *, num_ranks: int,
         return None
     ranks = range(num_ranks)
     if context.rank == 0:
-        step = context.copies.newest(ranks)
-        if step is not None and step < before(newest_saved_step(run_dir)):
-            step = None
-        if step is not None and (difference := disagreement(open_copy(context.copies, step, ranks))) is not None:
-            logger.warning(f"the copies in memory of step {step} are passed over: {difference}")
-            step = None
+        step, is_live = _newest(context.copies, ranks, least=before(newest_saved_step(run_dir)))
         if context.store is not None:
-            context.store.set("copy", json.dumps(step))
+            context.store.set("copy", json.dumps([step, is_live]))
     else:
         assert context.store is not None
         with waiting:
-            step = json.loads(context.store.get("copy"))
-    return None if step is None else open_copy(context.copies, step, ranks)
+            step, is_live = json.loads(context.store.get("copy"))
+    if step is None:
+        return None
+    return open_live(context.copies.live, ranks, step) if is_live else open_copy(context.copies, step, ranks)
+
+
+def _newest(copies: StateCopies, ranks: range, *, least: int) -> tuple[int | None, bool]:
+    """The last step after which ranks have left their state, and whether it is the state itself and no copy; None if
+    there is none that replicas held alike.
+
+    least: older ones don't count.
+    """
+    copied, live = copies.newest(ranks), live_step(copies.live, ranks)
+    for step, is_live in ((live, True), (copied, False)):
+        if step is None or step < least or (is_live and copied is not None and copied > step):
+            continue
+        difference = (live_disagreement(copies.live, ranks, step) if is_live
+                      else disagreement(open_copy(copies, step, ranks)))
+        if difference is None:
+            return step, is_live
+        logger.warning(f"the {'state' if is_live else 'copies'} in memory of step {step} "
+                       f"{'is' if is_live else 'are'} passed over: {difference}")
+        if is_live:
+            break  # an older copy may have it too, before it was seen
+    return None, False

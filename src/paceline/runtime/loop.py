@@ -24,6 +24,7 @@ from paceline.cluster import Device
 from paceline.errors import CallbackError, CheckpointError, JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
+from paceline.launch.live_states import TIME_SHARE as NOTE_SHARE
 from paceline.plans import Plan
 from paceline.runtime import drift, state, trace
 from paceline.runtime.checkpoint.prune import prune
@@ -36,6 +37,7 @@ from paceline.runtime.evaluate import evaluate, evaluate_step
 from paceline.runtime.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
 from paceline.runtime.folder import CHECKPOINTS, JOURNAL, SPLIT
 from paceline.runtime.journal import Journal
+from paceline.runtime.live import MOVE_SHARE, LiveState
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.runtime.order import Order, Window
@@ -160,6 +162,7 @@ class _Run:
     loss: of the last step after which ranks met and that has a finite one. unmet: what is to be recorded of the steps
         since the ranks met.
     scheduled_step: after which an evaluation stepped the schedule last.
+    live: its state in memory that outlives it, from when that pays on.
     due: what is to be done when replicas are where a run may be saved. stop: some rank was asked to.
     is_copied: whether it goes on from a copy in memory.
     ended: why a callback or the observer ended the run, if one did. epoch: of the last step. ended_epochs: that
@@ -180,6 +183,7 @@ class _Run:
     metrics: Path | None
     journal: Journal
     scheduled_step: int = -1
+    live: LiveState | None = None
     step: int = 0
     samples: int = 0
     loss: float = float("nan")
@@ -428,6 +432,8 @@ def _steps(run: _Run) -> bool:
     feed = Prefetch(iter(_feed(run, order)), context.device, torch.float64 if job.precision == "float64" else None)
 
     def beat(phase: str) -> None:
+        if phase == "optimizer" and run.live is not None:
+            run.live.change()
         context.beat(phase)
         if recorder is not None:
             recorder.phase(phase)
@@ -437,6 +443,8 @@ def _steps(run: _Run) -> bool:
 
     def ahead() -> None:
         _before_update(run)
+        if run.live is not None:
+            run.live.change()
         if feed.copies is not None:
             beat("input")
             feed.ahead()
@@ -479,6 +487,7 @@ def _steps(run: _Run) -> bool:
                 break
         if result.is_settled:
             _copy(run)
+            _keep_live(run)
     return False
 
 
@@ -653,11 +662,8 @@ def _copy(run: _Run) -> None:
         return
     run.context.beat("copy")
     run.stepper.step_sync.drain()
-    document = None
-    if run.context.rank == 0:
-        document = _document(run) | {"figures": run.figures()}
     alike = drift.fingerprints(run.stepper, partial(state.alike_along, run.stepper))
-    copier.copy(run.step, chain(state.pieces(run.stepper), alike), document,
+    copier.copy(run.step, chain(state.pieces(run.stepper), alike), _copy_document(run),
                 is_for_updates=partial(state.is_for_updates, run.stepper))
     if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies, on all ranks alike
         copier.wait()
@@ -667,6 +673,31 @@ def _copy(run: _Run) -> None:
             run.copier = None
             run.display.say("this host's memory has no room for copies of the state: if a rank is lost, the run goes "
                             "on from the last checkpoint")
+
+
+def _copy_document(run: _Run) -> dict[str, Any] | None:
+    """What of the run's state is not a tensor, for ranks that go on from memory; rank 0 alone has it."""
+    return _document(run) | {"figures": run.figures()} if run.context.rank == 0 else None
+
+
+def _keep_live(run: _Run) -> None:
+    """Let the state outlive this rank where that pays: where copies of it are several steps apart. Collective after
+    1, 2, 4, 8, ... steps of a launch."""
+    steps = run.speed.steps
+    if run.context.copies is None or (run.live is None and run.copier is not None and run.copier.every == 1) or (
+            not LiveState.is_possible(run.stepper)):
+        return
+    if steps & (steps - 1) == 0:
+        step_s = statistics.median(run.speed.latest_s)
+        if run.live is None:
+            live = LiveState(run.context.copies.live, run.stepper)
+            if not _greatest(run, int(live.move_s() > MOVE_SHARE * run.speed.all_s)):
+                live.move()
+                run.live = live
+        elif _greatest(run, int(run.live.has_ended or run.live.note_s > NOTE_SHARE * step_s)):
+            run.live.end()
+    if run.live is not None:
+        run.live.note(run.step, _copy_document(run))
 
 
 def _before_update(run: _Run) -> None:

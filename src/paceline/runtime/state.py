@@ -95,18 +95,22 @@ def is_for_updates(stepper: Stepper, name: str) -> bool:
     return name.startswith("optimizer/") or (name.startswith("parameters/") and not stepper.forwards_may_write)
 
 
-def pieces(stepper: StateOwner) -> Iterator[TensorPiece]:
+def pieces(stepper: StateOwner, *, of_others: bool = False) -> Iterator[TensorPiece]:
     """What this rank writes of what it owns: its part of a tensor, if it is the one that does so of those that hold
-    that part. Each of these writes about as many bytes."""
+    that part. Each of these writes about as many bytes.
+
+    of_others: also what others write of what this rank holds.
+    """
     owners = Owners(stepper.mesh)
     for name, tensor, alike, extent in _tensors(stepper):
         cut_along = axes_cut(tensor)
-        if owners.owns(tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(tensor)):
+        if of_others or owners.owns(tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(tensor)):
             yield from pieces_of(name, tensor.detach(), extent)
     for kept in stepper.kept():
         cut_along = axes_cut(stepper.held[kept.like]) if kept.like else ()
         alike = stepper.mesh.part_axes if kept.replica else stepper.mesh.alike_axes
-        if not owners.owns(tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(kept.tensor)):
+        if not of_others and not owners.owns(tuple(axis for axis in alike if axis not in cut_along),
+                                             _whole_bytes(kept.tensor)):
             continue
         if not kept.like:
             yield from pieces_of(kept.name, kept.tensor)

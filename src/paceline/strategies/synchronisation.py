@@ -44,6 +44,11 @@ class Synchronisation:
         return 0
 
     @property
+    def leaves_state(self) -> bool:
+        """Whether what ranks hold between two updates is the whole state of a run; see `runtime/live.py`."""
+        return self.outer_steps is None
+
+    @property
     def outer_steps(self) -> Local | None:
         """How replicas that take steps of their own meet; None if gradients meet in every step."""
         return None

@@ -200,6 +200,7 @@ def _answer(asked: Planned, where: Cluster, named: str, *, relaxed: bool, price_
                   _advice(problem, chosen, where),
                   None if mtbf_hours is None or chosen is None else outlook(
                       problem.profile, chosen, mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s,
+                      is_on_cpus=not where.nodes and all(device.kind == "cpu" for device in where.devices),
                       is_one_host=not where.nodes or chosen.plan.world_size <= len(where.nodes[0].devices)))
 
 

@@ -61,6 +61,11 @@ class Servers(Synchronisation):
         """Servers with a rank of their own, which come first."""
         return 0 if self.colocate == "yes" else self.server
 
+    @property
+    def leaves_state(self) -> bool:
+        """Servers change it while workers compute."""
+        return False
+
     def of_forwards(self, plan: Plan) -> Plan:
         """Workers of servers are replicas."""
         return replace(plan, axes=replace(plan.axes, data=self.workers), sync=AllReduce())

@@ -1,0 +1,117 @@
+"""Memory that outlives the ranks of a launch, and in which they hold their state while they train.
+
+What only updates write to lies in a rank's arena, a file in memory that the rank has mapped. The rest of its state is
+copied after each step, as a note: two slots, written in turn. A word says after which step arena and note together are
+the rank's state. It is cleared before an update begins, so what has a step is whole.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Iterable
+
+from paceline.launch.memory_files import memory_file, read_at, write_at
+
+# Of the time of the steps, for notes. Copies (`state_copies.py`), the journal and the watch have the rest of 1 %.
+TIME_SHARE = 0.0025
+NOTES = 2  # of a rank: one keeps the last note while the next one is written
+_NOTE_WORDS = 3  # the step it was made after, and where its index begins and ends
+_WORDS, _WORD_BYTES = 1 + NOTES * _NOTE_WORDS, 8  # of a rank; the first one is the step of its live state
+_NOTHING = -1
+_LOOK_EVERY_S = 0.005
+
+
+class LiveStates:
+    """An arena and two notes a rank."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._arenas = [memory_file("paceline-arena") for _ in range(num_ranks)]
+        self._notes = [memory_file("paceline-note") for _ in range(NOTES * num_ranks)]
+        self._words = memoryview(mmap.mmap(-1, _WORDS * _WORD_BYTES * num_ranks)).cast("q")
+        for place in range(len(self._words)):
+            self._words[place] = _NOTHING
+
+    def close(self) -> None:
+        for descriptor in (*self._arenas, *self._notes):
+            os.close(descriptor)
+
+    def arena(self, rank: int, num_bytes: int) -> mmap.mmap:
+        """This rank's arena, empty and of a size. What was in it is lost.
+
+        Raises:
+            OSError: this host has no memory for it.
+        """
+        self.forget(rank)
+        os.posix_fallocate(self._arenas[rank], 0, num_bytes)  # else a write would end the process
+        return mmap.mmap(self._arenas[rank], num_bytes)
+
+    def forget(self, rank: int) -> None:
+        """Let go of this rank's state and of its memory."""
+        self.change(rank)
+        for slot in self._slots(rank):
+            self._words[slot] = _NOTHING
+        for descriptor in (self._arenas[rank], *self._notes[NOTES * rank:NOTES * (rank + 1)]):
+            os.ftruncate(descriptor, 0)
+
+    def change(self, rank: int) -> None:
+        """This rank is about to change its state."""
+        self._words[_WORDS * rank] = _NOTHING
+
+    def note(self, rank: int, step: int, note: memoryview, index_bytes: int, *, is_whole: bool = True) -> None:
+        """This rank's state is that after a step. The end of the note is its index, which says what lies where in the
+        arena and in the note. is_whole: whether others may read it.
+
+        Raises:
+            OSError: there is no memory for the note; there is no state then.
+        """
+        slot = min(self._slots(rank), key=lambda slot: self._words[slot])
+        self._words[slot] = _NOTHING
+        end = write_at(self._descriptor(slot), note, 0)
+        self._words[slot + 1], self._words[slot + 2] = end - index_bytes, end
+        self._words[slot] = step
+        if is_whole:
+            self._words[_WORDS * rank] = step
+
+    def step(self, rank: int) -> int | None:
+        """After which step this rank's state is whole; None if it is not."""
+        step = self._words[_WORDS * rank]
+        return None if step == _NOTHING else step
+
+    def last_index(self, rank: int) -> bytes | None:
+        """The index of this rank's newest note; None if it has none."""
+        slot = max(self._slots(rank), key=lambda slot: self._words[slot])
+        if self._words[slot] == _NOTHING:
+            return None
+        start, stop = self._words[slot + 1], self._words[slot + 2]
+        return os.pread(self._descriptor(slot), stop - start, start)
+
+    def read_arena(self, rank: int, offset: int, target: memoryview) -> None:
+        """Fill the target from a place in this rank's arena on."""
+        read_at(self._arenas[rank], target, offset)
+
+    def read_note(self, rank: int, offset: int, target: memoryview) -> None:
+        """Fill the target from a place in this rank's newest note on."""
+        slot = max(self._slots(rank), key=lambda slot: self._words[slot])
+        read_at(self._descriptor(slot), target, offset)
+
+    def settle(self, running: Iterable[int], *, patience_s: float) -> None:
+        """Wait until ranks that still run have their state whole, and of the step of all others: some may be in an
+        update, or not yet through with a step that others have ended."""
+        running = [rank for rank in running if self.last_index(rank) is not None]
+        until_s = time.monotonic() + patience_s
+        while any(self.step(rank) is None for rank in running) or len(
+                {self.step(rank) for rank in range(self.num_ranks)} - {None}) > 1:
+            if not running or time.monotonic() > until_s:
+                return
+            time.sleep(_LOOK_EVERY_S)
+
+    def _slots(self, rank: int) -> range:
+        """Where the words of a rank's notes begin."""
+        return range(_WORDS * rank + 1, _WORDS * (rank + 1), _NOTE_WORDS)
+
+    def _descriptor(self, slot: int) -> int:
+        rank, place = divmod(slot, _WORDS)
+        return self._notes[NOTES * rank + place // _NOTE_WORDS]

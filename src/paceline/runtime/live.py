@@ -1,0 +1,344 @@
+"""The state of a rank in memory that outlives it: whoever takes the place of a lost rank loses no step.
+
+Copies of a large state are many steps apart (`copies.py`). But weights and optimizer state change in an update alone,
+so for most of a step what a rank holds is the state after the step before. This moves their memory into the rank's
+arena (`launch/live_states.py`), and after each step notes the rest: buffers, small tensors, the document. A rank that
+is lost between two updates then leaves its whole state. One that is lost in an update does not: where replicas hold the
+same, theirs is read, and else the newest copy.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import mmap
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.launch.live_states import LiveStates
+from paceline.runtime import state
+from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, DTYPES
+from paceline.runtime.checkpoint.files import bytes_of
+from paceline.runtime.checkpoint.pieces import Region, TensorPiece
+from paceline.runtime.checkpoint.read import Checkpoint, StoredPiece, TensorEntry
+from paceline.runtime.drift import fingerprint
+
+if TYPE_CHECKING:
+    from paceline.runtime.stepper import Stepper
+
+MOVE_SHARE = 0.01  # of the time that a launch has trained, for the move into the arena
+MOVE_S = 0.25  # of a move, to find what refers to the memory: 0.1 s for 300,000 objects of Python, twice and more busy
+MOVE_BYTES_PER_S = 1e9  # of a move, into new pages
+_REMEMBERED = 32  # notes
+_LEAST_BYTES = 4096  # of a tensor that is moved; smaller ones are copied into notes
+_ALIGNMENT = 64  # bytes, as torch allocates
+_ARENA, _NOTE = "arena", "note"
+_UPDATED = "parameters/", "optimizer/"  # names of what an update alone writes to, as is looked at
+
+
+class LiveState:
+    """One rank's state where others find it.
+
+    num_bytes: in the arena. has_ended: whether it was given up, as a forward writes to parameters or as there is no
+    memory.
+    """
+
+    def __init__(self, states: LiveStates, stepper: Stepper) -> None:
+        self.states, self.stepper, self.rank = states, stepper, stepper.mesh.rank
+        self.num_bytes, self.has_ended = 0, False
+        self._latest_s: deque[float] = deque(maxlen=_REMEMBERED)  # that notes took
+        self._address, self._is_clean, self._is_proved = 0, False, False
+        self._versions: list[int] = []
+        self._fingerprints: list[int] = []
+        self._layout: tuple[Any, ...] = ()
+        self._index = b""
+
+    @staticmethod
+    def is_possible(stepper: Stepper) -> bool:
+        """Whether updates alone write to what could be moved: on a CPU, where replicas step together."""
+        return stepper.device.type == "cpu" and not stepper.step_sync.has_own_steps
+
+    def move_s(self) -> float:
+        """Seconds that a move is likely to take; infinite where forwards write to parameters."""
+        if self.stepper.edits.names:
+            return math.inf
+        return MOVE_S + sum(piece.tensor.nbytes for piece in self._pieces()) / MOVE_BYTES_PER_S
+
+    def move(self) -> None:
+        """Move what only updates write to into the arena. Who refers to that memory goes on to do so.
+
+        Memory that something unknown refers to stays where it is, and what lies in it is copied into notes. Without
+        memory for it, it is given up.
+        """
+        storages = self._movable()
+        places, end = {}, 0
+        for key, storage in storages.items():
+            places[key] = end
+            end += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+        if not end:
+            return
+        try:
+            arena = self.states.arena(self.rank, end)
+        except OSError:
+            self.end()
+            return
+        self.num_bytes, self._address = end, _address_of(arena)
+        aliases = _tensors_in(storages)
+        for key in list(storages):
+            _move(storages.pop(key), aliases.pop(key), arena, places[key])
+        self.stepper.edits.updated()  # no forward has moved them
+
+    def _movable(self) -> dict[int, torch.UntypedStorage]:
+        """Storages of large tensors that only updates write to, by their identity."""
+        used_bytes: dict[int, int] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
+        for piece in self._pieces():
+            if piece.name.startswith(_UPDATED) and piece.tensor.device.type == "cpu":
+                storage = piece.tensor.untyped_storage()
+                storages[storage._cdata] = storage
+                used_bytes[storage._cdata] = used_bytes.get(storage._cdata, 0) + piece.tensor.nbytes
+        return {key: storage for key, storage in storages.items()
+                if used_bytes[key] >= _LEAST_BYTES and 2 * used_bytes[key] >= storage.nbytes()}
+
+    def _pieces(self) -> Iterator[TensorPiece]:
+        return state.pieces(self.stepper, of_others=True)
+
+    def change(self) -> None:
+        """The state is about to change."""
+        if not self._is_clean:
+            return
+        self._is_clean = False
+        self.states.change(self.rank)
+        if self._versions != self._versions_now() or (self._fingerprints and self._fingerprints != self._prints()):
+            self.end()  # a forward has written to a parameter: the state before an update is none
+        self._is_proved, self._fingerprints = True, []
+
+    @property
+    def note_s(self) -> float:
+        """Seconds of a note, the median of the latest."""
+        return statistics.median(self._latest_s) if self._latest_s else 0.0
+
+    def note(self, step: int, document: Mapping[str, Any] | None) -> None:
+        """The state is that after a step. document: on rank 0.
+
+        The first note is kept back until the next update, which looks whether the forwards before it wrote to a
+        parameter: also through `parameter.data`, which later ones are not looked at for.
+        """
+        if self.has_ended:
+            return
+        began_s = time.perf_counter()
+        layout: list[Any] = []
+        small: list[torch.Tensor] = []
+        pieces = list(self._pieces())
+        for piece in pieces:
+            place = piece.tensor.data_ptr() - self._address
+            is_moved = 0 <= place < self.num_bytes and piece.tensor.is_contiguous() and (
+                piece.name.startswith(_UPDATED))
+            layout.append((piece.name, place if is_moved else None, piece.tensor.shape))
+            if not is_moved:
+                small.append(piece.tensor)
+        if self._layout != tuple(layout):
+            self._layout, self._index = tuple(layout), _index(pieces, [place for _, place, _ in layout],
+                                                              self.stepper.mesh)
+        index = b"".join([b'{"document":', json.dumps(document).encode(), b',"held":', self._index, b"}"])
+        self._versions = self._versions_now()
+        if not self._is_proved:
+            self._fingerprints = self._prints()
+        try:
+            rest = b"".join([*map(bytes_of, small), index])  # a call for each would take longer than the copies
+            self.states.note(self.rank, step, memoryview(rest), len(index), is_whole=self._is_proved)
+        except OSError:
+            self.end()
+            return
+        self._is_clean = True
+        self._latest_s.append(time.perf_counter() - began_s)
+
+    def end(self) -> None:
+        """Give it up. What was moved stays where it is."""
+        self.has_ended, self._is_clean = True, False
+        self.states.change(self.rank)
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self.stepper.held.values()]
+
+    def _prints(self) -> list[int]:
+        return [int(fingerprint(parameter)) for parameter in self.stepper.held.values()]
+
+
+def _address_of(arena: mmap.mmap) -> int:
+    return torch.frombuffer(arena, dtype=torch.uint8).data_ptr()
+
+
+def _tensors_in(storages: Mapping[int, torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:
+    """All tensors that Python knows of in each storage."""
+    tensors: dict[int, list[torch.Tensor]] = {key: [] for key in storages}
+    with torch._C.DisableTorchFunctionSubclass():
+        for thing in gc.get_objects():
+            if not issubclass(type(thing), torch.Tensor):
+                continue
+            try:
+                key = thing.untyped_storage()._cdata
+            except (RuntimeError, NotImplementedError):  # it has none
+                continue
+            if key in tensors:
+                tensors[key].append(thing)
+    return tensors
+
+
+def _move(storage: torch.UntypedStorage, aliases: Sequence[torch.Tensor], arena: mmap.mmap, place: int) -> None:
+    """Let all of these tensors lie in the arena, if there are no others in their storage."""
+    if torch._C._storage_Use_Count(storage._cdata) != len(aliases) + 1 or not all(
+            tensor.layout == torch.strided and not tensor.is_inference() and not tensor.is_conj()
+            and not tensor.is_neg() for tensor in aliases):
+        return
+    moved = torch.frombuffer(arena, dtype=torch.uint8, count=storage.nbytes(), offset=place)
+    moved.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+    for tensor in aliases:
+        tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
+            moved.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _index(pieces: Sequence[TensorPiece], places: Sequence[int | None], mesh: Any) -> bytes:
+    """What a rank holds, and where. places: in the arena; what has none lies in the note, one after the other."""
+    tensors: dict[str, dict[str, Any]] = {}
+    offset = 0
+    for piece, place in zip(pieces, places, strict=True):
+        entry = tensors.setdefault(piece.name, {"shape": piece.shape, "dtype": DTYPE_NAMES[piece.tensor.dtype],
+                                                "pieces": []})
+        where = [_NOTE, offset] if place is None else [_ARENA, place]
+        entry["pieces"].append([*where, piece.offsets, tuple(piece.tensor.shape)])
+        offset += piece.tensor.nbytes if place is None else 0
+    part = mesh.number(axis for axis in mesh.sizes if axis not in mesh.copy_axes)
+    return json.dumps({"part": part, "tensors": tensors}).encode()
+
+
+# --- Reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A box of a tensor that a rank holds, and where."""
+
+    rank: int
+    part: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    region: Region
+    where: str
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.region.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LiveCheckpoint(Checkpoint):
+    """What ranks that were lost, or ended, have left in memory, to be read as a checkpoint is."""
+
+    states: LiveStates | None = None
+
+    def _open(self, file: str) -> Any:
+        assert self.states is not None
+        return _RankState(self.states, int(file))
+
+
+@dataclass(frozen=True, slots=True)
+class _RankState:
+    states: LiveStates
+    rank: int
+
+    def read(self, piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
+        where, _, offset = piece.key.partition(":")
+        flat = torch.empty(piece.region.numel, dtype=dtype, device="cpu")
+        _read(self.states, self.rank, where, int(offset), bytes_of(flat))
+        return flat.reshape(piece.region.shape)[part]
+
+
+def _read(states: LiveStates, rank: int, where: str, offset: int, target: memoryview) -> None:
+    (states.read_arena if where == _ARENA else states.read_note)(rank, offset, target)
+
+
+def live_step(states: LiveStates, ranks: Iterable[int]) -> int | None:
+    """The step after which these ranks have left the whole state; None if they have not.
+
+    Rank 0 must have its own: it is the one that has the document, and records steps. What another rank had not whole is
+    read from its replicas, if they hold all of it.
+    """
+    step = states.step(0)
+    return None if step is None or _chosen(states, ranks, step) is None else step
+
+
+def _chosen(states: LiveStates, ranks: Iterable[int], step: int) -> dict[tuple[str, Region], _Held] | None:
+    """From where each box of each tensor is read; None if some is nowhere."""
+    chosen: dict[tuple[str, Region], _Held] = {}
+    missing: set[tuple[str, Region]] = set()
+    for rank in ranks:
+        boxes = _boxes(states, rank)
+        if boxes is None:
+            return None
+        if states.step(rank) != step:
+            missing |= boxes.keys()
+            continue
+        for key, box in boxes.items():
+            chosen.setdefault(key, box)
+    return chosen if missing <= chosen.keys() else None
+
+
+def _boxes(states: LiveStates, rank: int) -> dict[tuple[str, Region], _Held] | None:
+    """What a rank held after its newest note; None if it has none."""
+    index = states.last_index(rank)
+    if index is None:
+        return None
+    held = json.loads(index)["held"]
+    boxes: dict[tuple[str, Region], _Held] = {}
+    for name, entry in held["tensors"].items():
+        for where, offset, offsets, shape in entry["pieces"]:
+            region = Region(tuple(offsets), tuple(shape))
+            boxes[name, region] = _Held(rank, held["part"], DTYPES[entry["dtype"]], tuple(entry["shape"]), region,
+                                        where, offset)
+    return boxes
+
+
+def open_live(states: LiveStates, ranks: Iterable[int], step: int) -> LiveCheckpoint:
+    """What ranks have left after this step; see `live_step`."""
+    chosen = _chosen(states, ranks, step)
+    document = json.loads(states.last_index(0) or b"")["document"]
+    assert chosen is not None
+    tensors: dict[str, TensorEntry] = {}
+    for (name, region), box in chosen.items():
+        before = tensors[name].pieces if name in tensors else ()
+        piece = StoredPiece(str(box.rank), f"{box.where}:{box.offset}", region)
+        tensors[name] = TensorEntry(box.shape, box.dtype, (*before, piece))
+    return LiveCheckpoint(Path(f"live-{step}"), step, document, tensors, states)
+
+
+def live_disagreement(states: LiveStates, ranks: Iterable[int], step: int) -> str | None:
+    """Which tensor in the arenas of replicas is not the same after this step; None if all are."""
+    first: dict[tuple[int, str, Region], _Held] = {}
+    for rank in (rank for rank in ranks if states.step(rank) == step):
+        for (name, region), box in (_boxes(states, rank) or {}).items():
+            if box.where != _ARENA:
+                continue
+            other = first.setdefault((box.part, name, region), box)
+            if other is not box and not _are_equal(states, box, other):
+                return f"'{name}' differs between rank {other.rank} and rank {rank}"
+    return None
+
+
+def _are_equal(states: LiveStates, box: _Held, other: _Held) -> bool:
+    """A tensor at a time, as it is read."""
+    both = []
+    for each in (box, other):
+        flat = torch.empty(each.num_bytes, dtype=torch.uint8, device="cpu")
+        _read(states, each.rank, each.where, each.offset, bytes_of(flat))
+        both.append(flat)
+    return torch.equal(*both)

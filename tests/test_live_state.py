@@ -1,0 +1,325 @@
+"""Ranks hold their state in memory that outlives them: whoever takes a lost one's place computes no step again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline as pl
+from paceline.launch.live_states import LiveStates
+from paceline.runtime import live, loop
+from paceline.runtime.copies import Copier
+from paceline.runtime.live import live_disagreement, live_step, open_live
+from tests.test_recovery import STEPS, job_of, load_file, steps_of
+
+pytestmark = pytest.mark.timeout(180)
+
+KILLED_AT = 7  # step that is not taken, or is in its update
+
+
+@pytest.fixture(autouse=True)
+def from_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is moved after two steps, and no copy is made after that."""
+    monkeypatch.setattr(live, "MOVE_S", 0.0)
+    monkeypatch.setattr(live, "MOVE_BYTES_PER_S", math.inf)
+    monkeypatch.setattr(live, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(loop, "NOTE_SHARE", math.inf)
+    monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s: 1000)
+
+
+def train(run: Path, plan: str, job: pl.Job) -> Any:
+    return pl.train(job, plan, run=run, check=False, table=False)
+
+
+def gone_on_from(run: Path) -> list[int]:
+    """The step that each launch went on from."""
+    lines = map(json.loads, (run / "journal.jsonl").read_text().splitlines())
+    return [line["after"] for line in lines if "after" in line]
+
+
+def equal_weights(tmp_path: Path, names: tuple[str, str] = ("whole", "run")) -> bool:
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in names)
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Normed(nn.Module):
+    """Its forwards change buffers, of a step that is then not applied too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+PLANS = ["single", "data=2", "shard=2"]
+SLOW_PLANS = ["pipeline=2 microbatches=2", "tensor=2", "place=auto parts=2", "data=2 accumulate=2", "shard=2 zero=1",
+              "data=2 compress=powersgd", "data=2 shard=2"]
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(plan, marks=pytest.mark.slow) for plan in SLOW_PLANS)])
+def test_no_step_is_computed_again(tmp_path: Path, plan: str) -> None:
+    """A rank is killed while it reads the samples of a step; weights are those of the undisturbed run, bit by bit."""
+    job = job_of(None, 0)
+    train(tmp_path / "whole", plan, job)
+    replicas = {"data=2 shard=2": 4}.get(plan, 2 if plan.startswith(("data", "shard")) else 1)
+    train(tmp_path / "run", plan, job_of(tmp_path / "killed", 8 * (KILLED_AT - 1) // replicas))
+    assert (tmp_path / "killed").exists()
+    lines = list(map(json.loads, (tmp_path / "run" / "journal.jsonl").read_text().splitlines()))
+    applied = max(line["step"] for line in lines if line["launch"] == 1 and "step" in line)
+    assert gone_on_from(tmp_path / "run") == [0, applied] and applied >= KILLED_AT - 2
+    assert equal_weights(tmp_path) and steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
+
+
+def test_buffers_are_those_of_the_step_before(tmp_path: Path) -> None:
+    """Forwards of the step that was not taken had changed them."""
+    def job(mark: Path | None) -> pl.Job:
+        def net() -> nn.Module:
+            model = Normed().double()
+            forward, calls = model.last.forward, [0]
+
+            def counted(x: torch.Tensor) -> torch.Tensor:
+                calls[0] += 1
+                if calls[0] == KILLED_AT and mark is not None and not mark.exists() and rank() == 1:
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return forward(x)
+
+            model.last.forward = counted  # type: ignore[method-assign]
+            return model
+
+        return replace(job_of(None, 0), model=net)
+
+    train(tmp_path / "whole", "data=2", job(None))
+    train(tmp_path / "run", "data=2", job(tmp_path / "killed"))
+    assert gone_on_from(tmp_path / "run")[1] >= 3 and equal_weights(tmp_path)
+
+
+def test_ranks_that_are_lost_again_at_once(tmp_path: Path) -> None:
+    """Before the first copy of the next launch: what the one before has left is still there."""
+    def job(marks: Path | None) -> pl.Job:
+        def net() -> nn.Module:
+            model = job_of(None, 0).model()
+            forward, calls = model[-1].forward, [0]
+
+            def counted(x: torch.Tensor) -> torch.Tensor:
+                calls[0] += 1
+                deaths = 0 if marks is None else len(list(marks.iterdir()))
+                if marks is not None and rank() == 1 and calls[0] == {0: KILLED_AT, 1: 1, 2: 2}.get(deaths):
+                    (marks / str(deaths)).touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return forward(x)
+
+            model[-1].forward = counted
+            return model
+
+        return replace(job_of(None, 0), model=net)
+
+    train(tmp_path / "whole", "data=2", job(None))
+    (tmp_path / "marks").mkdir()
+    train(tmp_path / "run", "data=2", job(tmp_path / "marks"))
+    begun = gone_on_from(tmp_path / "run")
+    assert len(list((tmp_path / "marks").iterdir())) == 3 and begun[1] >= 3
+    assert begun == [0, begun[1], begun[1], begun[1] + 1] and equal_weights(tmp_path)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Torn(torch.optim.SGD):
+    """Ends its process in the middle of an update, once."""
+
+    mark: Path | None = None
+    in_run = False
+    number = 0
+
+    def step(self, closure: Any = None) -> Any:
+        if self.mark is not None and type(self).in_run:
+            type(self).number += 1
+            if type(self).number == KILLED_AT and rank() == self.victim and not self.mark.exists():
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].add_(1.0)
+                self.mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(closure)
+
+    victim = 0
+
+
+@pytest.mark.parametrize(("plan", "victim", "steps"), [("single", 0, [0, 2]), ("data=2", 1, [0, KILLED_AT]),
+                                                       ("data=2", 0, [0, 2]), ("shard=2", 1, [0, 2])])
+def test_a_rank_that_dies_in_an_update(tmp_path: Path, plan: str, victim: int, steps: list[int],
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replica has the whole state after the update; without one, the copy in memory is taken."""
+    def job(mark: Path | None) -> pl.Job:
+        def optimizer(named: Any) -> Torn:
+            built = Torn(named, lr=0.03, momentum=0.9)
+            built.mark = mark
+            return built
+
+        return replace(job_of(None, 0), optimizer=optimizer)
+
+    build = loop._build
+
+    def build_run(*args: Any) -> Any:
+        run = build(*args)
+        Torn.in_run = True
+        return run
+
+    monkeypatch.setattr(loop, "_build", build_run)
+    monkeypatch.setattr(Torn, "victim", victim)
+    train(tmp_path / "whole", plan, job(None))
+    train(tmp_path / "run", plan, job(tmp_path / "killed"))
+    assert (tmp_path / "killed").exists()
+    assert gone_on_from(tmp_path / "run") == steps and equal_weights(tmp_path)
+
+
+class WritesToItself(nn.Module):
+    """A parameter follows another one in each forward, unseen by version counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.slow = nn.Linear(8, 600).double(), nn.Parameter(torch.zeros(600, dtype=torch.float64))
+        self.last = nn.Linear(600, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.slow.data.mul_(0.9).add_(self.net.bias.data, alpha=0.1)
+        return self.last(torch.tanh(self.net(x) + self.slow))
+
+
+def test_a_forward_that_writes_to_a_parameter(tmp_path: Path) -> None:
+    """The state before an update is then none to go on from: the copy is taken."""
+    job = replace(job_of(None, 0), model=WritesToItself)
+    train(tmp_path / "whole", "single", job)
+    killed = replace(job_of(tmp_path / "killed", 8 * (KILLED_AT - 1)), model=WritesToItself)
+    train(tmp_path / "run", "single", killed)
+    assert gone_on_from(tmp_path / "run") == [0, 2] and equal_weights(tmp_path)
+
+
+def test_what_is_moved() -> None:
+    """All that refers to the memory goes on to; what something unknown refers to stays where it is."""
+    states = LiveStates(1)
+    weight, known = torch.arange(4096.0), torch.arange(4096.0)
+    view = weight[10:20]
+    unseen = known.view(4, 16, 64) @ nn.Parameter(torch.ones(64, 8))  # autograd has a view that Python never saw
+    arena = states.arena(0, 2 * 4 * 4096)
+    for place, tensor in ((0, weight), (4 * 4096, known)):
+        storage = tensor.untyped_storage()
+        tensors = live._tensors_in({storage._cdata: storage})[storage._cdata]
+        live._move(storage, tensors, arena, place)
+        del tensors, storage
+    view.fill_(-1.0)
+    assert weight[10] == -1.0 and weight[20] == 20.0
+    in_arena = torch.frombuffer(arena, dtype=torch.float32)
+    assert torch.equal(in_arena[:4096], weight) and weight.data_ptr() == in_arena.data_ptr()
+    assert not in_arena[4096:].any() and known[4095] == 4095.0 and unseen.requires_grad
+    states.close()
+
+
+def note(states: LiveStates, rank: int, step: int, document: Any, values: torch.Tensor, *, part: int = 0,
+         is_whole: bool = True) -> None:
+    """A rank that holds one tensor in its arena and a number in its note."""
+    if states.last_index(rank) is None:
+        states.arena(rank, values.nbytes)[:] = values.numpy().tobytes()
+    entry = {"shape": [2 * len(values)], "dtype": "F32", "pieces": [["arena", 0, [part * len(values)], [len(values)]]]}
+    number = {"shape": [], "dtype": "F32", "pieces": [["note", 0, [], []]]}
+    index = json.dumps({"document": document, "held": {
+        "part": part, "tensors": {"parameters/w": entry, "buffers/n": number}}}).encode()
+    rest = torch.tensor(float(step)).numpy().tobytes() + index
+    states.note(rank, step, memoryview(rest), len(index), is_whole=is_whole)
+
+
+def test_which_state_is_read() -> None:
+    """Of two parts with two replicas each: rank 0 must have its own, others may have been in an update."""
+    states = LiveStates(4)
+    parts = [torch.arange(0.0, 4.0), torch.arange(4.0, 8.0)]
+    assert live_step(states, range(4)) is None
+    for rank_, part in ((0, 0), (1, 1), (2, 0)):
+        note(states, rank_, 5, {"step": 5} if not rank_ else None, parts[part], part=part)
+    assert live_step(states, range(4)) is None  # nobody knows what rank 3 held
+    note(states, 3, 5, None, parts[1], part=1)
+    assert live_step(states, range(4)) == 5
+    states.change(1)
+    assert live_step(states, range(4)) == 5
+    checkpoint = open_live(states, range(4), 5)
+    assert torch.equal(checkpoint.read("parameters/w"), torch.arange(8.0)) and checkpoint.document == {"step": 5}
+    assert checkpoint.read("buffers/n") == 5.0
+    states.change(3)
+    assert live_step(states, range(4)) is None
+    note(states, 3, 6, None, parts[1], part=1)  # of another step
+    assert live_step(states, range(4)) is None
+    note(states, 1, 5, None, parts[1], part=1)
+    states.change(0)
+    assert live_step(states, range(4)) is None
+    states.close()
+
+
+def test_replicas_that_differ() -> None:
+    states = LiveStates(2)
+    for rank_ in range(2):
+        note(states, rank_, 3, {}, torch.arange(4.0))
+    assert live_disagreement(states, range(2), 3) is None
+    note(states, 1, 3, {}, torch.arange(4.0))
+    os.pwrite(states._arenas[1], b"\1", 5)
+    assert live_disagreement(states, range(2), 3) == "'parameters/w' differs between rank 0 and rank 1"
+    states.change(1)
+    assert live_disagreement(states, range(2), 3) is None  # which is not read
+    states.close()
+
+
+def test_a_first_note_is_kept_back() -> None:
+    states = LiveStates(1)
+    note(states, 0, 1, {}, torch.arange(4.0), is_whole=False)
+    assert states.step(0) is None and states.last_index(0) is not None
+    states.forget(0)
+    assert states.last_index(0) is None
+    states.close()
+
+
+@pytest.mark.parametrize(("words", "waits"), [((4, 4), False), ((4, None), True), ((5, 4), True), ((4, 5), True)])
+def test_who_is_waited_for(words: tuple[int | None, ...], waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 runs, rank 0 is lost. A rank in an update, or one that is a step behind, is waited for."""
+    states, slept = LiveStates(2), []
+    for rank_, step in enumerate(words):
+        note(states, rank_, step or 3, {}, torch.arange(4.0), is_whole=step is not None)
+    monkeypatch.setattr(live_time(), "sleep", slept.append)
+    states.settle([1], patience_s=0.01)
+    assert bool(slept) is waits
+    states.settle([], patience_s=0.01)
+    states.close()
+
+
+def live_time() -> Any:
+    from paceline.launch import live_states
+
+    return live_states.time
+
+
+def test_no_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given up, and the run goes on."""
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    states = LiveStates(1)
+    stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]))
+    state = live.LiveState(states, stepper)  # type: ignore[arg-type]
+    monkeypatch.setattr(live.LiveState, "_movable", lambda self: {1: torch.zeros(2000).untyped_storage()})
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    state.move()
+    assert state.has_ended
+    state.note(3, None)
+    assert states.last_index(0) is None
+    states.close()
