@@ -216,6 +216,7 @@ def test_what_is_moved() -> None:
     view = weight[10:20]
     unseen = known.view(4, 16, 64) @ nn.Parameter(torch.ones(64, 8))  # autograd has a view that Python never saw
     arena = states.arena(0, 2 * 4 * 4096)
+    states.reserve(0, 0, 2 * 4 * 4096)
     for place, tensor in ((0, weight), (4 * 4096, known)):
         storage = tensor.untyped_storage()
         tensors = live._tensors_in({storage._cdata: storage})[storage._cdata]
@@ -318,8 +319,24 @@ def test_no_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     state = live.LiveState(states, stepper)  # type: ignore[arg-type]
     monkeypatch.setattr(live.LiveState, "_movable", lambda self: {1: torch.zeros(2000).untyped_storage()})
     monkeypatch.setattr(os, "posix_fallocate", full)
+    stepper.edits.updated = lambda: None
     state.move()
     assert state.has_ended
     state.note(3, None)
     assert states.last_index(0) is None
     states.close()
+
+
+def test_memory_for_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no memory but for the largest tensor and what is not given back yet; without that it is not begun."""
+    pieces = [SimpleNamespace(tensor=torch.zeros(2**20)) for _ in range(3)]
+    stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]))
+    state = live.LiveState(SimpleNamespace(), stepper)  # type: ignore[arg-type]
+    monkeypatch.setattr(live.LiveState, "_pieces", lambda self: iter(pieces))
+    monkeypatch.setattr(live, "GIVEN_BACK_BYTES", 2**20)
+    for available, possible in ((2 * 2 * 5 * 2**20, True), (2 * 2 * 5 * 2**20 - 4, False)):
+        monkeypatch.setattr(live.psutil, "virtual_memory", lambda available=available: SimpleNamespace(
+            available=available))
+        assert math.isfinite(state.move_s(2)) is possible
+    stepper.edits.names = ["w"]
+    assert state.move_s(1) == math.inf

@@ -39,14 +39,18 @@ class LiveStates:
             os.close(descriptor)
 
     def arena(self, rank: int, num_bytes: int) -> mmap.mmap:
-        """This rank's arena, empty and of a size. What was in it is lost.
+        """This rank's arena, empty and of a size. What was in it is lost. It has no memory yet; see `reserve`."""
+        self.forget(rank)
+        os.ftruncate(self._arenas[rank], num_bytes)
+        return mmap.mmap(self._arenas[rank], num_bytes)
+
+    def reserve(self, rank: int, offset: int, num_bytes: int) -> None:
+        """Get memory for a part of this rank's arena: without it, a write there would end the process.
 
         Raises:
-            OSError: this host has no memory for it.
+            OSError: this host has none.
         """
-        self.forget(rank)
-        os.posix_fallocate(self._arenas[rank], 0, num_bytes)  # else a write would end the process
-        return mmap.mmap(self._arenas[rank], num_bytes)
+        os.posix_fallocate(self._arenas[rank], offset, num_bytes)
 
     def forget(self, rank: int) -> None:
         """Let go of this rank's state and of its memory."""

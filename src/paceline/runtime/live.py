@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from paceline.launch.live_states import LiveStates
@@ -30,6 +31,7 @@ from paceline.runtime.checkpoint.files import bytes_of
 from paceline.runtime.checkpoint.pieces import Region, TensorPiece
 from paceline.runtime.checkpoint.read import Checkpoint, StoredPiece, TensorEntry
 from paceline.runtime.drift import fingerprint
+from paceline.strategies.spill import give_back_freed
 
 if TYPE_CHECKING:
     from paceline.runtime.stepper import Stepper
@@ -38,6 +40,8 @@ MOVE_SHARE = 0.01  # of the time that a launch has trained, for the move into th
 MOVE_S = 0.25  # of a move, to find what refers to the memory: 0.1 s for 300,000 objects of Python, twice and more busy
 MOVE_BYTES_PER_S = 1e9  # of a move, into new pages
 _REMEMBERED = 32  # notes
+GIVEN_BACK_BYTES = 256 * 2**20  # moved before freed memory is given back
+MEMORY_SHARE = 0.5  # of this host's free memory that the move of all its ranks may take in between
 _LEAST_BYTES = 4096  # of a tensor that is moved; smaller ones are copied into notes
 _ALIGNMENT = 64  # bytes, as torch allocates
 _ARENA, _NOTE = "arena", "note"
@@ -66,11 +70,16 @@ class LiveState:
         """Whether updates alone write to what could be moved: on a CPU, where replicas step together."""
         return stepper.device.type == "cpu" and not stepper.step_sync.has_own_steps
 
-    def move_s(self) -> float:
-        """Seconds that a move is likely to take; infinite where forwards write to parameters."""
-        if self.stepper.edits.names:
+    def move_s(self, num_ranks: int) -> float:
+        """Seconds that a move is likely to take; infinite where forwards write to parameters, or without memory.
+
+        num_ranks: of this host, each of which moves about as much.
+        """
+        sizes = [piece.tensor.nbytes for piece in self._pieces()]
+        in_between = num_ranks * min(sum(sizes), max(sizes, default=0) + GIVEN_BACK_BYTES)
+        if self.stepper.edits.names or in_between > MEMORY_SHARE * psutil.virtual_memory().available:
             return math.inf
-        return MOVE_S + sum(piece.tensor.nbytes for piece in self._pieces()) / MOVE_BYTES_PER_S
+        return MOVE_S + sum(sizes) / MOVE_BYTES_PER_S
 
     def move(self) -> None:
         """Move what only updates write to into the arena. Who refers to that memory goes on to do so.
@@ -85,15 +94,22 @@ class LiveState:
             end += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
         if not end:
             return
+        aliases, kept_bytes = _tensors_in(storages), 0
         try:
             arena = self.states.arena(self.rank, end)
+            self.num_bytes, self._address = end, _address_of(arena)
+            for key in list(storages):
+                storage = storages.pop(key)
+                self.states.reserve(self.rank, places[key], storage.nbytes())
+                kept_bytes += storage.nbytes()
+                _move(storage, aliases.pop(key), arena, places[key])
+                del storage
+                if kept_bytes > GIVEN_BACK_BYTES:
+                    give_back_freed()
+                    kept_bytes = 0
         except OSError:
             self.end()
-            return
-        self.num_bytes, self._address = end, _address_of(arena)
-        aliases = _tensors_in(storages)
-        for key in list(storages):
-            _move(storages.pop(key), aliases.pop(key), arena, places[key])
+        give_back_freed()
         self.stepper.edits.updated()  # no forward has moved them
 
     def _movable(self) -> dict[int, torch.UntypedStorage]:
@@ -101,7 +117,7 @@ class LiveState:
         used_bytes: dict[int, int] = {}
         storages: dict[int, torch.UntypedStorage] = {}
         for piece in self._pieces():
-            if piece.name.startswith(_UPDATED) and piece.tensor.device.type == "cpu":
+            if piece.name.startswith(_UPDATED) and piece.tensor.device.type == "cpu" and _is_plain(piece.tensor):
                 storage = piece.tensor.untyped_storage()
                 storages[storage._cdata] = storage
                 used_bytes[storage._cdata] = used_bytes.get(storage._cdata, 0) + piece.tensor.nbytes
@@ -173,6 +189,11 @@ class LiveState:
         return [int(fingerprint(parameter)) for parameter in self.stepper.held.values()]
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it lies in memory as it is: a wrapper, such as a quantised tensor, has others inside."""
+    return type(tensor) is torch.Tensor or issubclass(type(tensor), torch.nn.Parameter)
+
+
 def _address_of(arena: mmap.mmap) -> int:
     return torch.frombuffer(arena, dtype=torch.uint8).data_ptr()
 
@@ -196,7 +217,7 @@ def _tensors_in(storages: Mapping[int, torch.UntypedStorage]) -> dict[int, list[
 def _move(storage: torch.UntypedStorage, aliases: Sequence[torch.Tensor], arena: mmap.mmap, place: int) -> None:
     """Let all of these tensors lie in the arena, if there are no others in their storage."""
     if torch._C._storage_Use_Count(storage._cdata) != len(aliases) + 1 or not all(
-            tensor.layout == torch.strided and not tensor.is_inference() and not tensor.is_conj()
+            _is_plain(tensor) and tensor.layout == torch.strided and not tensor.is_inference() and not tensor.is_conj()
             and not tensor.is_neg() for tensor in aliases):
         return
     moved = torch.frombuffer(arena, dtype=torch.uint8, count=storage.nbytes(), offset=place)

@@ -691,7 +691,7 @@ def _keep_live(run: _Run) -> None:
         step_s = statistics.median(run.speed.latest_s)
         if run.live is None:
             live = LiveState(run.context.copies.live, run.stepper)
-            if not _greatest(run, int(live.move_s() > MOVE_SHARE * run.speed.all_s)):
+            if not _greatest(run, int(live.move_s(run.context.local_world_size) > MOVE_SHARE * run.speed.all_s)):
                 live.move()
                 run.live = live
         elif _greatest(run, int(run.live.has_ended or run.live.note_s > NOTE_SHARE * step_s)):
