@@ -290,6 +290,19 @@ def test_a_first_note_is_kept_back() -> None:
     states.close()
 
 
+def test_memory_in_use_stays() -> None:
+    """A process whose tensors lie in an arena may train again: what was noted is forgotten, and the memory is not."""
+    states = LiveStates(1)
+    tensor = torch.frombuffer(states.arena(0, 4096), dtype=torch.uint8)
+    states.reserve(0, 0, 4096)
+    states.forget(0)
+    assert tensor.fill_(7).sum() == 7 * 4096 and states.step(0) is None and states.is_mapped
+    states.is_mapped = False  # as in the next rank
+    states.forget(0)
+    assert os.fstat(states._arenas[0]).st_size == 0
+    states.close()
+
+
 @pytest.mark.parametrize(("words", "waits"), [((4, 4), False), ((4, None), True), ((5, 4), True), ((4, 5), True)])
 def test_who_is_waited_for(words: tuple[int | None, ...], waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 runs, rank 0 is lost. A rank in an update, or one that is a step behind, is waited for."""

@@ -24,10 +24,13 @@ _LOOK_EVERY_S = 0.005
 
 
 class LiveStates:
-    """An arena and two notes a rank."""
+    """An arena and two notes a rank.
+
+    is_mapped: whether this process has mapped an arena. It then stays as it is: tensors lie in it.
+    """
 
     def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+        self.num_ranks, self.is_mapped = num_ranks, False
         self._arenas = [memory_file("paceline-arena") for _ in range(num_ranks)]
         self._notes = [memory_file("paceline-note") for _ in range(NOTES * num_ranks)]
         self._words = memoryview(mmap.mmap(-1, _WORDS * _WORD_BYTES * num_ranks)).cast("q")
@@ -42,6 +45,7 @@ class LiveStates:
         """This rank's arena, empty and of a size. What was in it is lost. It has no memory yet; see `reserve`."""
         self.forget(rank)
         os.ftruncate(self._arenas[rank], num_bytes)
+        self.is_mapped = True
         return mmap.mmap(self._arenas[rank], num_bytes)
 
     def reserve(self, rank: int, offset: int, num_bytes: int) -> None:
@@ -53,10 +57,12 @@ class LiveStates:
         os.posix_fallocate(self._arenas[rank], offset, num_bytes)
 
     def forget(self, rank: int) -> None:
-        """Let go of this rank's state and of its memory."""
+        """Let go of this rank's state, and of its memory if that is not in use."""
         self.change(rank)
         for slot in self._slots(rank):
             self._words[slot] = _NOTHING
+        if self.is_mapped:
+            return
         for descriptor in (self._arenas[rank], *self._notes[NOTES * rank:NOTES * (rank + 1)]):
             os.ftruncate(descriptor, 0)
 

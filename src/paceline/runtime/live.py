@@ -66,9 +66,10 @@ class LiveState:
         self._index = b""
 
     @staticmethod
-    def is_possible(stepper: Stepper) -> bool:
-        """Whether updates alone write to what could be moved: on a CPU, where replicas step together."""
-        return stepper.device.type == "cpu" and not stepper.step_sync.has_own_steps
+    def is_possible(states: LiveStates, stepper: Stepper) -> bool:
+        """Whether updates alone write to what could be moved, on a CPU where replicas step together; for one training
+        of a process."""
+        return stepper.device.type == "cpu" and not stepper.step_sync.has_own_steps and not states.is_mapped
 
     def move_s(self, num_ranks: int) -> float:
         """Seconds that a move is likely to take; infinite where forwards write to parameters, or without memory.

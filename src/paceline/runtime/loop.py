@@ -665,6 +665,8 @@ def _copy(run: _Run) -> None:
     alike = drift.fingerprints(run.stepper, partial(state.alike_along, run.stepper))
     copier.copy(run.step, chain(state.pieces(run.stepper), alike), _copy_document(run),
                 is_for_updates=partial(state.is_for_updates, run.stepper))
+    if copier.num_copies == 2 and run.live is None:  # all ranks have the one before
+        copier.copies.live.forget(run.context.rank)
     if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies, on all ranks alike
         copier.wait()
         every = copier.affordable_every(statistics.median(run.speed.latest_s)) if copier.fits() else _NEVER
@@ -683,14 +685,14 @@ def _copy_document(run: _Run) -> dict[str, Any] | None:
 def _keep_live(run: _Run) -> None:
     """Let the state outlive this rank where that pays: where copies of it are several steps apart. Collective after
     1, 2, 4, 8, ... steps of a launch."""
-    steps = run.speed.steps
-    if run.context.copies is None or (run.live is None and run.copier is not None and run.copier.every == 1) or (
-            not LiveState.is_possible(run.stepper)):
+    steps, copies, copier = run.speed.steps, run.context.copies, run.copier
+    if copies is None or (run.live is None and (
+            (copier is not None and copier.every == 1) or not LiveState.is_possible(copies.live, run.stepper))):
         return
     if steps & (steps - 1) == 0:
         step_s = statistics.median(run.speed.latest_s)
         if run.live is None:
-            live = LiveState(run.context.copies.live, run.stepper)
+            live = LiveState(copies.live, run.stepper)
             if not _greatest(run, int(live.move_s(run.context.local_world_size) > MOVE_SHARE * run.speed.all_s)):
                 live.move()
                 run.live = live
