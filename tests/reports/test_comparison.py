@@ -71,6 +71,12 @@ def test_a_figure_that_is_no_time_has_no_chance():
         "peak_memory_bytes>2%"]
 
 
+def test_what_a_slowdown_is_of_is_said():
+    """The figures beside it are means of whole runs."""
+    lines = compare(run(1), run(2, step_s=0.03)).describe().splitlines()
+    assert "% worse where each run was quietest" in next(line for line in lines if line.startswith("step_s"))
+
+
 def test_runs_too_short_to_tell_do_not_fail():
     few = [Condition.parse("step_s>5%")]
     assert not compare(run(0, num_steps=12), run(1, num_steps=12, step_s=0.1), few).failed

@@ -174,6 +174,7 @@ def _change(change: FigureChange) -> str:
         return ""
     if abs(change.worse) <= change.chance:
         return "within what chance explains"
-    return f"{100 * abs(change.worse):.1f} % {'worse' if change.worse > 0 else 'better'}"
+    where = " where each run was quietest" if change.figure in _SPEEDS else ""  # which the figures beside it are not of
+    return f"{100 * abs(change.worse):.1f} % {'worse' if change.worse > 0 else 'better'}{where}"
 
 
