@@ -71,7 +71,7 @@ def _plans_that_fit(profile: Profile, plan: Plan, cluster: Cluster, *, batch: in
 
 def _too_large(plan: Plan, need: MemoryNeed, others: Sequence[Plan]) -> PlanError:
     by_size = sorted(need.ledger.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{name} {_gib(held)}" for name, held in by_size if held)
+    parts = ", ".join(f"{name} {_gib(num_bytes)}" for name, num_bytes in by_size if num_bytes)
     taken = f"; {need.device.taken}" if need.device.taken else ""
     return PlanError(
         f"plan '{plan}' needs {_gib(need.total_bytes)} on a rank however small its micro-batches are, and "

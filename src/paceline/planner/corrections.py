@@ -65,8 +65,8 @@ class Corrections:
         for likeness in _likenesses(plan) if plan not in self else ():
             self._alike.setdefault(likeness, []).append(plan)
         self._calibrations[plan], self._predicted[plan] = calibration, predicted
-        self._factors = part_factors([(self._predicted[one].breakdown, each.step_s)
-                                      for one, each in self._calibrations.items()])
+        self._factors = part_factors([(self._predicted[calibrated].breakdown, each.step_s)
+                                      for calibrated, each in self._calibrations.items()])
 
     def knows_kind_of(self, plan: Plan) -> bool:
         """Whether a plan was calibrated that runs the same code on as many ranks."""
@@ -75,8 +75,8 @@ class Corrections:
     def is_far(self, plan: Plan) -> bool:
         """Whether all of its kind that were calibrated have many more or many fewer micro-batches."""
         known = self._alike.get(_likenesses(plan)[0], ())
-        return all(max(plan.num_microbatches / one.num_microbatches,
-                       one.num_microbatches / plan.num_microbatches) >= FAR for one in known)
+        return all(max(plan.num_microbatches / other.num_microbatches,
+                       other.num_microbatches / plan.num_microbatches) >= FAR for other in known)
 
     def apply(self, plan: Plan, predicted: Estimate) -> Estimate:
         """The estimate with what is known of plans like it, and how sure that is."""
@@ -122,7 +122,7 @@ class Corrections:
         """What the plans that are most like this one are off by; their memory only if they are of its kind."""
         for nearness, likeness in enumerate(_likenesses(plan)):
             if likeness in self._alike:
-                known = {one: self._off(one, self._predicted[one]) for one in self._alike[likeness]}
+                known = {other: self._off(other, self._predicted[other]) for other in self._alike[likeness]}
                 if nearness == 0:
                     return _between(known, plan)
                 factor = statistics.geometric_mean(off.factor for off in known.values())
@@ -170,11 +170,11 @@ class _Off:
 
 def _between(known: Mapping[Plan, _Off], plan: Plan) -> _Off:
     """A line through what is known, over the logarithm of the number of micro-batches; level beyond its ends."""
-    def at(one: Plan) -> float:
-        return math.log(one.num_microbatches)
+    def at(calibrated: Plan) -> float:
+        return math.log(calibrated.num_microbatches)
 
-    below = [one for one in known if at(one) <= at(plan)]
-    above = [one for one in known if at(one) >= at(plan)]
+    below = [calibrated for calibrated in known if at(calibrated) <= at(plan)]
+    above = [calibrated for calibrated in known if at(calibrated) >= at(plan)]
     low = max(below, key=at, default=min(above, key=at, default=plan))
     high = min(above, key=at, default=low)
     part = (at(plan) - at(low)) / (at(high) - at(low)) if at(high) > at(low) else 0.0

@@ -170,5 +170,5 @@ def _work_s(played: Sequence[Played], plan: Plan) -> float:
 def _spread(profile: Profile, rates: DeviceRates) -> float:
     """Half the width of the interval around a step of such work."""
     is_timed = (rates.timed is not None and rates.timed.measures
-                and all(one.forward.calls.first for one in profile.segments if one.forward.operators))
+                and all(segment.forward.calls.first for segment in profile.segments if segment.forward.operators))
     return TIMED_SPREAD if is_timed else RATES_SPREAD

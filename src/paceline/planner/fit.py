@@ -71,7 +71,8 @@ def _other_than_plans(job: Job, cluster: Cluster, profile: Profile) -> str:
     changes = remedies(PlanningProblem(job, profile, LazyPieces(job, profile), times_operators=False), cluster)
     if not changes:
         return "devices with more memory, or a smaller model: none of the plans that were tried fits"
-    return "\n".join(["no other plan fits; what would, the least change first:", *(f"  {one}" for one in changes)])
+    return "\n".join(["no other plan fits; what would, the least change first:",
+                      *(f"  {change}" for change in changes)])
 
 
 def _from_small_to_large(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,
@@ -80,7 +81,7 @@ def _from_small_to_large(job: Job, plan: Plan, cluster: Cluster, profile: Profil
     ranks, samples = plan.world_size, -(-job.batch // plan.replicas)
     counts = [count for count in (2, 4, 8, 16, 32, 64, samples) if plan.num_microbatches < count <= samples]
     tried = [plan.with_microbatches(count) for count in sorted(set(counts))]
-    tried += [one.with_(recompute="full") for one in (plan, *tried)]
+    tried += [smaller.with_(recompute="full") for smaller in (plan, *tried)]
     tried += [other for size in (ranks, *(size for size in (2, 4, 8) if size > ranks))
               for other in _other_splits(size, job)]
     for other in tried:

@@ -141,7 +141,7 @@ class _Place:
             player.play(event)
         own_s = max(player.clock[COMPUTE], player.clock[HOST])
         memory = player.memory
-        return _Block(own_s, max(0.0, player.clock[NETWORK] - own_s), sum(player.busy.values()), dict(memory.held),
+        return _Block(own_s, max(0.0, player.clock[NETWORK] - own_s), sum(player.busy.values()), dict(memory.by_ledger),
                       memory.total, memory.peak, memory.at_peak)
 
 
@@ -309,5 +309,5 @@ def _remembered(cost: RankCost, place: _Place, ending: _Block) -> Timeline:
         for block in (*done, ending):
             for name, num_bytes in (ending.at_peak if block is ending else block.kept).items():
                 ledger[name] += num_bytes
-    rounded = {name: round(held) for name, held in ledger.items()}
+    rounded = {name: round(num_bytes) for name, num_bytes in ledger.items()}
     return Timeline(0.0, {}, round(peak_bytes), rounded, rounded)

@@ -87,27 +87,27 @@ class RankedPlans:
     @property
     def rivals(self) -> list[Candidate]:
         """Plans that may be chosen."""
-        return [one for one in self.ranked if self.may_relax or one.plan.relaxed is None]
+        return [candidate for candidate in self.ranked if self.may_relax or candidate.plan.relaxed is None]
 
     @property
     def chosen(self) -> Candidate | None:
         """The first that may be chosen; of those that tie, the one that gives up and does the least."""
-        tied = [one for one in self.rivals if ties(one, self.rivals[0])]
-        return min(tied, default=None, key=lambda one: (one.plan.relaxed is not None, len(one.plan.values()),
-                                                        one.step_cost))
+        tied = [candidate for candidate in self.rivals if ties(candidate, self.rivals[0])]
+        return min(tied, default=None, key=lambda candidate: (
+            candidate.plan.relaxed is not None, len(candidate.plan.values()), candidate.step_cost))
 
     @property
     def tied(self) -> list[Candidate]:
         """Plans that are as good as the chosen one for all that is known."""
         chosen = self.chosen
-        return [] if chosen is None else [one for one in self.rivals if one != chosen and ties(one, chosen)]
+        return [] if chosen is None else [rival for rival in self.rivals if rival != chosen and ties(rival, chosen)]
 
 
-def ties(one: Candidate, other: Candidate) -> bool:
+def ties(candidate: Candidate, other: Candidate) -> bool:
     """Whether nobody can say which is better: they are within a tie and, where intervals are known, those overlap."""
     is_apart = any(first.estimate.low_s * first.rent_per_s > second.estimate.high_s * second.rent_per_s
-                   for first, second in ((one, other), (other, one)))
-    return abs(one.step_cost / other.step_cost - 1) <= TIE and not is_apart
+                   for first, second in ((candidate, other), (other, candidate)))
+    return abs(candidate.step_cost / other.step_cost - 1) <= TIE and not is_apart
 
 
 def _nothing_is_sure(plan: Plan, enough_bytes: float) -> int:
@@ -132,22 +132,22 @@ def search(price: Price, limits: Limits, shape: DeviceCounts, least: Least = _no
     asked = _Asked(price, ranking, least, rent)
     first = _first(asked, (*splits(limits, shape), *served(limits, shape), *relaxed(limits, shape)), limits)
     cuts: dict[tuple[int, ...], Plan] = {}  # the best way for each cut of the model; replicas only share its state
-    for one in first:
-        cuts.setdefault(one.plan.model_cut, one.plan)
+    for candidate in first:
+        cuts.setdefault(candidate.plan.model_cut, candidate.plan)
     for plan in list(cuts.values())[:most_refined]:
         _refine(asked, plan, limits)
-    ranking.ways = tuple(one.plan for one in first if one.plan.relaxed is None)
+    ranking.ways = tuple(candidate.plan for candidate in first if candidate.plan.relaxed is None)
     ranking.compiling = _compile(asked, limits)
     ranking.fitting, ranking.over = asked.fitting, tuple(asked.over)
     ranking.ranked = sorted(asked.fitting.values(), key=_cost)
-    ranking.too_large = sorted(asked.too_large.values(), key=lambda one: one.missing_bytes)
+    ranking.too_large = sorted(asked.too_large.values(), key=lambda candidate: candidate.missing_bytes)
     return ranking
 
 
 def _first(asked: _Asked, plans: Iterable[Plan], limits: Limits) -> list[Candidate]:
     """What may be the fastest of each way to split, the fastest first."""
     candidates = (_least_that_fits(asked, plan, limits) for plan in plans)
-    return sorted((one for one in candidates if one is not None), key=_cost)
+    return sorted((candidate for candidate in candidates if candidate is not None), key=_cost)
 
 
 def _cost(candidate: Candidate) -> tuple[float, str]:
@@ -174,18 +174,18 @@ class _Asked:
             enough_bytes = 0 if not self.wants_nearest else math.inf if nearest is None else nearest.missing_bytes
             missing_bytes = self.least(plan, enough_bytes)
             is_over = missing_bytes > 0 and missing_bytes >= enough_bytes
-            one = None if is_over else Candidate(plan, self.price(plan), self.rent(plan))
+            candidate = None if is_over else Candidate(plan, self.price(plan), self.rent(plan))
         except (PlanError, NotPriced) as error:
             self.ranking.refused.setdefault(kind, str(error).partition("\n")[0])
             self.over.add(plan)
             return None
         self.ranking.num_tried += 1
-        if one is not None and one.estimate.fits:
-            self.fitting[plan] = one
-            return one
+        if candidate is not None and candidate.estimate.fits:
+            self.fitting[plan] = candidate
+            return candidate
         self.over.add(plan)
-        if one is not None and (nearest is None or one.missing_bytes < nearest.missing_bytes):
-            self.too_large[kind] = one
+        if candidate is not None and (nearest is None or candidate.missing_bytes < nearest.missing_bytes):
+            self.too_large[kind] = candidate
         return None
 
 
@@ -196,8 +196,8 @@ def _least_that_fits(asked: _Asked, plan: Plan, limits: Limits) -> Candidate | N
         counts = [count for count in counts if count >= min(counts[-1], 4 * plan.num_stage_ranks)]
     for recompute in limits.recomputes:
         for count in counts:
-            if (one := asked(plan.with_(recompute=recompute).with_microbatches(count))) is not None:
-                return one
+            if (candidate := asked(plan.with_(recompute=recompute).with_microbatches(count))) is not None:
+                return candidate
     return None
 
 
@@ -220,17 +220,17 @@ def _compile(asked: _Asked, limits: Limits) -> str:
     if limits.compiled_steps is None:
         return ""
     texts: list[str] = []
-    exact = [one for one in asked.fitting.values() if one.plan.relaxed is None]
+    exact = [candidate for candidate in asked.fitting.values() if candidate.plan.relaxed is None]
     for plain in best_of_each_kind(sorted(exact, key=_cost)):
         compiled = compiled_variant(plain.plan)
         if compiled is None or asked(compiled) is None:
             continue
-        one = asked.fitting.pop(compiled)
-        gain = predicted_gain(plain.estimate, one.estimate)
-        one = replace(one, steps=limits.compiled_steps, estimate=replace(one.estimate, gain=gain))
-        texts.append(f"'{compiled}' {gain.describe(one.estimate.start_s)}")
-        if gain.is_sure and one.step_cost < plain.step_cost:
-            asked.fitting[compiled] = one
+        candidate = asked.fitting.pop(compiled)
+        gain = predicted_gain(plain.estimate, candidate.estimate)
+        candidate = replace(candidate, steps=limits.compiled_steps, estimate=replace(candidate.estimate, gain=gain))
+        texts.append(f"'{compiled}' {gain.describe(candidate.estimate.start_s)}")
+        if gain.is_sure and candidate.step_cost < plain.step_cost:
+            asked.fitting[compiled] = candidate
     return texts[0] if texts else ""
 
 
@@ -242,7 +242,8 @@ def predicted_gain(plain: Estimate, compiled: Estimate) -> Gain:
 
 def compiling(plans: RankedPlans) -> str:
     """What compiled blocks bring here, as measured if that was tried; empty where nobody asked."""
-    tried = [one for one in plans.ranked if one.estimate.gain is not None and one.estimate.is_measured]
+    tried = [candidate for candidate in plans.ranked
+             if candidate.estimate.gain is not None and candidate.estimate.is_measured]
     if not tried or (gain := tried[0].estimate.gain) is None:
         return plans.compiling
     return f"'{tried[0].plan}' {gain.describe(tried[0].estimate.start_s)}"
@@ -275,26 +276,26 @@ def _share(name: str, estimate: Estimate) -> str:
     return f"{_WORDS.get(name, name)} {verb} {percent:.0f} % of the step"
 
 
-def reason(one: Candidate, chosen: Candidate) -> str:
+def reason(candidate: Candidate, chosen: Candidate) -> str:
     """Why a plan is not the chosen one, in a few words.
 
     What it spends more seconds on than the chosen plan is named, by its part of the plan's own step; where plans are
     ranked by cost, by how much more it costs.
     """
-    ours, theirs = chosen.estimate, one.estimate
+    ours, theirs = chosen.estimate, candidate.estimate
     if not theirs.fits:
-        return f"{amount(one.missing_bytes)} too much for a {worst_device(one)}"
+        return f"{amount(candidate.missing_bytes)} too much for a {worst_device(candidate)}"
     slower = theirs.step_s / ours.step_s - 1
     more = {name: seconds - ours.breakdown.get(name, 0.0) for name, seconds in theirs.breakdown.items()}
-    if one.plan == chosen.plan:
+    if candidate.plan == chosen.plan:
         return binding(ours)
-    if ties(one, chosen):
+    if ties(candidate, chosen):
         return f"as {'fast' if chosen.rent_per_s == 1.0 else 'cheap'}, for all that is known"
-    if one.rent_per_s != 1.0 and (dearer := one.step_cost / chosen.step_cost - 1) > 0:
+    if candidate.rent_per_s != 1.0 and (dearer := candidate.step_cost / chosen.step_cost - 1) > 0:
         return f"costs {100 * dearer:.0f} % more, {100 * abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}"
     name = max(more, key=lambda key: more[key])
     if slower < 0:
-        return f"{-100 * slower:.0f} % faster, and relaxed" if one.plan.relaxed else f"{-100 * slower:.0f} % faster"
+        return f"{-100 * slower:.0f} % faster{', and relaxed' if candidate.plan.relaxed else ''}"
     return _share(name, theirs)
 
 
@@ -302,8 +303,8 @@ _WORDS = {"compute": "computing", "communication": "messages that nothing hides"
           "optimizer": "the optimizer", "input": "reading data", "unexplained": "time that no part explains"}
 
 
-def worst_device(one: Candidate) -> str:
-    need = max(one.estimate.needs, key=lambda need: need.missing_bytes)
+def worst_device(candidate: Candidate) -> str:
+    need = max(candidate.estimate.needs, key=lambda need: need.missing_bytes)
     free = "" if need.device.total_bytes is None else " that are free"
     return f"{need.device.name or need.device.kind} of {amount(need.device.memory_bytes)}{free}"
 
@@ -319,8 +320,8 @@ def amount(num_bytes: float) -> str:
 def best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The first of each kind, in their order."""
     best: dict[str, Candidate] = {}
-    for one in candidates:
-        best.setdefault(one.kind, one)
+    for candidate in candidates:
+        best.setdefault(candidate.kind, candidate)
     return list(best.values())
 
 
@@ -350,7 +351,7 @@ def flips(ranking: RankedPlans, changes: Sequence[Change], limits: Limits, shape
     chosen = ranking.chosen
     if chosen is None:
         return []
-    known = [one.plan for one in best_of_each_kind(ranking.ranked) if one.plan.relaxed is None]
+    known = [candidate.plan for candidate in best_of_each_kind(ranking.ranked) if candidate.plan.relaxed is None]
     flipped: list[tuple[str, Candidate]] = []
     for change in changes:
         asked = _Asked(change.price, RankedPlans(), change.least, rent, wants_nearest=False)
@@ -358,7 +359,8 @@ def flips(ranking: RankedPlans, changes: Sequence[Change], limits: Limits, shape
         asked.fitting |= ranking.fitting if change.has_same_speed else {}
         ways: Iterable[Plan] = ranking.ways
         if not change.has_same_memory:
-            ways = [one.plan for one in _first(asked, (*splits(limits, shape), *served(limits, shape)), limits)]
+            every_way = (*splits(limits, shape), *served(limits, shape))
+            ways = [candidate.plan for candidate in _first(asked, every_way, limits)]
         unchanged = asked(chosen.plan)
         best = _fastest(asked, dict.fromkeys((*ways, *known)), ranking, change, unchanged)
         if best is not None and best.kind != chosen.kind and (
@@ -368,17 +370,17 @@ def flips(ranking: RankedPlans, changes: Sequence[Change], limits: Limits, shape
 
 
 def _fastest(asked: _Asked, plans: Iterable[Plan], ranking: RankedPlans, change: Change,
-             own: Candidate | None) -> Candidate | None:
-    """The best of some plans under a change. Those that can't be better than `own`, or another one, are not priced."""
+             unchanged: Candidate | None) -> Candidate | None:
+    """The best of some plans under a change. Those that can't be better than `unchanged` or another aren't priced."""
     def least_cost(plan: Plan) -> float:
         known = ranking.fitting.get(plan)
         return 0.0 if known is None or not change.has_same_memory else (
             change.least_s(known.estimate) * asked.rent(plan))
 
-    best = own
+    best = unchanged
     for least, _, plan in sorted((least_cost(plan), str(plan), plan) for plan in plans):
         if best is not None and least > best.step_cost:
             break
-        if (one := asked(plan)) is not None:
-            best = one if best is None else min(best, one, key=_cost)
+        if (candidate := asked(plan)) is not None:
+            best = candidate if best is None else min(best, candidate, key=_cost)
     return best

@@ -44,7 +44,7 @@ class Remedy:
 
 
 def remedies(problem: PlanningProblem, cluster: Cluster,
-             own: Sequence[Sequence[Attempt]] = ()) -> tuple[Remedy, ...]:
+             smaller: Sequence[Sequence[Attempt]] = ()) -> tuple[Remedy, ...]:
     """The first change of each kind that lets a plan fit, the least change first.
 
     What changes the experiment least stands first: numbers of fewer bits, then what the caller knows of its job, then
@@ -52,9 +52,9 @@ def remedies(problem: PlanningProblem, cluster: Cluster,
     batch into more pieces or split the model another way are no remedies: the search has tried them all.
 
     Args:
-        own: Kinds of changes of the job that are known to who made it, each from small to large.
+        smaller: Kinds of changes of the job that are known to who made it, each from small to large.
     """
-    kinds = [_precision(problem, cluster), *own, _batch(problem, cluster), *_devices(problem, cluster)]
+    kinds = [_precision(problem, cluster), *smaller, _batch(problem, cluster), *_devices(problem, cluster)]
     return tuple(remedy for attempts in kinds if (remedy := _first_that_fits(attempts)) is not None)
 
 

@@ -78,9 +78,9 @@ def play_together(programs: Sequence[Program], rates: Sequence[Rates], network: 
     ranks = [Player(rates_of_rank, network, precision=precision, number=number, apart=apart)
              for number, rates_of_rank in enumerate(rates)]
     pending = [_Pending(rank, program) for rank, program in zip(ranks, programs, strict=True)]
-    while any(one.go_on(arrived) for one in pending):
+    while any(rank.go_on(arrived) for rank in pending):
         pass
-    if waiting := [one for one in pending if one.at < len(one.program)]:
+    if waiting := [rank for rank in pending if rank.at < len(rank.program)]:
         raise ValueError(f"rank {waiting[0].player.number} waits for {waiting[0].program[waiting[0].at]}, "
                          "which nobody sends")
     return [rank.timeline() for rank in ranks]
@@ -171,7 +171,7 @@ class Player:
             left -= 1
         if left > 1:
             after = self._state()
-            for figures, old, new in zip((self.clock, self.ended, self.busy, self.memory.held), before, after,
+            for figures, old, new in zip((self.clock, self.ended, self.busy, self.memory.by_ledger), before, after,
                                          strict=True):
                 for name, figure in new.items():
                     figures[name] = figure + (left - 1) * (figure - old.get(name, figure))
@@ -181,7 +181,7 @@ class Player:
                 self.play(repeated)
 
     def _state(self) -> tuple[dict[str, float], ...]:
-        return dict(self.clock), dict(self.ended), dict(self.busy), dict(self.memory.held)
+        return dict(self.clock), dict(self.ended), dict(self.busy), dict(self.memory.by_ledger)
 
     def timeline(self) -> Timeline:
         step_s, memory = max(self.clock.values()), self.memory
@@ -202,24 +202,24 @@ class MemoryLedger:
     """A running ledger, and what it was at its highest."""
 
     def __init__(self) -> None:
-        self.held: dict[str, float] = defaultdict(float)
+        self.by_ledger: dict[str, float] = defaultdict(float)
         self.total, self.peak = 0.0, 0.0
         self.at_peak: dict[str, float] = {}
         self.highest: dict[str, float] = defaultdict(float)
 
     def change(self, event: Allocate) -> None:
         ledger, num_bytes = event.ledger, event.num_bytes
-        held_bytes = self.held[ledger] = self.held[ledger] + num_bytes
+        held_bytes = self.by_ledger[ledger] = self.by_ledger[ledger] + num_bytes
         if held_bytes > self.highest[ledger]:
             self.highest[ledger] = held_bytes
         self.total += num_bytes
         if self.total > self.peak:
-            self.peak, self.at_peak = self.total, dict(self.held)
+            self.peak, self.at_peak = self.total, dict(self.by_ledger)
 
     def settle(self) -> None:
         """After what is held was set from outside."""
-        self.total = sum(self.held.values())
-        for ledger, held_bytes in self.held.items():
+        self.total = sum(self.by_ledger.values())
+        for ledger, held_bytes in self.by_ledger.items():
             self.highest[ledger] = max(self.highest[ledger], held_bytes)
         if self.total > self.peak:
-            self.peak, self.at_peak = self.total, dict(self.held)
+            self.peak, self.at_peak = self.total, dict(self.by_ledger)
