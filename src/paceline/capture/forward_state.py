@@ -93,10 +93,10 @@ class ForwardState:
                  edited: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
         self.buffers = buffers
         inside = list(module.modules())
-        self.mappings: list[MutableMapping[str, Any]] = [vars(one) for one in inside]
-        self.mappings += [one._buffers for one in inside if one._buffers]
-        self.parameters = [(one._parameters, names) for one in inside if (names := tuple(
-            name for name, parameter in one._parameters.items() if parameter is not None and edited(parameter)))]
+        self.mappings: list[MutableMapping[str, Any]] = [vars(part) for part in inside]
+        self.mappings += [part._buffers for part in inside if part._buffers]
+        self.parameters = [(part._parameters, names) for part in inside if (names := tuple(
+            name for name, parameter in part._parameters.items() if parameter is not None and edited(parameter)))]
         self.known: dict[int, MappingSnapshot] = {}
 
     def now(self, *, buffers: tuple[str, ...] = ()) -> ForwardSnapshot:

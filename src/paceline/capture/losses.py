@@ -182,14 +182,14 @@ class _Reads(TorchDispatchMode):
     def __init__(self, of_model: Mapping[int, str], made: Container[int], given: Any) -> None:
         super().__init__()
         self.of_model, self.made = of_model, made
-        self.own = set(_storages(given))
+        self.known = set(_storages(given))
         self.read = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in _storages((args, kwargs)):
-            if not self.read and storage not in self.own:
+            if not self.read and storage not in self.known:
                 inside = "a tensor that the forward made inside" if storage in self.made else ""
                 self.read = self.of_model.get(storage, inside)
         result = func(*args, **(kwargs or {}))
-        self.own.update(set(_storages(result)) - set(_storages((args, kwargs))))
+        self.known.update(set(_storages(result)) - set(_storages((args, kwargs))))
         return result

@@ -53,8 +53,8 @@ class Call(Protocol):
     def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Tensors with the shapes of the outputs, on the device of `like`."""
 
-    def run(self, held: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The tensors that the call itself gives. held: the module's parameters."""
+    def run(self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The tensors that the call itself gives. parameters: of the module."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ class ModuleCall:
     def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
         return [like.new_empty(shape.at(self.samples), dtype=shape.dtype) for shape in self.outputs.shapes]
 
-    def run(self, held: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The module itself with these parameters. Its buffers and attributes are its own, and change as it says."""
         args, kwargs = _filled(self.in_spec, inputs, self.constants)
         names = [name.removeprefix(f"{self.path}.") for name in self.parameters]
         with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
-            returned = functional_call(self.module, dict(zip(names, held, strict=True)), args, kwargs,
+            returned = functional_call(self.module, dict(zip(names, parameters, strict=True)), args, kwargs,
                                        tie_weights=False)
         return tuple(leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor))
 
@@ -134,7 +134,7 @@ class FunctionCall:
     def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
         return [like.new_empty(shape.fixed, dtype=shape.dtype) for shape in self.outputs.shapes]
 
-    def run(self, held: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The function itself, with its own backward."""
         args, kwargs = _filled(self.in_spec, inputs, self.constants)
         with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):

@@ -63,7 +63,7 @@ def sparsely_trained(model: nn.Module) -> frozenset[str]:
 
 def has_own_code(model: nn.Module) -> bool:
     """Whether a class of the model is of no library that is known here."""
-    return any(kind.__module__.partition(".")[0] not in _LIBRARIES for kind in {type(one) for one in model.modules()})
+    return any(kind.__module__.partition(".")[0] not in _LIBRARIES for kind in set(map(type, model.modules())))
 
 
 def may_write(model: nn.Module) -> bool:

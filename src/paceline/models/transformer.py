@@ -58,7 +58,7 @@ def _layer(size: DecoderSize, formats: Formats, kernels: Kernels) -> Segment:
     linear += [Product(s, ffn, h, cut="columns")] * (2 if is_llama else 1) + [Product(s, h, ffn, cut="inner")]
     core = [Product(s, s, size.head_dim, size.heads, "count", "count", kind="attention"),
             Product(s, size.head_dim, s, size.heads, "count", "count", kind="attention")]
-    turned = [product for one in (*linear, *core) for product in one.backward()]
+    turned = [behind for product in (*linear, *core) for behind in product.backward()]
     if not is_plain:
         turned.append(core[0])  # a fused kernel computes the scores again
 

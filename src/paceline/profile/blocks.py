@@ -67,53 +67,53 @@ def _description(unit: nn.Module) -> list[tuple[Any, ...]]:
         if any(getattr(module, hooks) for hooks in _HOOKS):
             facts.append((path, "hooks", id(module)))
         facts += [(path, name, tuple(t.shape), t.dtype, t.requires_grad, type(t))
-                  for held in (module._parameters, module._buffers) for name, t in held.items() if t is not None]
+                  for tensors in (module._parameters, module._buffers) for name, t in tensors.items() if t is not None]
         facts += [(path, name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
     return facts
 
 
-def _is_alike(one: Sequence[tuple[Any, ...]], place: int, other: Sequence[tuple[Any, ...]], other_place: int) -> bool:
-    return len(one) == len(other) and all(
+def _is_alike(facts: Sequence[tuple[Any, ...]], place: int, other: Sequence[tuple[Any, ...]], other_place: int) -> bool:
+    return len(facts) == len(other) and all(
         len(mine) == len(theirs) and all(_is_same(a, place, b, other_place)
                                          for a, b in zip(mine, theirs, strict=True))
-        for mine, theirs in zip(one, other, strict=True))
+        for mine, theirs in zip(facts, other, strict=True))
 
 
-def _is_same(one: Any, place: int, other: Any, other_place: int, depth: int = 0) -> bool:
+def _is_same(value: Any, place: int, other: Any, other_place: int, depth: int = 0) -> bool:
     """Whether two attributes are equal, or whole numbers that differ as their units' places do."""
-    if one is other:
+    if value is other:
         return True
-    if type(one) is not type(other) or depth > DEEPEST:
+    if type(value) is not type(other) or depth > DEEPEST:
         return False
 
     def inside(a: Any, b: Any) -> bool:
         return _is_same(a, place, b, other_place, depth + 1)
 
-    if type(one) is int:
-        return bool(one == other or (depth == 0 and one - place == other - other_place))
-    if type(one) is str and one != other:  # the path of a module, maybe
-        parts, others = one.split("."), other.split(".")
+    if type(value) is int:
+        return bool(value == other or (depth == 0 and value - place == other - other_place))
+    if type(value) is str and value != other:  # the path of a module, maybe
+        parts, others = value.split("."), other.split(".")
         return len(parts) == len(others) and all(
             mine == theirs or (mine, theirs) == (str(place), str(other_place))
             for mine, theirs in zip(parts, others, strict=True))
-    if isinstance(one, _SCALARS):
-        return bool(one == other)
-    if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and one.requires_grad == other.requires_grad
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(inside(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(inside, one, other))
-    if isinstance(one, set | frozenset):
-        return bool(one == other)
-    if isinstance(one, MethodType):
-        return one.__func__ is other.__func__ and (
-            isinstance(one.__self__, nn.Module) or inside(one.__self__, other.__self__))
-    if isinstance(one, partial):
-        return all(map(inside, (one.func, one.args, one.keywords), (other.func, other.args, other.keywords)))
-    if isinstance(one, FunctionType | type | nn.Module) or not hasattr(one, "__dict__"):
+    if isinstance(value, _SCALARS):
+        return bool(value == other)
+    if isinstance(value, torch.Tensor):
+        return value.shape == other.shape and value.dtype == other.dtype and value.requires_grad == other.requires_grad
+    if isinstance(value, Mapping):
+        return list(value) == list(other) and all(inside(value[key], other[key]) for key in value)
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(inside, value, other))
+    if isinstance(value, set | frozenset):
+        return bool(value == other)
+    if isinstance(value, MethodType):
+        return value.__func__ is other.__func__ and (
+            isinstance(value.__self__, nn.Module) or inside(value.__self__, other.__self__))
+    if isinstance(value, partial):
+        return all(map(inside, (value.func, value.args, value.keywords), (other.func, other.args, other.keywords)))
+    if isinstance(value, FunctionType | type | nn.Module) or not hasattr(value, "__dict__"):
         return False
-    return inside(vars(one), vars(other))
+    return inside(vars(value), vars(other))
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ class BlockInputs:
 
     def is_like(self, other: BlockInputs) -> bool:
         return (self.modes == other.modes and self.spec == other.spec
-                and all(one is theirs or (type(one) is type(theirs) and isinstance(one, (*_SCALARS, tuple))
-                                          and one == theirs)
-                        for one, theirs in zip(self.leaves, other.leaves, strict=True)))
+                and all(ours is theirs or (type(ours) is type(theirs) and isinstance(ours, (*_SCALARS, tuple))
+                                          and ours == theirs)
+                        for ours, theirs in zip(self.leaves, other.leaves, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -321,10 +321,10 @@ def _stand_in(path: str, unit: nn.Module, run: Run, args: tuple[Any, ...], kwarg
     if run.holds is None:  # an input that is still alive, though the model has gone on to the next one, is kept
         run.holds = tuple(ref is not None and (storage := ref()) is not None and storage._cdata not in given_storages
                           for ref in run.storages)
-    fresh = [one for one in run.made if isinstance(one, BlockOutput) and one.source < 0]
+    fresh = [output for output in run.made if isinstance(output, BlockOutput) and output.source < 0]
     taken = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
     is_kept = [keeps for keeps, leaf in zip(run.holds, given, strict=True) if isinstance(leaf, torch.Tensor)]
-    weight = torch.empty(0, requires_grad=any(one.differentiable for one in fresh))
+    weight = torch.empty(0, requires_grad=any(leaf_made.differentiable for leaf_made in fresh))
     made = iter(_Repeated.apply(fresh, is_kept, weight, *taken) if fresh else ())
     return returned(run, given, made)
 
@@ -332,8 +332,8 @@ def _stand_in(path: str, unit: nn.Module, run: Run, args: tuple[Any, ...], kwarg
 def returned(run: Run, given: Sequence[Any], made: Iterator[torch.Tensor]) -> Any:
     """What a call like a traced one returns. given: its inputs, flat. made: its new tensors."""
     assert run.made is not None
-    leaves = [(next(made) if one.source < 0 else given[one.source]) if isinstance(one, BlockOutput) else one
-              for one in run.made]
+    leaves = [(next(made) if leaf.source < 0 else given[leaf.source]) if isinstance(leaf, BlockOutput) else leaf
+              for leaf in run.made]
     return tree_unflatten(leaves, run.spec)
 
 
@@ -344,14 +344,14 @@ class _Repeated(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, made: Sequence[BlockOutput], held: Sequence[bool], weight: torch.Tensor,
+    def forward(ctx: Any, made: Sequence[BlockOutput], is_kept: Sequence[bool], weight: torch.Tensor,
                 *inputs: torch.Tensor) -> Any:
-        ctx.save_for_backward(*(tensor for tensor, keeps in zip(inputs, held, strict=True) if keeps))
+        ctx.save_for_backward(*(tensor for tensor, keeps in zip(inputs, is_kept, strict=True) if keeps))
         ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
-        outputs = tuple(torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=one.device)
-                        for one in made)
-        ctx.mark_non_differentiable(*(tensor for tensor, one in zip(outputs, made, strict=True)
-                                      if not one.differentiable))
+        outputs = tuple(torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=output.device)
+                        for output in made)
+        ctx.mark_non_differentiable(*(tensor for tensor, output in zip(outputs, made, strict=True)
+                                      if not output.differentiable))
         return outputs
 
     @staticmethod

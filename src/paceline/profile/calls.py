@@ -90,14 +90,14 @@ def _operands(value: Any) -> Iterable[Operand]:
     if isinstance(value, Operand):
         yield value
     elif isinstance(value, tuple):
-        for one in value:
-            yield from _operands(one)
+        for part in value:
+            yield from _operands(part)
 
 
 def _across(value: Any, step_bytes: float) -> Any:
     if isinstance(value, Operand):
         return replace(value, distance_bytes=step_bytes) if value.distance_bytes is None else value
-    return tuple(_across(one, step_bytes) for one in value) if isinstance(value, tuple) else value
+    return tuple(_across(part, step_bytes) for part in value) if isinstance(value, tuple) else value
 
 
 def _text(value: Any) -> str:
@@ -124,7 +124,7 @@ def between(first: Any, second: Any, part: float) -> Any:
             return replace(first, **{f.name: between(getattr(first, f.name), getattr(second, f.name), part)
                                      for f in fields(first)})
         if isinstance(first, tuple) and len(first) == len(second):
-            return tuple(between(one, other, part) for one, other in zip(first, second, strict=True))
+            return tuple(between(begin, end, part) for begin, end in zip(first, second, strict=True))
         if first == second:
             return first
         if isinstance(first, float):
@@ -158,7 +158,7 @@ class OperatorCalls:
         if len(self.first) != len(self.second):
             return ()
         try:
-            made = [between(one, other, part) for one, other in zip(self.first, self.second, strict=True)]
+            made = [between(call, other, part) for call, other in zip(self.first, self.second, strict=True)]
         except NoLine:
             return ()
         return tuple(zip(made, counts, strict=True))

@@ -162,9 +162,9 @@ class _Course:
 
     def chain(self, path: str, count: int) -> Chain | None:
         """With the fewest blocks kept."""
-        found = [Chain(path, count, kept, period) for period in range(1, LONGEST_PERIOD + 1)
+        chains = [Chain(path, count, kept, period) for period in range(1, LONGEST_PERIOD + 1)
                  if count - (kept := self._kept(path, count, period)) >= FEWEST_LEFT_OUT]
-        return min(found, key=lambda chain: chain.kept, default=None)
+        return min(chains, key=lambda chain: chain.kept, default=None)
 
     def _kept(self, path: str, count: int, period: int) -> int:
         chain = Chain(path, count, count, period)
@@ -210,6 +210,6 @@ class _Operators(TorchDispatchMode):
 
 def _made_anew(path: str, unit: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a computed call returned, without a gradient."""
-    made = (torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=one.device)
-            for one in run.made or () if isinstance(one, BlockOutput) and one.source < 0)
+    made = (torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=output.device)
+            for output in run.made or () if isinstance(output, BlockOutput) and output.source < 0)
     return returned(run, tree_leaves((args, kwargs)), made)

@@ -131,8 +131,8 @@ class DeviceRates:
         Source: Williams, Waterman and Patterson 2009, Roofline.
         """
         rate, item_bytes = self.matrix_flops_per_s(precision), ITEM_BYTES[precision]
-        return sum(max(0.0, one.values * item_bytes / self.memory_bytes_per_s - one.flops / rate)
-                   for one in products if one.kind == "linear")
+        return sum(max(0.0, product.values * item_bytes / self.memory_bytes_per_s - product.flops / rate)
+                   for product in products if product.kind == "linear")
 
     def with_threads(self, num_threads: int) -> DeviceRates:
         """The rates of so many threads together, from those of one. Launching doesn't get faster."""

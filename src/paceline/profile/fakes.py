@@ -181,7 +181,7 @@ def _all_chosen(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) ->
 
 _ASSUMED: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._local_scalar_dense: _number,
-    torch.ops.aten.equal: lambda one, other: False,
+    torch.ops.aten.equal: lambda tensor, other: False,
     torch.ops.aten.nonzero: _all_places,
     torch.ops.aten.index: _all_chosen,
     torch.ops.aten.masked_select: lambda tensor, mask: tensor.new_empty(tensor.numel()),

@@ -106,9 +106,9 @@ class Fusion:
 
 def _join(operator: _Operator, other: _Operator) -> None:
     """Into one kernel."""
-    one, first = operator.first(), other.first()
-    if one is not first:
-        one.kernel = first
+    kernel, first = operator.first(), other.first()
+    if kernel is not first:
+        kernel.kernel = first
 
 
 def saved_s(timed: Sequence[tuple[OperatorCall, float, float]], spared_bytes: float, *,

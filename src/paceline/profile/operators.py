@@ -401,7 +401,7 @@ def _given(value: Any, tensors: Any) -> Any:
     if isinstance(value, Operand):
         return next(tensors)
     if isinstance(value, tuple):
-        return [_given(one, tensors) for one in value]
+        return [_given(part, tensors) for part in value]
     if isinstance(value, str) and value.startswith("torch."):
         return getattr(torch, value.removeprefix("torch."))
     return value

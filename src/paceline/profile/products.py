@@ -43,7 +43,7 @@ def _flash(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Pro
 def _flash_backward(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Product]:
     """Of both products two each; the scores are computed again."""
     ahead = _attention(*args[1:4], is_causal=_is_causal(args, kwargs, 7))
-    return [*(product for one in ahead for product in one.backward()), ahead[0]]
+    return [*(turned for product in ahead for turned in product.backward()), ahead[0]]
 
 
 def _convolved(weight: torch.Tensor, places: int, stride: Sequence[int], groups: int) -> Product:
@@ -75,7 +75,7 @@ def _recurrent(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list
 
 
 def _recurrent_backward(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Product]:
-    return [product for one in _recurrent(args, kwargs, result) for product in one.backward()]
+    return [turned for product in _recurrent(args, kwargs, result) for turned in product.backward()]
 
 
 def _places(tensor: torch.Tensor) -> int:

@@ -98,11 +98,11 @@ def growing(first: Sequence[Product], second: Sequence[Product], *, samples: tup
     if [p.kind for p in first] != [p.kind for p in second]:
         return ()
     products = []
-    for one, other in zip(first, second, strict=True):
-        changed = [side for side in get_args(Side) if getattr(one, side) != getattr(other, side)]
-        if len(changed) == 1 and getattr(one, changed[0]) * samples[1] == getattr(other, changed[0]) * samples[0]:
-            each: dict[str, Any] = {changed[0]: getattr(one, changed[0]) / samples[0], "grows": changed[0]}
-            products.append(replace(one, **each))
+    for product, grown in zip(first, second, strict=True):
+        changed = [side for side in get_args(Side) if getattr(product, side) != getattr(grown, side)]
+        if len(changed) == 1 and getattr(product, changed[0]) * samples[1] == getattr(grown, changed[0]) * samples[0]:
+            each: dict[str, Any] = {changed[0]: getattr(product, changed[0]) / samples[0], "grows": changed[0]}
+            products.append(replace(product, **each))
     return tuple(products)
 
 
@@ -151,8 +151,8 @@ class Work:
     @classmethod
     def through(cls, first: Work, second: Work, *, samples: tuple[int, int]) -> Work:
         """The line through the same work on two numbers of samples, whose figures are fixed."""
-        def line(one: Affine, other: Affine) -> Affine:
-            return Affine.through((samples[0], one.fixed), (samples[1], other.fixed))
+        def line(small: Affine, large: Affine) -> Affine:
+            return Affine.through((samples[0], small.fixed), (samples[1], large.fixed))
 
         calls = OperatorCalls(first.calls.first, second.calls.first, samples) if first.calls.first else NO_CALLS
         return cls(line(first.flops, second.flops), line(first.moved_bytes, second.moved_bytes),

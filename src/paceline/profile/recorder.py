@@ -232,8 +232,8 @@ class Distances:
              num_bytes: float) -> OperatorCall:
         """An operator as it is called in a place. What a forward makes is in memory that the last step let go of."""
         try:
-            arguments = tuple(self._noted(one, place) for one in args)
-            options = tuple((name, self._noted(one, place)) for name, one in kwargs.items())
+            arguments = tuple(self._noted(argument, place) for argument in args)
+            options = tuple((name, self._noted(argument, place)) for name, argument in kwargs.items())
         except TypeError:
             return OperatorCall(UNKNOWN, flops=float(flops), num_bytes=float(num_bytes))
         return OperatorCall(str(func), arguments, options, float(flops), float(num_bytes),
@@ -250,7 +250,7 @@ class Distances:
                            str(value.dtype).removeprefix("torch."),
                            self.touched - touched if direction == place.direction else None)
         if isinstance(value, tuple | list):
-            return tuple(self._noted(one, place) for one in value)
+            return tuple(self._noted(part, place) for part in value)
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
             return str(value)
         if isinstance(value, torch.device):

@@ -159,7 +159,7 @@ class _Run:
 
 def _profile_of_fakes(job: Job, items: list[Any], built: FakeModel, like: Profile | None) -> Profile:
     """One block of each kind is run, unless the model runs a block more than once. like: see `profile_job`."""
-    def found(*, each: bool) -> Profile:
+    def profile(*, each: bool) -> Profile:
         return _fit(_fake_runs(job, items, built, each=each, updates=like is None), (),
                     cast_parameters(job, built=built, each=each), like)
 
@@ -171,10 +171,10 @@ def _profile_of_fakes(job: Job, items: list[Any], built: FakeModel, like: Profil
 
     built.look_for_chains(find_units, look)
     try:
-        return found(each=False)
+        return profile(each=False)
     except (CalledAgain, NotStoodFor):
         built.chains = ()
-        return found(each=True)
+        return profile(each=True)
 
 
 def _on_fakes(built: FakeModel, job: Job, items: list[Any]) -> Any:
@@ -504,8 +504,8 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
 
     @cache
     def segment(number: int) -> Segment:
-        one, other = (side.segment(number, held) for side, held in zip(sides, step_bytes, strict=True))
-        return Segment.through(one, other, samples=samples)
+        small, large = (side.segment(number, num_bytes) for side, num_bytes in zip(sides, step_bytes, strict=True))
+        return Segment.through(small, large, samples=samples)
 
     segments = (replace(segment(first.repeats.of.get(number, number)), unit=piece if piece in first.units else "",
                         gradients=_gradients(first, number, piece)) for number, piece in first.course)
