@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.profile.blocks import BlockInputs, BlockOutput, Repeats, Run, returned
 
-LONGEST_PERIOD = 4  # kinds of blocks that take turns
+LONGEST_PERIOD = 6  # kinds of blocks that take turns
 KEPT_PERIODS = 2  # beside the first blocks, which differ in what they are given
 FEWEST_LEFT_OUT = 8  # blocks: below this, finding out takes longer than it spares
 
